@@ -253,10 +253,10 @@ class GramAccumulator:
         parts, terms, place = parts.reshape(b, len(pieces), d, d), {}, 0
         for at, level in runs:
             count = (1 << level) >> min(level, longest)
-            sums = [parts[:, place + i] for i in range(count)]
-            while len(sums) > 1:
-                sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-            terms[at, level], place = DoubleDouble.plain(sums[0]), place + count
+            sums, place = parts[:, place : place + count], place + count
+            while sums.shape[1] > 1:
+                sums = sums[:, ::2] + sums[:, 1::2]
+            terms[at, level] = DoubleDouble.plain(sums[:, 0])
         return terms
 
     def scaled(self, rows: Rows) -> Rows:

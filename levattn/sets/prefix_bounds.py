@@ -73,21 +73,29 @@ class Judged:
 class _Screen:
     """The factor by which blocks are screened as they come, in float32 where that is good enough for it.
 
-    raised: as in `Reference`.
-    error: (b,) of a score.
     plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
+    least: (b, 1) the scores up to which a key cannot have a bound of at least ε, if it is not among the screen's and
+        if it is.
     """
 
     def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
-        self.raised, self.error = raised, factor.score_error
+        error = factor.score_error
         looks = factor.null_directions or factor.spans or factor.hidden or factor.projection is not None
         diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
-        single = self.error + factor.error * (2.0**-22 / PLAIN_NOISE)
+        single = error + factor.error * (2.0**-22 / PLAIN_NOISE)
         even = factor.rows.scale is None and ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all()
         if even and not looks and epsilon > _NARROW and (single <= _SINGLE_ERROR).all():
-            self.error, factor = single, replace(factor, arithmetic=("single",) * len(single))
+            error, factor = single, replace(factor, arithmetic=("single",) * len(single))
         reached = bool(np.any(factor.whitening != 0, axis=2).all())
         self.factor, self.plain = factor, set(factor.arithmetic) in ({"single"}, {"double"}) and not looks and reached
+        least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
+        both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
+        self.least = (both if raised is None else both / raised)[:, :, None]
+
+    def reached(self, scores: Any, member: bool) -> Any:
+        """Tell which scores (b, m), of keys that are among the screen's if `member`, are not below the least."""
+        least = self.least[int(member)].astype(scores.dtype)
+        return ~(scores < to_device(least, scores))
 
 
 class RunningSquares:
@@ -174,7 +182,7 @@ class RunningSquares:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
         screen, rows = self._made_screen(rows, epsilon), self.read(rows)
         scores = screen.factor.on(rows).scores(member=member)[0]
-        return self._reached(screen, scores, epsilon, member)
+        return screen.reached(scores, member)
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Any, Ahead | None]:
         """Tell which keys, not among the screen's, may have a bound of at least ε, and what `add` will sum of them."""
@@ -185,7 +193,7 @@ class RunningSquares:
         factor = screen.factor.on(rows)
         scores, arithmetic = factor.rows.zeros(), factor.arithmetic[0]
         terms = self.sums.terms_beside(rows, factor.rows, factor.whitening, scores, arithmetic)
-        return self._reached(screen, scores, epsilon, member=False), (rows, terms)
+        return screen.reached(scores, member=False), (rows, terms)
 
     def _made_screen(self, rows: Rows, epsilon: float) -> _Screen:
         if self.frozen is None:
@@ -197,15 +205,6 @@ class RunningSquares:
             raised = self._lift_error(self.frozen[0], factor, rows.format)
             self._screen = _Screen(factor, self.frozen[0], raised, epsilon)
         return self._screen
-
-    @staticmethod
-    def _reached(screen: _Screen, scores: Any, epsilon: float, member: bool) -> Any:
-        least = np.maximum(epsilon * (1 - np.maximum(4 * screen.error, TIE)), 0.0)
-        if not member:
-            least = least / (1 - least)  # x/(1 + x) with the key itself, x without
-        if screen.raised is not None:
-            least = least / screen.raised
-        return ~(scores < to_device(least[:, None].astype(scores.dtype), scores))
 
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
         """Return what keys are judged by: all keys so far, with the rows that wait."""

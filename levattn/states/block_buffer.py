@@ -27,7 +27,7 @@ __all__ = [
     "rows_in_memory",
 ]
 
-_WAITING = 1 << 22  # bytes of rows, with what comes beside them, that wait together, at most, but for one block
+_WAITING = 9 << 20  # bytes of rows, with what comes beside them, that wait together, at most, but for one block
 _TOGETHER = 16  # blocks of them, at most
 
 
@@ -120,10 +120,11 @@ class BlockBuffer:
         room = (together - self.blocks % together) * BLOCK
         if self.count >= room:
             self.flush(take)
-        if self.count + n < room:
+        large = n >= min(together, max(together // 2, 4)) * BLOCK
+        if not large and self.count + n < room:
             self._fill(rows, *payload)
             return
-        at, large = 0, n >= together * BLOCK
+        at = 0
         whole = n if large else room
         if self.count:
             stop = -(-self.count // BLOCK) * BLOCK if large else room
@@ -160,6 +161,8 @@ class BlockBuffer:
 
     def _fill(self, rows: Rows, *payload: Any) -> None:
         """Take rows; what was held before is not touched."""
+        if not rows.shape[1]:
+            return
         stop, held = self.count + rows.shape[1], self._held.shape[1]
         if stop > held:
             size = max(stop, self._before, min(max(2 * held, 64), self._together * BLOCK))
