@@ -6,7 +6,7 @@ import glob
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ __all__ = ["Checkpoint", "Source", "as_source", "two_passes"]
 _VERSION = 1
 _CHECKPOINT_ROWS = 1 << 22
 
-_TOGETHER = 1 << 22  # bytes of small chunks that are worked on together
-
 _FIRST_ROWS = 256  # by which keys are known again, with later ones that are so far apart:
 _APART = 2048
 _MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
@@ -45,14 +43,14 @@ class Source:
     n: int | None  # the number of rows where it is known
 
     def between(self, start: int) -> Iterator[tuple[Matrices, Rows]]:
-        """Give the chunks from the row `start` on; small ones, unless a file was asked for them, several together."""
-        chunks = map(in_main_memory, self.chunks(start))
-        return chunks if self.n is not None else _together(chunks)
+        """Give the chunks from the row `start` on."""
+        for chunk in self.chunks(start):
+            yield in_main_memory(chunk)
 
     def rows(self, item: int, which: npt.NDArray[np.int64], example: Matrices) -> Rows:
         """Read some rows of one matrix once more, (1, k, d)."""
         parts, before = [np.empty((0, example.d), example.data.dtype)], 0
-        for matrices, _ in map(in_main_memory, self.chunks(0)):
+        for matrices, _ in self.between(0):
             inside = which[(which >= before) & (which < before + matrices.n)]
             parts.append(matrices.data[item, inside - before])
             before += matrices.n
@@ -91,35 +89,6 @@ def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
         if size > start:
             yield chunk[..., start:, :]
         start = max(start - size, 0)
-
-
-def _together(chunks: Iterable[tuple[Matrices, Rows]]) -> Iterator[tuple[Matrices, Rows]]:
-    """Give small chunks of one form together; the next ones then take their place."""
-    like: Matrices | None = None
-    room, count = np.empty((0, 0, 0)), 0
-    for matrices, rows in chunks:
-        if like is not None:
-            alike = (matrices.batch, matrices.d, matrices.format) == (like.batch, like.d, like.format)
-            if not alike or count + matrices.n > room.shape[1]:
-                yield _one(like, room[:, :count])
-                like, count = (like, 0) if alike else (None, 0)
-        if matrices.data.nbytes > _TOGETHER // 2:
-            yield matrices, rows
-            like = None
-            continue
-        if like is None:
-            like, b = matrices, len(matrices.data)
-            size = _TOGETHER // max(1, b * matrices.d * matrices.data.itemsize)
-            if room.dtype != matrices.data.dtype or room.shape != (b, size, matrices.d):
-                room = np.empty((b, size, matrices.d), matrices.data.dtype)
-        room[:, count : count + matrices.n] = matrices.data
-        count += matrices.n
-    if like is not None:
-        yield _one(like, room[:, :count])
-
-
-def _one(like: Matrices, keys: npt.NDArray[Any]) -> tuple[Matrices, Rows]:
-    return replace(like, data=keys), Rows(keys, like.format)
 
 
 def _fingerprint(keys: Matrices, at: int, stop: int | None = None) -> int:
