@@ -214,13 +214,14 @@ class GramAccumulator:
 
     def add(self, rows: Rows, terms: Terms | None = None) -> None:
         """Add whole blocks of rows, of which some `terms_beside` are known. If it raises, the sum is void."""
-        at, n, smaller = 0, rows.shape[1], 0
+        at, n, smaller, exponents = 0, rows.shape[1], 0, self.exponents
         longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
         while at < n:
             level = self._level(self.blocks.count, (n - at) // BLOCK, longest)
             while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
                 level -= 1
-            while not self._take(rows.between(at, at + (BLOCK << level)), level, (terms or {}).get((at, level))):
+            known = terms if terms is not None and self.exponents is exponents else {}
+            while not self._take(rows.between(at, at + (BLOCK << level)), level, known.get((at, level))):
                 smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
@@ -232,7 +233,7 @@ class GramAccumulator:
         return min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest)
 
     def terms_beside(self, rows: Rows, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic) -> Terms:
-        """Return what `add` sums of whole blocks of rows, in main memory, as long as its arithmetic stays as it is.
+        """Return moments of runs that `add` will sum of whole blocks of rows, which are in main memory.
 
         Beside that write ``‖k W‖²`` of the same rows as `scored` reads them to `out`, while they are in the cache.
         """
@@ -254,8 +255,9 @@ class GramAccumulator:
         for at, level in runs:
             count = (1 << level) >> min(level, longest)
             sums, place = parts[:, place : place + count], place + count
-            while sums.shape[1] > 1:
-                sums = sums[:, ::2] + sums[:, 1::2]
+            with np.errstate(over="ignore", invalid="ignore"):
+                while sums.shape[1] > 1:
+                    sums = sums[:, ::2] + sums[:, 1::2]
             terms[at, level] = DoubleDouble.plain(sums[:, 0])
         return terms
 

@@ -224,7 +224,7 @@ class CandidateStore:
                 self.running.add(run)
                 self.running.freeze()
                 kept = self.running.screened(run, labels, self.epsilon, member=True)
-                hits, over = self._hits(kept, run), range(len(self.held))
+                hits, over = self._hits(kept, run), list(range(len(self.held)))
             else:
                 kept, ahead = self.running.screened_ahead(run, labels, self.epsilon)
                 hits = self._hits(kept, run)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_device, to_float64, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, Rows
+from levattn._kernels import BLOCK, Arithmetic, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import LARGEST_EXPONENT, PLAIN_NOISE, UNIT, DoubleDouble, GramAccumulator, Terms
@@ -74,27 +74,27 @@ class _Screen:
     """The factor by which blocks are screened as they come, in float32 where that is good enough for it.
 
     plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
-    least: (b, 1) the scores up to which a key cannot have a bound of at least ε, if it is not among the screen's and
-        if it is.
     """
 
     def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
+        simple = not (factor.null_directions or factor.spans or factor.hidden) and factor.rows.scale is None
         error = factor.score_error
-        looks = factor.null_directions or factor.spans or factor.hidden or factor.projection is not None
-        diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
         single = error + factor.error * (2.0**-22 / PLAIN_NOISE)
-        even = factor.rows.scale is None and ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all()
-        if even and not looks and epsilon > _NARROW and (single <= _SINGLE_ERROR).all():
-            error, factor = single, replace(factor, arithmetic=("single",) * len(single))
+        diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+        near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all() and epsilon > _NARROW
+        if simple and near and (single <= _SINGLE_ERROR).all():
+            arithmetic: tuple[Arithmetic, ...] = ("single",) * len(single)
+            error, factor = single, replace(factor, arithmetic=arithmetic)
         reached = bool(np.any(factor.whitening != 0, axis=2).all())
-        self.factor, self.plain = factor, set(factor.arithmetic) in ({"single"}, {"double"}) and not looks and reached
+        self.plain = simple and reached and set(factor.arithmetic) in ({"single"}, {"double"})
+        self.factor = factor
         least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
         both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
-        self.least = (both if raised is None else both / raised)[:, :, None]
+        self._least = (both if raised is None else both / raised)[:, :, None]
 
     def reached(self, scores: Any, member: bool) -> Any:
-        """Tell which scores (b, m), of keys that are among the screen's if `member`, are not below the least."""
-        least = self.least[int(member)].astype(scores.dtype)
+        """Tell which scores (b, m), of keys that are among the screen's if `member`, are not surely too small."""
+        least = self._least[int(member)].astype(scores.dtype)
         return ~(scores < to_device(least, scores))
 
 
@@ -199,8 +199,8 @@ class RunningSquares:
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
         if self._screen is None:
-            format = "float64" if self.m > 1 else rows.format
-            like = Rows(np.empty((rows.shape[0], 0, self.columns), self.read(rows.between(0, 0)).keys.dtype), format)
+            read = self.read(rows.between(0, 0))
+            like = Rows(np.empty((rows.shape[0], 0, self.columns), read.keys.dtype), read.format)
             factor = factor_of_sum(*self.frozen, like)
             raised = self._lift_error(self.frozen[0], factor, rows.format)
             self._screen = _Screen(factor, self.frozen[0], raised, epsilon)

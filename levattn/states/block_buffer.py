@@ -77,8 +77,10 @@ class BlockBuffer:
         self._held = Rows(np.zeros((b, 0, d), dtype), format)
         self._payload = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in payload]
         self._before = 0  # rows for which there was room before they were given away
-        row = sum(math.prod(array.shape[2:]) * len(array) * array.itemsize for array in (self._held.keys, *self._payload))
-        self._together = min(_TOGETHER, 1 << (max(1, _WAITING // (BLOCK * max(1, row))).bit_length() - 1))  # blocks
+        arrays = (self._held.keys, *self._payload)
+        block = BLOCK * sum(math.prod((len(array), *array.shape[2:])) * array.itemsize for array in arrays)
+        fit = _WAITING // block if block else _TOGETHER
+        self._together = min(_TOGETHER, 1 << (max(fit, 1).bit_length() - 1))  # blocks; a power of two
 
     def copy(self) -> BlockBuffer:
         """Return a buffer that goes on from here; this one keeps its rows as long as it is not pushed itself."""
