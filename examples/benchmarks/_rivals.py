@@ -123,3 +123,15 @@ def conditioned(n: int, d: int, condition: float, dtype: str, seed: int = 0) -> 
     X = rng.standard_normal((n, d))
     V = np.linalg.qr(rng.standard_normal((d, d)))[0]
     return ((X * np.geomspace(1, 1 / condition, d)) @ V.T).astype(dtype)
+
+
+def real_like(n: int, d: int, dtype: str = "float32", seed: int = 0) -> Array:
+    """Gaussian keys with the mean and covariance of heads of the packaged encoder, side by side up to d columns."""
+    import levattn
+
+    heads = levattn.datasets.minilm().keys[3]
+    K = np.concatenate(list(heads[: -(-d // heads.shape[-1])]), axis=1)[:, :d].astype(np.float64)
+    root = np.linalg.cholesky(np.cov(K.T)).astype(np.float32)
+    X = np.random.default_rng(seed).standard_normal((n, d), dtype=np.float32) @ root.T
+    X += K.mean(axis=0, dtype=np.float64).astype(np.float32)
+    return X.astype(dtype, copy=False)

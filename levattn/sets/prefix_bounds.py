@@ -78,8 +78,9 @@ class _Screen:
 
     def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
         simple = not (factor.null_directions or factor.spans or factor.hidden) and factor.rows.scale is None
-        error = factor.score_error
-        single = error + factor.error * (2.0**-22 / PLAIN_NOISE)
+        error, d = factor.score_error, moments.high.shape[2]
+        # ‖|W|ᵀ|k|‖ is at most √(d B) ‖Wᵀk‖, where B bounds the squared inverse, so that four times this is proven
+        single = error + 2.0**-25 * (d + 4) * np.sqrt(d * factor.error / PLAIN_NOISE)
         diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
         near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all() and epsilon > _NARROW
         if simple and near and (single <= _SINGLE_ERROR).all():
