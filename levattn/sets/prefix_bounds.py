@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_device, to_float64, to_numpy
+from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, Arithmetic, Rows
+from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.linalg.accumulator import GramAccumulator, Terms
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, PLAIN_NOISE, UNIT, DoubleDouble, GramAccumulator, Terms
+from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
+from levattn.sets.screen import Screen
 from levattn.states import factor_of, factor_of_sum
 
 __all__ = [
@@ -41,8 +43,6 @@ _SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _MOST_GROUPS = 100_000
 _LARGEST_POWER = 64
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
-_NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
-_SINGLE_ERROR = 2.0**-8  # of a score by such a screen
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
 Labels = npt.NDArray[np.int64]
@@ -70,35 +70,6 @@ class Judged:
     counted: bool  # whether one of them may have a smaller score, as it was bounded or is too close to ε
 
 
-class _Screen:
-    """The factor by which blocks are screened as they come, in float32 where that is good enough for it.
-
-    plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
-    """
-
-    def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
-        simple = not (factor.null_directions or factor.spans or factor.hidden) and factor.rows.scale is None
-        error, d = factor.score_error, moments.high.shape[2]
-        # ‖|W|ᵀ|k|‖ is at most √(d B) ‖Wᵀk‖, where B bounds the squared inverse, so that four times this is proven
-        single = error + 2.0**-25 * (d + 4) * np.sqrt(d * factor.error / PLAIN_NOISE)
-        diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
-        near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all() and epsilon > _NARROW
-        if simple and near and (single <= _SINGLE_ERROR).all():
-            arithmetic: tuple[Arithmetic, ...] = ("single",) * len(single)
-            error, factor = single, replace(factor, arithmetic=arithmetic)
-        reached = bool(np.any(factor.whitening != 0, axis=2).all())
-        self.plain = simple and reached and set(factor.arithmetic) in ({"single"}, {"double"})
-        self.factor = factor
-        least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
-        both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
-        self._least = (both if raised is None else both / raised)[:, :, None]
-
-    def reached(self, scores: Any, member: bool) -> Any:
-        """Tell which scores (b, m), of keys that are among the screen's if `member`, are not surely too small."""
-        least = self._least[int(member)].astype(scores.dtype)
-        return ~(scores < to_device(least, scores))
-
-
 class RunningSquares:
     """Leverage scores of keys, or of the products of m of their coordinates, among all keys so far.
 
@@ -117,7 +88,7 @@ class RunningSquares:
         self.columns = lift_columns(d, m)
         self.sums = GramAccumulator(b, self.columns)
         self.frozen: Frozen | None = None
-        self._screen: _Screen | None = None
+        self._screen: Screen | None = None
 
     def copy(self) -> RunningSquares:
         """Return bounds that go on from here by themselves."""
@@ -196,7 +167,7 @@ class RunningSquares:
         terms = self.sums.terms_beside(rows, factor.rows, factor.whitening, scores, arithmetic)
         return screen.reached(scores, member=False), (rows, terms)
 
-    def _made_screen(self, rows: Rows, epsilon: float) -> _Screen:
+    def _made_screen(self, rows: Rows, epsilon: float) -> Screen:
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
         if self._screen is None:
@@ -204,7 +175,7 @@ class RunningSquares:
             like = Rows(np.empty((rows.shape[0], 0, self.columns), read.keys.dtype), read.format)
             factor = factor_of_sum(*self.frozen, like)
             raised = self._lift_error(self.frozen[0], factor, rows.format)
-            self._screen = _Screen(factor, self.frozen[0], raised, epsilon)
+            self._screen = Screen(factor, self.frozen[0], raised, epsilon)
         return self._screen
 
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:

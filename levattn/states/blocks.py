@@ -12,8 +12,9 @@ from levattn._core.formats import decode_half
 from levattn._core.serialize import shaped
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn.linalg.accumulator import GramAccumulator
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
+from levattn.linalg.gram import DoubleDouble, Exponents
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
 from levattn.states.block_buffer import BlockBuffer, rows_in_memory
 from levattn.states.factors import factor_of, factor_of_sum
