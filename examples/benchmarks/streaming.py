@@ -90,7 +90,7 @@ def passes(kind: str, K: Array, rounds: int) -> None:
             chunks, name = Chunks(K, rows), "one chunk" if rows == n else f"chunks of {rows}"
             calls[f"one pass, {name}"] = partial(one_pass, chunks)
             calls[f"two passes, {name}"] = partial(levattn.universal_set, chunks, EPSILON)
-            if rows < n:
+            if 16_384 <= rows < n:
                 calls[f"numpy, {name}"] = partial(with_blas, chunks)
         calls["one pass, file"] = partial(one_pass, source)
         calls["two passes, file"] = partial(levattn.universal_set, source, EPSILON)
