@@ -159,7 +159,8 @@ class RunningSquares:
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Any, Ahead | None]:
         """Tell which keys, not among the screen's, may have a bound of at least ε, and what `add` will sum of them."""
         screen = self._made_screen(rows, epsilon)
-        if not screen.plain or not isinstance(rows.keys, np.ndarray):
+        # twofold sums take each block by itself, beside which a reading is nothing
+        if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
             return self.screened(rows, labels, epsilon, member=False), None
         rows = self.read(rows)
         factor = screen.factor.on(rows)
