@@ -39,6 +39,8 @@ __all__ = [
     "where",
 ]
 
+_PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats that numpy has as they are read
+
 
 @dataclass(frozen=True)
 class Matrices:
@@ -186,6 +188,10 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     they are unaligned or in foreign byte order). Gradients are not followed. A scipy CSR matrix (n, d) is taken
     where `sparse` allows it; results then are numpy arrays.
     """
+    plain = _PLAIN.get(array.dtype) if type(array) is np.ndarray else None
+    if plain is not None and array.ndim > 1 and array.shape[-1] and array.flags.aligned:  # most chunks of a stream
+        batch = array.shape[:-2]
+        return Matrices(array.reshape(math.prod(batch), *array.shape[-2:]), batch, plain, np.asarray)
     if is_scipy_sparse(array):
         if not sparse:
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ from levattn.heavy.normalizers import (
     precise_error,
     require_finite_queries,
 )
+from levattn.linalg.accumulator import GramAccumulator
 from levattn.linalg.factor import UNIT, Factor
-from levattn.linalg.gram import GramAccumulator
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import TIE, check_epsilon
 from levattn.sets.candidates import Candidates, ChunkForm
@@ -127,13 +128,20 @@ class CausalUniversalSet:
 
     def __init__(self, epsilon: float) -> None:
         self.epsilon = check_epsilon(epsilon)
-        self.n = 0
         self._form: ChunkForm | None = None  # of the keys
+        self._dtype: np.dtype[Any] | None = None  # of the keys, where they are stored as numpy has them
         self._sums = GramAccumulator(0, 1)
         self._factor: Factor | None = None
-        self._even: list[tuple[Float64, npt.NDArray[np.int32]]] = []  # its normalizers
-        self._held: list[Candidates] = []  # keys of each matrix that were judged, and the recent ones after them
-        self._recent = 0
+        self._judged: list[Candidates] = []  # keys of each matrix that are factored and may still be heavy
+        self._first = 0  # number of the first row that is not factored
+        self._recent = 0  # number of these rows, with room for some more:
+        self._keys: npt.NDArray[Any] = np.zeros((0, 0, 1))
+        self._beside: tuple[npt.NDArray[Any], ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Number of rows so far, masked ones among them."""
+        return self._first + self._recent
 
     @property
     def _format(self) -> Any:
@@ -142,7 +150,7 @@ class CausalUniversalSet:
     @property
     def held(self) -> int:
         """Number of keys that are held now, of all matrices."""
-        return sum(map(len, self._held))
+        return sum(map(len, self._judged)) + self._recent * len(self._judged)
 
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
         """Append keys.
@@ -168,7 +176,9 @@ class CausalUniversalSet:
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
         """
-        saved = dict(self.__dict__, _sums=self._sums.copy())
+        if mask is None and self._put_few(K, payload):
+            return self
+        saved = dict(self.__dict__)
         try:
             self._append(K, mask, payload)
         except BaseException:
@@ -176,16 +186,39 @@ class CausalUniversalSet:
             raise
         return self
 
+    def _put_few(self, K: Any, payload: Any) -> bool:
+        """Append a few keys of numpy, or return False where they are not for sure of the kind of those before.
+
+        That is most of the calls while a sequence is generated.
+        """
+        form = self._form
+        if form is None or type(K) is not np.ndarray or K.dtype is not self._dtype or K.ndim < 2:
+            return False
+        batch, m = K.shape[:-2], K.shape[-2]
+        stop = self._recent + m
+        if K.shape[-1] != form.d or batch != form.batch or stop >= self._keys.shape[1]:
+            return False
+        place = self._keys[:, self._recent : stop]
+        place[...] = K.reshape(place.shape)
+        if not math.isfinite(np.einsum("bij->", place)):  # or too large for a sum
+            return False
+        if payload is not None or self._beside:
+            if type(payload) is not np.ndarray or len(self._beside) != 1 or payload.dtype is not self._beside[0].dtype:
+                return False
+            beside = self._beside[0][:, self._recent : stop]
+            if payload.shape != (*batch, m, *beside.shape[2:]):
+                return False
+            beside[...] = payload.reshape(beside.shape)
+        self._recent = stop
+        return True
+
     def _append(self, K: Any, mask: Any, payload: Any) -> None:
-        """Append keys; if it raises, the state is void."""
+        """Append keys; if it raises, the state is void but for what it held."""
         matrices, rows = in_main_memory(K, mask)
         b, m, d = rows.shape
         payloads = () if payload is None else (payload_of(payload, matrices.batch, m),)
-        held = self._held
         form = ChunkForm.of(matrices, payloads)
-        if self._form is None:
-            held = [Candidates.empty(d, matrices.format, [array[item] for array in payloads]) for item in range(b)]
-        else:
+        if self._form is not None:
             self._form.require(form, "K")
         with np.errstate(over="ignore", invalid="ignore"):
             try:
@@ -194,30 +227,47 @@ class CausalUniversalSet:
                 refuse_nonfinite(rows, self.n)
         if self._form is None:
             self._form, self._sums = form, GramAccumulator(b, d)
-        index = np.arange(self.n, self.n + m, dtype=np.int64)
+            self._dtype = rows.keys.dtype if form.format in ("float64", "float32") else None
+            self._judged = [Candidates.empty(d, form.format, [array[item] for array in payloads]) for item in range(b)]
+            room = max(_RECENT, d)
+            self._keys = np.empty((b, room, d), rows.keys.dtype)
+            self._beside = tuple(np.empty((b, room, *array.shape[2:]), array.dtype) for array in payloads)
         for start in range(0, m, BLOCK):
             part = slice(start, min(start + BLOCK, m))
-            keys = rows.keys[:, part].copy()
+            keys = rows.keys[:, part]
             if rows.mask is not None:
-                keys[~rows.mask[:, part]] = 0
-            news = (Candidates(index[part], keys[item], tuple(a[item, part] for a in payloads)) for item in range(b))
-            held = [old + new for old, new in zip(held, news, strict=True)]
-            self._held, self._recent = held, self._recent + part.stop - start
-            if self._recent >= max(_RECENT, d):
-                held = self._fold()
-        self._held, self.n = held, self.n + m
+                keys = np.where(rows.mask[:, part, None], keys, keys.dtype.type(0))
+            self._put(keys, [array[:, part] for array in payloads])
 
-    def _fold(self) -> list[Candidates]:
+    def _put(self, keys: npt.NDArray[Any], beside: list[npt.NDArray[Any]]) -> None:
+        """Append keys with their payloads (b, m, ...)."""
+        first, stop = self._recent, self._recent + keys.shape[1]
+        if stop < self._keys.shape[1]:
+            for room, new in zip((self._keys, *self._beside), (keys, *beside), strict=True):
+                room[:, first:stop] = new
+            self._recent = stop
+            return
+        keys, *beside = (
+            np.concatenate([room[:, :first], new], axis=1)
+            for room, new in zip((self._keys, *self._beside), (keys, *beside), strict=True)
+        )
+        # a state that this one may go back to has the old room
+        self._keys, self._beside = np.empty_like(self._keys), tuple(map(np.empty_like, self._beside))
+        self._fold(keys, beside)
+
+    def _fold(self, recent: npt.NDArray[Any], beside: list[npt.NDArray[Any]]) -> None:
         """Count the recent keys in, and let go those that cannot be heavy any more."""
-        b, d = self._sums.exponents.shape
-        recent = np.stack([held.keys[len(held) - self._recent :] for held in self._held]) if b else np.zeros((0, 0, d))
-        self._sums.merge(*GramAccumulator(b, d).total(Rows(recent, self._format)))
         nothing = Rows(recent[:, :0], self._format)
+        self._sums = self._sums.copy()
+        self._sums.merge_rows(Rows(recent, self._format))
         self._factor = factor_of_sum(*self._sums.total(nothing), nothing)
-        self._recent = 0
-        self._even = [self._factor.even_normalizer(item) for item in range(b)]
-        self._held = [held.take(self._alive(item, held)) for item, held in enumerate(self._held)]
-        return self._held
+        index = np.arange(self._first, self._first + recent.shape[1], dtype=np.int64)
+        held = [
+            old + Candidates(index, recent[item], tuple(array[item] for array in beside))
+            for item, old in enumerate(self._judged)
+        ]
+        self._judged = [one.take(self._alive(item, one)) for item, one in enumerate(held)]
+        self._first, self._recent = self._first + recent.shape[1], 0
 
     def _alive(self, item: int, held: Candidates) -> npt.NDArray[np.bool_]:
         """Tell which keys, all of them factored, have a score of at least ε."""
@@ -270,13 +320,15 @@ class CausalUniversalSet:
         exponents = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
         if self._factor is None:
             return None, exponents, new
-        N, factored = self._even[item]
+        N, factored = self._factor.even_normalizer(item)
         alive = np.any(N != 0, axis=0)
         exponents = np.where(new & ((exponents > factored) | ~alive), exponents, factored)
         return np.ldexp(N, factored - exponents), exponents, alive | new
 
     def _heavy(self, item: int, Q: Float64) -> HeavyKeys:
-        held, d = self._held[item], Q.shape[1]
+        index = np.arange(self._first, self.n, dtype=np.int64)
+        waiting = tuple(array[item, : self._recent] for array in self._beside)
+        held, d = self._judged[item] + Candidates(index, self._keys[item, : self._recent], waiting), Q.shape[1]
         stored = to_float64(held.keys, self._format)
         recent = slice(len(stored) - self._recent, len(stored))
         N, exponents, met = self._units(item, stored[recent])

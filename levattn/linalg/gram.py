@@ -1,50 +1,49 @@
-"""Second moments: at once, and as sums that go over to double-double arithmetic where float64 would not do."""
+"""Second moments: at once, and as numbers of two parts where float64 would not do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import on_cuda, to_numpy
-from levattn._core.serialize import MOST_ROWS, shaped, whole
+from levattn._core.arrays import to_numpy
+from levattn._core.serialize import shaped
 from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
-from levattn.linalg.reading import check_finite, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
 __all__ = [
     "LARGEST_EXPONENT",
     "PLAIN_ERROR",
     "PLAIN_NOISE",
+    "SETTLED",
     "UNIT",
     "DoubleDouble",
-    "GramAccumulator",
+    "Exponents",
+    "diagonals",
+    "pieces_of",
     "second_moments",
     "sharpened",
+    "span_arrays",
+    "spans_of",
     "spectral_norm",
 ]
 
 UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
 PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
-_SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
-_LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
-_LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
-_DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
+SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
 _STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
 _WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
-_SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 LARGEST_EXPONENT = 1024  # of a column
-_FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 Exponents = npt.NDArray[np.int32]
 
 
-def _pieces(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
+def pieces_of(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Split `n` rows into runs of whole powers of two of blocks, of a level of at most `longest`.
 
     Returned are the runs (first row, row after the last) and their levels; the last, if its block is
@@ -73,7 +72,7 @@ def second_moments(
     """
     _, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
-    runs, levels = _pieces(n, kernels.longest_run(rows, len(items)))
+    runs, levels = pieces_of(n, kernels.longest_run(rows, len(items)))
     if len(runs) == 1:
         pieces: Pieces = np.array([(slot, item, 0, n) for slot, item in enumerate(items)], np.int64).reshape(-1, 4)
     else:
@@ -128,7 +127,8 @@ def sharpened(bound: Float64, W: Any, G: Any, limits: Float64) -> Float64:
     return bound
 
 
-def _diagonal(G: Float64) -> Float64:
+def diagonals(G: Float64) -> Float64:
+    """Return the diagonal of each matrix of a batch."""
     return np.diagonal(G, axis1=1, axis2=2)
 
 
@@ -172,16 +172,16 @@ class DoubleDouble:
         """Return the moments whose parts are held under this name."""
         high, low = shaped(arrays[f"{name}.high"], np.float64, (b, d, d)), arrays.get(f"{name}.low")
         low = None if low is None else shaped(low, np.float64, (b, d, d))
-        if (_diagonal(high) < 0).any():
+        if (diagonals(high) < 0).any():
             raise ValueError("a second moment has a negative entry on its diagonal")
-        spans = _spans(arrays, name, b, d) if f"{name}.units" in arrays else ()
+        spans = spans_of(arrays, name, b, d) if f"{name}.units" in arrays else ()
         return cls(high, low, shaped(arrays[f"{name}.wide"], np.bool_, (b,)), spans)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
         """Return the parts by name, from which `from_arrays` makes it again."""
         held = {"high": self.high, "low": self.low, "wide": self.double_double}
         arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
-        return arrays | (_span_arrays(self.spans, name) if self.spans else {})
+        return arrays | (span_arrays(self.spans, name) if self.spans else {})
 
     def scaled(self, change: Exponents) -> DoubleDouble:
         """Return the moments of columns divided by powers of two (b, d)."""
@@ -202,244 +202,13 @@ class DoubleDouble:
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
         W, _, bound = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
-        limits = np.full(len(chosen), _SETTLED / PLAIN_NOISE)
+        limits = np.full(len(chosen), SETTLED / PLAIN_NOISE)
         errors[chosen] = PLAIN_NOISE * sharpened(bound, W, self.high[chosen], limits)
         return errors
 
 
-class GramAccumulator:
-    """The second moments of blocks of keys, precise enough for the scores of keys of any condition number.
-
-    Sums are in float64 as long as that holds their digits: an error of a sum is relative to the sizes of the columns,
-    and so of a score relative to the squared condition number of the columns scaled to equal size. That can grow, and
-    then what was summed is still good by itself; from there on sums are twofold. Decisions fall after each block, by
-    figures of the blocks so far, and so do not depend on how many come together.
-
-    Columns are divided by powers of two, `exponents` (b, d), where squares would leave the range.
-    """
-
-    def __init__(self, b: int, d: int) -> None:
-        require_room(b, d)
-        self.blocks: PairwiseSum[DoubleDouble] = PairwiseSum()
-        self.merged: DoubleDouble | None = None
-        self.exponents: Exponents = np.zeros((b, d), np.int32)
-        self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed so
-        self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
-        self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
-        self.spans = (Span.nothing(d),) * b
-
-    def copy(self) -> GramAccumulator:
-        """Return a sum that goes on from here by itself."""
-        other = GramAccumulator.__new__(GramAccumulator)
-        other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
-        return other
-
-    def add(self, rows: Rows) -> None:
-        """Add whole blocks of rows. If it raises, the sum is void."""
-        at, n, smaller = 0, rows.shape[1], 0
-        longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
-        while at < n:
-            first, left = self.blocks.count, (n - at) // BLOCK
-            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0
-            if self.double_double.any():
-                level = 0
-            while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
-                level -= 1
-            while not self._take(rows.between(at, at + (BLOCK << level)), level):
-                smaller = at + (BLOCK << level)
-                level -= 1
-            at += BLOCK << level
-
-    def scaled(self, rows: Rows) -> Rows:
-        """Return the rows as the sum reads them."""
-        return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
-
-    def _take(self, run: Rows, level: int) -> bool:
-        """Add a run of 2^level blocks, or return False where they must be looked at in smaller runs."""
-        term = self._term(run)
-        far = self._far(run, term)
-        if far is not None:
-            if level:
-                return False
-            self._rescale(far)
-            term = self._term(run)
-        if self.double_double.any():
-            term = self._in_double_double(term, run, self.double_double)
-        blocks = self.blocks.copy()
-        blocks.add(term, level)
-        diagonal = sum(_diagonal(part.high) for _, part in sorted(blocks.levels.items()))
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
-        due = self.double_double | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
-        errors = None
-        if due.any():
-            if level:
-                return False
-            errors = self._settle(blocks, term, run, due)
-        else:
-            self.blocks = blocks
-        self._cover(run, np.asarray(diagonal), self.blocks.total, errors)
-        return True
-
-    def _cover(
-        self, rows: Rows, diagonal: Float64, total: Callable[[], DoubleDouble | None], errors: Float64 | None = None
-    ) -> None:
-        """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal.
-
-        The errors of these moments may be known, or be bounded.
-        """
-        if all(span.whole for span in self.spans):
-            return
-        live = diagonal > 0
-        if self.merged is not None:
-            live |= _diagonal(self.merged.high) > 0
-        ranks = np.array([span.rank for span in self.spans], np.int64)
-        missing = np.count_nonzero(live, axis=1) > ranks
-        if not missing.any():
-            return
-        spans, new = list(self.spans), missing & (ranks == 0)
-        if errors is None:
-            moments = total() if new.any() else None
-            errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
-        for item in np.flatnonzero(missing).tolist():
-            if new[item] and errors[item] <= _SURE:  # well-conditioned: its columns are independent
-                spans[item] = replace(spans[item], units=live[item])
-            else:
-                spans[item] = spans[item].extended(rows.item(item))
-        self.spans = tuple(spans)
-
-    def _settle(self, blocks: PairwiseSum[DoubleDouble], term: DoubleDouble, run: Rows, due: Flags) -> Float64 | None:
-        """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due.
-
-        Return bounds of the errors of the sum, or None if some of it became twofold.
-        """
-        total = blocks.total()
-        if total is None:
-            raise AssertionError("a sum of no blocks")
-        errors = total.errors(due)
-        twofold = (errors > _SETTLED) & ~self.double_double
-        if twofold.any():
-            blocks = self.blocks.copy()
-            blocks.add(self._in_double_double(term, run, twofold))
-        settled = due & (errors <= _SETTLED)
-        with np.errstate(divide="ignore"):
-            self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
-        self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
-        self.double_double = (self.double_double | twofold) & ~settled
-        self.blocks = blocks
-        return None if twofold.any() else np.where(due, errors, np.inf)
-
-    def _term(self, run: Rows) -> DoubleDouble:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return DoubleDouble.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
-
-    def _in_double_double(self, term: DoubleDouble, run: Rows, items: Flags) -> DoubleDouble:
-        """Return the term with the moments of some items summed in twofold arithmetic."""
-        high = term.high.copy()
-        low = np.zeros_like(high) if term.low is None else term.low.copy()
-        for item in np.flatnonzero(items).tolist():
-            pieces = read_in_pieces(self.scaled(run).item(item))
-            multiply = kernels_for("precise", high).twofold_product
-            high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
-        return DoubleDouble(high, low, term.double_double | items)
-
-    def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
-        """Return other exponents if squares of this run leave the range, else None."""
-        diagonal = _diagonal(term.high)
-        if ((diagonal >= _LEAST) & (diagonal <= _LARGEST)).all():
-            return None
-        check_finite(run, diagonal)
-        largest = run.column_maxima()
-        found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
-        above = found - self.exponents
-        far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~self._seen()))
-        return np.where(far, found, self.exponents) if far.any() else None
-
-    def _rescale(self, exponents: Exponents) -> None:
-        change = exponents - self.exponents
-        self.blocks = PairwiseSum(self.blocks.count, {k: v.scaled(change) for k, v in self.blocks.levels.items()})
-        self.merged = None if self.merged is None else self.merged.scaled(change)
-        self.settled = np.ldexp(self.settled, -2 * change)
-        self.exponents = exponents
-
-    def total(self, tail: Rows) -> tuple[DoubleDouble, Exponents]:
-        """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
-
-        Where a sum of float64 would not hold the digits, it is twofold.
-        """
-        whole = self.copy()
-        term = whole._term(tail)
-        far = whole._far(tail, term)
-        if far is not None:
-            whole._rescale(far)
-            term = whole._term(tail)
-        moments = whole._with(term)
-        if tail.shape[1]:
-            bad = moments.errors(np.ones(len(term.double_double), np.bool_)) > PLAIN_ERROR
-            if bad.any():
-                moments = whole._with(whole._in_double_double(term, tail, bad))
-            whole._cover(tail, _diagonal(moments.high), lambda: moments)
-        return replace(moments, spans=whole.spans), whole.exponents
-
-    def _with(self, tail: DoubleDouble) -> DoubleDouble:
-        """Return the sum of all, in the order of `second_moments`."""
-        total = self.blocks.total(tail) or tail
-        return total if self.merged is None else total + self.merged
-
-    def merge(self, other: DoubleDouble, exponents: Exponents) -> None:
-        """Add the total of another sum."""
-        both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
-        both = np.where(_diagonal(other.high) > 0, both, self.exponents).astype(np.int32)
-        self._rescale(both)
-        other, spans = other.scaled(both - exponents), other.spans
-        low = np.zeros_like(other.high) if other.low is None else other.low
-        other = DoubleDouble(other.high, low, np.ones(len(other.double_double), np.bool_))
-        self.merged = other if self.merged is None else self.merged + other
-        self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
-
-    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""
-        arrays = {"exponents": self.exponents, "wide": self.double_double, "settled": self.settled, "room": self.room}
-        held = {str(level): part for level, part in sorted(self.blocks.levels.items())}
-        if self.merged is not None:
-            held["merged"] = self.merged
-        for name, part in held.items():
-            arrays |= part.arrays(name)
-        arrays |= _span_arrays(self.spans, "sum")
-        return {"blocks": self.blocks.count, "terms": list(held)}, arrays
-
-    @classmethod
-    def from_parts(
-        cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int
-    ) -> GramAccumulator:
-        """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
-        self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
-        self.exponents = shaped(arrays["exponents"], np.int32, (b, d))
-        self.double_double = shaped(arrays["wide"], np.bool_, (b,))
-        self.settled = shaped(arrays["settled"], np.float64, (b, d))
-        self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
-        terms = {name: DoubleDouble.from_arrays(arrays, name, b, d) for name in fields["terms"]}
-        self.merged = terms.pop("merged", None)
-        levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
-        if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
-            raise ValueError(f"{blocks} blocks are not the sum of the levels {list(terms)}")
-        largest = np.abs(self.exponents.astype(np.int64)).max(initial=0)
-        if largest > LARGEST_EXPONENT or not (self.settled >= 0).all() or not (self.room >= 0).all():
-            raise ValueError("what tells how sums go on is out of range")
-        self.blocks, self.spans = PairwiseSum(blocks, levels), _spans(arrays, "sum", b, d)
-        return self
-
-    def _seen(self) -> Flags:
-        """Return which columns have had an entry that is not zero, (b, d)."""
-        seen = np.zeros(self.exponents.shape, np.bool_)
-        for part in (self.blocks.total(), self.merged):
-            if part is not None:
-                seen |= _diagonal(part.high) > 0
-        return seen
-
-
-def _span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any]]:
-    """Return row spaces as arrays, from which `_spans` makes them again."""
+def span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any]]:
+    """Return row spaces as arrays, from which `spans_of` makes them again."""
     return {
         f"{name}.units": np.array([span.units for span in spans], np.bool_),
         f"{name}.ranks": np.array([len(span.rows) for span in spans], np.int64),
@@ -447,7 +216,8 @@ def _span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[An
     }
 
 
-def _spans(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tuple[Span, ...]:
+def spans_of(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tuple[Span, ...]:
+    """Return the row spaces that `span_arrays` took apart, or raise ValueError."""
     units, ranks = shaped(arrays[f"{name}.units"], np.bool_, (b, d) if b else (0,)), arrays[f"{name}.ranks"]
     edges = np.cumsum(shaped(ranks, np.int64, (b,)))
     if (ranks < 0).any() or (ranks > d).any():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import item_entries, nonzero, on_cuda, to_float64, to_numpy
+from levattn._core.arrays import item_entries, nonzero, on_cuda, to_float64
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
@@ -152,6 +153,8 @@ class CandidateStore:
         self.held = [Candidates.empty(d, format, [array[0] for array in payload]) for _ in range(b)]
         self.limits = np.full(b, self._least_limit)
         self._span = _RUN
+        self._shares = False  # with the state that this one was copied from
+        self.form = ChunkForm.of(self, self.payload)
 
     @property
     def _least_limit(self) -> int:
@@ -170,23 +173,36 @@ class CandidateStore:
     def push(self, rows: Rows, index: RowNumbers, *payload: npt.NDArray[Any]) -> None:
         """Add a chunk; FloatingPointError if it is not finite. If it raises, the state is void."""
         if isinstance(self.running, RunningBlocks):
-            labels = self.running.label(self.blocks * BLOCK + self.tail.count, rows.shape[1])
+            labels = self.running.label(self.seen, rows.shape[1])
             self.tail.push(rows, self._take, index, labels, *payload)
         else:
             self.running.require_range(rows)
             self.tail.push(rows, self._take, index, *payload)
 
+    @property
+    def seen(self) -> int:
+        """Number of rows that were pushed."""
+        return self.tail.blocks * BLOCK + self.tail.count
+
+    def settled(self) -> CandidateStore:
+        """Return the state after all blocks that are whole: this one, or one that takes its place."""
+        if self.tail.count < BLOCK:
+            return self
+        other = self.copy()
+        other.tail.flush(other._take)
+        return other
+
     def copy(self) -> CandidateStore:
         """Return a state that goes on from here; this one is not to be updated any more, as they share rows."""
         other = CandidateStore.__new__(CandidateStore)
-        other.__dict__.update(self.__dict__, running=self.running.copy(), held=list(self.held), tail=self.tail.copy())
-        other.limits = self.limits.copy()
+        other.__dict__.update(self.__dict__, tail=self.tail.copy(), _shares=True)
         return other
 
-    @property
-    def form(self) -> ChunkForm:
-        """The form of all chunks."""
-        return ChunkForm.of(self, self.payload)
+    def _unshare(self) -> None:
+        """Copy what changes when blocks are taken, which most chunks do not reach."""
+        if self._shares:
+            self.running, self.held, self.limits = self.running.copy(), list(self.held), self.limits.copy()
+            self._shares = False
 
     def _labels(self, payload: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
         """Return the labels, which are the first payload, (1, k)."""
@@ -194,6 +210,7 @@ class CandidateStore:
 
     def _take(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
         """Add whole blocks; if it raises, the state is void."""
+        self._unshare()
         at, left = 0, rows.shape[1] // BLOCK
         longest = _DEVICE_RUN if on_cuda(rows.keys) else _RUN
         while left:
@@ -207,27 +224,22 @@ class CandidateStore:
                 self.running.add(run)
                 self.running.freeze()
                 kept = self.running.screened(run, labels, self.epsilon, member=True)
-                over = np.arange(len(self.held))
+                hits, over = self._hits(kept, run), list(range(len(self.held)))
             else:
-                kept = self.running.screened(run, labels, self.epsilon, member=False)
-                counts = np.cumsum(to_numpy(kept.reshape(len(self.held), count, BLOCK).sum(axis=2)), axis=1)
-                counts += np.array([len(held) for held in self.held], np.int64)[:, None]
-                beyond = counts > self.limits[:, None]
-                if beyond.any():
-                    count = int(np.flatnonzero(beyond.any(axis=0))[0]) + 1
-                    self._span = count
-                else:
-                    self._span = min(2 * self._span, longest)
-                part = slice(part.start, part.start + count * BLOCK)
-                run, kept = run.between(0, count * BLOCK), kept[:, : count * BLOCK]
-                over = np.flatnonzero(beyond[:, count - 1])
-                self.running.add(run)
-            if run.mask is not None:
-                kept = kept & run.mask
-            full = {item for item in over.tolist() if len(self.held[item]) or kept[item].any()}
+                kept, ahead = self.running.screened_ahead(run, labels, self.epsilon)
+                hits = self._hits(kept, run)
+                cut, over = self._cut(hits, count)
+                self._span = min(2 * self._span, longest) if cut is None else cut
+                if cut is not None and cut < count:
+                    count, ahead = cut, None
+                    run = run.between(0, count * BLOCK)
+                    hits = [which[which < count * BLOCK] for which in hits]
+                self.running.add(run, ahead)
+            full = {item for item in over if len(self.held[item]) or len(hits[item])}
             by = self.running.reference(rows.between(0, 0), None) if full else None
-            for item in sorted(full.union(nonzero(kept.any(axis=1)).tolist())):
-                which = nonzero(kept[item])
+            for item, which in enumerate(hits):
+                if not len(which) and item not in full:
+                    continue
                 there = part.start + which
                 more = tuple(item_entries(a, item if len(a) == len(self.held) else 0, there) for a in payload)
                 new = Candidates(index[0, there], item_entries(run.keys, item, which), more)
@@ -236,6 +248,25 @@ class CandidateStore:
                     self.limits[item] = max(self._least_limit, 2 * (len(self.held[item]) + len(new)))
                 self.held[item] = self.held[item] + new
             at, left = at + count, left - count
+
+    def _hits(self, kept: Any, run: Rows) -> list[npt.NDArray[np.int64]]:
+        """Return which rows of each matrix are flagged and not masked."""
+        if run.mask is not None:
+            kept = kept & run.mask
+        b, m = run.shape[:2]
+        hits = nonzero(kept.reshape(-1))
+        edges = np.searchsorted(hits, np.arange(b + 1) * m).tolist()
+        return [hits[low:high] - item * m for item, (low, high) in enumerate(pairwise(edges))]
+
+    def _cut(self, hits: list[npt.NDArray[np.int64]], count: int) -> tuple[int | None, list[int]]:
+        """Return after how many blocks some matrix holds more keys than it may, None if none does, and which do."""
+        first = count + 1
+        ends: list[int] = []
+        for held, which, limit in zip(self.held, hits, self.limits.tolist(), strict=True):
+            room = limit - len(held)
+            ends.append(count + 1 if len(which) <= room else 1 + (int(which[room]) // BLOCK if room >= 0 else 0))
+            first = min(first, ends[-1])
+        return (None, []) if first > count else (first, [item for item, end in enumerate(ends) if end == first])
 
     def _run(self, left: int, longest: int) -> int:
         """Return how many of the blocks that are left to screen together: up to the next milestone."""
@@ -253,7 +284,10 @@ class CandidateStore:
         return held.take(self._judged(by, item, held).kept)
 
     def judge(self) -> tuple[Reference, list[SelectedKeys], bool]:
-        """Return what all keys are judged by, those that may have a score of at least ε, and if one counts as 1."""
+        """Return what all keys are judged by, those that may have a score of at least ε, and if one counts as 1.
+
+        The state is `settled`, as it is for what follows.
+        """
         by = self.running.reference(self.tail.rows, self._labels(self.tail.payload[1:]))
         selected, counted = [], False
         for item in range(len(self.held)):
@@ -280,6 +314,7 @@ class CandidateStore:
 
     def merge(self, other: CandidateStore, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
+        self._unshare()
         labels = other._labels(other.tail.payload[1:])
         waiting = np.ones((len(other.held), other.tail.count), np.bool_)
         if other.blocks:
@@ -340,7 +375,7 @@ class CandidateStore:
         labeled = running_bounds(f, epsilon, b, d).labeled
         self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labeled:]])
         self.running.restore(fields, arrays)
-        self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
+        self.tail.hold(self.blocks, arrays["tail.keys"], arrays["tail.beside0"], *likes)
         if isinstance(self.running, RunningSquares):
             self.running.require_range(self.tail.rows)
         self.present, self.limits = present, limits

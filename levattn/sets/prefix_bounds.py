@@ -15,16 +15,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_device, to_float64, to_numpy
+from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.linalg.accumulator import GramAccumulator, Terms
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble, GramAccumulator
+from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
+from levattn.sets.screen import Screen
 from levattn.states import factor_of, factor_of_sum
 
 __all__ = [
@@ -45,6 +47,7 @@ _RANGE = 400  # powers of two within which products of coordinates keep their sq
 
 Labels = npt.NDArray[np.int64]
 Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
+Ahead = tuple[Rows, Terms]  # what the sums read of some rows, and moments of them
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,7 @@ class RunningSquares:
         self.columns = lift_columns(d, m)
         self.sums = GramAccumulator(b, self.columns)
         self.frozen: Frozen | None = None
-        self._screen: Factor | None = None
-        self._raised: Float64 | None = None
+        self._screen: Screen | None = None
 
     def copy(self) -> RunningSquares:
         """Return bounds that go on from here by themselves."""
@@ -135,9 +137,12 @@ class RunningSquares:
                 "by a power of two"
             )
 
-    def add(self, rows: Rows) -> None:
-        """Add whole blocks."""
-        self.sums.add(self.read(rows))
+    def add(self, rows: Rows, ahead: Ahead | None = None) -> None:
+        """Add whole blocks, of which `screened_ahead` may have told."""
+        if ahead is None:
+            self.sums.add(self.read(rows))
+        else:
+            self.sums.add(*ahead)
 
     def freeze(self) -> None:
         """Take all blocks so far for the screen."""
@@ -147,20 +152,32 @@ class RunningSquares:
 
     def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Any:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
+        screen, rows = self._made_screen(rows, epsilon), self.read(rows)
+        scores = screen.factor.on(rows).scores(member=member)[0]
+        return screen.reached(scores, member)
+
+    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Any, Ahead | None]:
+        """Tell which keys, not among the screen's, may have a bound of at least ε, and what `add` will sum of them."""
+        screen = self._made_screen(rows, epsilon)
+        # twofold sums take each block by itself, beside which a reading is nothing
+        if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
+            return self.screened(rows, labels, epsilon, member=False), None
+        rows = self.read(rows)
+        factor = screen.factor.on(rows)
+        scores, arithmetic = factor.rows.zeros(), factor.arithmetic[0]
+        terms = self.sums.terms_beside(rows, factor.rows, factor.whitening, scores, arithmetic)
+        return screen.reached(scores, member=False), (rows, terms)
+
+    def _made_screen(self, rows: Rows, epsilon: float) -> Screen:
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
-        format, rows = rows.format, self.read(rows)
         if self._screen is None:
-            like = Rows(np.empty((rows.shape[0], 0, self.columns), rows.keys.dtype), rows.format)
-            self._screen = factor_of_sum(*self.frozen, like)
-            self._raised = self._lift_error(self.frozen[0], self._screen, format)
-        scores = self._screen.on(rows).scores(member=member)[0]
-        least = np.maximum(epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE)), 0.0)
-        if not member:
-            least = least / (1 - least)  # x/(1 + x) with the key itself, x without
-        if self._raised is not None:
-            least = least / self._raised
-        return ~(scores < to_device(least[:, None].astype(scores.dtype), scores))
+            read = self.read(rows.between(0, 0))
+            like = Rows(np.empty((rows.shape[0], 0, self.columns), read.keys.dtype), read.format)
+            factor = factor_of_sum(*self.frozen, like)
+            raised = self._lift_error(self.frozen[0], factor, rows.format)
+            self._screen = Screen(factor, self.frozen[0], raised, epsilon)
+        return self._screen
 
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
         """Return what keys are judged by: all keys so far, with the rows that wait."""
@@ -251,7 +268,7 @@ class RunningBlocks:
         size = BLOCK // _SUBBLOCKS
         return np.arange(first, first + n, dtype=np.int64)[None] // size % len(self.groups)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: Rows, _ahead: Any = None) -> None:
         """Add whole blocks."""
         self._count(self.groups, rows, self.label(self.blocks * BLOCK, rows.shape[1])[0])
         self.blocks += rows.shape[1] // BLOCK
@@ -277,6 +294,10 @@ class RunningBlocks:
             like = Rows(np.empty((rows.shape[0], 0, rows.shape[2]), rows.keys.dtype), rows.format)
             self._screen = tuple(factor_of_sum(*frozen, like) for frozen in self.frozen)
         return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
+
+    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Flags, None]:
+        """Tell which keys, not among the screen's, may have a bound of at least ε; `add` has all to do."""
+        return self.screened(rows, labels, epsilon, member=False), None
 
     @staticmethod
     def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Float64:

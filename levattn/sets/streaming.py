@@ -13,7 +13,6 @@ import numpy.typing as npt
 from levattn._core.checks import check_type, whole_number
 from levattn._core.serialize import StoredState, whole
 from levattn._core.types import Float64, Int64
-from levattn._kernels import BLOCK
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
 from levattn.linalg.factor import Factor
@@ -170,8 +169,9 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
     Memory O(d²/ε) for each matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
     partial sums; but keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
-    are *all* held. A block bound has 2/ε such sums, and takes time O(n d²/ε). D = C(d + p/2 − 1, p/2) takes the place
-    of d for an even power p.
+    are *all* held. Small chunks wait, up to 9 MiB of rows and payload (for a moment twice that), until several blocks
+    can be worked on together or something is read. A block bound has 2/ε sums, and takes time O(n d²/ε).
+    D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
 
     References
     ----------
@@ -208,9 +208,14 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     @property
     def held(self) -> int:
         """Number of keys that are held now, of all matrices."""
-        if self._stream is None:
-            return 0
-        return sum(map(len, self._stream.held)) + self._stream.tail.count * len(self._stream.held)
+        stream = self._settled()
+        return 0 if stream is None else sum(map(len, stream.held)) + stream.tail.count * len(stream.held)
+
+    def _settled(self) -> CandidateStore | None:
+        """Return what the chunks so far come to, after all blocks that are whole."""
+        if self._stream is not None:
+            self._stream = self._stream.settled()
+        return self._stream
 
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> StreamingUniversalSet:
         """Add a chunk of keys.
@@ -246,12 +251,12 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             stream = self._stream.copy()
             stream.form.require(ChunkForm.of(matrices, payloads), "K")
         index = RowNumbers(self._next_row, matrices.n)
-        before = stream.blocks * BLOCK + stream.tail.count
+        before = stream.seen
         try:
             stream.push(rows, index, *payloads)
         except FloatingPointError:
             refuse_nonfinite(rows, before)
-        stream.present = stream.present + present_rows(rows)
+        stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
         stop = self._next_row + matrices.n
         spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
         self._stream, self._spans, self._next_row = stream, spans, stop
@@ -284,19 +289,19 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             raise ValueError(
                 f"other has epsilon = {other.epsilon} and f = {other.f}; expected {self.epsilon} and {self.f}"
             )
-        if other._stream is None:
+        mine, theirs = self._settled(), other._settled()
+        if theirs is None:
             return self
         shift = self._shift_of(other)
         spans = self._spans
         for start, stop in other._spans:
             spans = _with_span(spans, (start + shift, stop + shift))
-        if self._stream is None:
-            theirs = other._stream
+        if mine is None:
             stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.payload)
         else:
-            stream, theirs = self._stream.copy(), other._stream
+            stream = mine.copy()
             stream.form.require(theirs.form, "other")
-        stream.merge(other._stream, shift)
+        stream.merge(theirs, shift)
         self._placed |= other._placed
         self._stream, self._spans = stream, spans
         self._next_row = max(self._next_row, spans[-1][1]) if spans else self._next_row
@@ -326,9 +331,9 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         ValueError
             If there was no chunk yet, so that the shape of the keys is not known.
         """
-        if self._stream is None:
+        stream = self._settled()
+        if stream is None:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
-        stream = self._stream
         by, selected, counted = stream.judge()
         square = stream.running.certificate == "leverage"
         rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
@@ -349,11 +354,12 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         """Return rows, sums and candidates, as docs/design.md describes them; see `StoredState`."""
         if not self._saved_as:
             raise TypeError(f"f is {self.f!r}; only states of the functions of levattn can be saved")
+        stream = self._settled()
         fields: dict[str, Any] = {"epsilon": self.epsilon, "f": self._saved_as, "placed": self._placed}
-        fields |= {"next_row": self._next_row, "spans": self._spans, "begun": self._stream is not None}
+        fields |= {"next_row": self._next_row, "spans": self._spans, "begun": stream is not None}
         arrays: dict[str, npt.NDArray[Any]] = {}
-        if self._stream is not None:
-            more, arrays = self._stream.parts()
+        if stream is not None:
+            more, arrays = stream.parts()
             fields |= more
         return fields, arrays
 
@@ -376,8 +382,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     def _require_rows(self, stream: CandidateStore) -> None:
         """Raise ValueError if a stream has seen other rows than this state."""
-        summed = stream.blocks * BLOCK + stream.tail.count
-        if max(summed, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
+        if max(stream.seen, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
             raise ValueError("more keys take part than there were rows")
         for numbers in (stream.tail.payload[0], *(held.indices for held in stream.held)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
@@ -439,6 +444,8 @@ def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple
         raise ValueError(
             f"rows {new[0]} to {new[1] - 1} come; expected numbers below 2**62. Begin at another row_start="
         )
+    if spans and spans[-1][1] == new[0]:
+        return [*spans[:-1], (spans[-1][0], new[1])]
     out: list[tuple[int, int]] = []
     for start, stop in sorted([*spans, new]):
         if out and start < out[-1][1]:

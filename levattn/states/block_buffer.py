@@ -1,8 +1,7 @@
-"""Rows of a stream on their way: where compiled code can read them, and in whole blocks."""
+"""Rows of a stream on their way: where compiled code can read them, and in whole blocks, several together."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,9 @@ __all__ = [
     "require_format",
     "rows_in_memory",
 ]
+
+_WAITING = 9 << 20  # bytes of rows, with what comes beside them, that wait together, at most, but for one block
+_TOGETHER = 16  # blocks of them, at most
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -57,25 +59,33 @@ def _moved(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices
 
 def rows_in_memory(rows: Rows) -> Rows:
     """Return rows of a CUDA device in main memory; others as they are."""
+    if not on_cuda(rows.keys):
+        return rows
     return replace(rows, keys=to_numpy(rows.keys), mask=None if rows.mask is None else to_numpy(rows.mask))
 
 
 class BlockBuffer:
-    """Rows that wait for their block of 2048 to fill; masked ones are held as zeros.
+    """Rows that wait until their block of 2048 is full, and those of small chunks until several blocks are.
 
-    `payload` are arrays like those that come with the rows, (b or 1, m, ...), or row numbers, and wait with them.
+    Masked ones are held as zeros. `payload` are arrays like those that come with the rows, (b or 1, m, ...), or row
+    numbers, and wait with them. `blocks` is the number of blocks that were given away.
     """
 
     def __init__(self, b: int, d: int, format: Any, *payload: npt.NDArray[Any]) -> None:
-        self.count = 0
+        self.count = self.blocks = 0
         dtype = {"float64": np.float64, "float32": np.float32}.get(format, np.uint16)
         self._held = Rows(np.zeros((b, 0, d), dtype), format)
         self._payload = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in payload]
+        self._before = 0  # rows for which there was room before they were given away
+        arrays = (self._held.keys, *self._payload)
+        block = BLOCK * sum(math.prod((len(array), *array.shape[2:])) * array.itemsize for array in arrays)
+        fit = _WAITING // block if block else _TOGETHER
+        self._together = min(_TOGETHER, 1 << (max(fit, 1).bit_length() - 1))  # blocks; a power of two
 
     def copy(self) -> BlockBuffer:
-        """Return a tail that goes on from here; this one keeps its rows as long as it is not pushed itself."""
-        other = copy.copy(self)
-        other._payload = list(self._payload)
+        """Return a buffer that goes on from here; this one keeps its rows as long as it is not pushed itself."""
+        other = BlockBuffer.__new__(BlockBuffer)
+        other.__dict__.update(self.__dict__)
         return other
 
     @property
@@ -88,8 +98,8 @@ class BlockBuffer:
         """What waits with them."""
         return [array[:, : self.count] for array in self._payload]
 
-    def hold(self, keys: npt.NDArray[Any], *payload: npt.NDArray[Any]) -> None:
-        """Hold these rows, as they are stored, and no others; raise ValueError if they are of another kind."""
+    def hold(self, blocks: int, keys: npt.NDArray[Any], *payload: npt.NDArray[Any]) -> None:
+        """Hold these rows after so many blocks, as they are stored; raise ValueError if they are of another kind."""
         b, _, d = self._held.shape
         if keys.ndim != 3 or keys.shape[1] >= BLOCK:
             raise ValueError(f"rows of shape {keys.shape} wait; expected fewer than {BLOCK} of each matrix")
@@ -98,51 +108,85 @@ class BlockBuffer:
             raise ValueError("rows that wait are not finite")
         for array, like in zip(payload, self._payload, strict=True):
             shaped(array, like.dtype, (like.shape[0], keys.shape[1], *like.shape[2:]), finite=False)
-        self.count = 0
+        self.count, self.blocks = 0, blocks
         self._fill(replace(self._held, keys=keys), *payload)
 
     def push(self, rows: Rows, take: Callable[..., None], *payload: Any) -> None:
-        """Give all blocks that are whole with these rows to `take`, and keep the others.
+        """Add rows: they wait here, or whole blocks of them and of those that waited are given to `take`.
 
-        Rows that are not finite raise FloatingPointError. If it raises, the tail is void; its copies are not.
+        Rows that are not finite raise FloatingPointError. If it raises, the buffer is void; its copies are not.
         """
         require_format("K", rows.format, self._held.format)
-        at = self._fill(rows, *payload) if self.count else 0
-        if self.count == BLOCK:  # a block is summed where its last rows are
-            take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.payload)
-            self._empty()
-        whole = (rows.shape[1] - at) // BLOCK * BLOCK
-        if whole:
-            take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in payload))
-        rest = rows.between(at + whole, rows.shape[1])
-        waiting = rest if rest.shape[1] else rows.between(0, at)
-        with np.errstate(over="ignore", invalid="ignore"):
-            check_finite(waiting, waiting.column_sums())
-        self._fill(rest, *(array[:, at + whole :] for array in payload))
+        n = rows.shape[1]
+        together = 1 if on_cuda(rows.keys) else self._together
+        room = (together - self.blocks % together) * BLOCK
+        if self.count >= room:
+            self.flush(take)
+        large = n >= min(together, max(together // 2, 4)) * BLOCK
+        if not large and self.count + n < room:
+            self._fill(rows, *payload)
+            return
+        at = 0
+        whole = n if large else room
+        if self.count:
+            stop = -(-self.count // BLOCK) * BLOCK if large else room
+            at = stop - self.count
+            self._fill(rows.between(0, at), *(array[:, :at] for array in payload))
+            self._give(take, rows.keys)
+            whole = n - at if large else 0
+        stop = at + whole // BLOCK * BLOCK
+        if stop > at:
+            take(rows.between(at, stop), *(array[:, at:stop] for array in payload))
+            self.blocks += (stop - at) // BLOCK
+        self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
 
-    def _empty(self) -> None:
-        """Hold nothing, in new memory, as a copy may hold what is here."""
-        self.count = 0
+    def flush(self, take: Callable[..., None]) -> None:
+        """Give all blocks that are whole to `take`; if it raises, the buffer is void."""
+        whole, rest = self.count // BLOCK * BLOCK, self.count % BLOCK
+        if whole:
+            rows, payload = self.rows.between(whole, self.count), [array[:, whole:] for array in self.payload]
+            self.count = whole
+            self._give(take, self._held.keys)
+            if rest:
+                self._fill(rows, *payload)
+
+    def _give(self, take: Callable[..., None], like: Any) -> None:
+        """Give all rows, which are whole blocks, to `take`, on the device of `like`.
+
+        What comes then is held in new memory, as a copy may hold what is here.
+        """
+        rows = self.rows
+        take(replace(rows, keys=to_device(rows.keys, like)), *self.payload)
+        self.blocks, self.count, self._before = self.blocks + self.count // BLOCK, 0, self._held.shape[1]
         self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
         self._payload = [array[:, :0].copy() for array in self._payload]
 
-    def _fill(self, rows: Rows, *payload: Any) -> int:
-        """Take rows up to the end of the block and return their number; what was held before is not touched."""
-        taken = min(BLOCK - self.count, rows.shape[1])
-        stop = self.count + taken
-        if stop > self._held.shape[1]:
-            size = min(max(stop, 2 * self._held.shape[1], 64), BLOCK)
+    def _fill(self, rows: Rows, *payload: Any) -> None:
+        """Take rows; what was held before is not touched."""
+        if not rows.shape[1]:
+            return
+        stop, held = self.count + rows.shape[1], self._held.shape[1]
+        if stop > held:
+            size = max(stop, self._before, min(max(2 * held, 64), self._together * BLOCK))
             self._held = replace(self._held, keys=_longer(self._held.keys, size))
             self._payload = [_longer(array, size) for array in self._payload]
-        part = rows_in_memory(rows.between(0, taken))
+        rows = rows_in_memory(rows)
         place = self._held.keys[:, self.count : stop]
-        place[...] = part.keys
-        if part.mask is not None:
-            place[~part.mask] = 0
-        for held, array in zip(self._payload, payload, strict=True):
-            held[:, self.count : stop] = to_numpy(array[:, :taken])
+        place[...] = rows.keys
+        if rows.mask is not None:
+            place[~rows.mask] = 0
+        _require_finite(Rows(place, rows.format))
+        for there, array in zip(self._payload, payload, strict=True):
+            there[:, self.count : stop] = to_numpy(array) if on_cuda(array) else array
         self.count = stop
-        return taken
+
+
+def _require_finite(rows: Rows) -> None:
+    """Raise FloatingPointError if rows in main memory hold NaN or infinity."""
+    if rows.format in ("float64", "float32") and math.isfinite(np.einsum("bij->", rows.keys)):  # the fastest sum
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        check_finite(rows, rows.column_sums())
 
 
 def require_format(name: str, given: Any, before: Any) -> None:
@@ -156,7 +200,7 @@ def require_format(name: str, given: Any, before: Any) -> None:
 
 def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     """Return the array with room for more rows."""
-    out = np.zeros((array.shape[0], size, *array.shape[2:]), array.dtype)
+    out = np.empty((array.shape[0], size, *array.shape[2:]), array.dtype)
     out[:, : array.shape[1]] = array
     return out
 

@@ -12,8 +12,9 @@ from levattn._core.formats import decode_half
 from levattn._core.serialize import shaped
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn.linalg.accumulator import GramAccumulator
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
+from levattn.linalg.gram import DoubleDouble, Exponents
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
 from levattn.states.block_buffer import BlockBuffer, rows_in_memory
 from levattn.states.factors import factor_of, factor_of_sum
@@ -29,8 +30,8 @@ class BlockSums:
     def __init__(self, b: int, d: int) -> None:
         self._b, self._d = b, d
         self._weight: Float64 = np.zeros(b)
-        self._sum = GramAccumulator(b, d)
-        self._tail: BlockBuffer | None = None
+        # what is summed, and rows that wait; both change at once, as several threads may read
+        self._held: tuple[GramAccumulator, BlockBuffer | None] = GramAccumulator(b, d), None
 
     def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
         """Add rows, `present` of them (b,), or raise and stay as it was; rows with weights are held in float64."""
@@ -40,19 +41,31 @@ class BlockSums:
             gained = weights.sum(axis=1)
             keys = to_float64(rows.keys, rows.format) * np.sqrt(weights)[..., None]
             rows = Rows(keys, "float64", rows.mask)
-        tail = self._tail.copy() if self._tail is not None else BlockBuffer(self._b, self._d, rows.format)
-        sums, before = self._sum.copy(), self._sum.blocks.count * BLOCK + tail.count
+        sums, tail = self._held
+        sums, tail = sums.copy(), BlockBuffer(self._b, self._d, rows.format) if tail is None else tail.copy()
+        before = tail.blocks * BLOCK + tail.count
         try:
             tail.push(rows, sums.add)
         except FloatingPointError:
             refuse_nonfinite(rows, before)
-        self._tail, self._sum, self._weight = tail, sums, self._weight + gained
+        self._held, self._weight = (sums, tail), self._weight + gained
 
-    def _rows(self) -> Rows:
-        return (self._tail or BlockBuffer(self._b, self._d, "float64")).rows
+    def _settled(self) -> tuple[GramAccumulator, BlockBuffer | None]:
+        """Return what is summed, all whole blocks among it, and the rows that wait."""
+        sums, tail = self._held
+        if tail is not None and tail.count >= BLOCK:
+            sums, tail = sums.copy(), tail.copy()
+            tail.flush(sums.add)
+            self._held = sums, tail
+        return sums, tail
+
+    def _parts(self) -> tuple[GramAccumulator, Rows]:
+        sums, tail = self._settled()
+        return sums, (tail or BlockBuffer(self._b, self._d, "float64")).rows
 
     def _total(self) -> tuple[DoubleDouble, Exponents]:
-        return self._sum.total(self._rows())
+        sums, rows = self._parts()
+        return sums.total(rows)
 
     def read(self) -> Float64:
         """Return the moment."""
@@ -66,42 +79,50 @@ class BlockSums:
 
     def factor(self) -> Factor:
         """Return its factor."""
-        return factor_of(self._sum, self._rows())
+        return factor_of(*self._parts())
 
     def check(self, other: BlockSums) -> None:
         """Raise if another's rows cannot be added."""
-        if self._tail is not None and other._tail is not None:
-            mine, format = self._tail.rows.format, other._tail.rows.format
+        _, tail = self._held
+        _, its = other._held
+        if tail is not None and its is not None:
+            mine, format = tail.rows.format, its.rows.format
             if mine != format:
                 raise TypeError(f"other has keys of dtype {format}; expected {mine}, as here")
 
     def merge(self, other: BlockSums, _count: npt.NDArray[np.int64]) -> None:
         """Add another's rows."""
-        if other._tail is not None and self._tail is None:
-            self._tail = BlockBuffer(self._b, self._d, other._tail.rows.format)
-        self._sum.merge(*other._total())
+        (sums, tail), (_, its) = self._settled(), other._held
+        if its is not None and tail is None:
+            tail = BlockBuffer(self._b, self._d, its.rows.format)
+        total = other._total()
+        sums = sums.copy()
+        sums.merge(*total)
+        self._held = sums, tail
         self._weight = self._weight + other._weight
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return what `from_parts` takes."""
-        fields, arrays = self._sum.parts()
+        sums, tail = self._settled()
+        fields, arrays = sums.parts()
         arrays |= {"weight": self._weight}
-        if self._tail is not None:
-            arrays |= {"tail": self._tail.rows.keys}
-        return fields | {"format": None if self._tail is None else self._tail.rows.format}, arrays
+        if tail is not None:
+            arrays |= {"tail": tail.rows.keys}
+        return fields | {"format": None if tail is None else tail.rows.format}, arrays
 
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> BlockSums:
         """Return the sums that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         shaped(arrays["exponents"], np.int32, (b, d))  # before room is made for what the fields claim
         self = cls(b, d)
-        self._sum = GramAccumulator.from_parts(fields, arrays, b, d)
+        sums, tail = GramAccumulator.from_parts(fields, arrays, b, d), None
         self._weight = _weights_of(arrays, b)
         if fields["format"] not in (None, *_FORMATS):
             raise ValueError(f"keys are of format {fields['format']!r}")
         if fields["format"] is not None:
-            self._tail = BlockBuffer(b, d, fields["format"])
-            self._tail.hold(arrays["tail"])
+            tail = BlockBuffer(b, d, fields["format"])
+            tail.hold(sums.blocks.count, arrays["tail"])
+        self._held = sums, tail
         return self
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from levattn._kernels import Rows
+from levattn.linalg.accumulator import GramAccumulator
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
+from levattn.linalg.gram import DoubleDouble, Exponents
 from levattn.linalg.routes import factor_moments, factor_sum
 
 __all__ = ["factor_of", "factor_of_sum"]

@@ -58,8 +58,9 @@ class Moments(StoredState, name="Moments", version=2):
     Notes
     -----
     Time O(n d²), for ill-conditioned keys about ten times that of well-conditioned ones; memory O(d² log n) for the
-    sums and at most 2048 rows that wait for their block to fill. With `diagonal` time O(n d) and memory O(d), with
-    `decay` and all of the moment O(n d²) and O(d²); outside main memory these also take a chunk in float64.
+    sums and the rows that wait: fewer than 2048, or of small chunks up to 9 MiB, until they are read. With `diagonal`
+    time O(n d) and memory O(d), with `decay` and all of the moment O(n d²) and O(d²); outside main memory these also
+    take a chunk in float64.
 
     Examples
     --------

@@ -216,12 +216,25 @@ def burst(rng: np.random.Generator) -> Float:
     return K
 
 
+def at_the_threshold(rng: np.random.Generator) -> Float:
+    """Keys of condition number 100 with a score of 0.05, of which one in each direction is screened by the others."""
+    d, copies = 6, 20
+    K = rng.standard_normal((len(LONG), d)) * 1e-7
+    K[rng.permutation(15 * BLOCK)[: d * (copies - 1)]] = np.repeat(np.eye(d), copies - 1, 0)
+    K[17 * BLOCK + 3 * np.arange(d)] = np.eye(d)
+    return turned(rng, K * np.geomspace(1, 1e-2, d))
+
+
 LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
     "growing": lambda rng: rng.standard_normal((len(LONG), 3)) * np.exp(LONG / 3000),
     "growing-in-turn": lambda rng: rng.standard_normal((len(LONG), 3)) * np.exp(LONG / [3000, 3500, -3000]),
     "burst": burst,
     "one-huge-row-late": lambda rng: changed(heavy_tailed(rng, len(LONG), 3), slice(25_000, 25_001), 1e9),
     "zeros-first": lambda rng: heavy_tailed(rng, len(LONG), 3) * (LONG >= 13 * BLOCK + 7),
+    "far-late": lambda rng: heavy_tailed(rng, len(LONG), 3) * np.where(LONG >= 9 * BLOCK + 50, [1e160, 1, 1e-160], 1),
+    "one-far-entry": lambda rng: changed(heavy_tailed(rng, len(LONG), 3), slice(19_000, 19_001), [1e160, 1, 1]),
+    "at-the-threshold": at_the_threshold,
+    "at-the-threshold-float32": lambda rng: at_the_threshold(rng).astype(np.float32),
     **{
         f"long-{dtype}": lambda rng, dtype=dtype: heavy_tailed(rng, 70_000, 12).astype(dtype)
         for dtype in ("float64", "float32")
@@ -246,6 +259,33 @@ def test_runs_of_many_blocks(kind: str) -> None:
             assert state.to_bytes() == whole.to_bytes()
         item = stream(heads, epsilon, [5000]).result().items[0]
         assert bits(whole.result())[0] == [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes())]
+
+
+@pytest.mark.parametrize("step", [1, 511, 512, BLOCK, 5000])
+@pytest.mark.parametrize("kind", ["burst", "one-huge-row-late", "one-far-entry", "long-float32"])
+def test_rows_that_wait_are_as_if_they_did_not(kind: str, step: int) -> None:
+    # What small chunks come to is read, saved, copied and merged in between, or not.
+    K, rng = LONG_KINDS[kind](named_rng(kind)), named_rng(f"{kind} {step}")
+    K = K[: 5 * BLOCK + 77] if step == 1 else K
+    whole, silent, read = (StreamingUniversalSet(0.05, row_start=0) for _ in range(3))
+    whole.update(K)
+    uses: list[Callable[[StreamingUniversalSet], StreamingUniversalSet]] = [
+        lambda state: StreamingUniversalSet.from_bytes(state.to_bytes()),
+        lambda state: state.copy(),
+        lambda state: StreamingUniversalSet(0.05, row_start=0).update(K[:0]).merge(state) and state,
+        lambda state: state if state.result().n == state.n else state.copy(),
+        lambda state: state if state.held <= 2 * K.shape[1] / 0.05 + BLOCK else state.copy(),
+    ]
+    for low in range(0, len(K), step):
+        chunk = K[low : low + step]
+        silent.update(chunk)
+        left = read
+        if rng.random() < max(0.001, min(0.3, step / 5000)):
+            read = uses[rng.integers(len(uses))](read)
+        read = read.update(chunk)
+        assert left is read or left.n == low
+    assert silent.to_bytes() == read.to_bytes() == whole.to_bytes()
+    assert bits(silent.result()) == bits(read.result()) == bits(whole.result())
 
 
 TIED = {

@@ -28,7 +28,7 @@ def blas_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: 
 
 def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, inverse_norm_bound: Float64) -> None:
     """Factor matrices by LAPACK, as `cholesky_tasks` of `factor` does."""
-    from scipy.linalg.lapack import dlange, dpotrf, dtrtri
+    from scipy.linalg.lapack import dpotrf, dtrtri
 
     for item, moment in enumerate(G):
         c = np.sqrt(np.diagonal(moment))
@@ -47,5 +47,6 @@ def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, invers
             continue
         pivot[item] = float(np.min(np.diagonal(R))) ** 2
         inverse = dtrtri(R, overwrite_c=True)[0]
-        inverse_norm_bound[item] = dlange("1", inverse) * dlange("i", inverse)
+        sizes = np.abs(inverse)
+        inverse_norm_bound[item] = float(sizes.sum(axis=0).max() * sizes.sum(axis=1).max())
         W[item][part] = inverse * scale[:, None]

@@ -18,7 +18,7 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
-__all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
+__all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "moments_and_sqnorms", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 20  # numbers of keys that are projected at a time
 _WIDE = 1024  # columns from which adding up runs takes long
@@ -113,6 +113,32 @@ def sqnorms(
             sqnorm_in_basis_tasks(view, padded_basis, padded, X, listed, first, last, ceiling, target)
 
     share(body, len(listed), work)
+
+
+def moments_and_sqnorms(
+    rows: Rows, pieces: Pieces, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic
+) -> Float64:
+    """Return the second moment of each piece's rows, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
+
+    A piece is read from memory once. The arithmetic is that of the norms, single or double; slots are items.
+    """
+    d = rows.shape[2]
+    if d >= BLAS_COLUMNS:
+        sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
+        return moments(rows, pieces)
+    X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
+    width = X.shape[1]
+    sums = np.empty((len(pieces), width, width))
+    view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
+    padded, levels = _padded(W, Y.shape[1]), levels_of(int((pieces[:, 3] - pieces[:, 2]).max(initial=0)))
+
+    def body(first: int, last: int) -> None:
+        for i in range(first, last):
+            moment_tasks(view, X, BLOCK, levels, pieces, i, i + 1, sums)
+            sqnorm_tasks(view_scored, padded, Y, pieces, i, i + 1, math.inf, target)
+
+    share(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
+    return sums[:, :d, :d]
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:

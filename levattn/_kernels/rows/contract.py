@@ -72,7 +72,7 @@ class Rows:
         """Return the rows ``start:stop`` of every matrix, without a copy."""
         mask = None if self.mask is None else self.mask[:, start:stop]
         weights = None if self.weights is None else self.weights[:, start:stop]
-        return replace(self, keys=self.keys[:, start:stop, :], mask=mask, weights=weights)
+        return Rows(self.keys[:, start:stop, :], self.format, mask, self.shift, self.scale, weights)
 
     def item(self, index: int) -> Rows:
         """Return one matrix as a batch of one, without a copy."""

@@ -1,0 +1,54 @@
+"""By what blocks of a stream are screened as they come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import to_device
+from levattn._core.types import Float64
+from levattn._kernels import Arithmetic
+from levattn.linalg.factor import Factor
+from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, DoubleDouble
+from levattn.sensitivity.leverage import TIE
+
+__all__ = ["Screen"]
+
+_NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
+_SINGLE_ERROR = 2.0**-8  # of a score by such a screen
+
+
+class Screen:
+    """The factor by which blocks are screened as they come, in float32 where that is good enough for it.
+
+    plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
+    """
+
+    def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
+        error, (b, d) = factor.score_error, moments.high.shape[:2]
+        simple = np.ones(b, np.bool_)
+        for found in (factor.null_directions, factor.spans, factor.hidden):
+            simple[list(found)] = False
+        if factor.rows.scale is not None:
+            simple &= (factor.rows.scale == 1).all(axis=1)
+        # ‖|W|ᵀ|k|‖ is at most √(d B) ‖Wᵀk‖, where B bounds the squared inverse, so that four times this is proven;
+        # an error below PLAIN_ERROR tells B
+        single = error + 2.0**-25 * (d + 4) * np.sqrt(d * factor.error / PLAIN_NOISE)
+        diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+        near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all(axis=1) & (epsilon > _NARROW)
+        quick = simple & near & (single <= _SINGLE_ERROR) & (factor.error < PLAIN_ERROR)
+        arithmetic: list[Arithmetic] = ["single" if q else a for q, a in zip(quick, factor.arithmetic, strict=True)]
+        error, factor = np.where(quick, single, error), replace(factor, arithmetic=tuple(arithmetic))
+        reached = bool(np.any(factor.whitening != 0, axis=2).all())
+        self.plain = bool(simple.all()) and reached and set(arithmetic) in ({"single"}, {"double"})
+        self.factor = factor
+        least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
+        both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
+        self._least = (both if raised is None else both / raised)[:, :, None]
+
+    def reached(self, scores: Any, member: bool) -> Any:
+        """Tell which scores (b, m), of keys that are among the screen's if `member`, are not surely too small."""
+        least = self._least[int(member)].astype(scores.dtype)
+        return ~(scores < to_device(least, scores))

@@ -1,0 +1,51 @@
+"""Sums of blocks: what is found of rows in one reading is what is found of them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels.gram.cpu import BLAS_COLUMNS, moments_and_sqnorms
+from levattn.linalg.accumulator import GramAccumulator
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("d", [1, 7, 64, BLAS_COLUMNS])
+def test_moments_and_norms_of_one_reading_are_those_of_two(d: int, kind: Any, threads: int) -> None:
+    rng = np.random.default_rng(d)
+    n = 3 * BLOCK if d < BLAS_COLUMNS else BLOCK
+    stored = rng.standard_normal((2, n, d)).astype(kind)
+    stored = stored.view(np.uint16) if kind == "float16" else stored
+    mask = rng.random((2, n)) < 0.9
+    rows = Rows(stored, kind, mask, scale=np.ldexp(1.0, rng.integers(-3, 3, (2, d))))
+    scored, kernels = Rows(stored, kind, mask), kernels_for("gram", stored)
+    W = np.triu(rng.standard_normal((2, d, d)))
+    pieces = np.array([[i, i, low, low + BLOCK] for i in range(2) for low in range(0, n, BLOCK)])
+    together, apart = scored.zeros(), scored.zeros()
+    with levattn.thread_limit(threads):
+        found = moments_and_sqnorms(rows, pieces, scored, W, together, "single")
+        kernels.sqnorms(scored, np.arange(2), W, apart, arithmetic="single")
+        assert found.tobytes() == kernels.moments(rows, pieces).tobytes()
+    assert together.tobytes() == apart.tobytes()
+
+
+@pytest.mark.parametrize("sizes", [1.0, 1e200, 1e-200])
+def test_few_rows_are_merged_as_their_total_is(sizes: float) -> None:
+    rng = np.random.default_rng(0)
+    few, many = rng.standard_normal((2, 64, 5)), rng.standard_normal((2, 3 * BLOCK, 5))
+    nothing = Rows(few[:, :0], "float64")
+    for parts in ((few, few * sizes), (few * sizes, few)):
+        mine, other = GramAccumulator(2, 5), GramAccumulator(2, 5)
+        mine.add(Rows(many, "float64"))
+        other.add(Rows(many, "float64"))
+        for part in parts:
+            mine.merge_rows(Rows(part, "float64"))
+            other.merge(*GramAccumulator(2, 5).total(Rows(part, "float64"), twofold=True))
+        (a, exponents), (b, others) = mine.total(nothing), other.total(nothing)
+        assert a.scaled(others - exponents).high.tobytes() == b.high.tobytes()
+        assert a.spans[0].whole
