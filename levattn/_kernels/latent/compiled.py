@@ -20,6 +20,7 @@ from levattn._kernels.latent.plan import (
     copy_rows,
     enter,
     fold_gain,
+    fold_tiles,
     grow_and_read,
     grow_tiles,
     raise_references,
@@ -29,45 +30,50 @@ from levattn._kernels.latent.plan import (
     scale_numbers,
     scale_rows,
     sum_rows,
+    weigh_one,
     weigh_rows,
     write_rows,
 )
-from levattn._kernels.latent.simd import exceeds, exp_row
+from levattn._kernels.latent.simd import exp_row
 from levattn._kernels.llvm import as_pointer, smaller
 from levattn._kernels.scratch import fill
 
-__all__ = ["forward_tasks", "join_rows", "join_runs", "summary_tasks"]
+__all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
+
+
+@helper
+def _sum_up(like, p, head, low, high):
+    """Write the references of positions, and their sums in float64: what FOLD of them add is summed in tiles."""
+    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
+    factors, gain = as_pointer(p.factors, like), as_pointer(p.gain, like)
+    exact, exact_state = as_pointer(p.exact_total, 0.0), as_pointer(p.exact_state, 0.0)
+    enter(like, p, -1, 0.0, False)
+    for start in range(low, high, FOLD):
+        n = smaller(FOLD, high - start)
+        x_at, raises = read_positions(like, p, head, start, n, low)
+        if raises:
+            raise_references(like, p, p.top, 0.0, p.gain)
+            scale_numbers(exact, factors, p.latent_width)
+            scale_rows(exact_state, factors, p.latent_width, p.channel_width)
+        for i in range(n):
+            exp_row(like, p.e + i * de, p.base, p.gain, vectors)
+        rows, values = (p.e, de), (x_at, dx)
+        fold_tiles(like, p, rows, values, rows, values, n, p.exact_state, False)
+        for j in range(p.latent_width):
+            exact[j] += gain[j]
+            gain[j] = 0
 
 
 @jit
 def summary_tasks(like, plan, tasks, first, last):
     """Write the states of positions of tasks (head, first position, position after the last)."""
     like, p = as_pointer(0, like), plan[0]
-    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
-    top, e = as_pointer(p.held, like), as_pointer(p.e, like)
     m, s, S = as_pointer(p.m, 0.0), as_pointer(p.s, 0.0), as_pointer(p.S, 0.0)
-    reference, factors = as_pointer(p.reference, like), as_pointer(p.factors, like)
+    reference = as_pointer(p.reference, like)
     exact, exact_state = as_pointer(p.exact_total, 0.0), as_pointer(p.exact_state, 0.0)
     for task in range(first, last):
         head, low, high = tasks[task]
-        enter(like, p, -1, 0.0, False)
-        for start in range(low, high, ROWS):
-            n = smaller(ROWS, high - start)
-            copy_row(reference, top, p.latent_width)
-            read_positions(like, p, head, start, n, low)
-            for i in range(n):
-                for j in range(p.latent_width):
-                    top[j] = e[i * p.latent_width + j] if e[i * p.latent_width + j] > top[j] else top[j]
-            if exceeds(like, p.held, p.reference, vectors):
-                raise_references(like, p, p.held, 0.0, p.gain)
-                scale_numbers(as_pointer(p.raised, 0.0), factors, p.latent_width)
-                scale_rows(as_pointer(p.gains, like), factors, p.latent_width, p.channel_width)
-            for i in range(n):
-                exp_row(like, p.e + i * de, p.base, p.gain, vectors)
-            rows, values = (p.e, de), (p.x, dx)
-            grow_tiles(like, p, rows, values, rows, values, n, p.gains, False)
-            if (start + n - low) % FOLD == 0 or start + n == high:
-                fold_gain(like, p, False)
+        _sum_up(like, p, head, low, high)
         for k in range(p.latents):
             m[task * p.latents + k] = reference[k]
             s[task * p.latents + k] = exact[k]
@@ -98,49 +104,93 @@ def join_runs(m, s, S, joins, first, last):
                 join_rows(m[head, k], s[head, k], n, t, m[head, k], s[head, k], S[head, k], U, S[head, k])
 
 
+@helper
+def _output_rows(like, p, head, start, n):
+    """Return where padded rows of the output are, with zeros there: those of the array, if these are padded."""
+    y_at = row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
+    fill(like, y_at, n * p.channel_width, 0)
+    return y_at
+
+
+@helper
+def _add_gates(like, p, head, start, first, last, y_at):
+    """Write the output of the further component, weighted, to rows of the output."""
+    gate_weights = as_pointer(p.gate_weights, like)
+    for i in range(first, last):
+        weight = gate_weights[i]
+        if p.gate.at != 0 and weight != 0:
+            value = as_pointer(row_address(p.gate_value, head, start + i), like)
+            out = as_pointer(y_at + i * p.channel_step, like)
+            for j in range(p.channels):
+                out[j] = weight * value[j]
+
+
 @jit
 def forward_tasks(like, plan, tasks, first, last):
-    """Write the output of rows; tasks are (head, first row, after the last, first position that there is, place).
+    """Write the output of causal rows; tasks are (head, first row, after the last, first position that there is, place).
 
     The state before a task is at its place among those of its head, unless there is none.
     """
     like, p = as_pointer(0, like), plan[0]
     de, dx = p.latent_step, p.channel_step
-    gate_weights = as_pointer(p.gate_weights, like)
     for task in range(first, last):
         head, low, high, begin, place = tasks[task]
         fresh = enter(like, p, head * p.places + place if p.m != 0 else -1, SLACK, False)
         for start in range(low, high, ROWS):
             n = smaller(ROWS, high - start)
             folds = begins_fold(like, p, fresh, start - low, high - low)
-            if p.enters:
-                read_positions(like, p, head, start + p.ahead, n, begin)
+            x_at, raises = read_positions(like, p, head, start + p.ahead, n, begin)
             copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, p.c, p.latent_width)
-            y_at = (
-                row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
-            )  # its rows follow each other
-            fill(like, y_at, n * p.channel_width, 0)
+            y_at = _output_rows(like, p, head, start, n)
             done = 0
             while done < n:
-                end, _ = weigh_rows(like, p, head, start, done, n, p.c, folds, False)
-                for i in range(done, end):
-                    weight = gate_weights[i]
-                    if p.gate.at != 0 and weight != 0:
-                        value = as_pointer(row_address(p.gate_value, head, start + i), like)
-                        out = as_pointer(y_at + i * dx, like)
-                        for j in range(p.channels):
-                            out[j] = weight * value[j]
+                end, _ = weigh_rows(like, p, head, start, done, n, p.c, raises, folds, False)
+                _add_gates(like, p, head, start, done, end, y_at)
                 e, c = (p.e + done * de, de), (p.c + done * de, de)
-                x, y = (p.x + done * dx, dx), (y_at + done * dx, dx)
-                if p.enters:
-                    grow_and_read(like, p, e, x, c, y, end - done, p.state, False)
-                    if folds:
-                        grow_tiles(like, p, e, x, e, x, end - done, p.gains, False)
-                        sum_rows(like, e[0], end - done, p.latent_width, p.gain)
-                else:
-                    read_tiles(like, p, c, y, c, y, end - done, p.state, False)
+                x, y = (x_at + done * dx, dx), (y_at + done * dx, dx)
+                grow_and_read(like, p, e, x, c, y, end - done, p.state, False)
+                if folds:
+                    grow_tiles(like, p, e, x, e, x, end - done, p.gains, False)
+                    sum_rows(like, e[0], end - done, p.latent_width, p.gain)
                 done = end
             if folds and (start + n - low) % FOLD == 0:
                 fold_gain(like, p, False)
+            if p.channels != p.channel_width:
+                write_rows(like, p, y_at, p.channel_width, n, p.channels, p.Y, head, start)
+
+
+@jit
+def everywhere_tasks(like, plan, tasks, first, last):
+    """Write the output of rows that see all of their sequence.
+
+    Tasks are (head, first row, after the last, first position, after the last, place): the state is at its place among
+    those of its head, or if that is negative the positions are summed up here.
+    """
+    like, p = as_pointer(0, like), plan[0]
+    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
+    total, inverses = as_pointer(p.total, like), as_pointer(p.inverses, like)
+    for task in range(first, last):
+        head, low, high, begin, end, place = tasks[task]
+        if place < 0:
+            _sum_up(like, p, head, begin, end)
+            copy_row(as_pointer(p.exact_total, 0.0), total, p.latent_width)
+            copy_row(
+                as_pointer(p.exact_state, 0.0), as_pointer(p.state, like), p.latent_width * p.channel_width
+            )
+        else:
+            enter(like, p, head * p.places + place, SLACK, False)
+        for j in range(p.latent_width):
+            inverses[j] = 1 if total[j] == 0 else 1 / total[j]
+        for start in range(low, high, ROWS):
+            n = smaller(ROWS, high - start)
+            q_at, step = row_address(p.Q, head, start), p.Q.row
+            if p.latents != p.latent_width:
+                q_at, step = p.c, de
+                copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, q_at, p.latent_width)
+            for i in range(n):
+                weigh_one(like, p, 2, head, start, i, q_at + i * step, p.c + i * de, p.p, p.inverses)
+            y_at = _output_rows(like, p, head, start, n)
+            _add_gates(like, p, head, start, 0, n, y_at)
+            read_tiles(like, p, (p.c, de), (y_at, dx), (p.c, de), (y_at, dx), n, p.state, False)
             if p.channels != p.channel_width:
                 write_rows(like, p, y_at, p.channel_width, n, p.channels, p.Y, head, start)

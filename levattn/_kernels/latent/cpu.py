@@ -19,11 +19,13 @@ from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
-from levattn._kernels.tasks import share
+from levattn._kernels.tasks import share, threads_for
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
 _RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
+
+_ROWS = 1024  # of a task whose rows all read the same state
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -33,13 +35,14 @@ def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
     out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
-    runs, states = _runs(x)
+    runs, states = _runs(x) if x.causal else _everywhere(x)
     tasks = _tasks(b, runs)
     work = _Work(x, states, Y=out)
+    do = compiled.forward_tasks if x.causal else compiled.everywhere_tasks
 
     def body(first: int, last: int) -> None:
         plan, _scratch = work.record.for_thread()
-        compiled.forward_tasks(work.like, plan, tasks, first, last)
+        do(work.like, plan, tasks, first, last)
 
     share(body, len(tasks), 2 * out.size * L)
     return out
@@ -183,6 +186,29 @@ def _lead(x: LatentArguments) -> State | None:
     return whole
 
 
+def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]], State]:
+    """Cut rows that see all of their sequence into (first, after the last, first position, after the last, place).
+
+    The place is -1 where a task sums up the positions itself: sequences that are enough for the threads, each a run.
+    How rows are cut changes no bit, nor does it who sums their positions up.
+    """
+    (b, T, L), (_, U, D), n = x.Q.shape, x.V.shape[:3], len(x.offsets) - 1
+    begins, ends = x.offsets[:-1].tolist(), x.offsets[1:].tolist()
+    lasts = [U] if n == 1 else ends  # positions and rows of one sequence may differ in number
+    longest = max((last - first for first, last in zip(begins, lasts, strict=True)), default=0)
+    if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D):
+        return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _no_state(L, D)
+    lead = _lead(x)
+    cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
+    if lead is None:  # there is no position
+        return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _no_state(L, D)
+    return [(low, high, begins[i], lasts[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+
+
+def _no_state(L: int, D: int) -> State:
+    return np.empty((0, L)), np.empty((0, L)), np.empty((0, L, D))
+
+
 def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], State]:
     """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
 
@@ -193,9 +219,8 @@ def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], State]:
     cuts = _cuts(x.offsets)
     later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
     if not x.causal or not any(later):
-        if lead is None:
-            lead = np.empty((0, 0, L)), np.empty((0, 0, L)), np.empty((0, 0, L, D))
-        return [(low, high, begins[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+        lead = _no_state(L, D) if lead is None else _representable(lead, x.V.dtype)
+        return [(low, high, begins[i], i) for i, low, high in cuts], lead
     entered = [(0, 0)]
     entered += [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in cuts[:-1]]
     states = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])

@@ -35,6 +35,7 @@ __all__ = [
     "key_row",
     "query_row",
     "state_tile",
+    "top_rows",
     "weigh_row",
 ]
 
@@ -44,11 +45,17 @@ def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_s
     """Add ``add[t, i] * x[t]`` to state[i] for n steps t, and after each ``Σ_i read[t, i] * state[i]`` to y[t].
 
     The state, at `to`, has so many `rows` of so many `vectors`, in registers meanwhile. Without `adds` or `reads` that
-    half is left out. Each of add, x, read and y is an address and a step.
+    half is left out. If `adds` is 2, sums begin at zero, and are added to a state of float64 in the end. Each of add,
+    x, read and y is an address and a step.
     """
     b, cursors, steps = v.b, *zip(add, x, read, y, strict=True)
-    targets = [place for i in range(rows) for place in v.row(b.add(to, b.mul(to_step, integer(i))), vectors)]
-    first = [load(b, place, v.kind, v.size) for place in targets]
+    starts = [b.add(to, b.mul(to_step, integer(i))) for i in range(rows)]
+    if adds == 2:
+        targets = [_double(b, start, v.count * j) for start in starts for j in range(vectors)]
+        first = [v.constant(0.0)] * (rows * vectors)
+    else:
+        targets = [place for start in starts for place in v.row(start, vectors)]
+        first = [load(b, place, v.kind, v.size) for place in targets]
 
     def step(add: Value, x: Value, read: Value, y: Value, *held: Value) -> list[Value]:
         state = list(held) or first
@@ -67,7 +74,42 @@ def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_s
 
     _, _, _, _, *results = repeated(b, n, (*cursors, *(first if adds else ())), step)
     for place, result in zip(targets if adds else (), results, strict=True):
-        store(b, result, place, v.size)
+        if adds == 2:
+            _add_to_doubles(v, result, place)
+        else:
+            store(b, result, place, v.size)
+
+
+def _double(b: Value, at: Value, place: int) -> Value:
+    """Return a pointer to a number of float64: that at a place after an address."""
+    return b.gep(pointer(b, at, ir.DoubleType()), [integer(place)])
+
+
+def _add_to_doubles(v: Vectors, vector: Value, place: Value) -> Value:
+    """Add a vector to numbers of float64 and return the sums."""
+    b, doubles = v.b, ir.VectorType(ir.DoubleType(), v.count)
+    total = b.fadd(load(b, place, doubles, 8), b.fpext(vector, doubles) if v.size == 4 else vector)
+    store(b, total, place, 8)
+    return total
+
+
+@vector_code()
+def top_rows(v, like, source, source_step, target, target_step, n, top, least, vectors):
+    """Copy n rows; raise the numbers of `top` to the largest of their columns, and lower those of `least`."""
+    b = v.b
+    with v.each(vectors) as at:
+
+        def step(source: Value, target: Value, high: Value, low: Value) -> list[Value]:
+            x = v.load(source)
+            v.store(x, target)
+            high = b.select(b.fcmp_ordered(">", x, high), x, high)
+            low = b.select(b.fcmp_ordered("<", x, low), x, low)
+            return [b.add(source, source_step), b.add(target, target_step), high, low]
+
+        begin = (b.add(source, at), b.add(target, at), v.load(top, at), v.load(least, at))
+        _, _, high, low = repeated(b, n, begin, step)
+        v.store(high, top, at)
+        v.store(low, least, at)
 
 
 @vector_code()
@@ -110,11 +152,12 @@ def exp_row(v, like, x, base, total, vectors):
         v.store(b.fadd(v.load(total, at), value), total, at)
 
 
-@vector_code(returns="number", numbers="gate", literals="keeps")
-def weigh_row(v, like, keeps, q, sums, gate, vectors, weights, inverses):
-    """Replace the logits q of a row by p/s, where p is their softmax, and return the weight of one more logit, `gate`.
+@vector_code(returns="number", numbers="gate", literals="how")
+def weigh_row(v, like, how, q, c, sums, gate, vectors, weights, inverses):
+    """Write c = p/s, where p is the softmax of the logits q of a row, and return the weight of one more logit, `gate`.
 
-    Only where the sums s are positive a logit takes part. If `keeps`, p and 1/s go to `weights` and `inverses`.
+    Only where the sums s are positive a logit takes part. The `inverses` 1/s are given (how: 2), or they are computed,
+    and p and 1/s are kept, too (1), or not (0).
     """
     b = v.b
     zero, one, least = (v.constant(value) for value in (0.0, 1.0, -math.inf))
@@ -133,7 +176,7 @@ def weigh_row(v, like, keeps, q, sums, gate, vectors, weights, inverses):
     total = cgutils.alloca_once_value(b, zero)
     with v.each(vectors) as at:
         value = exponential(b, b.fsub(logits_at(at), largest))
-        v.store(value, q, at)
+        v.store(value, c, at)
         b.store(b.fadd(b.load(total), value), total)
     gated = exponential(b, b.fsub(v.splat(gate), largest))
     gated = b.extract_element(gated, ir.Constant(ir.IntType(32), 0))
@@ -142,11 +185,14 @@ def weigh_row(v, like, keeps, q, sums, gate, vectors, weights, inverses):
     factor = b.select(b.fcmp_ordered("==", whole, nothing), nothing, inverse)
     factors = v.splat(factor)
     with v.each(vectors) as at:
-        s = v.load(sums, at)
-        inverse = b.fdiv(one, b.select(b.fcmp_ordered("==", s, zero), one, s))
-        p = b.fmul(v.load(q, at), factors)
-        v.store(b.fmul(p, inverse), q, at)
-        if keeps:
+        if how == 2:
+            inverse = v.load(inverses, at)
+        else:
+            s = v.load(sums, at)
+            inverse = b.fdiv(one, b.select(b.fcmp_ordered("==", s, zero), one, s))
+        p = b.fmul(v.load(c, at), factors)
+        v.store(b.fmul(p, inverse), c, at)
+        if how == 1:
             v.store(p, weights, at)
             v.store(inverse, inverses, at)
     return b.fmul(gated, factor)
@@ -164,13 +210,10 @@ def dot_vectors(v, like, x, y, vectors):
 @vector_code()
 def fold_vectors(v, like, gains, sums, state, vectors):
     """Add gains to sums in float64, write these to the state, rounded, and make the gains zero."""
-    b, converts, doubles = v.b, v.size == 4, ir.VectorType(ir.DoubleType(), v.count)
+    b = v.b
     with v.each(vectors) as at:
-        sum_at = pointer(b, b.add(sums, b.mul(at, integer(8 // v.size))), ir.DoubleType())
-        gain = v.load(gains, at)
-        total = b.fadd(load(b, sum_at, doubles, 8), b.fpext(gain, doubles) if converts else gain)
-        store(b, total, sum_at, 8)
-        v.store(b.fptrunc(total, v.kind) if converts else total, state, at)
+        total = _add_to_doubles(v, v.load(gains, at), _double(b, b.add(sums, b.mul(at, integer(8 // v.size))), 0))
+        v.store(b.fptrunc(total, v.kind) if v.size == 4 else total, state, at)
         v.store(v.constant(0.0), gains, at)
 
 
