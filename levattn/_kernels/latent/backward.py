@@ -83,16 +83,16 @@ def _go_through(like, p, head, low, high, begin, place):
     for start in range(low, high, ROWS):
         n, skip = smaller(ROWS, high - start), (start - low) * de
         folds = begins_fold(like, p, fresh, start - low, high - low)
-        x_at, raises = p.x, False
+        x_at, higher = p.x, False
         if p.enters:
-            x_at, raises = read_positions(like, p, head, start + p.ahead, n, begin)
+            x_at, higher = read_positions(like, p, head, start + p.ahead, n, begin)
         c_at = p.weights + skip
         copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, c_at, p.latent_width)
         copy_rows(like, p, p.D_Y, head, start, n, p.channels, 0, p.z, p.channel_width)
         fill(like, p.g, n * p.latent_width, 0)
         done = 0
         while done < n:
-            end, raised = weigh_and_keep(like, p, head, start, done, n, c_at, raises, folds, True)
+            end, raised = weigh_and_keep(like, p, head, start, done, n, c_at, higher, folds, True)
             if raised:
                 raises += 1
                 copy_row(reference, as_pointer(p.references + raises * de, like), p.latent_width)

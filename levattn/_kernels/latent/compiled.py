@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import jit
+from levattn._kernels.jit import helper, jit
 from levattn._kernels.latent.plan import (
     FOLD,
     ROWS,
@@ -30,7 +30,7 @@ from levattn._kernels.latent.plan import (
     scale_numbers,
     scale_rows,
     sum_rows,
-    weigh_one,
+    weigh_given,
     weigh_rows,
     write_rows,
 )
@@ -50,8 +50,8 @@ def _sum_up(like, p, head, low, high):
     enter(like, p, -1, 0.0, False)
     for start in range(low, high, FOLD):
         n = smaller(FOLD, high - start)
-        x_at, raises = read_positions(like, p, head, start, n, low)
-        if raises:
+        x_at, higher = read_positions(like, p, head, start, n, low)
+        if higher:
             raise_references(like, p, p.top, 0.0, p.gain)
             scale_numbers(exact, factors, p.latent_width)
             scale_rows(exact_state, factors, p.latent_width, p.channel_width)
@@ -139,12 +139,12 @@ def forward_tasks(like, plan, tasks, first, last):
         for start in range(low, high, ROWS):
             n = smaller(ROWS, high - start)
             folds = begins_fold(like, p, fresh, start - low, high - low)
-            x_at, raises = read_positions(like, p, head, start + p.ahead, n, begin)
+            x_at, higher = read_positions(like, p, head, start + p.ahead, n, begin)
             copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, p.c, p.latent_width)
             y_at = _output_rows(like, p, head, start, n)
             done = 0
             while done < n:
-                end, _ = weigh_rows(like, p, head, start, done, n, p.c, raises, folds, False)
+                end, _ = weigh_rows(like, p, head, start, done, n, p.c, higher, folds, False)
                 _add_gates(like, p, head, start, done, end, y_at)
                 e, c = (p.e + done * de, de), (p.c + done * de, de)
                 x, y = (x_at + done * dx, dx), (y_at + done * dx, dx)
@@ -188,7 +188,7 @@ def everywhere_tasks(like, plan, tasks, first, last):
                 q_at, step = p.c, de
                 copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, q_at, p.latent_width)
             for i in range(n):
-                weigh_one(like, p, 2, head, start, i, q_at + i * step, p.c + i * de, p.p, p.inverses)
+                weigh_given(like, p, head, start, i, q_at + i * step, p.c + i * de, p.p, p.inverses)
             y_at = _output_rows(like, p, head, start, n)
             _add_gates(like, p, head, start, 0, n, y_at)
             read_tiles(like, p, (p.c, de), (y_at, dx), (p.c, de), (y_at, dx), n, p.state, False)

@@ -42,7 +42,7 @@ __all__ = [
     "scale_rows",
     "sum_rows",
     "weigh_and_keep",
-    "weigh_one",
+    "weigh_given",
     "weigh_rows",
     "write_positions",
     "write_rows",
@@ -174,15 +174,15 @@ def read_positions(like, p, head, first, rows, begin):
     lowest = np.inf
     for j in range(p.latents):
         lowest = least[j] if least[j] < lowest else lowest
-    raises = exceeds(like, p.top, p.limit, vectors)
+    higher = exceeds(like, p.top, p.limit, vectors)
     if lowest > -np.inf and p.channels == p.channel_width and p.V.row == dx:
-        return row_address(p.V, head, first), raises
+        return row_address(p.V, head, first), higher
     fill(like, p.x, missing * p.channel_width, 0)
     copy_rows(like, p, p.V, head, first + missing, there, p.channels, 0, p.x + missing * dx, p.channel_width)
     for i in range(missing, rows if lowest == -np.inf else missing):
         if not differs(like, p.e + i * de, -np.inf, vectors):
             fill(like, p.x + i * dx, p.channel_width, 0)
-    return p.x, raises
+    return p.x, higher
 
 
 @helper
@@ -363,43 +363,52 @@ read_tiles = _tiles(0, 1)
 grow_and_read = _tiles(1, 1)
 
 
-@helper
-def weigh_one(like, p, how, head, start, i, q_at, c_at, weights, inverses):
-    """Write c = p/s of a row of a block, and keep the weight of its gate; see `weigh_row`."""
-    gate = -np.inf
-    if p.gate.at != 0:
-        gate = as_pointer(row_address(p.gate, head, start + i), like)[0]
-    vectors = p.latent_width // p.lanes
-    as_pointer(p.gate_weights, like)[i] = weigh_row(like, how, q_at, c_at, p.total, gate, vectors, weights, inverses)
+def _weighing_one(how):
+    """Return a function that writes c = p/s of a row of a block, and keeps the weight of its gate; see `weigh_row`."""
+
+    @helper
+    def run(like, p, head, start, i, q_at, c_at, weights, inverses):
+        gate = -np.inf
+        if p.gate.at != 0:
+            gate = as_pointer(row_address(p.gate, head, start + i), like)[0]
+        vectors = p.latent_width // p.lanes
+        weight = weigh_row(like, how, q_at, c_at, p.total, gate, vectors, weights, inverses)
+        as_pointer(p.gate_weights, like)[i] = weight
+
+    return run
 
 
-def _weighing(keeps):
+weigh_given = _weighing_one(2)
+
+
+def _weighing(one):
     """Return a function that weighs rows of a block from the row `done` on, until references are raised again.
 
-    It takes up the positions that enter with them, writes c = p/s over the logits of the latents at `c_at`, and if it
-    `keeps` p and 1/s of each row. References are raised only if logits of the block say so (`raises`). It returns the row after the last, and whether references were raised at the first.
+    It takes up the positions that enter with them, and writes c = p/s over the logits of the latents at `c_at`; `one`
+    does it for a row. References are raised only if some logit of the block is `higher` than its limit. It returns
+    the row after the last, and whether references were raised at the first.
     """
 
     @helper
-    def run(like, p, head, start, done, n, c_at, raises, folds, by_channel):
+    def run(like, p, head, start, done, n, c_at, higher, folds, by_channel):
         vectors, step = p.latent_width // p.lanes, p.latent_step
-        raised = raises and exceeds(like, p.e + done * step, p.limit, vectors)
+        raised = higher and exceeds(like, p.e + done * step, p.limit, vectors)
         if raised:
             raise_references(like, p, p.e + done * step, SLACK, p.total)
             _follow(like, p, folds, by_channel)
         i = done
         while i < n:
             if p.enters:
-                if raises and i > done and exceeds(like, p.e + i * step, p.limit, vectors):
+                if higher and i > done and exceeds(like, p.e + i * step, p.limit, vectors):
                     break
                 exp_row(like, p.e + i * step, p.base, p.total, vectors)
             row_at, kept = c_at + i * step, i * step
-            weigh_one(like, p, keeps, head, start, i, row_at, row_at, p.p + kept, p.inverses + kept)
+            one(like, p, head, start, i, row_at, row_at, p.p + kept, p.inverses + kept)
             i += 1
         return i, raised
 
     return run
 
 
-weigh_rows = _weighing(0)
-weigh_and_keep = _weighing(1)
+weigh_rows = _weighing(_weighing_one(0))
+weigh_and_keep = _weighing(_weighing_one(1))
