@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import helper, jit
+from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.latent.plan import (
     FOLD,
     ROWS,
@@ -34,11 +34,11 @@ from levattn._kernels.latent.plan import (
     weigh_rows,
     write_rows,
 )
-from levattn._kernels.latent.simd import exp_row
-from levattn._kernels.llvm import as_pointer, smaller
-from levattn._kernels.scratch import fill
+from levattn._kernels.latent.simd import exp_row, step_tile, weigh_row
+from levattn._kernels.llvm import address, as_pointer, smaller
+from levattn._kernels.scratch import empty, fill
 
-__all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
+__all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "step_tasks", "summary_tasks"]
 
 
 @helper
@@ -79,6 +79,78 @@ def summary_tasks(like, plan, tasks, first, last):
             s[task * p.latents + k] = exact[k]
             for j in range(p.channels):
                 S[(task * p.latents + k) * p.channels + j] = exact_state[k * p.channel_width + j]
+
+
+@jit
+def step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last):
+    """Write the output of one causal row of each head, to the bits of `forward_tasks`, and the states after it.
+
+    Logits, values and outputs are (b, L) or (b, D), a mask (b,) or of no length, states (b, L) and (b, L, D). Return
+    whether the dtype of the values holds all references exactly; where it does not, what is written is of no use.
+    """
+    L, D, size = Q.shape[1], V.shape[1], Q.itemsize
+    lanes = VECTOR_BYTES // size
+    vectors = -(-L // lanes)
+    width = vectors * lanes
+    # logits and then exponentials, what they are relative to, their sums, by what these are scaled, weights, limits
+    rows, x = empty(Q, (6, width)), empty(V, (D,))
+    e_at, step = address(rows), width * size
+    base_at, held_at, scales_at, c_at = e_at + step, e_at + 2 * step, e_at + 3 * step, e_at + 4 * step
+    # by what the sums before are multiplied, and the position, zeros, and room for what is not used
+    factors = empty(m, (4, width))
+    old_at, gained_at = address(factors), address(factors) + 8 * width
+    zeros_at, rest_at = old_at + 16 * width, old_at + 24 * width
+    exact = True
+    for head in range(first, last):
+        seen, some = len(mask) == 0 or mask[head], False
+        fill(m, old_at, 4 * width, -np.inf)
+        fill(m, zeros_at, width, 0)
+        fill(Q, e_at, 6 * width, -np.inf)
+        fill(Q, base_at, 2 * width, 0)
+        for j in range(L):
+            reference, before = m[head, j], s[head, j]
+            if seen:
+                rows[0, j] = K[head, j]
+            logit = rows[0, j]
+            some = some or logit != -np.inf
+            rows[1, j], rows[2, j], rows[3, j], rows[4, j] = reference, before, 1, Q[head, j]
+            exact = exact and rows[1, j] == reference
+            rows[5, j] = rows[1, j] + SLACK
+            if logit > rows[5, j]:
+                rows[3, j] = np.exp(rows[1, j] - logit)
+                rows[2, j] *= rows[3, j]
+                rows[1, j] = logit
+            elif reference == -np.inf:
+                rows[1, j] = 0
+            top[head, j] = logit if logit > reference else reference
+            if reference > -np.inf or before != 0:
+                factors[0, j] = reference - top[head, j]
+            if logit != -np.inf:
+                factors[1, j] = (logit if logit > -np.inf else -np.inf) - top[head, j]
+        for row in range(2):
+            exp_row(m, old_at + 8 * row * width, zeros_at, rest_at, width // (VECTOR_BYTES // 8))
+        for j in range(L):
+            if rows[0, j] != -np.inf:
+                factors[1, j] *= rows[0, j] - rows[0, j] + 1
+            total[head, j] = factors[0, j] * s[head, j] + factors[1, j]
+        exp_row(Q, e_at, base_at, held_at, vectors)
+        weigh_row(Q, 0, c_at, c_at, held_at, -np.inf, vectors, c_at, c_at)
+        for j in range(D):
+            x[j] = V[head, j] if some else 0
+        S_at, new_at, y_at = address(S) + head * L * D * 8, address(sums) + head * L * D * 8, address(Y) + head * D * size
+        channel = 0
+        while channel < D:
+            a, z = 8 * channel, size * channel
+            if D - channel >= 4 * lanes:
+                step_tile(Q, 0, 4, S_at + a, new_at + a, 8 * D, L, e_at, c_at, scales_at, old_at, gained_at, address(x) + z, y_at + z)
+                channel += 4 * lanes
+            elif D - channel >= lanes:
+                step_tile(Q, 0, 1, S_at + a, new_at + a, 8 * D, L, e_at, c_at, scales_at, old_at, gained_at, address(x) + z, y_at + z)
+                channel += lanes
+            else:
+                step_tile(Q, 1, 1, S_at + a, new_at + a, 8 * D, L, e_at, c_at, scales_at, old_at, gained_at, address(x) + z, y_at + z)
+                channel += 1
+    return exact
 
 
 @jit

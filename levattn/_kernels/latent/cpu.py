@@ -21,7 +21,7 @@ from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
 from levattn._kernels.tasks import share, threads_for
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
+__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
 _RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
 
@@ -71,6 +71,34 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 
     share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, gate_value
+
+
+def step(x: LatentArguments) -> tuple[Any, State] | None:
+    """Return the output of one causal row and the state after it; see `LatentKernels`."""
+    if x.state is None or x.gate is not None:
+        return None
+    (b, _, L), D = x.Q.shape, x.V.shape[2]
+    Q, K, V = _flat(x.Q, b, L), _flat(x.K, b, L), _flat(x.V, b, D)
+    m, s, S = x.state
+    m, s, S = _flat(m, b, L), _flat(s, b, L), _flat(S, b, L, D)
+    mask = np.empty(0, np.bool_) if x.mask is None else _flat(x.mask, b)
+    Y, top, total, sums = np.empty_like(V), np.empty_like(m), np.empty_like(s), np.empty_like(S)
+    exact = []
+
+    def body(first: int, last: int) -> None:
+        exact.append(compiled.step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last))
+
+    share(body, b, 2 * S.size)
+    if not all(exact):
+        return None
+    return Y.reshape(b, 1, D), (top.reshape(b, 1, L), total.reshape(b, 1, L), sums.reshape(b, 1, L, D))
+
+
+def _flat(array: Any, *shape: int) -> Any:
+    """Return an array in another shape, its numbers side by side and such as may be written to."""
+    array = array.reshape(shape)
+    flags = array.flags
+    return array if flags.c_contiguous and flags.writeable else array.copy()
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:

@@ -21,6 +21,7 @@ from levattn._kernels.llvm import (
     load,
     pointer,
     repeated,
+    splat,
     store,
     vector_code,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "key_row",
     "query_row",
     "state_tile",
+    "step_tile",
     "top_rows",
     "weigh_row",
 ]
@@ -91,6 +93,41 @@ def _add_to_doubles(v: Vectors, vector: Value, place: Value) -> Value:
     total = b.fadd(load(b, place, doubles, 8), b.fpext(vector, doubles) if v.size == 4 else vector)
     store(b, total, place, 8)
     return total
+
+
+@vector_code(literals="lanes vectors")
+def step_tile(v, like, lanes, vectors, S, new, row, n, e, c, scales, old, gained, x, y):
+    """Take a position x into n rows of a state of float64, and write the new ones and what c reads of them.
+
+    The new rows are ``old S + gained x``, with factors of float64. What is read, to y, are rows that were rounded,
+    multiplied by `scales`, and added ``e x``. Rows are `row` bytes apart; so many `vectors` of so many `lanes` are gone
+    through, 0 for whole vectors.
+    """
+    b, part = v.b, Vectors(v.b, like, lanes or None)
+    lanes, doubles = part.count, ir.VectorType(ir.DoubleType(), part.count)
+    values = part.loaded(x, vectors)
+    wide = [b.fpext(value, doubles) if v.size == 4 else value for value in values]
+
+    def factor(at: Value) -> Value:
+        return splat(b, load(b, pointer(b, at, ir.DoubleType()), ir.DoubleType(), 8), lanes)
+
+    def step(S: Value, new: Value, like_at: Value, double_at: Value, *read: Value) -> list[Value]:
+        scale, weight, reads = (part.number(b.add(at, like_at)) for at in (scales, e, c))
+        kept, added = (factor(b.add(at, double_at)) for at in (old, gained))
+        totals = []
+        for j, total in enumerate(read):
+            held = load(b, _double(b, S, lanes * j), doubles, 8)
+            state = b.fptrunc(held, part.kind) if v.size == 4 else held
+            state = fma(b, weight, values[j], b.fmul(state, scale))
+            totals.append(fma(b, reads, state, total))
+            store(b, fma(b, added, wide[j], b.fmul(held, kept)), _double(b, new, lanes * j), 8)
+        moved = [b.add(S, row), b.add(new, row), b.add(like_at, integer(v.size)), b.add(double_at, integer(8))]
+        return [*moved, *totals]
+
+    zero = integer(0)
+    _, _, _, _, *totals = repeated(b, n, (S, new, zero, zero, *[part.constant(0.0)] * vectors), step)
+    for place, total in zip(part.row(y, vectors), totals, strict=True):
+        store(b, total, place, v.size)
 
 
 @vector_code()
