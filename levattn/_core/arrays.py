@@ -39,6 +39,8 @@ __all__ = [
     "where",
 ]
 
+_NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of the array-API standard
+
 
 @dataclass(frozen=True)
 class Matrices:
@@ -88,7 +90,7 @@ def array_namespace(*arrays: Any) -> Any:
 
     NumPy has them itself from 2.1 on. What array-api-compat makes of NumPy takes longer to import than this library.
     """
-    if all(isinstance(array, np.ndarray | np.generic) for array in arrays) and hasattr(np, "__array_namespace_info__"):
+    if _NUMPY_HAS_THEM and all(isinstance(array, np.ndarray | np.generic) for array in arrays):
         return np
     return array_api_compat.array_namespace(*arrays)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from levattn._core.types import Int64
 __all__ = ["Record", "RecordType", "Scratch"]
 
 _LINE = 64  # bytes of a cache line
+_BYTE = ctypes.c_char
 
 
 class RecordType:
@@ -29,7 +31,8 @@ class RecordType:
         fields += [(name, np.float64, 0) for name in real]
         self.dtype = np.dtype([(name, kind) for name, kind, _ in fields], align=True)
         self.words = 0
-        self.places = {}  # the first word of each field and the number of its parts: dtypes are slow to ask
+        # the first word of each field and the number of its parts: dtypes are slow to ask
+        self.places: dict[str, tuple[int, int]] = {}
         for name, _, parts in fields:
             self.places[name] = self.words, parts
             self.words += parts or 1
@@ -49,14 +52,29 @@ class Scratch:
     size: int
 
 
+def _address(array: Any) -> int:
+    """Return where an array begins, 0 if it is empty. NumPy takes a microsecond to say it."""
+    if not array.size:
+        return 0
+    flags = array.flags
+    if flags.c_contiguous and flags.writeable:
+        return ctypes.addressof(_BYTE.from_buffer(array))
+    return int(array.__array_interface__["data"][0])
+
+
 class Record:
     """One record, and the arrays whose addresses it has."""
 
-    def __init__(self, kind: RecordType, scratch: Scratch, /, **fields: Any) -> None:
+    def __init__(self, kind: RecordType, scratch: Scratch, words: Int64 | None = None, /, **fields: Any) -> None:
         self._kind, self._scratch = kind, scratch
-        self._words = np.zeros(kind.words, np.int64)
+        self._words = np.zeros(kind.words, np.int64) if words is None else words.copy()
         self._kept: list[Any] = []
         self.put(fields)
+
+    @classmethod
+    def of_numbers(cls, kind: RecordType, scratch: Scratch, /, **fields: float) -> tuple[RecordType, Scratch, Int64]:
+        """Return what makes records that begin with some numbers."""
+        return kind, scratch, cls(kind, scratch, **fields)._words
 
     def put(self, fields: Mapping[str, Any]) -> None:
         """Write numbers, and of arrays the address and the steps that the field holds; None is no array.
@@ -66,23 +84,27 @@ class Record:
         """
         words, places = self._words, self._kind.places
         for name, value in fields.items():
+            if value is None:
+                continue
             first, count = places[name]
             if isinstance(value, np.ndarray):
-                side_by_side = value.ndim != count or value.strides[-1] == value.itemsize
+                strides = value.strides
+                side_by_side = value.ndim != count or strides[-1] == value.itemsize
                 if not (side_by_side if count else value.flags.c_contiguous):
                     value = np.ascontiguousarray(value)
+                    strides = value.strides
                 self._kept.append(value)
-                words[first] = value.__array_interface__["data"][0] if value.size else 0
+                words[first] = _address(value)
                 for axis in range(1, count):
-                    words[first + axis] = value.strides[axis - 1]
+                    words[first + axis] = strides[axis - 1]
             elif isinstance(value, float):
                 words[first : first + 1].view(np.float64)[0] = value
-            elif value is not None:
+            else:
                 words[first] = value
 
     def for_thread(self) -> tuple[Any, Any]:
         """Return the record as compiled code takes it, with scratch of its own, which is to be kept meanwhile."""
         words, room = self._words.copy(), np.empty(self._scratch.size + _LINE, np.uint8)
-        base = -(-room.__array_interface__["data"][0] // _LINE) * _LINE
+        base = -(-_address(room) // _LINE) * _LINE
         words[self._scratch.words] = self._scratch.starts + base
         return np.ndarray(1, self._kind.dtype, words), room

@@ -23,6 +23,7 @@ __all__ = [
     "is_transformed",
     "make_attention",
     "make_operator",
+    "memories_of",
     "memory_of",
     "tensor_of",
     "without_autocast",
@@ -30,6 +31,7 @@ __all__ = [
 
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SHARED = (torch.float32, torch.float64)
 
 
 def has_kernels(tensor: Any) -> bool:
@@ -75,6 +77,24 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling() or any(map(is_transformed, given)) or has_tangent(given):
         return False
     return is_plain(given) and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return tensors of float32 or float64 that `in_memory` is true of as arrays of numpy, on the same memory.
+
+    None if something else is among them; where None stands for a tensor it stays.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    given = tuple(tensor for tensor in tensors if tensor is not None)
+    for tensor in given:
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.dtype not in _SHARED:
+            return None
+        if is_transformed(tensor) or tensor.is_neg() or tensor.is_nested or tensor.layout is not torch.strided:
+            return None
+    if not is_plain(given):
+        return None
+    return tuple(None if tensor is None else tensor.detach().numpy() for tensor in tensors)
 
 
 def memory_of(tensor: Any) -> Any:

@@ -12,6 +12,8 @@ __all__ = ["held_as", "same_decay"]
 
 def held_as(name: str, array: Any) -> Any:
     """Return an array of float64 as a state holds it, or raise."""
+    if isinstance(array, np.ndarray) and array.dtype == np.float64:
+        return array
     if array_api_compat.is_torch_array(array) and array.device.type == "cpu":
         array = array.detach().numpy()
     if not array_api_compat.is_array_api_obj(array) or str(array.dtype).rpartition(".")[2] != "float64":

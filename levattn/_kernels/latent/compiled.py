@@ -137,19 +137,20 @@ def step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last):
         weigh_row(Q, 0, c_at, c_at, held_at, -np.inf, vectors, c_at, c_at)
         for j in range(D):
             x[j] = V[head, j] if some else 0
-        S_at, new_at, y_at = address(S) + head * L * D * 8, address(sums) + head * L * D * 8, address(Y) + head * D * size
-        channel = 0
-        while channel < D:
-            a, z = 8 * channel, size * channel
-            if D - channel >= 4 * lanes:
-                step_tile(Q, 0, 4, S_at + a, new_at + a, 8 * D, L, e_at, c_at, scales_at, old_at, gained_at, address(x) + z, y_at + z)
-                channel += 4 * lanes
-            elif D - channel >= lanes:
-                step_tile(Q, 0, 1, S_at + a, new_at + a, 8 * D, L, e_at, c_at, scales_at, old_at, gained_at, address(x) + z, y_at + z)
-                channel += lanes
+        S_at, new_at, left = address(S) + head * L * D * 8, address(sums) + head * L * D * 8, D
+        x_at, y_at = address(x), address(Y) + head * D * size
+        while left > 0:
+            places, factors_at = (S_at, new_at, 8 * D, L), (e_at, c_at, scales_at, old_at, gained_at)
+            if left >= 4 * lanes:
+                step_tile(Q, 0, 4, *places, *factors_at, x_at, y_at)
+                n = 4 * lanes
+            elif left >= lanes:
+                step_tile(Q, 0, 1, *places, *factors_at, x_at, y_at)
+                n = lanes
             else:
-                step_tile(Q, 1, 1, S_at + a, new_at + a, 8 * D, L, e_at, c_at, scales_at, old_at, gained_at, address(x) + z, y_at + z)
-                channel += 1
+                step_tile(Q, 1, 1, *places, *factors_at, x_at, y_at)
+                n = 1
+            S_at, new_at, x_at, y_at, left = S_at + 8 * n, new_at + 8 * n, x_at + size * n, y_at + size * n, left - n
     return exact
 
 
@@ -199,9 +200,10 @@ def _add_gates(like, p, head, start, first, last, y_at):
 
 @jit
 def forward_tasks(like, plan, tasks, first, last):
-    """Write the output of causal rows; tasks are (head, first row, after the last, first position that there is, place).
+    """Write the output of causal rows.
 
-    The state before a task is at its place among those of its head, unless there is none.
+    Tasks are (head, first row, after the last, first position that there is, place): the state before a task is at its
+    place among those of its head, unless there is none.
     """
     like, p = as_pointer(0, like), plan[0]
     de, dx = p.latent_step, p.channel_step
@@ -239,16 +241,14 @@ def everywhere_tasks(like, plan, tasks, first, last):
     those of its head, or if that is negative the positions are summed up here.
     """
     like, p = as_pointer(0, like), plan[0]
-    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
+    de, dx = p.latent_step, p.channel_step
     total, inverses = as_pointer(p.total, like), as_pointer(p.inverses, like)
     for task in range(first, last):
         head, low, high, begin, end, place = tasks[task]
         if place < 0:
             _sum_up(like, p, head, begin, end)
             copy_row(as_pointer(p.exact_total, 0.0), total, p.latent_width)
-            copy_row(
-                as_pointer(p.exact_state, 0.0), as_pointer(p.state, like), p.latent_width * p.channel_width
-            )
+            copy_row(as_pointer(p.exact_state, 0.0), as_pointer(p.state, like), p.latent_width * p.channel_width)
         else:
             enter(like, p, head * p.places + place, SLACK, False)
         for j in range(p.latent_width):

@@ -6,6 +6,7 @@ state that those before it add up to.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,9 @@ __all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 _RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
 
 _ROWS = 1024  # of a task whose rows all read the same state
+
+_States = State | tuple[None, None, None]
+_NO_STATE = (None, None, None)
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -142,6 +146,15 @@ def _cuts(offsets: _Indices) -> _Cuts:
 
 def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     """Return the tasks of all heads, one head after the other: (head, ...)."""
+    return _same_tasks(b, *rows) if len(rows) == 1 else _all_tasks(b, rows)
+
+
+@lru_cache(64)
+def _same_tasks(b: int, rows: tuple[Any, ...]) -> _Indices:
+    return _all_tasks(b, [rows])
+
+
+def _all_tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     tasks = np.empty((b, len(rows), 1 + len(rows[0]) if rows else 5), np.int64)
     tasks[:, :, 0] = np.arange(b)[:, None]
     if rows:
@@ -155,20 +168,28 @@ class _Work:
     `longest` is the longest run of rows, for the way back.
     """
 
-    def __init__(self, x: LatentArguments, states: State, longest: int | None = None, **further: Any) -> None:
-        (b, _, L), D, kind = x.Q.shape, x.V.shape[2], x.V.dtype
-        size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
+    def __init__(self, x: LatentArguments, states: _States, longest: int | None = None, **further: Any) -> None:
+        (b, _, L), D, kind, (m, s, S) = x.Q.shape, x.V.shape[2], x.V.dtype, states
+        places = 0 if m is None else len(m) // max(b, 1)
         self.like = np.empty(0, kind)
         self.record = Record(
-            LATENT_PLAN,
-            latent_scratch(latents, channels, size, longest),
-            **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask, **further},
-            **dict(zip(("m", "s", "S"), states, strict=True)),
-            **{"latents": L, "latent_width": latents, "latent_step": latents * size},
-            **{"channels": D, "channel_width": channels, "channel_step": channels * size},
-            **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": x.ahead, "enters": x.causal},
-            places=len(states[0]) // max(b, 1),
+            *_numbers(L, D, kind, longest, x.causal, x.ahead, places),
+            **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask},
+            **{"m": m, "s": s, "S": S, **further},
         )
+
+
+@lru_cache(64)
+def _numbers(L: int, D: int, kind: Any, longest: int | None, enters: bool, ahead: int, places: int) -> Any:
+    """Return what the records of calls begin with."""
+    size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
+    return Record.of_numbers(
+        LATENT_PLAN,
+        latent_scratch(latents, channels, size, longest),
+        **{"latents": L, "latent_width": latents, "latent_step": latents * size},
+        **{"channels": D, "channel_width": channels, "channel_step": channels * size},
+        **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": ahead, "enters": enters, "places": places},
+    )
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:
@@ -214,7 +235,7 @@ def _lead(x: LatentArguments) -> State | None:
     return whole
 
 
-def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]], State]:
+def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]], _States]:
     """Cut rows that see all of their sequence into (first, after the last, first position, after the last, place).
 
     The place is -1 where a task sums up the positions itself: sequences that are enough for the threads, each a run.
@@ -225,40 +246,38 @@ def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]
     lasts = [U] if n == 1 else ends  # positions and rows of one sequence may differ in number
     longest = max((last - first for first, last in zip(begins, lasts, strict=True)), default=0)
     if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D):
-        return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _no_state(L, D)
+        return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _NO_STATE
     lead = _lead(x)
     cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
     if lead is None:  # there is no position
-        return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _no_state(L, D)
+        return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _NO_STATE
     return [(low, high, begins[i], lasts[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
 
 
-def _no_state(L: int, D: int) -> State:
-    return np.empty((0, L)), np.empty((0, L)), np.empty((0, L, D))
-
-
-def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], State]:
+def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], _States]:
     """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
 
     The states are those of all places of one head, then of the next, (b · places, ...); empty if none is needed.
     """
-    (b, _, L), D, begins = x.Q.shape, x.V.shape[2], x.offsets.tolist()
+    (b, T, _), begins = x.Q.shape, x.offsets.tolist()
+    if x.causal and x.state is None and x.ahead <= 0 and len(begins) == 2 and T <= _RUN:
+        return [(0, T, 0, 0)], _NO_STATE
     lead = _lead(x)
     cuts = _cuts(x.offsets)
     later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
     if not x.causal or not any(later):
-        lead = _no_state(L, D) if lead is None else _representable(lead, x.V.dtype)
-        return [(low, high, begins[i], i) for i, low, high in cuts], lead
+        states = _NO_STATE if lead is None else _representable(lead, x.V.dtype)
+        return [(low, high, begins[i], i) for i, low, high in cuts], states
     entered = [(0, 0)]
     entered += [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in cuts[:-1]]
-    states = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])
+    sums = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])
     if lead is not None:
         for k, (i, _, _) in enumerate(cuts):
             if not later[k]:
-                _add(states, k, lead, i)
+                _add(sums, k, lead, i)
     joins = np.array(later)
-    share(lambda low, high: compiled.join_runs(*states, joins, low, high), b, states[2].size)
-    return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(states, x.V.dtype)
+    share(lambda low, high: compiled.join_runs(*sums, joins, low, high), b, sums[2].size)
+    return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(sums, x.V.dtype)
 
 
 def _representable(state: State, kind: Any) -> State:

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper
-from levattn._kernels.latent.simd import copy_vectors, differs, exceeds, exp_row, fold_vectors, state_tile, top_rows, weigh_row
+from levattn._kernels.latent.simd import (
+    copy_vectors,
+    differs,
+    exceeds,
+    exp_row,
+    fold_vectors,
+    state_tile,
+    top_rows,
+    weigh_row,
+)
 from levattn._kernels.llvm import as_pointer, larger, smaller
 from levattn._kernels.records import RecordType, Scratch
 from levattn._kernels.scratch import fill

@@ -100,8 +100,8 @@ def step_tile(v, like, lanes, vectors, S, new, row, n, e, c, scales, old, gained
     """Take a position x into n rows of a state of float64, and write the new ones and what c reads of them.
 
     The new rows are ``old S + gained x``, with factors of float64. What is read, to y, are rows that were rounded,
-    multiplied by `scales`, and added ``e x``. Rows are `row` bytes apart; so many `vectors` of so many `lanes` are gone
-    through, 0 for whole vectors.
+    multiplied by `scales`, and added ``e x``. Rows are `row` bytes apart; so many `vectors` of so many `lanes` (0 for
+    whole vectors) are gone through.
     """
     b, part = v.b, Vectors(v.b, like, lanes or None)
     lanes, doubles = part.count, ir.VectorType(ir.DoubleType(), part.count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import array_api_compat
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
-from levattn._kernels.latent.contract import State
+from levattn._kernels.latent.contract import LatentSteps, State
 from levattn.attention.common.packed import cumulative, untraced
 from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
@@ -27,12 +27,15 @@ __all__ = [
     "is_double",
     "latent_attention",
     "moved",
+    "one_step",
     "promoted",
     "reshaped",
     "stack_arguments",
     "state_after",
     "state_stacks",
 ]
+
+_ONE = np.array([0, 1])  # the offsets of one row
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +57,15 @@ class Stacks:
     def give_back(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's dtype."""
         array = reshaped(array, (*self.batch, *array.shape[1:]))
+        if isinstance(array, np.ndarray):
+            return array.astype(self.dtype, copy=False)
         return namespace_of(array).astype(array, self.dtype, copy=False)
 
 
 def dense_array(name: str, array: Any) -> Any:
     """Return a dense array of any library, lists by numpy, or raise."""
+    if type(array) is np.ndarray:
+        return array
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
@@ -88,6 +95,20 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
     A letter for each of the last axes of an array says which: those of one letter are as long. None stays None.
     """
     arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
+    known: dict[str, int] = {}
+    for name, (_, axes) in given.items():
+        array, count = arrays[name], len(axes)
+        if array is None:
+            continue
+        if array.ndim < count or any(
+            known.setdefault(*axis) != axis[1] for axis in zip(axes, array.shape[-count:], strict=True)
+        ):
+            _explain_sizes(arrays, given)
+    return list(arrays.values())
+
+
+def _explain_sizes(arrays: dict[str, Any], given: dict[str, tuple[Any, str]]) -> None:
+    """Raise as arrays have too few axes, or do not agree in their sizes."""
     check_sizes(
         {
             f"{name} {letter}": (arrays[name], axis - len(axes), letter)
@@ -96,7 +117,6 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
             if arrays[name] is not None
         }
     )
-    return list(arrays.values())
 
 
 def stack_arguments(
@@ -115,7 +135,8 @@ def stack_arguments(
         if given is None:
             continue
         array = arrays[name] = dense_array(name, given)
-        _refuse_short(name, array, axes)
+        if array.ndim < axes:
+            _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
         double = is_double(name, array) or double
@@ -141,7 +162,8 @@ def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
     known: dict[str, tuple[int, str]] = {}
     for label, (array, axis, symbol) in sizes.items():
         name = label.partition(" ")[0]
-        _refuse_short(name, array, -axis)
+        if array.ndim < -axis:
+            _refuse_short(name, array, -axis)
         size = array.shape[axis]
         expected, owner = known.setdefault(symbol, (size, name))
         if size != expected:
@@ -188,6 +210,20 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
     return new if state is None else state.copy().merge(new)
 
 
+def one_step(Q: Any, K: Any, V: Any, state: SoftmaxState, options: dict[str, Any]) -> tuple[Any, SoftmaxState] | None:
+    """Return the output of a row of stacks and the state after it, made at once, or None where there is no such way.
+
+    options: as `latent_attention` takes them, with the arrays of the state.
+    """
+    if Q.shape[1] != 1 or not isinstance(Q, np.ndarray) or options["state"] is None or not options["causal"]:
+        return None
+    found = cast(LatentSteps, kernels_for("latent", Q)).step(LatentArguments(Q, K, V, _ONE, **options))
+    if found is None:
+        return None
+    m, s, S = (part.reshape(*state.batch, *part.shape[2:]) for part in found[1])
+    return found[0], SoftmaxState.from_arrays(m, s, S)
+
+
 def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: Any) -> Any:
     """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
 
@@ -199,11 +235,10 @@ def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: 
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:
-    if array.ndim < axes:
-        raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Give one of each leading axis, "
-            f"e.g. {name}[None, ...]"
-        )
+    raise ValueError(
+        f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Give one of each leading axis, "
+        f"e.g. {name}[None, ...]"
+    )
 
 
 def _refuse_mixtures(first: str, arrays: dict[str, Any]) -> None:
@@ -281,6 +316,8 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
+    if isinstance(array, np.ndarray):
+        return array.reshape(shape)
     return namespace_of(array).reshape(array, shape)
 
 
