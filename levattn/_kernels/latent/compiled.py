@@ -142,13 +142,13 @@ def step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last):
         while left > 0:
             places, factors_at = (S_at, new_at, 8 * D, L), (e_at, c_at, scales_at, old_at, gained_at)
             if left >= 4 * lanes:
-                step_tile(Q, 0, 4, *places, *factors_at, x_at, y_at)
+                step_tile(Q, 0, 4, places, factors_at, x_at, y_at)
                 n = 4 * lanes
             elif left >= lanes:
-                step_tile(Q, 0, 1, *places, *factors_at, x_at, y_at)
+                step_tile(Q, 0, 1, places, factors_at, x_at, y_at)
                 n = lanes
             else:
-                step_tile(Q, 1, 1, *places, *factors_at, x_at, y_at)
+                step_tile(Q, 1, 1, places, factors_at, x_at, y_at)
                 n = 1
             S_at, new_at, x_at, y_at, left = S_at + 8 * n, new_at + 8 * n, x_at + size * n, y_at + size * n, left - n
     return exact

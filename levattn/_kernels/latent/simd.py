@@ -96,13 +96,18 @@ def _add_to_doubles(v: Vectors, vector: Value, place: Value) -> Value:
 
 
 @vector_code(literals="lanes vectors")
-def step_tile(v, like, lanes, vectors, S, new, row, n, e, c, scales, old, gained, x, y):
-    """Take a position x into n rows of a state of float64, and write the new ones and what c reads of them.
+def step_tile(v, like, lanes, vectors, places, factors, x, y):
+    """Take a position x into rows of a state S of float64, and write the new ones and what is read of them, to y.
 
-    The new rows are ``old S + gained x``, with factors of float64. What is read, to y, are rows that were rounded,
-    multiplied by `scales`, and added ``e x``. Rows are `row` bytes apart; so many `vectors` of so many `lanes` (0 for
-    whole vectors) are gone through.
+    The new rows are ``old S + gained x``, with factors of float64. What c reads of them are rows that were rounded,
+    multiplied by `scales`, and added ``e x``. So many `vectors` of so many `lanes` (0 for whole vectors) are gone
+    through.
+
+    places: of S and of the new rows, by how many bytes rows are apart, and their number.
+    factors: where e, c, scales, old and gained are.
     """
+    S, new, row, n = places
+    e, c, scales, old, gained = factors
     b, part = v.b, Vectors(v.b, like, lanes or None)
     lanes, doubles = part.count, ir.VectorType(ir.DoubleType(), part.count)
     values = part.loaded(x, vectors)

@@ -100,9 +100,8 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
         array, count = arrays[name], len(axes)
         if array is None:
             continue
-        if array.ndim < count or any(
-            known.setdefault(*axis) != axis[1] for axis in zip(axes, array.shape[-count:], strict=True)
-        ):
+        sizes = zip(axes, array.shape[-count:], strict=False)
+        if array.ndim < count or any(known.setdefault(axis, size) != size for axis, size in sizes):
             _explain_sizes(arrays, given)
     return list(arrays.values())
 
