@@ -28,6 +28,7 @@ _RUN = 4096  # rows of a task, at most: whatever the batch and the length, as re
 
 _ROWS = 1024  # of a task whose rows all read the same state
 
+_HANDED = 8  # times the work that a second thread is worth is what handing states over is worth
 _States = State | tuple[None, None, None]
 _NO_STATE = (None, None, None)
 
@@ -245,7 +246,7 @@ def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]
     begins, ends = x.offsets[:-1].tolist(), x.offsets[1:].tolist()
     lasts = [U] if n == 1 else ends  # positions and rows of one sequence may differ in number
     longest = max((last - first for first, last in zip(begins, lasts, strict=True)), default=0)
-    if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D):
+    if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D / _HANDED):
         return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _NO_STATE
     lead = _lead(x)
     cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
