@@ -31,6 +31,7 @@ __all__ = [
     "item_entries",
     "nonzero",
     "on_cuda",
+    "reshaped",
     "take_entries",
     "take_rows",
     "to_device",
@@ -93,6 +94,13 @@ def array_namespace(*arrays: Any) -> Any:
     if _NUMPY_HAS_THEM and all(isinstance(array, np.ndarray | np.generic) for array in arrays):
         return np
     return array_api_compat.array_namespace(*arrays)
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array of any library in another shape."""
+    if isinstance(array, np.ndarray):
+        return array.reshape(shape)
+    return array_namespace(array).reshape(array, shape)
 
 
 def is_torch(array: Any) -> bool:

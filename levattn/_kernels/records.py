@@ -14,7 +14,7 @@ from levattn._core.types import Int64
 __all__ = ["Record", "RecordType", "Scratch"]
 
 _LINE = 64  # bytes of a cache line
-_BYTE = ctypes.c_char
+_addressof, _of_memory = ctypes.addressof, ctypes.c_char.from_buffer
 
 
 class RecordType:
@@ -53,28 +53,26 @@ class Scratch:
 
 
 def _address(array: Any) -> int:
-    """Return where an array begins, 0 if it is empty. NumPy takes a microsecond to say it."""
-    if not array.size:
-        return 0
+    """Return where an array begins, 0 if it is empty."""
     flags = array.flags
-    if flags.c_contiguous and flags.writeable:
-        return ctypes.addressof(_BYTE.from_buffer(array))
-    return int(array.__array_interface__["data"][0])
+    if flags.c_contiguous and flags.writeable and array.size:
+        return _addressof(_of_memory(array))  # NumPy takes a microsecond to say it
+    return int(array.__array_interface__["data"][0]) if array.size else 0
 
 
 class Record:
     """One record, and the arrays whose addresses it has."""
 
-    def __init__(self, kind: RecordType, scratch: Scratch, words: Int64 | None = None, /, **fields: Any) -> None:
+    def __init__(self, kind: RecordType, scratch: Scratch, like: Record | None = None, /, **fields: Any) -> None:
         self._kind, self._scratch = kind, scratch
-        self._words = np.zeros(kind.words, np.int64) if words is None else words.copy()
-        self._kept: list[Any] = []
+        self._words = np.zeros(kind.words, np.int64) if like is None else like._words.copy()
+        self._kept: list[Any] = [like]
         self.put(fields)
 
     @classmethod
-    def of_numbers(cls, kind: RecordType, scratch: Scratch, /, **fields: float) -> tuple[RecordType, Scratch, Int64]:
-        """Return what makes records that begin with some numbers."""
-        return kind, scratch, cls(kind, scratch, **fields)._words
+    def begun(cls, kind: RecordType, scratch: Scratch, /, **fields: Any) -> tuple[RecordType, Scratch, Record]:
+        """Return what makes records that begin with some numbers, and arrays that are always the same."""
+        return kind, scratch, cls(kind, scratch, **fields)
 
     def put(self, fields: Mapping[str, Any]) -> None:
         """Write numbers, and of arrays the address and the steps that the field holds; None is no array.
@@ -82,25 +80,24 @@ class Record:
         An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side, and
         one whose field holds no steps unless all of its numbers do.
         """
-        words, places = self._words, self._kind.places
+        words, places, kept = self._words, self._kind.places, self._kept
         for name, value in fields.items():
             if value is None:
                 continue
             first, count = places[name]
-            if isinstance(value, np.ndarray):
+            if not isinstance(value, np.ndarray):
+                target = words.view(np.float64) if isinstance(value, float) else words
+                target[first] = value
+                continue
+            strides = value.strides if count else ()
+            side_by_side = value.ndim != count or strides[-1] == value.itemsize
+            if not (side_by_side if count else value.flags.c_contiguous):
+                value = np.ascontiguousarray(value)
                 strides = value.strides
-                side_by_side = value.ndim != count or strides[-1] == value.itemsize
-                if not (side_by_side if count else value.flags.c_contiguous):
-                    value = np.ascontiguousarray(value)
-                    strides = value.strides
-                self._kept.append(value)
-                words[first] = _address(value)
-                for axis in range(1, count):
-                    words[first + axis] = strides[axis - 1]
-            elif isinstance(value, float):
-                words[first : first + 1].view(np.float64)[0] = value
-            else:
-                words[first] = value
+            kept.append(value)
+            words[first] = _address(value)
+            for axis in range(1, count):
+                words[first + axis] = strides[axis - 1]
 
     def for_thread(self) -> tuple[Any, Any]:
         """Return the record as compiled code takes it, with scratch of its own, which is to be kept meanwhile."""

@@ -24,5 +24,7 @@ def held_as(name: str, array: Any) -> Any:
 
 def same_decay(mine: Any, other: Any, batch: tuple[int, ...]) -> bool:
     """Tell whether decays, None for 1, are the same for all of a batch."""
+    if mine is None and other is None:
+        return True
     held = (np.broadcast_to(1.0 if decay is None else decay, batch) for decay in (mine, other))
     return bool(np.equal(*held).all())

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, reshaped, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._kernels import Rows
@@ -116,7 +116,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     def _shaped(self, array: Any) -> Any:
         """Return (b, ...) as (..., ...)."""
-        return array_namespace(array).reshape(array, (*self.batch, *array.shape[1:]))
+        return reshaped(array, (*self.batch, *array.shape[1:]))
 
     @classmethod
     def from_arrays(cls, diagonal: Any, weight: Any, count: npt.NDArray[np.int64], *, decay: Any = 1.0) -> Moments:
@@ -152,14 +152,37 @@ class Moments(StoredState, name="Moments", version=2):
         *batch, d = map(int, total.shape)
         self = cls(d, tuple(batch), diagonal=True, decay=decay)
         figures = np.asarray(count)
-        if figures.dtype.kind not in "iu" or ((figures < 0) | (figures > MOST_ROWS)).any():
+        most = int(figures.max(initial=0)) if figures.dtype.kind in "iu" else -1
+        if not 0 <= most <= MOST_ROWS or figures.min(initial=0) < 0:
             raise ValueError(f"count is {count!r}; expected whole numbers of at least 0, and at most {MOST_ROWS}")
         self.count = np.array(count, np.int64)
-        xp, b = array_namespace(total), math.prod(batch)
+        b = math.prod(batch)
         if isinstance(self._sums, RunningSums):
-            self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))
-            self._sums.rows = int(self.count.max(initial=0))
+            self._sums.held = reshaped(total, (b, d)), reshaped(mass, (b,))
+            self._sums.rows = most
         return self
+
+    def followed(self, diagonal: Any, weight: Any, count: npt.NDArray[np.int64]) -> Moments:
+        """Return the state of diagonal sums that went on from those of this one, without a copy or a check.
+
+        Parameters
+        ----------
+        diagonal, weight : array of float64
+            As of `from_arrays`, after further keys.
+        count : array of int64
+            How many these are.
+
+        Returns
+        -------
+        Moments
+            Of the same form. This one is not changed.
+        """
+        other = object.__new__(Moments)
+        vars(other).update(vars(self), count=self.count + count)
+        other._sums = sums = RunningSums.__new__(RunningSums)
+        vars(sums).update(vars(self._sums), rows=int(other.count.max(initial=0)))
+        sums.held = reshaped(diagonal, (-1, self.d)), reshaped(weight, (-1,))
+        return other
 
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
         """Add a chunk of keys.
@@ -324,6 +347,8 @@ class Moments(StoredState, name="Moments", version=2):
 
 def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:
     """Return decays as an array of float64 that broadcasts to the batch, or None where nothing decays."""
+    if isinstance(decay, int | float) and decay == 1:
+        return None
     problem = f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}"
     try:
         rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64)

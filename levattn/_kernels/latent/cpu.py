@@ -184,7 +184,7 @@ class _Work:
 def _numbers(L: int, D: int, kind: Any, longest: int | None, enters: bool, ahead: int, places: int) -> Any:
     """Return what the records of calls begin with."""
     size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
-    return Record.of_numbers(
+    return Record.begun(
         LATENT_PLAN,
         latent_scratch(latents, channels, size, longest),
         **{"latents": L, "latent_width": latents, "latent_step": latents * size},

@@ -25,6 +25,7 @@ __all__ = [
     "dense_array",
     "dense_arrays",
     "is_double",
+    "is_wide",
     "latent_attention",
     "moved",
     "one_step",
@@ -268,6 +269,13 @@ def is_double(name: str, array: Any) -> bool:
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
     return format_of(array.dtype, name, f"{name} to float64") == "float64"
+
+
+def is_wide(array: Any) -> bool:
+    """Tell whether an array is of float64, by its name, which torch's compiler can follow."""
+    if isinstance(array, np.ndarray):
+        return bool(array.dtype == np.float64)
+    return str(array.dtype).endswith("float64")
 
 
 def promoted(array: Any, double: bool) -> Any:
