@@ -54,10 +54,10 @@ class Scratch:
 
 def _address(array: Any) -> int:
     """Return where an array begins, 0 if it is empty."""
-    flags = array.flags
-    if flags.c_contiguous and flags.writeable and array.size:
-        return _addressof(_of_memory(array))  # NumPy takes a microsecond to say it
-    return int(array.__array_interface__["data"][0]) if array.size else 0
+    try:
+        return _addressof(_of_memory(array))  # in a quarter of the time that NumPy takes to say it
+    except (BufferError, TypeError, ValueError):  # it is empty, has gaps, or may not be written to
+        return int(array.__array_interface__["data"][0]) if array.size else 0
 
 
 class Record:
@@ -89,15 +89,13 @@ class Record:
                 target = words.view(np.float64) if isinstance(value, float) else words
                 target[first] = value
                 continue
-            strides = value.strides if count else ()
-            side_by_side = value.ndim != count or strides[-1] == value.itemsize
-            if not (side_by_side if count else value.flags.c_contiguous):
+            if not (value.ndim != count or value.strides[-1] == value.itemsize if count else value.flags.c_contiguous):
                 value = np.ascontiguousarray(value)
-                strides = value.strides
             kept.append(value)
             words[first] = _address(value)
-            for axis in range(1, count):
-                words[first + axis] = strides[axis - 1]
+            if count > 1:
+                for axis, step in enumerate(value.strides[: count - 1], first + 1):
+                    words[axis] = step
 
     def for_thread(self) -> tuple[Any, Any]:
         """Return the record as compiled code takes it, with scratch of its own, which is to be kept meanwhile."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import array_api_compat
@@ -96,19 +97,10 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
     A letter for each of the last axes of an array says which: those of one letter are as long. None stays None.
     """
     arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
-    known: dict[str, int] = {}
-    for name, (_, axes) in given.items():
-        array, count = arrays[name], len(axes)
-        if array is None:
-            continue
-        sizes = zip(axes, array.shape[-count:], strict=False)
-        if array.ndim < count or any(known.setdefault(axis, size) != size for axis, size in sizes):
-            _explain_sizes(arrays, given)
-    return list(arrays.values())
-
-
-def _explain_sizes(arrays: dict[str, Any], given: dict[str, tuple[Any, str]]) -> None:
-    """Raise as arrays have too few axes, or do not agree in their sizes."""
+    found = list(arrays.values())
+    named = [(axes, array.shape) for array, (_, axes) in zip(found, given.values(), strict=True) if array is not None]
+    if all(type(array) is np.ndarray for array in found) and _agree(tuple(named)):
+        return found
     check_sizes(
         {
             f"{name} {letter}": (arrays[name], axis - len(axes), letter)
@@ -116,6 +108,18 @@ def _explain_sizes(arrays: dict[str, Any], given: dict[str, tuple[Any, str]]) ->
             for axis, letter in enumerate(axes)
             if arrays[name] is not None
         }
+    )
+    return found
+
+
+@lru_cache(1024)
+def _agree(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
+    """Tell whether shapes agree in the sizes that they share; each comes behind the letters of its last axes."""
+    known: dict[str, int] = {}
+    return all(
+        len(shape) >= len(axes)
+        and all(known.setdefault(*size) == size[1] for size in zip(axes, shape[-len(axes) :], strict=True))
+        for axes, shape in shapes
     )
 
 
@@ -128,30 +132,47 @@ def stack_arguments(
     one whose dtype results have. `mask` is what the caller gave and the number of positions; one from elsewhere is
     brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous.
     """
-    arrays: dict[str, Any] = {}
+    arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
+    flags = None
+    if (mask is None or mask[0] is None) and all(type(array) is np.ndarray for array, _ in arrays.values()):
+        named = [(name, axes, array.shape, array.dtype) for name, (array, axes) in arrays.items()]
+        double, batch = _known_layout(tuple(named))
+    else:
+        double, leading = _layout(arrays)
+        first = next(iter(arrays))
+        _refuse_mixtures(first, {name: array for name, (array, _) in arrays.items()})
+        if mask is not None and mask[0] is not None:
+            flags = _flags(*mask, arrays[first][0])
+            leading["mask"] = tuple(flags.shape[:-1])
+        batch = _broadcast(leading)
+    stacks = [
+        None if given is None else _stacked(promoted(arrays[name][0], double), batch, axes)
+        for name, (given, axes) in arguments.items()
+    ]
+    return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like][0].dtype)
+
+
+def _layout(arrays: dict[str, tuple[Any, int]]) -> tuple[bool, dict[str, tuple[int, ...]]]:
+    """Return whether one of some arrays is of float64, and their leading axes, or raise; with each its other axes."""
     leading: dict[str, tuple[int, ...]] = {}
     double = False
-    for name, (given, axes) in arguments.items():
-        if given is None:
-            continue
-        array = arrays[name] = dense_array(name, given)
+    for name, (array, axes) in arrays.items():
         if array.ndim < axes:
             _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
         double = is_double(name, array) or double
         leading[name] = tuple(array.shape[: array.ndim - axes])
-    first = next(iter(arrays))
-    _refuse_mixtures(first, arrays)
-    flags = None if mask is None or mask[0] is None else _flags(*mask, arrays[first])
-    if flags is not None:
-        leading["mask"] = tuple(flags.shape[:-1])
-    batch = _broadcast(leading)
-    stacks = [
-        None if given is None else _stacked(promoted(arrays[name], double), batch, axes)
-        for name, (given, axes) in arguments.items()
-    ]
-    return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
+    return double, leading
+
+
+@lru_cache(1024)
+def _known_layout(named: tuple[tuple[str, int, tuple[int, ...], Any], ...]) -> tuple[bool, tuple[int, ...]]:
+    """Return whether one of some arrays of numpy is of float64, and what their leading axes broadcast to, or raise."""
+    double, leading = _layout(
+        {name: (np.broadcast_to(np.empty((), dtype), shape), n) for name, n, shape, dtype in named}
+    )
+    return double, _broadcast(leading)
 
 
 def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
