@@ -49,9 +49,7 @@ def whole_number(
         number = operator.index(value)
     except TypeError:
         number = None
-    if type(value) is not int and (
-        number is None or isinstance(value, bool) or (hasattr(value, "ndim") and not isinstance(value, np.integer))
-    ):
+    if number is None or isinstance(value, bool) or (hasattr(value, "ndim") and not isinstance(value, np.integer)):
         raise TypeError(f"{name} is {value!r}; expected {what}")
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"{least} <= {name} <= {most}"

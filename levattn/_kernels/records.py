@@ -65,7 +65,7 @@ class Record:
 
     def __init__(self, kind: RecordType, scratch: Scratch, like: Record | None = None, /, **fields: Any) -> None:
         self._kind, self._scratch = kind, scratch
-        self._words = np.zeros(kind.words, np.int64) if like is None else like._words.copy()
+        self._words: Int64 = np.zeros(kind.words, np.int64) if like is None else like._words.copy()
         self._kept: list[Any] = [like]
         self.put(fields)
 

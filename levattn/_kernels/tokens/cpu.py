@@ -150,11 +150,13 @@ class _Work:
         self._after = after
         if x.decay is not None:
             self._plan.put(_powers(x.decay, kind))
-        self._put_sums("", None if x.state is None else tuple(np.asarray(part, np.float64) for part in x.state))
+        self._put_sums("", x.state)
         self._put_sums("_after", after)
 
     def _put_sums(self, when: str, sums: TokenSums | None) -> None:
-        self._plan.put({name + when: part for name, part in zip(("A", "n", "M", "N"), sums or (), strict=bool(sums))})
+        if sums is not None:
+            A, n, M, N = (np.asarray(part, np.float64) for part in sums)
+            self._plan.put({"A" + when: A, "n" + when: n, "M" + when: M, "N" + when: N})
 
     def forward(self) -> None:
         """Write the outputs."""
