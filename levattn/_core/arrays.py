@@ -31,13 +31,13 @@ __all__ = [
     "item_entries",
     "nonzero",
     "on_cuda",
-    "reshaped",
     "take_entries",
     "take_rows",
     "to_device",
     "to_float64",
     "to_numpy",
     "where",
+    "with_shape",
 ]
 
 _NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of the array-API standard
@@ -96,7 +96,7 @@ def array_namespace(*arrays: Any) -> Any:
     return array_api_compat.array_namespace(*arrays)
 
 
-def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+def with_shape(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
     if isinstance(array, np.ndarray):
         return array.reshape(shape)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.forward_ad import unpack_dual
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch.autograd import forward_ad
 
 from levattn._core.arrays import as_cupy, as_tensor
 from levattn._core.checks import check_offsets
@@ -43,7 +44,7 @@ def is_transformed(tensor: Any) -> bool:
     """Tell whether a tensor stands for others within torch.func, whose transformations follow the definitions."""
     if tensor is None or torch.compiler.is_compiling():
         return False
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return bool(is_wrapped(tensor))
 
 
 def follows_definition(tensors: tuple[Any, ...]) -> bool:
@@ -53,7 +54,9 @@ def follows_definition(tensors: tuple[Any, ...]) -> bool:
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
     """Tell whether one of some tensors carries a tangent of forward-mode differentiation."""
-    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_plain(tensors: tuple[Any, ...]) -> bool:
@@ -86,15 +89,21 @@ def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """
     if torch.compiler.is_compiling():
         return None
-    given = tuple(tensor for tensor in tensors if tensor is not None)
-    for tensor in given:
-        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.dtype not in _SHARED:
+    followed = torch.is_grad_enabled()
+    found: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+            continue
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.dtype not in _SHARED or tensor.is_nested:
             return None
-        if is_transformed(tensor) or tensor.is_neg() or tensor.is_nested or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_neg() or is_wrapped(tensor):
             return None
-    if not is_plain(given):
-        return None
-    return tuple(None if tensor is None else tensor.detach().numpy() for tensor in tensors)
+        learns = tensor.requires_grad
+        if learns and followed:
+            return None
+        found.append((tensor.detach() if learns else tensor).numpy())
+    return None if has_tangent(tensor for tensor in tensors if tensor is not None) else tuple(found)
 
 
 def memory_of(tensor: Any) -> Any:

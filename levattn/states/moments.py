@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, reshaped, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._kernels import Rows
@@ -18,7 +18,7 @@ from levattn.states.block_buffer import present_rows, readable
 from levattn.states.blocks import BlockSums, RunningSums
 from levattn.states.common import held_as, same_decay
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "followed"]
 
 
 class Moments(StoredState, name="Moments", version=2):
@@ -116,7 +116,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     def _shaped(self, array: Any) -> Any:
         """Return (b, ...) as (..., ...)."""
-        return reshaped(array, (*self.batch, *array.shape[1:]))
+        return with_shape(array, (*self.batch, *array.shape[1:]))
 
     @classmethod
     def from_arrays(cls, diagonal: Any, weight: Any, count: npt.NDArray[np.int64], *, decay: Any = 1.0) -> Moments:
@@ -158,31 +158,9 @@ class Moments(StoredState, name="Moments", version=2):
         self.count = np.array(count, np.int64)
         b = math.prod(batch)
         if isinstance(self._sums, RunningSums):
-            self._sums.held = reshaped(total, (b, d)), reshaped(mass, (b,))
+            self._sums.held = with_shape(total, (b, d)), with_shape(mass, (b,))
             self._sums.rows = most
         return self
-
-    def followed(self, diagonal: Any, weight: Any, count: npt.NDArray[np.int64]) -> Moments:
-        """Return the state of diagonal sums that went on from those of this one, without a copy or a check.
-
-        Parameters
-        ----------
-        diagonal, weight : array of float64
-            As of `from_arrays`, after further keys.
-        count : array of int64
-            How many these are.
-
-        Returns
-        -------
-        Moments
-            Of the same form. This one is not changed.
-        """
-        other = object.__new__(Moments)
-        vars(other).update(vars(self), count=self.count + count)
-        other._sums = sums = RunningSums.__new__(RunningSums)
-        vars(sums).update(vars(self._sums), rows=int(other.count.max(initial=0)))
-        sums.held = reshaped(diagonal, (-1, self.d)), reshaped(weight, (-1,))
-        return other
 
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
         """Add a chunk of keys.
@@ -343,6 +321,23 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums = sums
         self.count = count
         return self
+
+
+def followed(moments: Moments, diagonal: Any, weight: Any, count: int | npt.NDArray[np.int64]) -> Moments:
+    """Return the state of diagonal sums that went on from those of another, without a copy or a check.
+
+    diagonal, weight: as of `Moments.from_arrays`, after `count` further keys, with any axes in place of the batch.
+    """
+    known = moments._sums
+    if not isinstance(known, RunningSums):
+        raise AssertionError("sums that are held by blocks are not gone on with by others")
+    other, sums = object.__new__(Moments), object.__new__(RunningSums)
+    vars(other).update(vars(moments), count=moments.count + count, _sums=sums)
+    vars(sums).update(
+        vars(known), rows=known.rows + count if isinstance(count, int) else int(other.count.max(initial=0))
+    )
+    sums.held = with_shape(diagonal, (-1, moments.d)), with_shape(weight, (-1,))
+    return other
 
 
 def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:

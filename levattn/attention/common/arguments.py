@@ -11,7 +11,7 @@ from typing import Any, cast
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy
+from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy, with_shape
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import LatentSteps, State
@@ -133,13 +133,14 @@ def stack_arguments(
     brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous.
     """
     arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
-    flags = None
-    if (mask is None or mask[0] is None) and all(type(array) is np.ndarray for array, _ in arrays.values()):
+    first, flags = next(iter(arrays)), None
+    if all(type(array) is np.ndarray for array, _ in arrays.values()):
+        if mask is not None and mask[0] is not None:
+            flags = _flags(*mask, arrays[first][0])
         named = [(name, axes, array.shape, array.dtype) for name, (array, axes) in arrays.items()]
-        double, batch = _known_layout(tuple(named))
+        double, batch = _known_layout(tuple(named), None if flags is None else flags.shape[:-1])
     else:
         double, leading = _layout(arrays)
-        first = next(iter(arrays))
         _refuse_mixtures(first, {name: array for name, (array, _) in arrays.items()})
         if mask is not None and mask[0] is not None:
             flags = _flags(*mask, arrays[first][0])
@@ -167,12 +168,16 @@ def _layout(arrays: dict[str, tuple[Any, int]]) -> tuple[bool, dict[str, tuple[i
 
 
 @lru_cache(1024)
-def _known_layout(named: tuple[tuple[str, int, tuple[int, ...], Any], ...]) -> tuple[bool, tuple[int, ...]]:
-    """Return whether one of some arrays of numpy is of float64, and what their leading axes broadcast to, or raise."""
-    double, leading = _layout(
-        {name: (np.broadcast_to(np.empty((), dtype), shape), n) for name, n, shape, dtype in named}
-    )
-    return double, _broadcast(leading)
+def _known_layout(
+    named: tuple[tuple[str, int, tuple[int, ...], Any], ...], flags: tuple[int, ...] | None
+) -> tuple[bool, tuple[int, ...]]:
+    """Return whether one of some arrays of numpy is of float64, and what their leading axes broadcast to, or raise.
+
+    named: the names of arrays, the number of their other axes, shapes and dtypes. flags: the leading axes of a mask.
+    """
+    alike = {name: (np.broadcast_to(np.empty((), dtype), shape), axes) for name, axes, shape, dtype in named}
+    double, leading = _layout(alike)
+    return double, _broadcast(leading if flags is None else leading | {"mask": flags})
 
 
 def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
@@ -337,6 +342,8 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
     shape, full = (math.prod(batch), *last), (*batch, *last)
     if tuple(array.shape) == shape:
         return array
+    if isinstance(array, np.ndarray) and array.size == math.prod(shape):
+        return array.reshape(shape)
     if tuple(array.shape) != full:
         array = namespace_of(array).broadcast_to(array, full)
     return reshaped(array, shape)
@@ -344,9 +351,7 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
-    if isinstance(array, np.ndarray):
-        return array.reshape(shape)
-    return namespace_of(array).reshape(array, shape)
+    return namespace_of(array).reshape(array, shape) if is_torch(array) else with_shape(array, shape)
 
 
 def moved(name: str, array: Any, like: Any) -> Any:
@@ -362,6 +367,8 @@ def moved(name: str, array: Any, like: Any) -> Any:
 
 def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
+    if type(mask) is type(like) is np.ndarray and mask.dtype.char == "?" and mask.shape[-1:] == (U,):
+        return mask
     mask = dense_array("mask", mask)
     check_flags("mask", mask, (..., U), "a position that takes part")
     return moved("mask", mask, like)

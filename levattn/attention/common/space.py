@@ -10,7 +10,7 @@ import numpy as np
 
 from levattn._core.arrays import array_namespace, is_torch
 
-__all__ = ["as_given", "changed", "device_of", "in_memory", "namespace_of", "running_counts", "without_gradient"]
+__all__ = ["as_given", "changed", "device_of", "namespace_of", "plain_arrays", "running_counts", "without_gradient"]
 
 _Record = TypeVar("_Record")
 
@@ -24,7 +24,7 @@ def namespace_of(array: Any) -> Any:
     return array_namespace(array)
 
 
-def in_memory(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
+def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
     """Return tensors of torch that are numbers in main memory and nothing else as arrays of numpy, and tell of it.
 
     What operators ask of torch for each of their steps takes longer than a short call of the kernels.
@@ -39,7 +39,7 @@ def in_memory(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
 
 
 def as_given(array: Any, were_tensors: bool) -> Any:
-    """Return a result of arrays from `in_memory` as what came in."""
+    """Return a result of arrays from `plain_arrays` as what came in."""
     return sys.modules["torch"].from_numpy(array) if were_tensors else array
 
 

@@ -13,7 +13,7 @@ from levattn.attention.common.arguments import (
     state_after,
     state_stacks,
 )
-from levattn.attention.common.space import as_given, in_memory
+from levattn.attention.common.space import as_given, plain_arrays
 from levattn.states import SoftmaxState
 
 __all__ = ["latte"]
@@ -128,7 +128,7 @@ def latte(
     >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
     True
     """
-    (q_logits, k_logits, V), tensors = in_memory(q_logits, k_logits, V)
+    (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
     rows = "T" if causal or offsets is not None or lengths is not None else "U"
     q_logits, k_logits, V = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}

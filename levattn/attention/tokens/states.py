@@ -14,6 +14,7 @@ from levattn.attention.common.space import without_gradient
 from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
+from levattn.states.moments import followed
 
 __all__ = ["entered", "token_state_after"]
 
@@ -71,14 +72,15 @@ def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
     x, axes = call.x, _axes(call)
     if not x.causal and call.state is not None:
         return call.state.copy()
-    A, n, M, N = (reshaped(part, (*axes, *part.shape[3:])) for part in sums)
+    A, n, M, N = sums
     decay = 1.0 if x.decay is None else x.decay if call.bounds is None else x.decay[:, None]
     added = _counts(call)
 
     def after(before: Moments | None, sums: Any, weight: Any) -> Moments:
-        if before is None:
-            return Moments.from_arrays(sums, weight, added, decay=decay)
-        return before.followed(sums, weight, added)
+        if before is not None:
+            return followed(before, sums, weight, added)
+        total, mass = reshaped(sums, (*axes, *sums.shape[3:])), reshaped(weight, axes)
+        return Moments.from_arrays(total, mass, np.broadcast_to(added, axes), decay=decay)
 
     before = TokenState() if call.state is None else call.state
     norms = after(before.norms, A, n) if call.keeps_norms else None
@@ -93,11 +95,11 @@ def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
     return TokenState(norms, after(before.tokens, M, N))
 
 
-def _counts(call: TokenCall) -> npt.NDArray[np.int64]:
-    """Return how many tokens take part, of the axes of the state."""
+def _counts(call: TokenCall) -> int | npt.NDArray[np.int64]:
+    """Return how many tokens take part: one number for all, or an array of the axes of the state."""
     x, axes = call.x, _axes(call)
     if x.mask is None and call.bounds is None:
-        return np.full(axes, x.W.shape[2], np.int64)
+        return int(x.W.shape[2])
     ends = np.asarray(x.offsets)
     if x.mask is None:
         counts = np.broadcast_to(np.diff(ends), (x.W.shape[0], len(ends) - 1))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.packed import untraced
-from levattn.attention.common.space import as_given, in_memory
+from levattn.attention.common.space import as_given, plain_arrays
 from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, token_state_after
 from levattn.states import TokenState
@@ -228,7 +228,7 @@ def _answer(
 ) -> Any:
     membership, normalize, bias, *others = form
     numbers, named = isinstance(temperature, int | float), isinstance(membership, str)
-    found, tensors = in_memory(W, None if numbers else temperature, None if named else membership, bias)
+    found, tensors = plain_arrays(W, None if numbers else temperature, None if named else membership, bias)
     if tensors:
         W, bias = found[0], found[3]
         temperature, membership = temperature if numbers else found[1], membership if named else found[2]
