@@ -34,7 +34,7 @@ from levattn._kernels.latent.plan import (
     weigh_rows,
     write_rows,
 )
-from levattn._kernels.latent.simd import exp_row, step_tile, weigh_row
+from levattn._kernels.latent.simd import exp_row, step_tile, weigh_plain_row, weigh_row
 from levattn._kernels.llvm import address, as_pointer, smaller
 from levattn._kernels.scratch import empty, fill
 
@@ -241,7 +241,7 @@ def everywhere_tasks(like, plan, tasks, first, last):
     those of its head, or if that is negative the positions are summed up here.
     """
     like, p = as_pointer(0, like), plan[0]
-    de, dx = p.latent_step, p.channel_step
+    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
     total, inverses = as_pointer(p.total, like), as_pointer(p.inverses, like)
     for task in range(first, last):
         head, low, high, begin, end, place = tasks[task]
@@ -251,8 +251,10 @@ def everywhere_tasks(like, plan, tasks, first, last):
             copy_row(as_pointer(p.exact_state, 0.0), as_pointer(p.state, like), p.latent_width * p.channel_width)
         else:
             enter(like, p, head * p.places + place, SLACK, False)
+        plain = p.gate.at == 0  # and all latents have seen something, so that none is left out
         for j in range(p.latent_width):
             inverses[j] = 1 if total[j] == 0 else 1 / total[j]
+            plain = plain and total[j] != 0
         for start in range(low, high, ROWS):
             n = smaller(ROWS, high - start)
             q_at, step = row_address(p.Q, head, start), p.Q.row
@@ -260,7 +262,9 @@ def everywhere_tasks(like, plan, tasks, first, last):
                 q_at, step = p.c, de
                 copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, q_at, p.latent_width)
             for i in range(n):
-                weigh_given(like, p, head, start, i, q_at + i * step, p.c + i * de, p.p, p.inverses)
+                q, c = q_at + i * step, p.c + i * de
+                if not (plain and weigh_plain_row(like, q, c, p.inverses, vectors)):
+                    weigh_given(like, p, head, start, i, q, c, p.p, p.inverses)
             y_at = _output_rows(like, p, head, start, n)
             _add_gates(like, p, head, start, 0, n, y_at)
             read_tiles(like, p, (p.c, de), (y_at, dx), (p.c, de), (y_at, dx), n, p.state, False)

@@ -38,8 +38,11 @@ __all__ = [
     "state_tile",
     "step_tile",
     "top_rows",
+    "weigh_plain_row",
     "weigh_row",
 ]
+
+PLAIN_LOGIT = 32.0  # e^x of some thousands of these is within the range, and a square root of it
 
 
 @vector_code(literals="rows vectors adds reads")
@@ -238,6 +241,32 @@ def weigh_row(v, like, how, q, c, sums, gate, vectors, weights, inverses):
             v.store(p, weights, at)
             v.store(inverse, inverses, at)
     return b.fmul(gated, factor)
+
+
+@vector_code(returns="flag")
+def weigh_plain_row(v, like, q, c, inverses, vectors):
+    """Write c = p/s of a row, given 1/s, if all logits are between ±PLAIN_LOGIT, and tell whether they are.
+
+    Then the largest need not be taken out, and what takes time is not waited for: lanes meet in one sum alone.
+    """
+    b = v.b
+    high, low = v.constant(PLAIN_LOGIT), v.constant(-PLAIN_LOGIT)
+
+    def beyond(at: Value) -> Value:
+        logits = v.load(q, at)
+        return b.or_(b.fcmp_unordered(">", logits, high), b.fcmp_unordered("<", logits, low))
+
+    plain = b.not_(_any(v, vectors, beyond))
+    with b.if_then(plain, likely=True):
+        total = cgutils.alloca_once_value(b, v.constant(0.0))
+        with v.each(vectors) as at:
+            value = exponential(b, v.load(q, at))
+            v.store(value, c, at)
+            b.store(b.fadd(b.load(total), value), total)
+        factors = v.splat(b.fdiv(ir.Constant(v.scalar, 1.0), across(b, b.load(total), "sum")))
+        with v.each(vectors) as at:
+            v.store(b.fmul(b.fmul(v.load(c, at), factors), v.load(inverses, at)), c, at)
+    return plain
 
 
 @vector_code(returns="number")
