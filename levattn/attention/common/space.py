@@ -29,7 +29,7 @@ def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
 
     What operators ask of torch for each of their steps takes longer than a short call of the kernels.
     """
-    if is_torch(arrays[0]) and all(array is None or is_torch(array) for array in arrays):
+    if is_torch(arrays[0]):
         from levattn._kernels import tensors
 
         found = tensors.memories_of(arrays)
