@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,17 @@ def interleaved(
             call()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def microseconds(candidates: dict[str, Callable[[], object]], rounds: int, calls: int = 200) -> dict[str, float]:
+    """Median microseconds of one of many calls in a row, which are too short to be timed one by one."""
+
+    def many(call: Callable[[], object]) -> None:
+        for _ in range(calls):
+            call()
+
+    times = interleaved({name: partial(many, call) for name, call in candidates.items()}, rounds)
+    return {name: 1e6 * seconds / calls for name, seconds in times.items()}
 
 
 def once(call: Callable[[], object]) -> float:

@@ -37,9 +37,11 @@ __all__ = [
     "to_float64",
     "to_numpy",
     "where",
+    "with_shape",
 ]
 
 _PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats that numpy has as they are read
+_NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of the array-API standard
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,16 @@ def array_namespace(*arrays: Any) -> Any:
 
     NumPy has them itself from 2.1 on. What array-api-compat makes of NumPy takes longer to import than this library.
     """
-    if all(isinstance(array, np.ndarray | np.generic) for array in arrays) and hasattr(np, "__array_namespace_info__"):
+    if _NUMPY_HAS_THEM and all(isinstance(array, np.ndarray | np.generic) for array in arrays):
         return np
     return array_api_compat.array_namespace(*arrays)
+
+
+def with_shape(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array of any library in another shape."""
+    if isinstance(array, np.ndarray):
+        return array.reshape(shape)
+    return array_namespace(array).reshape(array, shape)
 
 
 def is_torch(array: Any) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from levattn._kernels.factor.contract import FactorKernels
     from levattn._kernels.gram.contract import GramKernels
     from levattn._kernels.heavy.contract import HeavyKernels
-    from levattn._kernels.latent.contract import LatentGradients, LatentKernels
+    from levattn._kernels.latent.contract import LatentGradients, LatentKernels, LatentSteps
     from levattn._kernels.precise.contract import PreciseKernels
     from levattn._kernels.pruned.contract import PrunedKernels
     from levattn._kernels.rows.contract import RowKernels
@@ -125,7 +125,8 @@ if TYPE_CHECKING:  # that tables keep their contracts
     _SELECT: tuple[SelectKernels, ...] = (select_cuda, select_definition)
     _HEAVY: tuple[HeavyKernels, ...] = (heavy_cpu, heavy_cuda)
     _LATENT: tuple[LatentKernels, ...] = (latent_definition, latent_torch)
-    _LATENT_GRADIENTS: tuple[LatentGradients, ...] = (latent_cpu, latent_cuda)
+    _LATENT_GRADIENTS: LatentGradients = latent_cuda
+    _LATENT_STEPS: LatentSteps = latent_cpu
     _TOKENS: tuple[TokenKernels, ...] = (tokens_definition, tokens_torch)
     _TOKENS_GRADIENTS: tuple[TokenGradients, ...] = (tokens_cpu, tokens_cuda)
     _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_definition)

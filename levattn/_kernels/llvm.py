@@ -287,6 +287,8 @@ def vector_code(*, returns: str = "nothing", numbers: str = "", literals: str = 
             kinds = []
             for name, kind in zip(names, given, strict=True):
                 number, known = name in numbers.split(), name in literals.split()
+                if known and not isinstance(kind, types.Literal):
+                    raise TypingError(f"{name} of {emit.__name__} is {kind}; expected a number that is known here")
                 tuples = types.UniTuple(types.int64, len(kind)) if isinstance(kind, types.BaseTuple) else types.int64
                 kinds.append(like.dtype if number else kind if known else tuples)
 

@@ -24,9 +24,9 @@ def runs(work: float, threads: int) -> int:
 
 def share(body: Callable[[int, int], None], n: int, work: float) -> None:
     """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
-    if n == 1:
-        body(0, 1)
+    threads = 1 if n == 1 else threads_for(work)
+    if threads == 1 and n:
+        body(0, n)
         return
-    threads = threads_for(work)
     count = min(n, runs(work, threads))
     parallel_for(lambda i: body(n * i // count, n * (i + 1) // count), count, threads=threads)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.forward_ad import unpack_dual
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch.autograd import forward_ad
 
 from levattn._core.arrays import as_cupy, as_tensor
 from levattn._core.checks import check_offsets
@@ -23,6 +24,7 @@ __all__ = [
     "is_transformed",
     "make_attention",
     "make_operator",
+    "memories_of",
     "memory_of",
     "tensor_of",
     "without_autocast",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SHARED = (torch.float32, torch.float64)
 
 
 def has_kernels(tensor: Any) -> bool:
@@ -41,7 +44,7 @@ def is_transformed(tensor: Any) -> bool:
     """Tell whether a tensor stands for others within torch.func, whose transformations follow the definitions."""
     if tensor is None or torch.compiler.is_compiling():
         return False
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return bool(is_wrapped(tensor))
 
 
 def follows_definition(tensors: tuple[Any, ...]) -> bool:
@@ -51,7 +54,9 @@ def follows_definition(tensors: tuple[Any, ...]) -> bool:
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
     """Tell whether one of some tensors carries a tangent of forward-mode differentiation."""
-    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_plain(tensors: tuple[Any, ...]) -> bool:
@@ -75,6 +80,30 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling() or any(map(is_transformed, given)) or has_tangent(given):
         return False
     return is_plain(given) and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return tensors of float32 or float64 that `in_memory` is true of as arrays of numpy, on the same memory.
+
+    None if something else is among them; where None stands for a tensor it stays.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    followed = torch.is_grad_enabled()
+    found: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+            continue
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.dtype not in _SHARED or tensor.is_nested:
+            return None
+        if tensor.layout is not torch.strided or tensor.is_neg() or is_wrapped(tensor):
+            return None
+        learns = tensor.requires_grad
+        if learns and followed:
+            return None
+        found.append((tensor.detach() if learns else tensor).numpy())
+    return None if has_tangent(tensor for tensor in tensors if tensor is not None) else tuple(found)
 
 
 def memory_of(tensor: Any) -> Any:

@@ -12,6 +12,8 @@ __all__ = ["held_as", "same_decay"]
 
 def held_as(name: str, array: Any) -> Any:
     """Return an array of float64 as a state holds it, or raise."""
+    if isinstance(array, np.ndarray) and array.dtype == np.float64:
+        return array
     if array_api_compat.is_torch_array(array) and array.device.type == "cpu":
         array = array.detach().numpy()
     if not array_api_compat.is_array_api_obj(array) or str(array.dtype).rpartition(".")[2] != "float64":
@@ -22,5 +24,7 @@ def held_as(name: str, array: Any) -> Any:
 
 def same_decay(mine: Any, other: Any, batch: tuple[int, ...]) -> bool:
     """Tell whether decays, None for 1, are the same for all of a batch."""
+    if mine is None and other is None:
+        return True
     held = (np.broadcast_to(1.0 if decay is None else decay, batch) for decay in (mine, other))
     return bool(np.equal(*held).all())

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._kernels import Rows
@@ -18,7 +18,7 @@ from levattn.states.block_buffer import present_rows, readable
 from levattn.states.blocks import BlockSums, RunningSums
 from levattn.states.common import held_as, same_decay
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "followed"]
 
 
 class Moments(StoredState, name="Moments", version=2):
@@ -117,7 +117,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     def _shaped(self, array: Any) -> Any:
         """Return (b, ...) as (..., ...)."""
-        return array_namespace(array).reshape(array, (*self.batch, *array.shape[1:]))
+        return with_shape(array, (*self.batch, *array.shape[1:]))
 
     @classmethod
     def from_arrays(cls, diagonal: Any, weight: Any, count: npt.NDArray[np.int64], *, decay: Any = 1.0) -> Moments:
@@ -153,13 +153,14 @@ class Moments(StoredState, name="Moments", version=2):
         *batch, d = map(int, total.shape)
         self = cls(d, tuple(batch), diagonal=True, decay=decay)
         figures = np.asarray(count)
-        if figures.dtype.kind not in "iu" or ((figures < 0) | (figures > MOST_ROWS)).any():
+        most = int(figures.max(initial=0)) if figures.dtype.kind in "iu" else -1
+        if not 0 <= most <= MOST_ROWS or figures.min(initial=0) < 0:
             raise ValueError(f"count is {count!r}; expected whole numbers of at least 0, and at most {MOST_ROWS}")
         self.count = np.array(count, np.int64)
-        xp, b = array_namespace(total), math.prod(batch)
+        b = math.prod(batch)
         if isinstance(self._sums, RunningSums):
-            self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))
-            self._sums.rows = int(self.count.max(initial=0))
+            self._sums.held = with_shape(total, (b, d)), with_shape(mass, (b,))
+            self._sums.rows = most
         return self
 
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
@@ -323,8 +324,27 @@ class Moments(StoredState, name="Moments", version=2):
         return self
 
 
+def followed(moments: Moments, diagonal: Any, weight: Any, count: int | npt.NDArray[np.int64]) -> Moments:
+    """Return the state of diagonal sums that went on from those of another, without a copy or a check.
+
+    diagonal, weight: as of `Moments.from_arrays`, after `count` further keys, with any axes in place of the batch.
+    """
+    known = moments._sums
+    if not isinstance(known, RunningSums):
+        raise AssertionError("sums that are held by blocks are not gone on with by others")
+    other, sums = object.__new__(Moments), object.__new__(RunningSums)
+    vars(other).update(vars(moments), count=moments.count + count, _sums=sums)
+    vars(sums).update(
+        vars(known), rows=known.rows + count if isinstance(count, int) else int(other.count.max(initial=0))
+    )
+    sums.held = with_shape(diagonal, (-1, moments.d)), with_shape(weight, (-1,))
+    return other
+
+
 def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:
     """Return decays as an array of float64 that broadcasts to the batch, or None where nothing decays."""
+    if isinstance(decay, int | float) and decay == 1:
+        return None
     problem = f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}"
     try:
         rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64)

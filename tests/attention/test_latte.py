@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import naive
 import strategies
+from levattn import thread_limit
 from levattn.attention import latte
 from levattn.states import SoftmaxState
 from strategies import STORAGE, Float, as_float64
@@ -206,7 +207,59 @@ def test_rows_see_the_state_and_an_empty_one_is_nothing(causal: bool) -> None:
     np.testing.assert_array_equal(empty, latte(Q, K, V, causal=causal))
 
 
+# What a position may hold: its logits, as a function of random ones, and whether a mask leaves it out
+POSITIONS: dict[str, Callable[[Float], Float]] = {
+    "larger": lambda k: k + 50,
+    "unseen": lambda k: np.full_like(k, -np.inf),
+    "unseen-by-one": lambda k: np.where(np.arange(k.shape[-1]) == 1, -np.inf, k),
+    "nan": lambda k: np.where(np.arange(k.shape[-1]) == 2, np.nan, k),
+    "infinite": lambda k: np.where(np.arange(k.shape[-1]) == 2, np.inf, k),
+    "masked": lambda k: k,
+}
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize(("L", "D"), [(5, 3), (16, 8), (33, 70)])
+def test_a_step_is_the_first_row_of_a_longer_call(L: int, D: int, name: str, kind: str) -> None:
+    Q, K, V = (x.astype(kind) for x in logits_and_values(16, T=30, L=L, D=D, batch=(3,)))
+    K[:, 20] = POSITIONS[name](K[:, 20])
+    V[:, 20, 0] = np.inf if name in ("unseen", "masked") else V[:, 20, 0]
+    seen = np.arange(30) != 20 if name == "masked" else None
+    before = K[:, :20].copy()
+    before[1, :, 0] = -np.inf  # a latent that has seen nothing
+    _, state = latte(Q[:, :20], before, V[:, :20], return_state=True)
+    rest, step = ([x[:, part] for x in (Q, K, V)] for part in (slice(20, None), slice(20, 21)))
+    mask = None if seen is None else seen[20:]
+    Y, after = latte(*step, state=state, return_state=True, mask=None if seen is None else seen[20:21])
+    np.testing.assert_array_equal(Y, latte(*rest, state=state, mask=mask)[:, :1])
+    new = SoftmaxState(L, D, (3,)).update(step[1], step[2], None if seen is None else np.zeros((3, 1), bool))
+    expected = state.copy().merge(new)
+    np.testing.assert_array_equal(after.m, expected.m)
+    for found, wanted in ((after.s, expected.s), (after.S, expected.S)):
+        np.testing.assert_allclose(found, wanted, rtol=1e-14, atol=1e-14)
+
+
+def test_a_step_from_references_that_float32_lacks() -> None:
+    Q, K, V = logits_and_values(17)
+    _, state = latte(Q[:20], K[:20], V[:20], return_state=True)
+    arrays = [x[20:21].astype(np.float32) for x in (Q, K, V)]
+    Y, after = latte(*arrays, state=state, return_state=True)
+    np.testing.assert_array_equal(Y, latte(*arrays, state=state))
+    np.testing.assert_allclose(after.read(), state.copy().merge(SoftmaxState(5, 3).update(*arrays[1:])).read())
+
+
 # -- several sequences and heads -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [4096, 5000])
+def test_who_sums_positions_up_changes_no_bit(T: int) -> None:
+    Q, K, V = (x.astype(np.float32) for x in logits_and_values(18, T=T, L=32, D=64))
+    Y = latte(Q, K, V, causal=False)
+    with thread_limit(1):
+        np.testing.assert_array_equal(latte(Q, K, V, causal=False), Y)
+    stack = [np.stack([x] * 4) for x in (Q, K, V)]
+    np.testing.assert_array_equal(latte(*stack, causal=False)[3], Y)
 
 
 def test_foreign_byte_order_and_lists_are_read() -> None:

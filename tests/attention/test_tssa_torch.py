@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import grad, gradcheck  # noqa: E402
 
+from levattn._kernels.tokens import cpu  # noqa: E402
 from levattn._kernels.tokens import torch as operators  # noqa: E402
 from levattn.attention.tokens.torch import leverage  # noqa: E402
 
@@ -272,18 +272,13 @@ def test_any_layout_has_the_same_values_and_the_layout_that_is_foretold(name: st
 @pytest.mark.parametrize("gradients", [False, True])
 def test_heads_side_by_side_are_read_where_they_lie(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     X = leaf(2, 9, 12, dtype=torch.float32).requires_grad_(gradients)
-    W, seen, known = X.unflatten(-1, (3, -1)).transpose(1, 2), [], operators.kernels_for
+    W, seen, known = X.unflatten(-1, (3, -1)).transpose(1, 2), [], cpu.forward
 
-    def spied(task: str, array: Any) -> Any:
-        table = known(task, array)
+    def spied(x: Any, **options: Any) -> Any:
+        seen.append((x.W.ctypes.data, x.W.strides))
+        return known(x, **options)
 
-        def forward(x: Any, **options: Any) -> Any:
-            seen.append((x.W.ctypes.data, x.W.strides))
-            return table.forward(x, **options)
-
-        return SimpleNamespace(forward=forward)
-
-    monkeypatch.setattr(operators, "kernels_for", spied)
+    monkeypatch.setattr(cpu, "forward", spied)
     Y = tssa(W)
     assert seen == [(X.data_ptr(), tuple(4 * stride for stride in W.stride()))]
     assert Y.stride() == W.stride()

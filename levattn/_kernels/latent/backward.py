@@ -83,20 +83,21 @@ def _go_through(like, p, head, low, high, begin, place):
     for start in range(low, high, ROWS):
         n, skip = smaller(ROWS, high - start), (start - low) * de
         folds = begins_fold(like, p, fresh, start - low, high - low)
+        x_at, higher = p.x, False
         if p.enters:
-            read_positions(like, p, head, start + p.ahead, n, begin)
+            x_at, higher = read_positions(like, p, head, start + p.ahead, n, begin)
         c_at = p.weights + skip
         copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, c_at, p.latent_width)
         copy_rows(like, p, p.D_Y, head, start, n, p.channels, 0, p.z, p.channel_width)
         fill(like, p.g, n * p.latent_width, 0)
         done = 0
         while done < n:
-            end, raised = weigh_and_keep(like, p, head, start, done, n, c_at, folds, True)
+            end, raised = weigh_and_keep(like, p, head, start, done, n, c_at, higher, folds, True)
             if raised:
                 raises += 1
                 copy_row(reference, as_pointer(p.references + raises * de, like), p.latent_width)
             _drop_rows_of_no_weight(like, p, done, end, c_at)
-            e, x, z, g = (p.e + done * de, de), (p.x + done * dx, dx), (p.z + done * dx, dx), (p.g + done * de, de)
+            e, x, z, g = (p.e + done * de, de), (x_at + done * dx, dx), (p.z + done * dx, dx), (p.g + done * de, de)
             if p.enters:
                 grow_and_read(like, p, x, e, z, g, end - done, p.state, True)
                 if folds:
@@ -129,12 +130,13 @@ def _refer_to(like, p, place):
 
 @helper
 def _read_exponentials(like, p, head, first, n, begin):
-    """Write e and V of positions, and room for their gradients."""
-    read_positions(like, p, head, first, n, begin)
+    """Write e of positions and room for gradients, and return where their values are."""
+    x_at, _ = read_positions(like, p, head, first, n, begin)
     for i in range(n):
         exp_row(like, p.e + i * p.latent_step, p.base, p.total, p.latent_width // p.lanes)
     fill(like, p.v, n * p.channel_width, 0)
     fill(like, p.p, n * p.latent_width, 0)
+    return x_at
 
 
 @helper
@@ -146,12 +148,13 @@ def _go_back(like, p, head, low, begin, count):
         start, n, place = segments[3 * k], segments[3 * k + 1], segments[3 * k + 2]
         if k == count - 1 or place != segments[3 * k + 5]:
             _refer_to(like, p, place)
+        x_at = p.x
         if p.enters:
-            _read_exponentials(like, p, head, start + p.ahead, n, begin)
+            x_at = _read_exponentials(like, p, head, start + p.ahead, n, begin)
         copy_rows(like, p, p.D_Y, head, start, n, p.channels, 0, p.z, p.channel_width)
         rows, end = (start - low) * de, n - 1
         c, z = (p.weights + rows + end * de, -de), (p.z + end * dx, -dx)
-        e, x, v, g = (p.e + end * de, -de), (p.x + end * dx, -dx), (p.v + end * dx, -dx), (p.p + end * de, -de)
+        e, x, v, g = (p.e + end * de, -de), (x_at + end * dx, -dx), (p.v + end * dx, -dx), (p.p + end * de, -de)
         if p.enters:
             grow_and_read(like, p, c, z, e, v, n, p.R, False)
             grow_and_read(like, p, z, c, x, g, n, p.T, True)
@@ -171,8 +174,8 @@ def _lead_gradients(like, p, head, begin, last):
     fill(like, p.g, p.latent_width, 0)
     for start in range(begin, last, ROWS):
         n = smaller(ROWS, last - start)
-        _read_exponentials(like, p, head, start, n, begin)
-        e, x, v, g = (p.e, de), (p.x, dx), (p.v, dx), (p.p, de)
+        x_at = _read_exponentials(like, p, head, start, n, begin)
+        e, x, v, g = (p.e, de), (x_at, dx), (p.v, dx), (p.p, de)
         read_tiles(like, p, e, v, e, v, n, p.R, False)
         read_tiles(like, p, x, g, x, g, n, p.T, True)
         for i in range(n):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import jit
+from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.latent.plan import (
     FOLD,
     ROWS,
@@ -20,6 +20,7 @@ from levattn._kernels.latent.plan import (
     copy_rows,
     enter,
     fold_gain,
+    fold_tiles,
     grow_and_read,
     grow_tiles,
     raise_references,
@@ -29,50 +30,128 @@ from levattn._kernels.latent.plan import (
     scale_numbers,
     scale_rows,
     sum_rows,
+    weigh_given,
     weigh_rows,
     write_rows,
 )
-from levattn._kernels.latent.simd import exceeds, exp_row
-from levattn._kernels.llvm import as_pointer, smaller
-from levattn._kernels.scratch import fill
+from levattn._kernels.latent.simd import exp_row, step_tile, weigh_plain_row, weigh_row
+from levattn._kernels.llvm import address, as_pointer, smaller
+from levattn._kernels.scratch import empty, fill
 
-__all__ = ["forward_tasks", "join_rows", "join_runs", "summary_tasks"]
+__all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "step_tasks", "summary_tasks"]
+
+
+@helper
+def _sum_up(like, p, head, low, high):
+    """Write the references of positions, and their sums in float64: what FOLD of them add is summed in tiles."""
+    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
+    factors, gain = as_pointer(p.factors, like), as_pointer(p.gain, like)
+    exact, exact_state = as_pointer(p.exact_total, 0.0), as_pointer(p.exact_state, 0.0)
+    enter(like, p, -1, 0.0, False)
+    for start in range(low, high, FOLD):
+        n = smaller(FOLD, high - start)
+        x_at, higher = read_positions(like, p, head, start, n, low)
+        if higher:
+            raise_references(like, p, p.top, 0.0, p.gain)
+            scale_numbers(exact, factors, p.latent_width)
+            scale_rows(exact_state, factors, p.latent_width, p.channel_width)
+        for i in range(n):
+            exp_row(like, p.e + i * de, p.base, p.gain, vectors)
+        rows, values = (p.e, de), (x_at, dx)
+        fold_tiles(like, p, rows, values, rows, values, n, p.exact_state, False)
+        for j in range(p.latent_width):
+            exact[j] += gain[j]
+            gain[j] = 0
 
 
 @jit
 def summary_tasks(like, plan, tasks, first, last):
     """Write the states of positions of tasks (head, first position, position after the last)."""
     like, p = as_pointer(0, like), plan[0]
-    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
-    top, e = as_pointer(p.held, like), as_pointer(p.e, like)
     m, s, S = as_pointer(p.m, 0.0), as_pointer(p.s, 0.0), as_pointer(p.S, 0.0)
-    reference, factors = as_pointer(p.reference, like), as_pointer(p.factors, like)
+    reference = as_pointer(p.reference, like)
     exact, exact_state = as_pointer(p.exact_total, 0.0), as_pointer(p.exact_state, 0.0)
     for task in range(first, last):
         head, low, high = tasks[task]
-        enter(like, p, -1, 0.0, False)
-        for start in range(low, high, ROWS):
-            n = smaller(ROWS, high - start)
-            copy_row(reference, top, p.latent_width)
-            read_positions(like, p, head, start, n, low)
-            for i in range(n):
-                for j in range(p.latent_width):
-                    top[j] = e[i * p.latent_width + j] if e[i * p.latent_width + j] > top[j] else top[j]
-            if exceeds(like, p.held, p.reference, vectors):
-                raise_references(like, p, p.held, 0.0, p.gain)
-                scale_numbers(as_pointer(p.raised, 0.0), factors, p.latent_width)
-                scale_rows(as_pointer(p.gains, like), factors, p.latent_width, p.channel_width)
-            for i in range(n):
-                exp_row(like, p.e + i * de, p.base, p.gain, vectors)
-            rows, values = (p.e, de), (p.x, dx)
-            grow_tiles(like, p, rows, values, rows, values, n, p.gains, False)
-            if (start + n - low) % FOLD == 0 or start + n == high:
-                fold_gain(like, p, False)
+        _sum_up(like, p, head, low, high)
         for k in range(p.latents):
             m[task * p.latents + k] = reference[k]
             s[task * p.latents + k] = exact[k]
             for j in range(p.channels):
                 S[(task * p.latents + k) * p.channels + j] = exact_state[k * p.channel_width + j]
+
+
+@jit
+def step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last):
+    """Write the output of one causal row of each head, to the bits of `forward_tasks`, and the states after it.
+
+    Logits, values and outputs are (b, L) or (b, D), a mask (b,) or of no length, states (b, L) and (b, L, D). Return
+    whether the dtype of the values holds all references exactly; where it does not, what is written is of no use.
+    """
+    L, D, size = Q.shape[1], V.shape[1], Q.itemsize
+    lanes = VECTOR_BYTES // size
+    vectors = -(-L // lanes)
+    width = vectors * lanes
+    # logits and then exponentials, what they are relative to, their sums, by what these are scaled, weights, limits
+    rows, x = empty(Q, (6, width)), empty(V, (D,))
+    e_at, step = address(rows), width * size
+    base_at, held_at, scales_at, c_at = e_at + step, e_at + 2 * step, e_at + 3 * step, e_at + 4 * step
+    # by what the sums before are multiplied, and the position, zeros, and room for what is not used
+    factors = empty(m, (4, width))
+    old_at, gained_at = address(factors), address(factors) + 8 * width
+    zeros_at, rest_at = old_at + 16 * width, old_at + 24 * width
+    exact = True
+    for head in range(first, last):
+        seen, some = len(mask) == 0 or mask[head], False
+        fill(m, old_at, 4 * width, -np.inf)
+        fill(m, zeros_at, width, 0)
+        fill(Q, e_at, 6 * width, -np.inf)
+        fill(Q, base_at, 2 * width, 0)
+        for j in range(L):
+            reference, before = m[head, j], s[head, j]
+            if seen:
+                rows[0, j] = K[head, j]
+            logit = rows[0, j]
+            some = some or logit != -np.inf
+            rows[1, j], rows[2, j], rows[3, j], rows[4, j] = reference, before, 1, Q[head, j]
+            exact = exact and rows[1, j] == reference
+            rows[5, j] = rows[1, j] + SLACK
+            if logit > rows[5, j]:
+                rows[3, j] = np.exp(rows[1, j] - logit)
+                rows[2, j] *= rows[3, j]
+                rows[1, j] = logit
+            elif reference == -np.inf:
+                rows[1, j] = 0
+            top[head, j] = logit if logit > reference else reference
+            if reference > -np.inf or before != 0:
+                factors[0, j] = reference - top[head, j]
+            if logit != -np.inf:
+                factors[1, j] = (logit if logit > -np.inf else -np.inf) - top[head, j]
+        for row in range(2):
+            exp_row(m, old_at + 8 * row * width, zeros_at, rest_at, width // (VECTOR_BYTES // 8))
+        for j in range(L):
+            if rows[0, j] != -np.inf:
+                factors[1, j] *= rows[0, j] - rows[0, j] + 1
+            total[head, j] = factors[0, j] * s[head, j] + factors[1, j]
+        exp_row(Q, e_at, base_at, held_at, vectors)
+        weigh_row(Q, 0, c_at, c_at, held_at, -np.inf, vectors, c_at, c_at)
+        for j in range(D):
+            x[j] = V[head, j] if some else 0
+        S_at, new_at, left = address(S) + head * L * D * 8, address(sums) + head * L * D * 8, D
+        x_at, y_at = address(x), address(Y) + head * D * size
+        while left > 0:
+            places, factors_at = (S_at, new_at, 8 * D, L), (e_at, c_at, scales_at, old_at, gained_at)
+            if left >= 4 * lanes:
+                step_tile(Q, 0, 4, places, factors_at, x_at, y_at)
+                n = 4 * lanes
+            elif left >= lanes:
+                step_tile(Q, 0, 1, places, factors_at, x_at, y_at)
+                n = lanes
+            else:
+                step_tile(Q, 1, 1, places, factors_at, x_at, y_at)
+                n = 1
+            S_at, new_at, x_at, y_at, left = S_at + 8 * n, new_at + 8 * n, x_at + size * n, y_at + size * n, left - n
+    return exact
 
 
 @jit
@@ -98,49 +177,96 @@ def join_runs(m, s, S, joins, first, last):
                 join_rows(m[head, k], s[head, k], n, t, m[head, k], s[head, k], S[head, k], U, S[head, k])
 
 
+@helper
+def _output_rows(like, p, head, start, n):
+    """Return where padded rows of the output are, with zeros there: those of the array, if these are padded."""
+    y_at = row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
+    fill(like, y_at, n * p.channel_width, 0)
+    return y_at
+
+
+@helper
+def _add_gates(like, p, head, start, first, last, y_at):
+    """Write the output of the further component, weighted, to rows of the output."""
+    gate_weights = as_pointer(p.gate_weights, like)
+    for i in range(first, last):
+        weight = gate_weights[i]
+        if p.gate.at != 0 and weight != 0:
+            value = as_pointer(row_address(p.gate_value, head, start + i), like)
+            out = as_pointer(y_at + i * p.channel_step, like)
+            for j in range(p.channels):
+                out[j] = weight * value[j]
+
+
 @jit
 def forward_tasks(like, plan, tasks, first, last):
-    """Write the output of rows; tasks are (head, first row, after the last, first position that there is, place).
+    """Write the output of causal rows.
 
-    The state before a task is at its place among those of its head, unless there is none.
+    Tasks are (head, first row, after the last, first position that there is, place): the state before a task is at its
+    place among those of its head, unless there is none.
     """
     like, p = as_pointer(0, like), plan[0]
     de, dx = p.latent_step, p.channel_step
-    gate_weights = as_pointer(p.gate_weights, like)
     for task in range(first, last):
         head, low, high, begin, place = tasks[task]
         fresh = enter(like, p, head * p.places + place if p.m != 0 else -1, SLACK, False)
         for start in range(low, high, ROWS):
             n = smaller(ROWS, high - start)
             folds = begins_fold(like, p, fresh, start - low, high - low)
-            if p.enters:
-                read_positions(like, p, head, start + p.ahead, n, begin)
+            x_at, higher = read_positions(like, p, head, start + p.ahead, n, begin)
             copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, p.c, p.latent_width)
-            y_at = (
-                row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
-            )  # its rows follow each other
-            fill(like, y_at, n * p.channel_width, 0)
+            y_at = _output_rows(like, p, head, start, n)
             done = 0
             while done < n:
-                end, _ = weigh_rows(like, p, head, start, done, n, p.c, folds, False)
-                for i in range(done, end):
-                    weight = gate_weights[i]
-                    if p.gate.at != 0 and weight != 0:
-                        value = as_pointer(row_address(p.gate_value, head, start + i), like)
-                        out = as_pointer(y_at + i * dx, like)
-                        for j in range(p.channels):
-                            out[j] = weight * value[j]
+                end, _ = weigh_rows(like, p, head, start, done, n, p.c, higher, folds, False)
+                _add_gates(like, p, head, start, done, end, y_at)
                 e, c = (p.e + done * de, de), (p.c + done * de, de)
-                x, y = (p.x + done * dx, dx), (y_at + done * dx, dx)
-                if p.enters:
-                    grow_and_read(like, p, e, x, c, y, end - done, p.state, False)
-                    if folds:
-                        grow_tiles(like, p, e, x, e, x, end - done, p.gains, False)
-                        sum_rows(like, e[0], end - done, p.latent_width, p.gain)
-                else:
-                    read_tiles(like, p, c, y, c, y, end - done, p.state, False)
+                x, y = (x_at + done * dx, dx), (y_at + done * dx, dx)
+                grow_and_read(like, p, e, x, c, y, end - done, p.state, False)
+                if folds:
+                    grow_tiles(like, p, e, x, e, x, end - done, p.gains, False)
+                    sum_rows(like, e[0], end - done, p.latent_width, p.gain)
                 done = end
             if folds and (start + n - low) % FOLD == 0:
                 fold_gain(like, p, False)
+            if p.channels != p.channel_width:
+                write_rows(like, p, y_at, p.channel_width, n, p.channels, p.Y, head, start)
+
+
+@jit
+def everywhere_tasks(like, plan, tasks, first, last):
+    """Write the output of rows that see all of their sequence.
+
+    Tasks are (head, first row, after the last, first position, after the last, place): the state is at its place among
+    those of its head, or if that is negative the positions are summed up here.
+    """
+    like, p = as_pointer(0, like), plan[0]
+    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
+    total, inverses = as_pointer(p.total, like), as_pointer(p.inverses, like)
+    for task in range(first, last):
+        head, low, high, begin, end, place = tasks[task]
+        if place < 0:
+            _sum_up(like, p, head, begin, end)
+            copy_row(as_pointer(p.exact_total, 0.0), total, p.latent_width)
+            copy_row(as_pointer(p.exact_state, 0.0), as_pointer(p.state, like), p.latent_width * p.channel_width)
+        else:
+            enter(like, p, head * p.places + place, SLACK, False)
+        plain = p.gate.at == 0  # and all latents have seen something, so that none is left out
+        for j in range(p.latent_width):
+            inverses[j] = 1 if total[j] == 0 else 1 / total[j]
+            plain = plain and total[j] != 0
+        for start in range(low, high, ROWS):
+            n = smaller(ROWS, high - start)
+            q_at, step = row_address(p.Q, head, start), p.Q.row
+            if p.latents != p.latent_width:
+                q_at, step = p.c, de
+                copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, q_at, p.latent_width)
+            for i in range(n):
+                q, c = q_at + i * step, p.c + i * de
+                if not (plain and weigh_plain_row(like, q, c, p.inverses, vectors)):
+                    weigh_given(like, p, head, start, i, q, c, p.p, p.inverses)
+            y_at = _output_rows(like, p, head, start, n)
+            _add_gates(like, p, head, start, 0, n, y_at)
+            read_tiles(like, p, (p.c, de), (y_at, dx), (p.c, de), (y_at, dx), n, p.state, False)
             if p.channels != p.channel_width:
                 write_rows(like, p, y_at, p.channel_width, n, p.channels, p.Y, head, start)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LatentArguments", "LatentGradients", "LatentKernels", "State"]
+__all__ = ["LatentArguments", "LatentGradients", "LatentKernels", "LatentSteps", "State"]
 
 State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each sequence and latent
 
@@ -71,3 +71,13 @@ class LatentGradients(LatentKernels, Protocol):
 
     def backward(self, x: LatentArguments, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value, or None."""
+
+
+class LatentSteps(LatentGradients, Protocol):
+    """The same where a step of decoding is short."""
+
+    def step(self, x: LatentArguments, /) -> tuple[Any, State] | None:
+        """Return the output of one causal row and the state after it, or None where it takes `forward` and `summary`.
+
+        The output has the bits of `forward`.
+        """

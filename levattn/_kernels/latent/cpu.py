@@ -6,6 +6,7 @@ state that those before it add up to.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,11 +20,17 @@ from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
-from levattn._kernels.tasks import share
+from levattn._kernels.tasks import share, threads_for
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
+__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
 _RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
+
+_ROWS = 1024  # of a task whose rows all read the same state
+
+_HANDED = 8  # times the work that a second thread is worth is what handing states over is worth
+_States = State | tuple[None, None, None]
+_NO_STATE = (None, None, None)
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -33,13 +40,14 @@ def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
     out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
-    runs, states = _runs(x)
+    runs, states = _runs(x) if x.causal else _everywhere(x)
     tasks = _tasks(b, runs)
     work = _Work(x, states, Y=out)
+    do = compiled.forward_tasks if x.causal else compiled.everywhere_tasks
 
     def body(first: int, last: int) -> None:
         plan, _scratch = work.record.for_thread()
-        compiled.forward_tasks(work.like, plan, tasks, first, last)
+        do(work.like, plan, tasks, first, last)
 
     share(body, len(tasks), 2 * out.size * L)
     return out
@@ -68,6 +76,34 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 
     share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, gate_value
+
+
+def step(x: LatentArguments) -> tuple[Any, State] | None:
+    """Return the output of one causal row and the state after it; see `LatentKernels`."""
+    if x.state is None or x.gate is not None:
+        return None
+    (b, _, L), D = x.Q.shape, x.V.shape[2]
+    Q, K, V = _flat(x.Q, b, L), _flat(x.K, b, L), _flat(x.V, b, D)
+    m, s, S = x.state
+    m, s, S = _flat(m, b, L), _flat(s, b, L), _flat(S, b, L, D)
+    mask = np.empty(0, np.bool_) if x.mask is None else _flat(x.mask, b)
+    Y, top, total, sums = np.empty_like(V), np.empty_like(m), np.empty_like(s), np.empty_like(S)
+    exact = []
+
+    def body(first: int, last: int) -> None:
+        exact.append(compiled.step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last))
+
+    share(body, b, 2 * S.size)
+    if not all(exact):
+        return None
+    return Y.reshape(b, 1, D), (top.reshape(b, 1, L), total.reshape(b, 1, L), sums.reshape(b, 1, L, D))
+
+
+def _flat(array: Any, *shape: int) -> Any:
+    """Return an array in another shape, its numbers side by side and such as may be written to."""
+    array = array.reshape(shape)
+    flags = array.flags
+    return array if flags.c_contiguous and flags.writeable else array.copy()
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
@@ -111,6 +147,15 @@ def _cuts(offsets: _Indices) -> _Cuts:
 
 def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     """Return the tasks of all heads, one head after the other: (head, ...)."""
+    return _same_tasks(b, *rows) if len(rows) == 1 else _all_tasks(b, rows)
+
+
+@lru_cache(64)
+def _same_tasks(b: int, rows: tuple[Any, ...]) -> _Indices:
+    return _all_tasks(b, [rows])
+
+
+def _all_tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     tasks = np.empty((b, len(rows), 1 + len(rows[0]) if rows else 5), np.int64)
     tasks[:, :, 0] = np.arange(b)[:, None]
     if rows:
@@ -124,20 +169,28 @@ class _Work:
     `longest` is the longest run of rows, for the way back.
     """
 
-    def __init__(self, x: LatentArguments, states: State, longest: int | None = None, **further: Any) -> None:
-        (b, _, L), D, kind = x.Q.shape, x.V.shape[2], x.V.dtype
-        size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
+    def __init__(self, x: LatentArguments, states: _States, longest: int | None = None, **further: Any) -> None:
+        (b, _, L), D, kind, (m, s, S) = x.Q.shape, x.V.shape[2], x.V.dtype, states
+        places = 0 if m is None else len(m) // max(b, 1)
         self.like = np.empty(0, kind)
         self.record = Record(
-            LATENT_PLAN,
-            latent_scratch(latents, channels, size, longest),
-            **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask, **further},
-            **dict(zip(("m", "s", "S"), states, strict=True)),
-            **{"latents": L, "latent_width": latents, "latent_step": latents * size},
-            **{"channels": D, "channel_width": channels, "channel_step": channels * size},
-            **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": x.ahead, "enters": x.causal},
-            places=len(states[0]) // max(b, 1),
+            *_numbers(L, D, kind, longest, x.causal, x.ahead, places),
+            **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask},
+            **{"m": m, "s": s, "S": S, **further},
         )
+
+
+@lru_cache(64)
+def _numbers(L: int, D: int, kind: Any, longest: int | None, enters: bool, ahead: int, places: int) -> Any:
+    """Return what the records of calls begin with."""
+    size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
+    return Record.begun(
+        LATENT_PLAN,
+        latent_scratch(latents, channels, size, longest),
+        **{"latents": L, "latent_width": latents, "latent_step": latents * size},
+        **{"channels": D, "channel_width": channels, "channel_step": channels * size},
+        **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": ahead, "enters": enters, "places": places},
+    )
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:
@@ -183,29 +236,49 @@ def _lead(x: LatentArguments) -> State | None:
     return whole
 
 
-def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], State]:
+def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]], _States]:
+    """Cut rows that see all of their sequence into (first, after the last, first position, after the last, place).
+
+    The place is -1 where a task sums up the positions itself: sequences that are enough for the threads, each a run.
+    How rows are cut changes no bit, nor does it who sums their positions up.
+    """
+    (b, T, L), (_, U, D), n = x.Q.shape, x.V.shape[:3], len(x.offsets) - 1
+    begins, ends = x.offsets[:-1].tolist(), x.offsets[1:].tolist()
+    lasts = [U] if n == 1 else ends  # positions and rows of one sequence may differ in number
+    longest = max((last - first for first, last in zip(begins, lasts, strict=True)), default=0)
+    if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D / _HANDED):
+        return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _NO_STATE
+    lead = _lead(x)
+    cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
+    if lead is None:  # there is no position
+        return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _NO_STATE
+    return [(low, high, begins[i], lasts[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+
+
+def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], _States]:
     """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
 
     The states are those of all places of one head, then of the next, (b · places, ...); empty if none is needed.
     """
-    (b, _, L), D, begins = x.Q.shape, x.V.shape[2], x.offsets.tolist()
+    (b, T, _), begins = x.Q.shape, x.offsets.tolist()
+    if x.causal and x.state is None and x.ahead <= 0 and len(begins) == 2 and T <= _RUN:
+        return [(0, T, 0, 0)], _NO_STATE
     lead = _lead(x)
     cuts = _cuts(x.offsets)
     later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
     if not x.causal or not any(later):
-        if lead is None:
-            lead = np.empty((0, 0, L)), np.empty((0, 0, L)), np.empty((0, 0, L, D))
-        return [(low, high, begins[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+        states = _NO_STATE if lead is None else _representable(lead, x.V.dtype)
+        return [(low, high, begins[i], i) for i, low, high in cuts], states
     entered = [(0, 0)]
     entered += [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in cuts[:-1]]
-    states = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])
+    sums = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])
     if lead is not None:
         for k, (i, _, _) in enumerate(cuts):
             if not later[k]:
-                _add(states, k, lead, i)
+                _add(sums, k, lead, i)
     joins = np.array(later)
-    share(lambda low, high: compiled.join_runs(*states, joins, low, high), b, states[2].size)
-    return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(states, x.V.dtype)
+    share(lambda low, high: compiled.join_runs(*sums, joins, low, high), b, sums[2].size)
+    return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(sums, x.V.dtype)
 
 
 def _representable(state: State, kind: Any) -> State:

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper
-from levattn._kernels.latent.simd import copy_vectors, differs, exceeds, exp_row, fold_vectors, state_tile, weigh_row
+from levattn._kernels.latent.simd import (
+    copy_vectors,
+    differs,
+    exceeds,
+    exp_row,
+    fold_vectors,
+    state_tile,
+    top_rows,
+    weigh_row,
+)
 from levattn._kernels.llvm import as_pointer, larger, smaller
 from levattn._kernels.records import RecordType, Scratch
 from levattn._kernels.scratch import fill
@@ -28,6 +37,7 @@ __all__ = [
     "copy_rows",
     "enter",
     "fold_gain",
+    "fold_tiles",
     "grow_and_read",
     "grow_tiles",
     "latent_scratch",
@@ -41,6 +51,7 @@ __all__ = [
     "scale_rows",
     "sum_rows",
     "weigh_and_keep",
+    "weigh_given",
     "weigh_rows",
     "write_positions",
     "write_rows",
@@ -54,7 +65,9 @@ TALL = 4  # rows of a tile
 
 # Numbers of each latent. `factors` is by what the sums are to be multiplied since the last raise, and in float64
 # `raised` since the gain was last added. The sums on the way back are relative to `held`.
-_LATENT = ("reference", "base", "limit", "total", "factors", "gain", "held", "rho")
+# `top` and `least` are the largest logits (or the limits, where these are larger) and the smallest of the last
+# positions that were read.
+_LATENT = ("reference", "base", "limit", "total", "factors", "gain", "held", "rho", "top", "least")
 # Rows of a segment: e^{K − base} and V of positions, weights c = p/s and p of latents, 1/s, rows of the output
 _ROWS = {"e": "latents", "x": "channels", "c": "latents", "p": "latents", "inverses": "latents", "y": "channels"}
 # and on the way back the products of dY and the state, dY, and the gradients in values
@@ -89,6 +102,7 @@ def latent_scratch(latents: int, channels: int, size: int, longest: int | None) 
     """
     widths, state = {"latents": latents, "channels": channels}, latents * channels
     like = dict.fromkeys(_LATENT, latents) | {name: ROWS * widths[what] for name, what in _ROWS.items()}
+    like |= {name: FOLD * like[name] // ROWS for name in ("e", "x")}
     like |= {"gate_weights": ROWS, "state": state, "gains": state}
     eights = {"raised": latents, "exact_total": latents, "exact_state": state}
     if longest is not None:
@@ -147,21 +161,37 @@ def _is_masked(p, head, position):
 
 @helper
 def read_positions(like, p, head, first, rows, begin):
-    """Write logits and values of positions to padded rows; −inf and zeros for those before `begin` and masked ones.
+    """Write logits of positions to padded rows at `e`; return where their values are, and whether a limit is exceeded.
 
-    The values of a position whose logits all are −inf are zeros as well.
+    Positions before `begin` and masked ones have logits −inf. The values of a position whose logits all are −inf are
+    zeros. Rows of values are padded as well; those of the array may be taken as they are.
     """
     missing = smaller(larger(begin - first, 0), rows)
-    there, de, dx = rows - missing, p.latent_step, p.channel_step
-    fill(like, p.e, missing * p.latent_width, -np.inf)
+    there, de, dx, least = rows - missing, p.latent_step, p.channel_step, as_pointer(p.least, like)
+    copy_row(as_pointer(p.limit, like), as_pointer(p.top, like), p.latent_width)
+    fill(like, p.least, p.latent_width, np.inf)
+    e_at, vectors = p.e + missing * de, p.latent_width // p.lanes
+    if missing == 0 and p.mask.at == 0 and p.latents == p.latent_width:
+        top_rows(like, row_address(p.K, head, first), p.K.row, p.e, de, rows, p.top, p.least, vectors)
+    else:
+        fill(like, p.e, missing * p.latent_width, -np.inf)
+        copy_rows(like, p, p.K, head, first + missing, there, p.latents, -np.inf, e_at, p.latent_width)
+        for i in range(missing, rows):
+            if _is_masked(p, head, first + i):
+                fill(like, p.e + i * de, p.latent_width, -np.inf)
+        top_rows(like, p.e, de, p.e, de, rows, p.top, p.least, vectors)
+    lowest = np.inf
+    for j in range(p.latents):
+        lowest = least[j] if least[j] < lowest else lowest
+    higher = exceeds(like, p.top, p.limit, vectors)
+    if lowest > -np.inf and p.channels == p.channel_width and p.V.row == dx:
+        return row_address(p.V, head, first), higher
     fill(like, p.x, missing * p.channel_width, 0)
-    copy_rows(like, p, p.K, head, first + missing, there, p.latents, -np.inf, p.e + missing * de, p.latent_width)
     copy_rows(like, p, p.V, head, first + missing, there, p.channels, 0, p.x + missing * dx, p.channel_width)
-    for i in range(missing, rows):
-        if _is_masked(p, head, first + i):
-            fill(like, p.e + i * de, p.latent_width, -np.inf)
-        if not differs(like, p.e + i * de, -np.inf, p.latent_width // p.lanes):
+    for i in range(missing, rows if lowest == -np.inf else missing):
+        if not differs(like, p.e + i * de, -np.inf, vectors):
             fill(like, p.x + i * dx, p.channel_width, 0)
+    return p.x, higher
 
 
 @helper
@@ -315,12 +345,13 @@ def _tiles(adds, reads):
     @helper
     def run(like, p, add, x, read, y, n, state_at, by_channel):
         rows, width = (p.channel_width, p.latent_width) if by_channel else (p.latent_width, p.channel_width)
-        size, lanes, dt = p.size, p.lanes, width * p.size
+        held = 8 if adds == 2 else p.size
+        size, lanes, dt = p.size, p.lanes, width * held
         for i in range(0, rows, TALL):
             a, r = (add[0] + i * size, add[1]), (read[0] + i * size, read[1])
             low = 0
             while low < width:
-                v, o, s = (x[0] + low * size, x[1]), (y[0] + low * size, y[1]), state_at + i * dt + low * size
+                v, o, s = (x[0] + low * size, x[1]), (y[0] + low * size, y[1]), state_at + i * dt + low * held
                 left = (width - low) // lanes
                 if left >= STATE_VECTORS:
                     state_tile(like, TALL, STATE_VECTORS, adds, reads, a, v, r, o, n, s, dt)
@@ -336,41 +367,57 @@ def _tiles(adds, reads):
 
 
 grow_tiles = _tiles(1, 0)
+fold_tiles = _tiles(2, 0)
 read_tiles = _tiles(0, 1)
 grow_and_read = _tiles(1, 1)
 
 
-def _weighing(keeps):
+def _weighing_one(how):
+    """Return a function that writes c = p/s of a row of a block, and keeps the weight of its gate; see `weigh_row`."""
+
+    @helper
+    def run(like, p, head, start, i, q_at, c_at, weights, inverses):
+        gate = -np.inf
+        if p.gate.at != 0:
+            gate = as_pointer(row_address(p.gate, head, start + i), like)[0]
+        vectors = p.latent_width // p.lanes
+        weight = weigh_row(like, how, q_at, c_at, p.total, gate, vectors, weights, inverses)
+        as_pointer(p.gate_weights, like)[i] = weight
+
+    return run
+
+
+weigh_given = _weighing_one(2)
+
+
+def _weighing(one):
     """Return a function that weighs rows of a block from the row `done` on, until references are raised again.
 
-    It takes up the positions that enter with them, writes c = p/s over the logits of the latents at `c_at`, and if it
-    `keeps` p and 1/s of each row. It returns the row after the last, and whether references were raised at the first.
+    It takes up the positions that enter with them, and writes c = p/s over the logits of the latents at `c_at`; `one`
+    does it for a row. References are raised only if some logit of the block is `higher` than its limit. It returns
+    the row after the last, and whether references were raised at the first.
     """
 
     @helper
-    def run(like, p, head, start, done, n, c_at, folds, by_channel):
+    def run(like, p, head, start, done, n, c_at, higher, folds, by_channel):
         vectors, step = p.latent_width // p.lanes, p.latent_step
-        gate_weights = as_pointer(p.gate_weights, like)
-        raised = p.enters != 0 and exceeds(like, p.e + done * step, p.limit, vectors)
+        raised = higher and exceeds(like, p.e + done * step, p.limit, vectors)
         if raised:
             raise_references(like, p, p.e + done * step, SLACK, p.total)
             _follow(like, p, folds, by_channel)
         i = done
         while i < n:
             if p.enters:
-                if i > done and exceeds(like, p.e + i * step, p.limit, vectors):
+                if higher and i > done and exceeds(like, p.e + i * step, p.limit, vectors):
                     break
                 exp_row(like, p.e + i * step, p.base, p.total, vectors)
-            gate = -np.inf
-            if p.gate.at != 0:
-                gate = as_pointer(row_address(p.gate, head, start + i), like)[0]
             row_at, kept = c_at + i * step, i * step
-            gate_weights[i] = weigh_row(like, keeps, row_at, p.total, gate, vectors, p.p + kept, p.inverses + kept)
+            one(like, p, head, start, i, row_at, row_at, p.p + kept, p.inverses + kept)
             i += 1
         return i, raised
 
     return run
 
 
-weigh_rows = _weighing(0)
-weigh_and_keep = _weighing(1)
+weigh_rows = _weighing(_weighing_one(0))
+weigh_and_keep = _weighing(_weighing_one(1))

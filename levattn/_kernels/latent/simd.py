@@ -21,6 +21,7 @@ from levattn._kernels.llvm import (
     load,
     pointer,
     repeated,
+    splat,
     store,
     vector_code,
 )
@@ -35,8 +36,13 @@ __all__ = [
     "key_row",
     "query_row",
     "state_tile",
+    "step_tile",
+    "top_rows",
+    "weigh_plain_row",
     "weigh_row",
 ]
+
+PLAIN_LOGIT = 32.0  # e^x of some thousands of these is within the range, and a square root of it
 
 
 @vector_code(literals="rows vectors adds reads")
@@ -44,11 +50,17 @@ def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_s
     """Add ``add[t, i] * x[t]`` to state[i] for n steps t, and after each ``Σ_i read[t, i] * state[i]`` to y[t].
 
     The state, at `to`, has so many `rows` of so many `vectors`, in registers meanwhile. Without `adds` or `reads` that
-    half is left out. Each of add, x, read and y is an address and a step.
+    half is left out. If `adds` is 2, sums begin at zero, and are added to a state of float64 in the end. Each of add,
+    x, read and y is an address and a step.
     """
     b, cursors, steps = v.b, *zip(add, x, read, y, strict=True)
-    targets = [place for i in range(rows) for place in v.row(b.add(to, b.mul(to_step, integer(i))), vectors)]
-    first = [load(b, place, v.kind, v.size) for place in targets]
+    starts = [b.add(to, b.mul(to_step, integer(i))) for i in range(rows)]
+    if adds == 2:
+        targets = [_double(b, start, v.count * j) for start in starts for j in range(vectors)]
+        first = [v.constant(0.0)] * (rows * vectors)
+    else:
+        targets = [place for start in starts for place in v.row(start, vectors)]
+        first = [load(b, place, v.kind, v.size) for place in targets]
 
     def step(add: Value, x: Value, read: Value, y: Value, *held: Value) -> list[Value]:
         state = list(held) or first
@@ -67,7 +79,82 @@ def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_s
 
     _, _, _, _, *results = repeated(b, n, (*cursors, *(first if adds else ())), step)
     for place, result in zip(targets if adds else (), results, strict=True):
-        store(b, result, place, v.size)
+        if adds == 2:
+            _add_to_doubles(v, result, place)
+        else:
+            store(b, result, place, v.size)
+
+
+def _double(b: Value, at: Value, place: int) -> Value:
+    """Return a pointer to a number of float64: that at a place after an address."""
+    return b.gep(pointer(b, at, ir.DoubleType()), [integer(place)])
+
+
+def _add_to_doubles(v: Vectors, vector: Value, place: Value) -> Value:
+    """Add a vector to numbers of float64 and return the sums."""
+    b, doubles = v.b, ir.VectorType(ir.DoubleType(), v.count)
+    total = b.fadd(load(b, place, doubles, 8), b.fpext(vector, doubles) if v.size == 4 else vector)
+    store(b, total, place, 8)
+    return total
+
+
+@vector_code(literals="lanes vectors")
+def step_tile(v, like, lanes, vectors, places, factors, x, y):
+    """Take a position x into rows of a state S of float64, and write the new ones and what is read of them, to y.
+
+    The new rows are ``old S + gained x``, with factors of float64. What c reads of them are rows that were rounded,
+    multiplied by `scales`, and added ``e x``. So many `vectors` of so many `lanes` (0 for whole vectors) are gone
+    through.
+
+    places: of S and of the new rows, by how many bytes rows are apart, and their number.
+    factors: where e, c, scales, old and gained are.
+    """
+    S, new, row, n = places
+    e, c, scales, old, gained = factors
+    b, part = v.b, Vectors(v.b, like, lanes or None)
+    lanes, doubles = part.count, ir.VectorType(ir.DoubleType(), part.count)
+    values = part.loaded(x, vectors)
+    wide = [b.fpext(value, doubles) if v.size == 4 else value for value in values]
+
+    def factor(at: Value) -> Value:
+        return splat(b, load(b, pointer(b, at, ir.DoubleType()), ir.DoubleType(), 8), lanes)
+
+    def step(S: Value, new: Value, like_at: Value, double_at: Value, *read: Value) -> list[Value]:
+        scale, weight, reads = (part.number(b.add(at, like_at)) for at in (scales, e, c))
+        kept, added = (factor(b.add(at, double_at)) for at in (old, gained))
+        totals = []
+        for j, total in enumerate(read):
+            held = load(b, _double(b, S, lanes * j), doubles, 8)
+            state = b.fptrunc(held, part.kind) if v.size == 4 else held
+            state = fma(b, weight, values[j], b.fmul(state, scale))
+            totals.append(fma(b, reads, state, total))
+            store(b, fma(b, added, wide[j], b.fmul(held, kept)), _double(b, new, lanes * j), 8)
+        moved = [b.add(S, row), b.add(new, row), b.add(like_at, integer(v.size)), b.add(double_at, integer(8))]
+        return [*moved, *totals]
+
+    zero = integer(0)
+    _, _, _, _, *totals = repeated(b, n, (S, new, zero, zero, *[part.constant(0.0)] * vectors), step)
+    for place, total in zip(part.row(y, vectors), totals, strict=True):
+        store(b, total, place, v.size)
+
+
+@vector_code()
+def top_rows(v, like, source, source_step, target, target_step, n, top, least, vectors):
+    """Copy n rows; raise the numbers of `top` to the largest of their columns, and lower those of `least`."""
+    b = v.b
+    with v.each(vectors) as at:
+
+        def step(source: Value, target: Value, high: Value, low: Value) -> list[Value]:
+            x = v.load(source)
+            v.store(x, target)
+            high = b.select(b.fcmp_ordered(">", x, high), x, high)
+            low = b.select(b.fcmp_ordered("<", x, low), x, low)
+            return [b.add(source, source_step), b.add(target, target_step), high, low]
+
+        begin = (b.add(source, at), b.add(target, at), v.load(top, at), v.load(least, at))
+        _, _, high, low = repeated(b, n, begin, step)
+        v.store(high, top, at)
+        v.store(low, least, at)
 
 
 @vector_code()
@@ -110,11 +197,12 @@ def exp_row(v, like, x, base, total, vectors):
         v.store(b.fadd(v.load(total, at), value), total, at)
 
 
-@vector_code(returns="number", numbers="gate", literals="keeps")
-def weigh_row(v, like, keeps, q, sums, gate, vectors, weights, inverses):
-    """Replace the logits q of a row by p/s, where p is their softmax, and return the weight of one more logit, `gate`.
+@vector_code(returns="number", numbers="gate", literals="how")
+def weigh_row(v, like, how, q, c, sums, gate, vectors, weights, inverses):
+    """Write c = p/s, where p is the softmax of the logits q of a row, and return the weight of one more logit, `gate`.
 
-    Only where the sums s are positive a logit takes part. If `keeps`, p and 1/s go to `weights` and `inverses`.
+    Only where the sums s are positive a logit takes part. The `inverses` 1/s are given (how: 2), or they are computed,
+    and p and 1/s are kept, too (1), or not (0).
     """
     b = v.b
     zero, one, least = (v.constant(value) for value in (0.0, 1.0, -math.inf))
@@ -133,7 +221,7 @@ def weigh_row(v, like, keeps, q, sums, gate, vectors, weights, inverses):
     total = cgutils.alloca_once_value(b, zero)
     with v.each(vectors) as at:
         value = exponential(b, b.fsub(logits_at(at), largest))
-        v.store(value, q, at)
+        v.store(value, c, at)
         b.store(b.fadd(b.load(total), value), total)
     gated = exponential(b, b.fsub(v.splat(gate), largest))
     gated = b.extract_element(gated, ir.Constant(ir.IntType(32), 0))
@@ -142,14 +230,43 @@ def weigh_row(v, like, keeps, q, sums, gate, vectors, weights, inverses):
     factor = b.select(b.fcmp_ordered("==", whole, nothing), nothing, inverse)
     factors = v.splat(factor)
     with v.each(vectors) as at:
-        s = v.load(sums, at)
-        inverse = b.fdiv(one, b.select(b.fcmp_ordered("==", s, zero), one, s))
-        p = b.fmul(v.load(q, at), factors)
-        v.store(b.fmul(p, inverse), q, at)
-        if keeps:
+        if how == 2:
+            inverse = v.load(inverses, at)
+        else:
+            s = v.load(sums, at)
+            inverse = b.fdiv(one, b.select(b.fcmp_ordered("==", s, zero), one, s))
+        p = b.fmul(v.load(c, at), factors)
+        v.store(b.fmul(p, inverse), c, at)
+        if how == 1:
             v.store(p, weights, at)
             v.store(inverse, inverses, at)
     return b.fmul(gated, factor)
+
+
+@vector_code(returns="flag")
+def weigh_plain_row(v, like, q, c, inverses, vectors):
+    """Write c = p/s of a row, given 1/s, if all logits are between ±PLAIN_LOGIT, and tell whether they are.
+
+    Then the largest need not be taken out, and what takes time is not waited for: lanes meet in one sum alone.
+    """
+    b = v.b
+    high, low = v.constant(PLAIN_LOGIT), v.constant(-PLAIN_LOGIT)
+
+    def beyond(at: Value) -> Value:
+        logits = v.load(q, at)
+        return b.or_(b.fcmp_unordered(">", logits, high), b.fcmp_unordered("<", logits, low))
+
+    plain = b.not_(_any(v, vectors, beyond))
+    with b.if_then(plain, likely=True):
+        total = cgutils.alloca_once_value(b, v.constant(0.0))
+        with v.each(vectors) as at:
+            value = exponential(b, v.load(q, at))
+            v.store(value, c, at)
+            b.store(b.fadd(b.load(total), value), total)
+        factors = v.splat(b.fdiv(ir.Constant(v.scalar, 1.0), across(b, b.load(total), "sum")))
+        with v.each(vectors) as at:
+            v.store(b.fmul(b.fmul(v.load(c, at), factors), v.load(inverses, at)), c, at)
+    return plain
 
 
 @vector_code(returns="number")
@@ -164,13 +281,10 @@ def dot_vectors(v, like, x, y, vectors):
 @vector_code()
 def fold_vectors(v, like, gains, sums, state, vectors):
     """Add gains to sums in float64, write these to the state, rounded, and make the gains zero."""
-    b, converts, doubles = v.b, v.size == 4, ir.VectorType(ir.DoubleType(), v.count)
+    b = v.b
     with v.each(vectors) as at:
-        sum_at = pointer(b, b.add(sums, b.mul(at, integer(8 // v.size))), ir.DoubleType())
-        gain = v.load(gains, at)
-        total = b.fadd(load(b, sum_at, doubles, 8), b.fpext(gain, doubles) if converts else gain)
-        store(b, total, sum_at, 8)
-        v.store(b.fptrunc(total, v.kind) if converts else total, state, at)
+        total = _add_to_doubles(v, v.load(gains, at), _double(b, b.add(sums, b.mul(at, integer(8 // v.size))), 0))
+        v.store(b.fptrunc(total, v.kind) if v.size == 4 else total, state, at)
         v.store(v.constant(0.0), gains, at)
 
 

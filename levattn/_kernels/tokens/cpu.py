@@ -7,6 +7,7 @@ computed is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,51 +106,57 @@ def _begin(x: TokenArguments) -> TokenSums:
     return np.zeros((b, h, count, d)), np.zeros((b, h, count)), np.zeros((b, h, count, d)), np.zeros((b, h, count))
 
 
+def _powers(decay: Any, kind: Any) -> dict[str, Any]:
+    """Return the powers of decays, in float64 and, from the first on, in the dtype of a call."""
+    powers = np.asarray(decay, np.float64)[:, None] ** np.arange(GAIN_BLOCK + 1)
+    return {"kept": powers, "powers": np.ascontiguousarray(powers[:, 1:], kind)}
+
+
+@lru_cache(64)
+def _numbers(h: int, d: int, kind: Any, causal: bool, logits: int, mean: bool, sequences: int, *reals: float) -> Any:
+    """Return what the records of calls begin with, in which nothing decays."""
+    numbers = {"heads": h, "width": d, "size": kind.itemsize, "causal": causal, "logits": logits, "mean": mean}
+    info, (least, ridge, weight, gain) = np.finfo(kind), reals
+    return Record.begun(
+        TOKEN_PLAN,
+        token_scratch(h, d, kind.itemsize),
+        **numbers,
+        **_powers(np.ones(h), kind),
+        sequences=sequences,
+        least=max(least, float(info.tiny)),
+        ridge=ridge,
+        weight=weight,
+        gain=gain,
+        largest=float(info.max),
+    )
+
+
 class _Work:
     """What the compiled code works on; P are the memberships, once they are known."""
 
     def __init__(self, x: TokenArguments, after: TokenSums | None = None, **further: Any) -> None:
-        (_, h, _, d), kind = x.W.shape, x.W.dtype
-        info = np.finfo(kind)
+        (_, h, _, d), kind, n = x.W.shape, x.W.dtype, len(x.offsets) - 1
         self.P = np.empty(x.W.shape[:3], kind)
         self._x, self._like = x, np.empty(0, kind)
-        powers = np.ones((h, GAIN_BLOCK + 1))
-        if x.decay is not None:
-            powers = np.asarray(x.decay, np.float64)[:, None] ** np.arange(GAIN_BLOCK + 1)
-        self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
+        self._bounds = np.empty((n, 2), np.int64)
+        self._bounds[:, 0], self._bounds[:, 1] = x.offsets[:-1], x.offsets[1:]
+        logits, mean = LOGITS.index(x.logits), x.mean and x.logits == "diagonal"
+        reals = float(x.least), float(x.ridge), float(x.c), float(x.gain)
         self._plan = Record(
-            TOKEN_PLAN,
-            token_scratch(h, d, kind.itemsize),
-            **{
-                "W": x.W,
-                "offset": x.offset,
-                "mask": None if x.mask is None else x.mask[:, None],
-                "P": self.P,
-                **further,
-            },
-            heads=h,
-            width=d,
-            size=kind.itemsize,
-            causal=x.causal,
-            logits=LOGITS.index(x.logits),
-            mean=x.mean and x.logits == "diagonal",
-            sequences=len(self._bounds),
-            bounds=self._bounds,
-            temperature=np.array(x.temperature, kind, order="C"),
-            powers=np.ascontiguousarray(powers[:, 1:], kind),
-            kept=powers,
-            least=max(float(x.least), float(info.tiny)),
-            ridge=float(x.ridge),
-            weight=float(x.c),
-            gain=float(x.gain),
-            largest=float(info.max),
+            *_numbers(h, d, kind, x.causal, logits, mean, n, *reals),
+            **{"W": x.W, "offset": x.offset, "mask": None if x.mask is None else x.mask[:, None], "P": self.P},
+            **{"bounds": self._bounds, "temperature": np.ascontiguousarray(x.temperature, kind), **further},
         )
         self._after = after
-        self._put_sums("", None if x.state is None else _begin(x))
+        if x.decay is not None:
+            self._plan.put(_powers(x.decay, kind))
+        self._put_sums("", x.state)
         self._put_sums("_after", after)
 
     def _put_sums(self, when: str, sums: TokenSums | None) -> None:
-        self._plan.put({name + when: part for name, part in zip(("A", "n", "M", "N"), sums or (), strict=bool(sums))})
+        if sums is not None:
+            A, n, M, N = (np.asarray(part, np.float64) for part in sums)
+            self._plan.put({"A" + when: A, "n" + when: n, "M" + when: M, "N" + when: N})
 
     def forward(self) -> None:
         """Write the outputs."""

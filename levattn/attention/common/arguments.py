@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy
+from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy, with_shape
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
-from levattn._kernels.latent.contract import State
+from levattn._kernels.latent.contract import LatentSteps, State
 from levattn.attention.common.packed import cumulative, untraced
 from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
@@ -25,14 +26,18 @@ __all__ = [
     "dense_array",
     "dense_arrays",
     "is_double",
+    "is_wide",
     "latent_attention",
     "moved",
+    "one_step",
     "promoted",
     "reshaped",
     "stack_arguments",
     "state_after",
     "state_stacks",
 ]
+
+_ONE = np.array([0, 1])  # the offsets of one row
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +59,15 @@ class Stacks:
     def give_back(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's dtype."""
         array = reshaped(array, (*self.batch, *array.shape[1:]))
+        if isinstance(array, np.ndarray):
+            return array.astype(self.dtype, copy=False)
         return namespace_of(array).astype(array, self.dtype, copy=False)
 
 
 def dense_array(name: str, array: Any) -> Any:
     """Return a dense array of any library, lists by numpy, or raise."""
+    if type(array) is np.ndarray:
+        return array
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
@@ -88,6 +97,10 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
     A letter for each of the last axes of an array says which: those of one letter are as long. None stays None.
     """
     arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
+    found = list(arrays.values())
+    named = [(axes, array.shape) for array, (_, axes) in zip(found, given.values(), strict=True) if array is not None]
+    if all(type(array) is np.ndarray for array in found) and _agree(tuple(named)):
+        return found
     check_sizes(
         {
             f"{name} {letter}": (arrays[name], axis - len(axes), letter)
@@ -96,7 +109,18 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
             if arrays[name] is not None
         }
     )
-    return list(arrays.values())
+    return found
+
+
+@lru_cache(1024)
+def _agree(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
+    """Tell whether shapes agree in the sizes that they share; each comes behind the letters of its last axes."""
+    known: dict[str, int] = {}
+    return all(
+        len(shape) >= len(axes)
+        and all(known.setdefault(*size) == size[1] for size in zip(axes, shape[-len(axes) :], strict=True))
+        for axes, shape in shapes
+    )
 
 
 def stack_arguments(
@@ -108,29 +132,52 @@ def stack_arguments(
     one whose dtype results have. `mask` is what the caller gave and the number of positions; one from elsewhere is
     brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous.
     """
-    arrays: dict[str, Any] = {}
+    arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
+    first, flags = next(iter(arrays)), None
+    if all(type(array) is np.ndarray for array, _ in arrays.values()):
+        if mask is not None and mask[0] is not None:
+            flags = _flags(*mask, arrays[first][0])
+        named = [(name, axes, array.shape, array.dtype) for name, (array, axes) in arrays.items()]
+        double, batch = _known_layout(tuple(named), None if flags is None else flags.shape[:-1])
+    else:
+        double, leading = _layout(arrays)
+        _refuse_mixtures(first, {name: array for name, (array, _) in arrays.items()})
+        if mask is not None and mask[0] is not None:
+            flags = _flags(*mask, arrays[first][0])
+            leading["mask"] = tuple(flags.shape[:-1])
+        batch = _broadcast(leading)
+    stacks = [
+        None if given is None else _stacked(promoted(arrays[name][0], double), batch, axes)
+        for name, (given, axes) in arguments.items()
+    ]
+    return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like][0].dtype)
+
+
+def _layout(arrays: dict[str, tuple[Any, int]]) -> tuple[bool, dict[str, tuple[int, ...]]]:
+    """Return whether one of some arrays is of float64, and their leading axes, or raise; with each its other axes."""
     leading: dict[str, tuple[int, ...]] = {}
     double = False
-    for name, (given, axes) in arguments.items():
-        if given is None:
-            continue
-        array = arrays[name] = dense_array(name, given)
-        _refuse_short(name, array, axes)
+    for name, (array, axes) in arrays.items():
+        if array.ndim < axes:
+            _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
         double = is_double(name, array) or double
         leading[name] = tuple(array.shape[: array.ndim - axes])
-    first = next(iter(arrays))
-    _refuse_mixtures(first, arrays)
-    flags = None if mask is None or mask[0] is None else _flags(*mask, arrays[first])
-    if flags is not None:
-        leading["mask"] = tuple(flags.shape[:-1])
-    batch = _broadcast(leading)
-    stacks = [
-        None if given is None else _stacked(promoted(arrays[name], double), batch, axes)
-        for name, (given, axes) in arguments.items()
-    ]
-    return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
+    return double, leading
+
+
+@lru_cache(1024)
+def _known_layout(
+    named: tuple[tuple[str, int, tuple[int, ...], Any], ...], flags: tuple[int, ...] | None
+) -> tuple[bool, tuple[int, ...]]:
+    """Return whether one of some arrays of numpy is of float64, and what their leading axes broadcast to, or raise.
+
+    named: the names of arrays, the number of their other axes, shapes and dtypes. flags: the leading axes of a mask.
+    """
+    alike = {name: (np.broadcast_to(np.empty((), dtype), shape), axes) for name, axes, shape, dtype in named}
+    double, leading = _layout(alike)
+    return double, _broadcast(leading if flags is None else leading | {"mask": flags})
 
 
 def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
@@ -141,7 +188,8 @@ def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
     known: dict[str, tuple[int, str]] = {}
     for label, (array, axis, symbol) in sizes.items():
         name = label.partition(" ")[0]
-        _refuse_short(name, array, -axis)
+        if array.ndim < -axis:
+            _refuse_short(name, array, -axis)
         size = array.shape[axis]
         expected, owner = known.setdefault(symbol, (size, name))
         if size != expected:
@@ -188,6 +236,20 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
     return new if state is None else state.copy().merge(new)
 
 
+def one_step(Q: Any, K: Any, V: Any, state: SoftmaxState, options: dict[str, Any]) -> tuple[Any, SoftmaxState] | None:
+    """Return the output of a row of stacks and the state after it, made at once, or None where there is no such way.
+
+    options: as `latent_attention` takes them, with the arrays of the state.
+    """
+    if Q.shape[1] != 1 or not isinstance(Q, np.ndarray) or options["state"] is None or not options["causal"]:
+        return None
+    found = cast(LatentSteps, kernels_for("latent", Q)).step(LatentArguments(Q, K, V, _ONE, **options))
+    if found is None:
+        return None
+    m, s, S = (part.reshape(*state.batch, *part.shape[2:]) for part in found[1])
+    return found[0], SoftmaxState.from_arrays(m, s, S)
+
+
 def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: Any) -> Any:
     """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
 
@@ -199,11 +261,10 @@ def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: 
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:
-    if array.ndim < axes:
-        raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Give one of each leading axis, "
-            f"e.g. {name}[None, ...]"
-        )
+    raise ValueError(
+        f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Give one of each leading axis, "
+        f"e.g. {name}[None, ...]"
+    )
 
 
 def _refuse_mixtures(first: str, arrays: dict[str, Any]) -> None:
@@ -234,6 +295,13 @@ def is_double(name: str, array: Any) -> bool:
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
     return format_of(array.dtype, name, f"{name} to float64") == "float64"
+
+
+def is_wide(array: Any) -> bool:
+    """Tell whether an array is of float64, by its name, which torch's compiler can follow."""
+    if isinstance(array, np.ndarray):
+        return bool(array.dtype == np.float64)
+    return str(array.dtype).endswith("float64")
 
 
 def promoted(array: Any, double: bool) -> Any:
@@ -274,6 +342,8 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
     shape, full = (math.prod(batch), *last), (*batch, *last)
     if tuple(array.shape) == shape:
         return array
+    if isinstance(array, np.ndarray) and array.size == math.prod(shape):
+        return array.reshape(shape)
     if tuple(array.shape) != full:
         array = namespace_of(array).broadcast_to(array, full)
     return reshaped(array, shape)
@@ -281,7 +351,7 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
-    return namespace_of(array).reshape(array, shape)
+    return namespace_of(array).reshape(array, shape) if is_torch(array) else with_shape(array, shape)
 
 
 def moved(name: str, array: Any, like: Any) -> Any:
@@ -297,6 +367,8 @@ def moved(name: str, array: Any, like: Any) -> Any:
 
 def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
+    if type(mask) is type(like) is np.ndarray and mask.dtype.char == "?" and mask.shape[-1:] == (U,):
+        return mask
     mask = dense_array("mask", mask)
     check_flags("mask", mask, (..., U), "a position that takes part")
     return moved("mask", mask, like)

@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import array_api_compat
+import numpy as np
 
 from levattn._core.arrays import array_namespace, is_torch
 
-__all__ = ["device_of", "namespace_of", "running_counts", "without_gradient"]
+__all__ = ["as_given", "changed", "device_of", "namespace_of", "plain_arrays", "running_counts", "without_gradient"]
+
+_Record = TypeVar("_Record")
 
 
 def namespace_of(array: Any) -> Any:
     """Return the functions of an array's library, by the names of the array-API standard."""
-    if is_torch(array):
+    if not isinstance(array, np.ndarray) and is_torch(array):
         from array_api_compat import torch as functions
 
         return functions
     return array_namespace(array)
+
+
+def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
+    """Return tensors of torch that are numbers in main memory and nothing else as arrays of numpy, and tell of it.
+
+    What operators ask of torch for each of their steps takes longer than a short call of the kernels.
+    """
+    if is_torch(arrays[0]):
+        from levattn._kernels import tensors
+
+        found = tensors.memories_of(arrays)
+        if found is not None:
+            return found, True
+    return arrays, False
+
+
+def as_given(array: Any, were_tensors: bool) -> Any:
+    """Return a result of arrays from `plain_arrays` as what came in."""
+    return sys.modules["torch"].from_numpy(array) if were_tensors else array
+
+
+def changed(record: _Record, **fields: Any) -> _Record:
+    """Return a frozen dataclass with other fields, in a tenth of the time that `replace` takes."""
+    other = object.__new__(type(record))
+    vars(other).update(vars(record))
+    vars(other).update(fields)
+    return other
 
 
 def device_of(array: Any) -> Any:

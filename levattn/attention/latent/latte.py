@@ -8,10 +8,12 @@ from levattn.attention.common.arguments import (
     cumulative,
     dense_arrays,
     latent_attention,
+    one_step,
     stack_arguments,
     state_after,
     state_stacks,
 )
+from levattn.attention.common.space import as_given, plain_arrays
 from levattn.states import SoftmaxState
 
 __all__ = ["latte"]
@@ -126,6 +128,7 @@ def latte(
     >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
     True
     """
+    (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
     rows = "T" if causal or offsets is not None or lengths is not None else "U"
     q_logits, k_logits, V = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
@@ -134,7 +137,9 @@ def latte(
     given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]))
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
-    before = state_stacks(state, given.batch, bounds, K, V)
-    Y = latent_attention(Q, K, V, causal=bool(causal), offsets=bounds, mask=given.mask, state=before)
-    Y = given.give_back(Y)
+    options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
+    stepped = one_step(Q, K, V, state, options) if return_state and bounds is None and state is not None else None
+    if stepped is not None:
+        return as_given(given.give_back(stepped[0]), tensors), stepped[1]
+    Y = as_given(given.give_back(latent_attention(Q, K, V, offsets=bounds, **options)), tensors)
     return (Y, state_after(state, given.batch, bounds, K, V, given.mask)) if return_state else Y

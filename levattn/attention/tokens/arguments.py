@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,19 +15,20 @@ import numpy.typing as npt
 
 from levattn._core.arrays import is_torch, to_device, to_numpy
 from levattn._core.checks import positive_number
-from levattn._kernels import TokenArguments
+from levattn._kernels import TokenArguments, TokenSums
 from levattn.attention.common.arguments import (
     Stacks,
     cumulative,
     dense_array,
     dense_arrays,
     is_double,
+    is_wide,
     promoted,
     reshaped,
     stack_arguments,
 )
 from levattn.attention.common.packed import untraced
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.common.space import changed, device_of, namespace_of, without_gradient
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
 from levattn.states.block_buffer import readable
@@ -35,6 +37,7 @@ __all__ = ["Membership", "TokenCall", "check_form", "checked_call", "decay_rates
 
 Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
 _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
+_NUMBERS = {int, float}  # by which calls are known again
 
 # The constants of the released code: what sums of squares, and of memberships, are kept from being zero by
 _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
@@ -50,6 +53,7 @@ class TokenCall:
     keeps_norms: whether the state has sums of squares without weights.
     leverage: whether memberships are made of exact leverage scores, so that these are a full second moment.
     state: what was given, not looked at yet.
+    shape: of the stack of tokens, (b, h, T, d).
     """
 
     given: Stacks
@@ -58,6 +62,11 @@ class TokenCall:
     keeps_norms: bool
     leverage: bool
     state: TokenState | None
+    shape: tuple[int, ...]
+
+    def with_state(self, sums: TokenSums) -> TokenCall:
+        """Return the call with the sums of its state."""
+        return changed(self, x=changed(self.x, state=sums))
 
 
 def checked_call(
@@ -77,6 +86,27 @@ def checked_call(
     step: Any = 1.0,
 ) -> TokenCall:
     """Check the arguments of `tssa` or `memberships`; the state is looked at by `entered`."""
+    form = temperature, membership, normalize, causal, decay, c, step
+    given = bias, mask, offsets, lengths
+    known = isinstance(membership, str) and isinstance(normalize, str) and isinstance(causal, bool)
+    known = known and membership != "leverage" and {type(temperature), type(decay), type(c), type(step)} <= _NUMBERS
+    if known and type(W) is np.ndarray and W.dtype.char in "fd" and all(part is None for part in given):
+        like = _call_like(W.shape, W.dtype, *form)
+        stack = promoted(W, W.dtype.char == "d").reshape(like.shape)
+        return changed(like, x=changed(like.x, W=stack), state=state)
+    return _checked(W, form, *given, state)
+
+
+@lru_cache(256, typed=True)
+def _call_like(shape: tuple[int, ...], dtype: Any, *form: Any) -> TokenCall:
+    """Return a call with one array of this shape, once it is checked, without the array."""
+    W = np.broadcast_to(np.empty(shape[-1:], dtype), shape)
+    call = _checked(W, form, None, None, None, None, None)
+    return changed(call, x=changed(call.x, W=None), given=changed(call.given, stacks=()))
+
+
+def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, lengths: Any, state: Any) -> TokenCall:
+    temperature, membership, normalize, causal, decay, c, step = form
     W = _with_heads(W)
     name = membership if isinstance(membership, str) else "logits"
     check_form(name, normalize, bool(causal), bias)
@@ -118,7 +148,7 @@ def checked_call(
         rates,
         given.mask,
     )
-    return TokenCall(given, x, bounds, name == "diag_leverage", name == "leverage", state)
+    return TokenCall(given, x, bounds, name == "diag_leverage", name == "leverage", state, stack.shape)
 
 
 def _with_heads(W: Any) -> Any:
@@ -133,7 +163,7 @@ def _with_heads(W: Any) -> Any:
 
 def _least_normal(array: Any) -> float:
     """Return what takes the place of such a constant in forms that do not depend on the scale of tokens."""
-    return 2.0**-1022 if str(array.dtype).endswith("64") else 2.0**-126
+    return 2.0**-1022 if is_wide(array) else 2.0**-126
 
 
 def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
@@ -163,7 +193,7 @@ def _temperatures(temperature: Any, W: Any) -> Any:
         if not math.isfinite(temperature):
             raise ValueError(f"temperature is {temperature!r}; expected a finite number")
         xp = namespace_of(W)
-        kind = "float64" if str(W.dtype).endswith("float64") else "float32"  # in which halves are computed
+        kind = "float64" if is_wide(W) else "float32"  # in which halves are computed
         return xp.full((h,), float(temperature), dtype=getattr(xp, kind), device=device_of(W))
     theta = dense_array("temperature", temperature)
     if not theta.ndim:

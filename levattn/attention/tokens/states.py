@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from levattn.attention.common.space import without_gradient
 from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
+from levattn.states.moments import followed
 
 __all__ = ["entered", "token_state_after"]
 
@@ -29,7 +29,7 @@ def entered(call: TokenCall, *, reads: bool = True) -> TokenCall:
     """Return a call with the sums of its state; without `reads` weighted ones are not looked at."""
     if call.state is None:
         return call
-    return replace(call, x=replace(call.x, state=_sums_of(call, reads)))
+    return call.with_state(_sums_of(call, reads))
 
 
 def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
@@ -56,6 +56,8 @@ def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
             raise ValueError(f"state has {name} with decay {part.decay}; expected {rates}, as in this call")
         total, weight = part.sums()
         found += [reshaped(total, (*shape, d)), reshaped(weight, shape)]
+    if all(type(part) is np.ndarray for part in found) and isinstance(W, np.ndarray):
+        return found[0], found[1], found[2], found[3]
     if isinstance(W, np.ndarray) or (is_torch(W) and W.device.type == "cpu"):
         found = [to_numpy(part) for part in found]
     elif not is_torch(W):
@@ -70,15 +72,18 @@ def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
     x, axes = call.x, _axes(call)
     if not x.causal and call.state is not None:
         return call.state.copy()
-    A, n, M, N = (reshaped(part, (*axes, *part.shape[3:])) for part in sums)
+    A, n, M, N = sums
     decay = 1.0 if x.decay is None else x.decay if call.bounds is None else x.decay[:, None]
     added = _counts(call)
 
-    def counted(before: Moments | None) -> npt.NDArray[np.int64]:
-        return added if before is None else added + before.count
+    def after(before: Moments | None, sums: Any, weight: Any) -> Moments:
+        if before is not None:
+            return followed(before, sums, weight, added)
+        total, mass = reshaped(sums, (*axes, *sums.shape[3:])), reshaped(weight, axes)
+        return Moments.from_arrays(total, mass, np.broadcast_to(added, axes), decay=decay)
 
     before = TokenState() if call.state is None else call.state
-    norms = Moments.from_arrays(A, n, counted(before.norms), decay=decay) if call.keeps_norms else None
+    norms = after(before.norms, A, n) if call.keeps_norms else None
     if call.leverage:
         W, there = call.given.give_back(x.W), call.given.mask
         if call.bounds is not None:
@@ -87,12 +92,14 @@ def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
             )
         there = None if there is None else reshaped(there[:, None, :], (*call.given.batch, 1, x.W.shape[2]))
         norms = Moments(int(W.shape[-1]), axes).update(without_gradient(W), there)
-    return TokenState(norms, Moments.from_arrays(M, N, counted(before.tokens), decay=decay))
+    return TokenState(norms, after(before.tokens, M, N))
 
 
-def _counts(call: TokenCall) -> npt.NDArray[np.int64]:
-    """Return how many tokens take part, of the axes of the state."""
+def _counts(call: TokenCall) -> int | npt.NDArray[np.int64]:
+    """Return how many tokens take part: one number for all, or an array of the axes of the state."""
     x, axes = call.x, _axes(call)
+    if x.mask is None and call.bounds is None:
+        return int(x.W.shape[2])
     ends = np.asarray(x.offsets)
     if x.mask is None:
         counts = np.broadcast_to(np.diff(ends), (x.W.shape[0], len(ends) - 1))

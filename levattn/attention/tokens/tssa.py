@@ -7,6 +7,7 @@ from typing import Any, Literal
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.packed import untraced
+from levattn.attention.common.space import as_given, plain_arrays
 from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, token_state_after
 from levattn.states import TokenState
@@ -225,7 +226,14 @@ def _answer(
     c: Any,
     step: Any,
 ) -> Any:
-    call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
+    membership, normalize, bias, *others = form
+    numbers, named = isinstance(temperature, int | float), isinstance(membership, str)
+    found, tensors = plain_arrays(W, None if numbers else temperature, None if named else membership, bias)
+    if tensors:
+        W, bias = found[0], found[3]
+        temperature, membership = temperature if numbers else found[1], membership if named else found[2]
+    given = W, temperature, membership, normalize, bias, *others, mask, offsets, lengths, state
+    call = entered(checked_call(*given, c=c, step=step))
     Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=return_state)
-    Y = call.given.give_back(Y)
+    Y = as_given(call.given.give_back(Y), tensors)
     return (Y, token_state_after(call, sums)) if return_state else Y
