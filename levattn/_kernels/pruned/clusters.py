@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES, jit
+from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import TILE_ROWS, multiply_rows, pack_column, pack_row, row_at_view, whole_tiles
-from levattn._kernels.pruned.simd import apart, nearest
-from levattn._kernels.scratch import empty, zeros
+from levattn._kernels.pruned.simd import approach, nearest, squared
+from levattn._kernels.scratch import empty, filled, zeros
 
 __all__ = [
     "add_tasks",
     "assign_tasks",
     "far_tasks",
+    "farthest",
     "level_tasks",
     "moments_of_rows",
     "pack_centers",
     "place_tasks",
     "radius_tasks",
+    "row_room",
 ]
 
 
@@ -68,17 +70,90 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
             along[item, low + i] = out[i, d]
 
 
+@helper
+def row_room(like, n):
+    """Return scratch for n rows, for what `farthest` does: squares, least, labels and shut, then products and rows."""
+    deep = (n + SCORE_VECTORS * VECTOR_BYTES // like.itemsize - 1) // (SCORE_VECTORS * VECTOR_BYTES // like.itemsize)
+    deep *= SCORE_VECTORS * VECTOR_BYTES // like.itemsize
+    return empty(like, (4, deep)), empty(like, (SCORE_ROWS, deep))
+
+
+@helper
+def farthest(like, panels, n, d, mean, room, rows, chosen):
+    """Choose rows that are far from one another, the columns of panels: their places, and who is nearest to which.
+
+    The farthest from the mean, then always the farthest from all so far; of equal ones the first. room: of `row_room`,
+    with `shut` filled. Products with several rows that are far are made at a time, as they are likely to be next.
+    """
+    numbers, products = room
+    width, deep = panels.shape[2], numbers.shape[1]
+    squares, least, labels, shut = numbers[0], numbers[1], numbers[2], numbers[3]
+    size = like.itemsize
+    vectors = deep * size // VECTOR_BYTES
+    place, farthest_of = 0, like.dtype.type(-np.inf)
+    for p in range(deep // width):
+        squared(like, address(panels[p]), SCORE_VECTORS, d, address(squares) + p * width * size)
+        for j in range(p * width, smaller((p + 1) * width, n)):
+            away = like.dtype.type(0)
+            for k in range(d):
+                gap = panels[p, k, j - p * width] - mean[k]
+                away += gap * gap
+            least[j] = np.inf
+            if away + shut[j] > farthest_of:
+                place, farthest_of = j, away + shut[j]
+    for j in range(n, deep):
+        least[j], shut[j] = np.inf, -np.inf
+    names = filled(0, SCORE_ROWS, -1)
+    for c in range(len(chosen)):
+        found = -1
+        for i in range(SCORE_ROWS):
+            if names[i] == place:
+                found = i
+        if found < 0:
+            names[0], count, found = place, 1, 0
+            for j in range(n if c else 0):
+                value = least[j] + shut[j]
+                if j != place and (count < SCORE_ROWS or value > least[names[count - 1]]) and value > 0:
+                    at = smaller(count, SCORE_ROWS - 1)
+                    while at > 1 and value > least[names[at - 1]]:
+                        names[at] = names[at - 1]
+                        at -= 1
+                    names[at] = j
+                    count = smaller(count + 1, SCORE_ROWS)
+            for i in range(SCORE_ROWS):
+                if i >= count:
+                    names[i] = -1
+                for k in range(d if i < count else 0):
+                    rows[i, k] = panels[names[i] // width, k, names[i] % width]
+            multiply_rows(False, rows, count, panels, d, products)
+        chosen[c] = place
+        at = address(products) + found * deep * size
+        place = approach(
+            like,
+            at,
+            squares[place],
+            address(squares),
+            like.dtype.type(c),
+            address(least),
+            address(labels),
+            address(shut),
+            vectors,
+        )
+
+
 @jit
-def far_tasks(X, weight, step, centers, first, last):
-    """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row."""
+def far_tasks(X, weight, step, centers, labels, distances, first, last):
+    """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row.
+
+    If these are all, also the nearest center of each row, and its squared distance.
+    """
     _, n, d = X.shape
-    size = X.itemsize
-    lanes = VECTOR_BYTES // size
-    padded = (d + lanes - 1) // lanes * lanes
     count = (n + step - 1) // step
-    rows, mean = zeros(X, (count, padded)), zeros(X, (1, padded))
-    sums = empty(0.0, (d,))
-    away = empty(X, (count,))
+    room, rows = row_room(X, count), zeros(X, (SCORE_ROWS, d))
+    width = SCORE_VECTORS * VECTOR_BYTES // X.itemsize
+    panels = zeros(X, (room[0].shape[1] // width, d, width))
+    sums, mean, unit = empty(0.0, (d,)), empty(X, (d,)), X.dtype.type(1)
+    chosen = empty(0, (centers.shape[1],))
     for item in range(first, last):
         sums[:] = 0
         total, x = 0.0, X[item]
@@ -89,32 +164,16 @@ def far_tasks(X, weight, step, centers, first, last):
                 for k in range(d):
                     sums[k] += w * x[i, k]
         for k in range(d):
-            mean[0, k] = sums[k] / (total if total > 0 else 1.0)
-        place = 0
-        at = address(rows)
+            mean[k] = sums[k] / (total if total > 0 else 1.0)
         for i in range(count):
+            pack_column(x[i * step], unit, panels, i)
+            room[0][3, i] = 0 if weight[item, i * step] > 0 else -np.inf
+        farthest(X, panels, count, d, mean, room, rows, chosen)
+        for c in range(len(chosen)):
             for k in range(d):
-                rows[i, k] = x[i * step, k]
-            away[i] = apart(X, at + i * padded * size, address(mean), padded // lanes)
-            if weight[item, i * step] <= 0:
-                away[i] = -1
-            if away[i] > away[place]:
-                place = i
-        for c in range(centers.shape[1]):
-            center_at = at + place * padded * size
-            for k in range(d):
-                centers[item, c, k] = rows[place, k]
-            following, largest = 0, X.dtype.type(-2)
-            for i in range(count):
-                distance = apart(X, at + i * padded * size, center_at, padded // lanes)
-                held = away[i]
-                if c == 0 and held >= 0:
-                    held = distance
-                held = distance if distance < held else held
-                away[i] = held
-                if held > largest:
-                    following, largest = i, held
-            place = following
+                centers[item, c, k] = x[chosen[c] * step, k]
+        for i in range(n if step == 1 else 0):
+            labels[item, i], distances[item, i] = int(room[0][2, i]), room[0][1, i]
 
 
 @jit

@@ -81,8 +81,9 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     norms = np.empty((b, panels.shape[1] * panels.shape[3]), kind)
 
     assign = partial(clusters.assign_tasks, X, panels, norms, labels, distances)
-    share(partial(clusters.far_tasks, X, weight, step, centers), b, float(b) * (n // step) * R * d)
-    for i in range(iterations + 1):
+    found = partial(clusters.far_tasks, X, weight, step, centers, labels, distances)
+    share(found, b, float(b) * (n // step) * R * d)
+    for i in range(0 if step > 1 else 1, iterations + 1):
         if i:
             sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
             there = mass > 0
