@@ -7,17 +7,19 @@ import numpy as np
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import TILE_ROWS, multiply_rows, pack_column, pack_row, row_at_view, whole_tiles
-from levattn._kernels.pruned.simd import approach, nearest, squared
+from levattn._kernels.pruned.simd import approach, length_squared, nearest, squared
 from levattn._kernels.scratch import empty, filled, zeros
 
 __all__ = [
     "add_tasks",
     "assign_tasks",
+    "far_of",
     "far_tasks",
     "farthest",
     "level_tasks",
     "moments_of_rows",
     "pack_centers",
+    "padded",
     "place_tasks",
     "radius_tasks",
     "row_room",
@@ -93,14 +95,18 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
     place, farthest_of = 0, like.dtype.type(-np.inf)
     for p in range(deep // width):
         squared(like, address(panels[p]), SCORE_VECTORS, d, address(squares) + p * width * size)
-        for j in range(p * width, smaller((p + 1) * width, n)):
-            away = like.dtype.type(0)
-            for k in range(d):
-                gap = panels[p, k, j - p * width] - mean[k]
-                away += gap * gap
-            least[j] = np.inf
-            if away + shut[j] > farthest_of:
-                place, farthest_of = j, away + shut[j]
+        away = least[p * width : (p + 1) * width]
+        for j in range(width):
+            away[j] = 0
+        for k in range(d):
+            row, middle = panels[p, k], mean[k]
+            for j in range(width):
+                gap = row[j] - middle
+                away[j] += gap * gap
+    for j in range(n):
+        if least[j] + shut[j] > farthest_of:
+            place, farthest_of = j, least[j] + shut[j]
+        least[j] = np.inf
     for j in range(n, deep):
         least[j], shut[j] = np.inf, -np.inf
     names = filled(0, SCORE_ROWS, -1)
@@ -245,32 +251,41 @@ def level_tasks(labels, values, weight, total, mass, first, last):
                 mass[item, c] += weight[item, i]
 
 
+@helper
+def padded(d):
+    """Return scratch for d numbers in whole vectors."""
+    return zeros(0.0, ((d + VECTOR_BYTES // 8 - 1) // (VECTOR_BYTES // 8) * (VECTOR_BYTES // 8),))
+
+
+@helper
+def far_of(own, own_weight, other, other_weight, gap):
+    """Return how far the means of two summaries are apart, by their sums and weights; gap: of `padded`."""
+    d = len(other)
+    inverse = 1.0 / own_weight if own_weight > 0 else 1.0
+    whole = 1.0 / other_weight if other_weight > 0 else 1.0
+    for k in range(d):
+        gap[k] = own[k] * inverse - other[k] * whole
+    square, scale = length_squared(gap, address(gap), len(gap) * 8 // VECTOR_BYTES), 1.0
+    if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
+        scale = 0.0
+        for k in range(d):
+            scale = larger(scale, abs(gap[k]))
+        square, scale = 0.0, scale if scale > 0 else 1.0
+        for k in range(d):
+            square += (gap[k] / scale) ** 2
+    return scale * np.sqrt(square)
+
+
 @jit
 def radius_tasks(labels, keys, weight, item_radii, centers, center_weight, radii, first, last):
     """Raise the radius of each label to how far its items may be from its center; keys are divided by weights."""
     n, d = keys.shape[1:]
-    up = 1 + (d + 8) * 2.0**-52
+    gap, up = padded(d), 1 + (d + 8) * 2.0**-52
     for item in range(first, last):
         for i in range(n):
             c = labels[item, i]
             if c >= 0:
-                own, other = keys[item, i], centers[item, c]
-                own_weight, whole_weight = weight[item, i], center_weight[item, c]
-                inverse = 1.0 / own_weight if own_weight > 0 else 1.0
-                whole = 1.0 / whole_weight if whole_weight > 0 else 1.0
-                square = 0.0
-                for k in range(d):
-                    gap = own[k] * inverse - other[k] * whole
-                    square += gap * gap
-                scale = 1.0
-                if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
-                    scale = 0.0
-                    for k in range(d):
-                        scale = larger(scale, abs(own[k] * inverse - other[k] * whole))
-                    square, scale = 0.0, scale if scale > 0 else 1.0
-                    for k in range(d):
-                        gap = (own[k] * inverse - other[k] * whole) / scale
-                        square += gap * gap
-                far = up * (item_radii[item, i] + scale * np.sqrt(square))
+                far = far_of(keys[item, i], weight[item, i], centers[item, c], center_weight[item, c], gap)
+                far = up * (item_radii[item, i] + far)
                 if not far <= radii[item, c]:
                     radii[item, c] = far

@@ -9,13 +9,14 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import clusters, definition
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
 from levattn._kernels.pruned.mixture import mixture_tasks, pack_slots
 from levattn._kernels.pruned.panels import TILE_ROWS
+from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
-__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "row_moments"]
+__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
 
 _FEW = 256  # rows whose moments need no kernel
 
@@ -118,6 +119,38 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
         offset=_level_sums(labels, offset, factor, R)[0].astype(kind),
         count=_level_sums(labels, items.count, np.ones_like(factor), R)[0].astype(kind),
     )
+
+
+def renewed(x: RenewalArguments) -> tuple[Any, Any, Any, Summaries, Any] | None:
+    """Return what is kept and summarized after a selection, or None where numbers are not finite, to be said so."""
+    (b, n, d), D, s, kind = x.keys.shape, x.values.shape[2], x.kept.shape[1], x.keys.dtype
+    forced = min(x.sinks, x.oldest + n)
+    size = min(s + n, x.size + forced)
+    # a stream that holds no summaries yet compiles nothing of its own
+    held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
+    scalars = np.stack([held.weight, held.offset, held.count], axis=2)
+    radius = np.zeros((b, 0)) if x.summaries is None else x.radius
+    read = [_readable(array) for array in (x.keys, x.values)]
+    new = np.empty((b, size, d), kind), np.empty((b, size, D), kind), np.empty((b, size), np.int64)
+    sums = np.empty((b, x.R, d)), np.empty((b, x.R, D)), np.empty((b, x.R, 3)), np.empty((b, x.R))
+    sound = np.empty(b, np.bool_)
+    given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius, x.total, x.second, x.origin
+    body = partial(
+        renewal_tasks,
+        np.empty(1, kind),
+        np.stack([_view(array) for array in read]),
+        (n, x.oldest, x.sinks, x.residual),
+        float(x.queries),
+        *map(np.ascontiguousarray, given),
+        *new,
+        *sums,
+        sound,
+    )
+    share(body, b, float(b) * (held.weight.shape[1] + s + n) * x.R * d)
+    if not sound.all():
+        return None
+    keys, values, scalars, radius = sums
+    return *new, Summaries(scalars[..., 0], keys, values, scalars[..., 1], scalars[..., 2]), radius
 
 
 def row_moments(X: Any) -> tuple[Any, Any]:

@@ -11,9 +11,20 @@ from typing import Any
 import array_api_compat
 
 from levattn._core.arrays import array_namespace, is_torch
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
+from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 
-__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "places", "radii", "row_moments", "sample_step"]
+__all__ = [
+    "cluster",
+    "lengths",
+    "levels",
+    "merged",
+    "mixture",
+    "places",
+    "radii",
+    "renewed",
+    "row_moments",
+    "sample_step",
+]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
@@ -174,6 +185,10 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
         offset=sums[..., width + depth + 1],
         count=counts[..., 0],
     )
+
+
+def renewed(_: RenewalArguments) -> None:
+    """Leave a renewal to be done in steps."""
 
 
 def mixture(x: PrunedArguments) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from levattn._kernels.llvm import I64, Value, across, exponential, fma, integer, load, repeated, store, vector_code
 
-__all__ = ["approach", "exponentials", "matrix_tile", "nearest", "raised", "squared"]
+__all__ = ["approach", "exponentials", "length_squared", "matrix_tile", "nearest", "raised", "squared"]
 
 
 @vector_code(literals="rows vectors adds")
@@ -141,3 +141,13 @@ def squared(v, like, panel, vectors, n, to):
 
         _, total = repeated(b, n, (b.add(panel, at), v.constant(0.0)), add)
         v.store(total, to, at)
+
+
+@vector_code(returns="number")
+def length_squared(v, like, x, vectors):
+    """Return the sum of squares of a row."""
+    b, total = v.b, cgutils.alloca_once_value(v.b, v.constant(0.0))
+    with v.each(vectors) as at:
+        value = v.load(x, at)
+        b.store(fma(b, value, value, b.load(total)), total)
+    return across(b, b.load(total), "sum")

@@ -21,6 +21,8 @@ from levattn.sets.universal import universal_set
 
 __all__ = ["whole_attention"]
 
+_ROUNDS = 1  # of Lloyd's algorithm
+
 
 def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
     """Return the result of a call; the rule is of how many keys are there."""
@@ -79,7 +81,8 @@ def _planned(
     X = along = clusters = None
     if selects and (R or rule.kind in ("expected", "residual")):
         queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
-        X, along = choice.measured(queries, choice.Sums.of(still), rule.power, K.dtype).places(still)
+        keys = choice.Sums.of(still, second=False)
+        X, along = choice.measured(queries, keys, rule.power, K.dtype).places(still)
     if not selects:
         found = xp.zeros_like(ones)
     elif scores is not None:
@@ -87,7 +90,7 @@ def _planned(
     elif rule.kind == "leverage":
         found = _leverage(rule, still, ones)
     else:
-        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power)
+        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, _ROUNDS)
     place = xp.arange(n, device=device)
     first = xp.broadcast_to(place < slots.sinks, (b, n))
     order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first)
@@ -96,7 +99,7 @@ def _planned(
     if R:
         left = xp.astype(~flags, K.dtype)
         labels, log_weight, summaries = choice.grouped(
-            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters
+            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters, _ROUNDS
         )
         role = xp.where(flags, role, labels)
     x = PrunedArguments(

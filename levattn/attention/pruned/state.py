@@ -27,7 +27,7 @@ class PrunedPart:
     summaries: of all other keys but the recent ones, or None; in float64, as errors of merging again and again add up.
     radius: (b, R) in float64, no member is farther from its mean.
     recent, recent_values, recent_scores: the last keys, (b, r, ...).
-    keys, queries: sums over all positions.
+    keys, queries: sums over all positions; second ones of keys only where these are asked for.
     largest: (b,), no value has a larger norm.
     positions: how many there have been.
     """
@@ -115,16 +115,17 @@ def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float 
     return rule
 
 
-def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
+def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
     """Return the part that has seen nothing, for keys and values like those of stacks."""
     xp = namespace_of(K)
     none, no_values = K[:, :0, :], V[:, :0, :]
     no_scores = None if scores is None else scores[:, :0]
     places = xp.zeros((K.shape[0], 0), dtype=xp.int64, device=device_of(K))
     sums = Sums.of(none)
+    of_keys = sums if rule.kind == "leverage" or rule.power is not None else replace(sums, second=None)
     zeros = xp.zeros((K.shape[0],), dtype=V.dtype, device=device_of(V))
     return PrunedPart(
-        rows, none, no_values, no_scores, places, None, None, None, none, no_values, no_scores, sums, sums, zeros, 0
+        rows, none, no_values, no_scores, places, None, None, None, none, no_values, no_scores, of_keys, sums, zeros, 0
     )
 
 

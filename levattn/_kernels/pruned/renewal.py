@@ -1,0 +1,259 @@
+"""The renewal of a causal selection, compiled: what the functions of the selection do one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
+from levattn._kernels.llvm import address, as_pointer, larger, smaller
+from levattn._kernels.pruned.clusters import far_of, farthest, padded, row_room
+from levattn._kernels.pruned.contract import JITTER, ROUNDING, SAME, TILT
+from levattn._kernels.pruned.panels import multiply_panels, pack_column, row_at_view, whole_tiles
+from levattn._kernels.scratch import clear, empty, zeros
+
+__all__ = ["renewal_tasks"]
+
+
+@helper
+def _root(total, second, count, mean, L):
+    """Write the mean of queries and a factor of their second moment about it; return whether there is one."""
+    d = len(mean)
+    trace, whole = 0.0, 0.0
+    for i in range(d):
+        mean[i] = total[i] / count
+    for i in range(d):
+        for j in range(d):
+            L[i, j] = second[i, j] / count - mean[i] * mean[j]
+        trace += L[i, i]
+        whole += second[i, i] / count
+    least = larger(trace / d * JITTER, whole * ROUNDING)
+    for i in range(d):
+        L[i, i] += least if least > 0 else 1.0
+    for k in range(d):
+        pivot = L[k, k]
+        if not 0 < pivot < np.inf:
+            return False
+        scale = 1 / np.sqrt(pivot)
+        for j in range(k, d):
+            L[k, j] *= scale
+        for i in range(k + 1, d):
+            factor = L[k, i]
+            row, other = L[i], L[k]
+            for j in range(k + 1, d):
+                row[j] -= factor * other[j]
+    return True
+
+
+@helper
+def _choose(scores, count, flags):
+    """Flag the largest of the scores, so many; of equal ones the first."""
+    n = len(scores)
+    for i in range(n):
+        own, before = scores[i], 0
+        for j in range(i):
+            before += scores[j] >= own
+        for j in range(i + 1, n):
+            before += scores[j] > own
+        flags[i] = before < count
+
+
+@helper
+def _balance(row, values, scalars):
+    """Scale a summary so that its weights have the mean 1. scalars: weight, offset and count."""
+    factor = scalars[2] / scalars[0]
+    for k in range(len(row)):
+        row[k] *= factor
+    for k in range(len(values)):
+        values[k] *= factor
+    scalars[1] = factor * (scalars[1] + np.log(factor) * scalars[0])
+    scalars[0] *= factor
+
+
+@jit
+def renewal_tasks(
+    like,
+    views,
+    sizes,
+    queries,
+    kept,
+    kept_values,
+    kept_places,
+    held,
+    held_values,
+    scalars,
+    radius,
+    total,
+    second,
+    origin,
+    new_kept,
+    new_values,
+    new_places,
+    summed,
+    summed_values,
+    new_scalars,
+    new_radius,
+    sound,
+    first,
+    last,
+):
+    """Write what is kept and what the summaries are after a renewal, and whether its numbers were finite.
+
+    views: of the keys and the values that leave. sizes: how many these are, the position of the first of them, sinks,
+    and whether scores are residuals. scalars, new_scalars: (b, R, 3), weights, offsets and counts of summaries.
+    """
+    leaving, oldest, sinks, residual = sizes
+    s, d, D = kept.shape[1], kept.shape[2], kept_values.shape[2]
+    before, R = held.shape[1], summed.shape[1]
+    start, n = before + s, before + s + leaving
+    candidates = n - before
+    room, rows = row_room(like, n), zeros(like, (SCORE_ROWS, d))
+    size, width = like.itemsize, SCORE_VECTORS * VECTOR_BYTES // like.itemsize
+    count, tall = room[0].shape[1] // width, whole_tiles(d + 1)
+    packed, X = zeros(like, (count, d, width)), empty(like, (count, tall, width))
+    L, turned = empty(0.0, (d, d)), zeros(like, (tall, d))
+    query, sums, mean = empty(0.0, (d,)), empty(0.0, (d,)), empty(like, (d,))
+    item_row, chosen = empty(like, (d,)), empty(0, (R,))
+    scores, flags, places = empty(like, (candidates,)), empty(0, (candidates,)), empty(0, (candidates,))
+    level, mass = empty(0.0, (R,)), empty(0.0, (R,))
+    gap = padded(d)
+    squares, least, labels, shut = room[0][0], room[0][1], room[0][2], room[0][3]
+    k_view, v_view = views[0], views[1]
+    unit, tiny = like.dtype.type(1), like.dtype.type(1e-30)
+    for item in range(first, last):
+        sound[item] = _root(total[item], second[item], queries, query, L)
+        if not sound[item]:
+            continue
+        for k in range(d):
+            sums[k] = 0
+            turned[d, k] = query[k]
+            for j in range(d):
+                turned[j, k] = L[j, k] if k >= j else 0.0
+        weight = 0.0
+        for i in range(n):
+            own = 1.0
+            if i < before:
+                own, whole = scalars[item, i, 2], scalars[item, i, 0]
+                whole = whole if own > 0 else 1.0
+                for k in range(d):
+                    item_row[k] = like.dtype.type(held[item, i, k] / whole) - origin[item, k]
+            elif i < start:
+                for k in range(d):
+                    item_row[k] = kept[item, i - before, k] - origin[item, k]
+            else:
+                source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
+                for k in range(d):
+                    item_row[k] = source[k] - origin[item, k]
+            pack_column(item_row, unit, packed, i)
+            for k in range(d):
+                sums[k] += own * item_row[k]
+            weight += own
+            shut[i] = 0 if own > 0 else -np.inf
+        for p in range(count):
+            at, step = address(packed[p]), d * width * size
+            multiply_panels(like, False, address(turned), d * size, tall, at, 1, step, d, address(X[p]), width * size)
+        for j in range(d):
+            middle = 0.0
+            for k in range(j, d):
+                middle += turned[j, k] * sums[k]
+            mean[j] = middle / weight
+        farthest(like, X, n, d, mean, room, rows, chosen)
+        for i in range(n):
+            along = X[i // width, d, i % width]
+            if i < before and scalars[item, i, 2] > 0:
+                along -= like.dtype.type(scalars[item, i, 1] / scalars[item, i, 0])
+            sound[item] &= np.isfinite(squares[i]) and np.isfinite(along)
+            shut[i] = along
+            if i >= before:
+                score = along + squares[i] / 2
+                if residual:
+                    score += np.log(larger(least[i], larger(SAME * squares[i], tiny)))
+                scores[i - before] = score
+        if not sound[item]:
+            continue
+        # what is kept
+        forced = 0
+        for i in range(candidates):
+            places[i] = kept_places[item, i] if i < s else oldest + i - s
+            if places[i] < sinks:
+                scores[i] = np.inf
+                forced += 1
+        _choose(scores, new_kept.shape[1], flags)
+        at = 0
+        for i in range(candidates):
+            if flags[i]:
+                new_places[item, at] = places[i]
+                if i < s:
+                    for k in range(d):
+                        new_kept[item, at, k] = kept[item, i, k]
+                    for k in range(D):
+                        new_values[item, at, k] = kept_values[item, i, k]
+                else:
+                    source = as_pointer(row_at_view(k_view, item, 0, i - s), like)
+                    for k in range(d):
+                        new_kept[item, at, k] = source[k]
+                    source = as_pointer(row_at_view(v_view, item, 0, i - s), like)
+                    for k in range(D):
+                        new_values[item, at, k] = source[k]
+                at += 1
+        # what is summarized
+        clear(summed, item * R * d, R * d)
+        clear(summed_values, item * R * D, R * D)
+        clear(new_scalars, item * R * 3, R * 3)
+        for c in range(R):
+            level[c], mass[c], new_radius[item, c] = 0, 0, 0
+        for i in range(n):
+            own = scalars[item, i, 2] if i < before else 1.0
+            if own > 0 and (i < before or not flags[i - before]):
+                c = int(labels[i])
+                level[c] += own * shut[i]
+                mass[c] += own
+            else:
+                labels[i] = -1
+        for i in range(n):
+            c = int(labels[i])
+            if c < 0:
+                continue
+            tilt = float(shut[i]) - level[c] / mass[c]
+            tilt = larger(-TILT, smaller(TILT, tilt))
+            factor = np.exp(tilt)
+            row, values, target = summed[item, c], summed_values[item, c], new_scalars[item, c]
+            if i < before:
+                whole = scalars[item, i, 0]
+                for k in range(d):
+                    row[k] += factor * held[item, i, k]
+                for k in range(D):
+                    values[k] += factor * held_values[item, i, k]
+                target[0] += factor * whole
+                target[1] += factor * (scalars[item, i, 1] + tilt * whole)
+                target[2] += scalars[item, i, 2]
+            else:
+                source = as_pointer(address(kept[item, i - before]), like)
+                others = as_pointer(address(kept_values[item, i - before]), like)
+                if i >= start:
+                    source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
+                    others = as_pointer(row_at_view(v_view, item, 0, i - start), like)
+                for k in range(d):
+                    row[k] += factor * source[k]
+                for k in range(D):
+                    values[k] += factor * others[k]
+                target[0] += factor
+                target[1] += factor * tilt
+                target[2] += 1
+        for c in range(R):
+            if new_scalars[item, c, 2] > 0:
+                _balance(summed[item, c], summed_values[item, c], new_scalars[item, c])
+        for i in range(n):
+            c = int(labels[i])
+            if c < 0:
+                continue
+            whole = new_scalars[item, c, 0]
+            if i < before:
+                far = far_of(held[item, i], scalars[item, i, 0], summed[item, c], whole, gap) + radius[item, i]
+            else:
+                source = as_pointer(address(kept[item, i - before]), like)
+                if i >= start:
+                    source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
+                far = far_of(source, 1.0, summed[item, c], whole, gap)
+            far *= 1 + (d + 8) * 2.0**-52
+            if not far <= new_radius[item, c]:
+                new_radius[item, c] = far
