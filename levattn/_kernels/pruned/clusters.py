@@ -23,6 +23,7 @@ __all__ = [
     "place_tasks",
     "radius_tasks",
     "row_room",
+    "square_columns",
 ]
 
 
@@ -85,7 +86,8 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
     """Choose rows that are far from one another, the columns of panels: their places, and who is nearest to which.
 
     The farthest from the mean, then always the farthest from all so far; of equal ones the first. room: of `row_room`,
-    with `shut` filled. Products with several rows that are far are made at a time, as they are likely to be next.
+    with `squares` and `shut` filled. Products with several rows that are far are made at a time, as they are likely to
+    be next.
     """
     numbers, products = room
     width, deep = panels.shape[2], numbers.shape[1]
@@ -94,7 +96,6 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
     vectors = deep * size // VECTOR_BYTES
     place, farthest_of = 0, like.dtype.type(-np.inf)
     for p in range(deep // width):
-        squared(like, address(panels[p]), SCORE_VECTORS, d, address(squares) + p * width * size)
         away = least[p * width : (p + 1) * width]
         for j in range(width):
             away[j] = 0
@@ -147,6 +148,14 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
         )
 
 
+@helper
+def square_columns(like, panels, d, room):
+    """Write the squared lengths of the columns of panels, as their products with themselves are rounded."""
+    squares, width = room[0][0], panels.shape[2]
+    for p in range(len(squares) // width):
+        squared(like, address(panels[p]), SCORE_VECTORS, d, address(squares) + p * width * like.itemsize)
+
+
 @jit
 def far_tasks(X, weight, step, centers, labels, distances, first, last):
     """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row.
@@ -174,6 +183,7 @@ def far_tasks(X, weight, step, centers, labels, distances, first, last):
         for i in range(count):
             pack_column(x[i * step], unit, panels, i)
             room[0][3, i] = 0 if weight[item, i * step] > 0 else -np.inf
+        square_columns(X, panels, d, room)
         farthest(X, panels, count, d, mean, room, rows, chosen)
         for c in range(len(chosen)):
             for k in range(d):

@@ -6,7 +6,7 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.clusters import far_of, farthest, padded, row_room
+from levattn._kernels.pruned.clusters import far_of, farthest, padded, row_room, square_columns
 from levattn._kernels.pruned.contract import JITTER, ROUNDING, SAME, TILT
 from levattn._kernels.pruned.panels import multiply_panels, pack_column, row_at_view, whole_tiles
 from levattn._kernels.scratch import clear, empty, zeros
@@ -112,7 +112,7 @@ def renewal_tasks(
     packed, X = zeros(like, (count, d, width)), empty(like, (count, tall, width))
     L, turned = empty(0.0, (d, d)), zeros(like, (tall, d))
     query, sums, mean = empty(0.0, (d,)), empty(0.0, (d,)), empty(like, (d,))
-    item_row, chosen = empty(like, (d,)), empty(0, (R,))
+    item_row, along, chosen = empty(like, (d,)), empty(like, (n,)), empty(0, (R,))
     scores, flags, places = empty(like, (candidates,)), empty(0, (candidates,)), empty(0, (candidates,))
     level, mass = empty(0.0, (R,)), empty(0.0, (R,))
     gap = padded(d)
@@ -151,33 +151,39 @@ def renewal_tasks(
         for p in range(count):
             at, step = address(packed[p]), d * width * size
             multiply_panels(like, False, address(turned), d * size, tall, at, 1, step, d, address(X[p]), width * size)
-        for j in range(d):
-            middle = 0.0
-            for k in range(j, d):
-                middle += turned[j, k] * sums[k]
-            mean[j] = middle / weight
-        farthest(like, X, n, d, mean, room, rows, chosen)
+        square_columns(like, X, d, room)
         for i in range(n):
-            along = X[i // width, d, i % width]
+            along[i] = X[i // width, d, i % width]
             if i < before and scalars[item, i, 2] > 0:
-                along -= like.dtype.type(scalars[item, i, 1] / scalars[item, i, 0])
-            sound[item] &= np.isfinite(squares[i]) and np.isfinite(along)
-            shut[i] = along
-            if i >= before:
-                score = along + squares[i] / 2
-                if residual:
-                    score += np.log(larger(least[i], larger(SAME * squares[i], tiny)))
-                scores[i - before] = score
+                along[i] -= like.dtype.type(scalars[item, i, 1] / scalars[item, i, 0])
+            sound[item] &= np.isfinite(squares[i]) and np.isfinite(along[i])
         if not sound[item]:
             continue
-        # what is kept
-        forced = 0
-        for i in range(candidates):
-            places[i] = kept_places[item, i] if i < s else oldest + i - s
-            if places[i] < sinks:
-                scores[i] = np.inf
-                forced += 1
-        _choose(scores, new_kept.shape[1], flags)
+        for stage in range(2):  # residuals are taken from clusters, and otherwise what is kept is in none
+            if (stage == 0) == residual:
+                for j in range(d):
+                    middle = 0.0
+                    for k in range(j, d):
+                        middle += turned[j, k] * sums[k]
+                    mean[j] = middle / weight if weight > 0 else 0.0
+                farthest(like, X, n, d, mean, room, rows, chosen)
+                continue
+            for i in range(candidates):
+                at = before + i
+                scores[i] = along[at] + squares[at] / 2
+                if residual:
+                    scores[i] += np.log(larger(least[at], larger(SAME * squares[at], tiny)))
+                places[i] = kept_places[item, i] if i < s else oldest + i - s
+                if places[i] < sinks:
+                    scores[i] = np.inf
+            _choose(scores, new_kept.shape[1], flags)
+            for i in range(candidates):
+                if flags[i] and not residual:
+                    at = before + i
+                    shut[at] = -np.inf
+                    weight -= 1
+                    for k in range(d):
+                        sums[k] -= packed[at // width, k, at % width]
         at = 0
         for i in range(candidates):
             if flags[i]:
@@ -205,7 +211,7 @@ def renewal_tasks(
             own = scalars[item, i, 2] if i < before else 1.0
             if own > 0 and (i < before or not flags[i - before]):
                 c = int(labels[i])
-                level[c] += own * shut[i]
+                level[c] += own * along[i]
                 mass[c] += own
             else:
                 labels[i] = -1
@@ -213,7 +219,7 @@ def renewal_tasks(
             c = int(labels[i])
             if c < 0:
                 continue
-            tilt = float(shut[i]) - level[c] / mass[c]
+            tilt = float(along[i]) - level[c] / mass[c]
             tilt = larger(-TILT, smaller(TILT, tilt))
             factor = np.exp(tilt)
             row, values, target = summed[item, c], summed_values[item, c], new_scalars[item, c]
