@@ -130,8 +130,9 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
             for i in range(SCORE_ROWS):
                 if i >= count:
                     names[i] = -1
-                for k in range(d if i < count else 0):
-                    rows[i, k] = panels[names[i] // width, k, names[i] % width]
+                panel, lane = panels[larger(names[i], 0) // width], larger(names[i], 0) % width
+                for k in range(d):
+                    rows[i, k] = panel[k, lane]
             multiply_rows(False, rows, count, panels, d, products)
         chosen[c] = place
         at = address(products) + found * deep * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import address, as_pointer, larger, smaller
+from levattn._kernels.llvm import address, as_pointer, larger, smaller, subtract_rows
 from levattn._kernels.pruned.clusters import far_of, farthest, padded, row_room, square_columns
 from levattn._kernels.pruned.contract import JITTER, ROUNDING, SAME, TILT
 from levattn._kernels.pruned.panels import multiply_panels, pack_column, row_at_view, whole_tiles
@@ -29,32 +29,54 @@ def _root(total, second, count, mean, L):
     least = larger(trace / d * JITTER, whole * ROUNDING)
     for i in range(d):
         L[i, i] += least if least > 0 else 1.0
-    for k in range(d):
-        pivot = L[k, k]
+    lanes, step, at = VECTOR_BYTES // 8, L.shape[1], address(L)
+    for i in range(d):  # each row less those before it, four at a time; of those that are not yet made, nothing
+        low = i // lanes * lanes
+        for k in range(0, i, 4):
+            a, b, c, e = L[k, i], L[k + 1, i], L[k + 2, i], L[k + 3, i]
+            b, c, e = b if k + 1 < i else 0.0, c if k + 2 < i else 0.0, e if k + 3 < i else 0.0
+            subtract_rows(
+                at + (i * step + low) * 8, at + (k * step + low) * 8, step, a, b, c, e, (step - low) // lanes
+            )
+        pivot = L[i, i]
         if not 0 < pivot < np.inf:
             return False
         scale = 1 / np.sqrt(pivot)
-        for j in range(k, d):
-            L[k, j] *= scale
-        for i in range(k + 1, d):
-            factor = L[k, i]
-            row, other = L[i], L[k]
-            for j in range(k + 1, d):
-                row[j] -= factor * other[j]
+        for j in range(i, d):
+            L[i, j] *= scale
     return True
 
 
 @helper
-def _choose(scores, count, flags):
+def _choose(scores, count, flags, room):
     """Flag the largest of the scores, so many; of equal ones the first."""
-    n = len(scores)
+    n, low, high, rank = len(scores), 0, len(scores) - 1, count - 1
     for i in range(n):
-        own, before = scores[i], 0
-        for j in range(i):
-            before += scores[j] >= own
-        for j in range(i + 1, n):
-            before += scores[j] > own
-        flags[i] = before < count
+        room[i] = scores[i]
+    while low < high:  # Hoare's selection of the least that is in
+        pivot, i, j = room[(low + high) // 2], low, high
+        while i <= j:
+            while room[i] > pivot:
+                i += 1
+            while room[j] < pivot:
+                j -= 1
+            if i <= j:
+                room[i], room[j] = room[j], room[i]
+                i += 1
+                j -= 1
+        if rank <= j:
+            high = j
+        elif rank >= i:
+            low = i
+        else:
+            break
+    left = count
+    for i in range(n):
+        left -= count > 0 and scores[i] > room[rank]
+    for i in range(n):
+        tie = left > 0 and scores[i] == room[rank]
+        flags[i] = count > 0 and (tie or scores[i] > room[rank])
+        left -= tie
 
 
 @helper
@@ -110,12 +132,13 @@ def renewal_tasks(
     size, width = like.itemsize, SCORE_VECTORS * VECTOR_BYTES // like.itemsize
     count, tall = room[0].shape[1] // width, whole_tiles(d + 1)
     packed, X = zeros(like, (count, d, width)), empty(like, (count, tall, width))
-    L, turned = empty(0.0, (d, d)), zeros(like, (tall, d))
+    gap = padded(d)
+    L, turned = zeros(0.0, ((d + 3) // 4 * 4, len(gap))), zeros(like, (tall, d))
     query, sums, mean = empty(0.0, (d,)), empty(0.0, (d,)), empty(like, (d,))
     item_row, along, chosen = empty(like, (d,)), empty(like, (n,)), empty(0, (R,))
-    scores, flags, places = empty(like, (candidates,)), empty(0, (candidates,)), empty(0, (candidates,))
+    scores, order = empty(like, (candidates,)), empty(like, (candidates,))
+    flags, places = empty(0, (candidates,)), empty(0, (candidates,))
     level, mass = empty(0.0, (R,)), empty(0.0, (R,))
-    gap = padded(d)
     squares, least, labels, shut = room[0][0], room[0][1], room[0][2], room[0][3]
     k_view, v_view = views[0], views[1]
     unit, tiny = like.dtype.type(1), like.dtype.type(1e-30)
@@ -132,10 +155,10 @@ def renewal_tasks(
         for i in range(n):
             own = 1.0
             if i < before:
-                own, whole = scalars[item, i, 2], scalars[item, i, 0]
-                whole = whole if own > 0 else 1.0
+                own = scalars[item, i, 2]
+                inverse = 1.0 / scalars[item, i, 0] if own > 0 else 1.0
                 for k in range(d):
-                    item_row[k] = like.dtype.type(held[item, i, k] / whole) - origin[item, k]
+                    item_row[k] = like.dtype.type(held[item, i, k] * inverse) - origin[item, k]
             elif i < start:
                 for k in range(d):
                     item_row[k] = kept[item, i - before, k] - origin[item, k]
@@ -176,7 +199,7 @@ def renewal_tasks(
                 places[i] = kept_places[item, i] if i < s else oldest + i - s
                 if places[i] < sinks:
                     scores[i] = np.inf
-            _choose(scores, new_kept.shape[1], flags)
+            _choose(scores, new_kept.shape[1], flags, order)
             for i in range(candidates):
                 if flags[i] and not residual:
                     at = before + i

@@ -99,14 +99,16 @@ def _stepped(
     q: (b, g, T, d), times the scale. scores: (b, T), where they are given. goes_on: whether the part is read again.
     """
     xp, T = namespace_of(q), K.shape[1]
-    read = [xp.concat([held, more], axis=1) for held, more in ((part.recent, K), (part.recent_values, V))]
-    more = None if scores is None else xp.concat([part.recent_scores, scores], axis=1)
+    read = [K, V, scores]
+    if part.recent.shape[1]:
+        held = part.recent, part.recent_values, part.recent_scores
+        read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first row of these
     pieces, low = [], 0
     while low < T:
         high = min(T, low + rule.until_selection(part.positions))
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
-        arrays = (array if array is None else array[:, recent, ...] for array in (*read, more))
+        arrays = (array if array is None else array[:, recent, ...] for array in read)
         piece, part = _between(rule, part, q[:, :, low:high, :], *arrays, certified)
         pieces.append(piece)
         low = high
