@@ -11,7 +11,7 @@ from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import clusters, definition
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
-from levattn._kernels.pruned.mixture import mixture_tasks, pack_slots
+from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots
 from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
@@ -49,17 +49,25 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
     widest = max(0, int(spans.max()))
     read = [_readable(array) for array in (x.q, x.keys, x.values)]
+    views, like = np.stack([_view(array) for array in read]), np.empty(1, kind)
+    role = np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64)
+    n = x.keys.shape[1] if widest else 0
+    near = np.empty((b, _panels(n, size), d, _width(size)), kind)
+    near_values = np.empty((b, value_panels.shape[1], near.shape[1] * near.shape[3], near.shape[3]), kind)
+    share(partial(pack_near, like, views, (n, D), role, near, near_values), b * near.shape[1], float(b) * n * (d + D))
     arguments = (
-        np.empty(1, kind),
-        np.stack([_view(array) for array in read]),
+        like,
+        views,
         (s, tall, many, widest),
         0.0 if x.power is None else float(x.power),
         key_panels,
         value_panels,
         bias,
+        near,
+        near_values,
         np.stack([weight, offset, members], axis=1).astype(np.float64),
         edges,
-        np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64),
+        role,
         np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
         Y,
         rest,

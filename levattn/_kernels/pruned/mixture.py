@@ -22,7 +22,7 @@ from levattn._kernels.pruned.panels import (
 from levattn._kernels.pruned.simd import exponentials, raised
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = ["mixture_tasks", "pack_slots"]
+__all__ = ["mixture_tasks", "pack_near", "pack_slots"]
 
 
 @jit
@@ -66,6 +66,29 @@ def pack_slots(
                 pack_row(row_pointer(mean_values, row), inverse, D, value_panels[item], begin + c)
                 shift = -offset[item, c] / weight[item, c]
                 bias[item, begin + c] = shift if power else np.log(weight[item, c]) + shift
+
+
+@jit
+def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
+    """Write the keys (b, n) that may be near, and their values, to panels: a task is one panel of keys.
+
+    views: of queries, keys and values. sizes: n, and how long values are. role: (b, n), or without rows. Keys that are
+    never attended are zeros: a power of nothing is nothing.
+    """
+    _, count, d, width = key_panels.shape
+    unit, (n, D) = like.dtype.type(1), sizes
+    for task in range(first, last):
+        item, p = task // count, task % count
+        low, panel = p * width, key_panels[item, p]
+        for j in range(low, low + width):
+            there = j < n and (not len(role) or role[item, smaller(j, n - 1)] != -2)
+            if there:
+                pack_column(as_pointer(row_at_view(views[1], item, 0, j), like), unit, key_panels[item], j)
+                pack_row(as_pointer(row_at_view(views[2], item, 0, j), like), unit, D, value_panels[item], j)
+            else:
+                for k in range(d):
+                    panel[k, j - low] = 0
+                pack_row(as_pointer(address(key_panels), like), unit, 0, value_panels[item], j)
 
 
 @helper
@@ -153,6 +176,8 @@ def mixture_tasks(
     key_panels,
     value_panels,
     bias,
+    near_keys,
+    near_values,
     sums,
     edges,
     role,
@@ -164,7 +189,7 @@ def mixture_tasks(
 ):
     """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
 
-    views: of queries, keys and values. sizes: rows of keys that are kept; positions and heads of a block; the most
+    views: of queries, keys and values. near_keys, near_values: of `pack_near`. sizes: rows of keys that are kept; positions and heads of a block; the most
     near keys of a block. sums: (b, 3, R). edges: first and last of the near keys. role, log_weight: (b, n), or without
     rows.
     """
@@ -176,60 +201,47 @@ def mixture_tasks(
     begin = (kept + width - 1) // width * width
     near = key_panels.shape[1] * width
     deep = value_panels.shape[1] * width
-    full = near + (widest + width - 1) // width * width
+    widest = smaller((widest + width - 1) // width + 1, near_keys.shape[1]) * width
+    full, every = near + widest, near_keys.shape[1] * width
     rows_q = zeros(like, (TILE_ROWS, d))
     L, out = empty(like, (TILE_ROWS, full)), empty(like, (TILE_ROWS, deep))
-    near_keys = empty(like, ((full - near) // width, d, width))
-    near_values = empty(like, (value_panels.shape[1], full - near, width))
     shift = zeros(like, (full,))
     names, weight, logs = filled(0, widest, -1), filled(0.0, widest, 1.0), zeros(0.0, (widest,))
     inverse = empty(like, (TILE_ROWS,))
     room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
-    q_view, k_view, v_view = views[0], views[1], views[2]
+    q_view = views[0]
     q_at, l_at, y_at = address(rows_q), address(L), address(out)
-    near_keys_at, near_values_at = address(near_keys), address(near_values)
-    nothing, unit = 0.0 if power else -np.inf, like.dtype.type(1)
+    nothing = 0.0 if power else -np.inf
     for task in range(first, last):
         item, at = task // (stretches * groups), task % (stretches * groups)
         head, low = at // stretches * many, at % stretches * tall
         others, high = smaller(heads, head + many), smaller(m, low + tall)
         positions = high - low
         rows = positions * (others - head)
-        start = edges[0, low]
-        n = larger(start, edges[1, high - 1]) - start
-        padded = (n + width - 1) // width * width
+        panel = edges[0, low] // width
+        start, end = panel * width, larger(edges[0, low], edges[1, high - 1])
+        padded = (end - start + width - 1) // width * width if end > edges[0, low] else 0
         for i in range(rows):
             source = as_pointer(row_at_view(q_view, item, head + i // positions, low + i % positions), like)
             for k in range(d):
                 rows_q[i, k] = source[k]
         for j in range(near):
             shift[j] = bias[item, j]
-        for j in range(n):
-            absent = False
-            if len(role):
+        for j in range(padded):
+            absent = start + j >= end
+            if len(role) and not absent:
                 names[j] = role[item, start + j]
                 absent = names[j] == -2
-            if len(log_weight):
+            if len(log_weight) and start + j < end:
                 logs[j] = log_weight[item, start + j]
                 weight[j] = np.exp(logs[j])
             shift[near + j] = nothing if absent else 0.0
-            pack_column(as_pointer(row_at_view(k_view, item, 0, start + j), like), unit, near_keys, j)
-            pack_row(as_pointer(row_at_view(v_view, item, 0, start + j), like), unit, D, near_values, j)
-            if absent:  # a power of nothing is nothing
-                for k in range(d):
-                    near_keys[j // width, k, j % width] = 0
-        for j in range(n, padded):
-            shift[near + j] = nothing
-            for k in range(d):
-                near_keys[j // width, k, j % width] = 0
-            for p in range(len(near_values)):
-                near_values[p, j] = 0
         whole = whole_tiles(rows)
         panels_at, count, to_at, step = address(key_panels[item]), near // width, l_at, d * width * size
         for _ in range(2):  # in a loop, so that it is compiled once
             multiply_panels(like, False, q_at, d * size, whole, panels_at, count, step, d, to_at, full * size)
-            panels_at, count, to_at = near_keys_at, padded // width, l_at + near * size
+            panels_at, count, to_at = address(near_keys[item]) + start * d * size, padded // width, l_at + near * size
         for i in range(rows):
             position = low + i % positions
             one, other = edges[0, position] - start, larger(edges[0, position], edges[1, position]) - start
@@ -262,7 +274,7 @@ def mixture_tasks(
             multiply_panels(
                 like, part > 0, from_at, full * size, whole, panels_at, deep // width, step, n, y_at, deep * size
             )
-            panels_at, step, n = near_values_at, (full - near) * width * size, padded
+            panels_at, step, n = address(near_values[item]) + start * width * size, every * width * size, padded
             from_at = l_at + near * size
         for i in range(rows):
             target = Y[item, head + i // positions, low + i % positions]
