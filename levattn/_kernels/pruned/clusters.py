@@ -6,9 +6,17 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.panels import TILE_ROWS, multiply_rows, pack_column, pack_row, row_at_view, whole_tiles
+from levattn._kernels.pruned.panels import (
+    TILE_ROWS,
+    multiply_panels,
+    multiply_rows,
+    pack_columns,
+    pack_row,
+    row_at_view,
+    whole_tiles,
+)
 from levattn._kernels.pruned.simd import approach, length_squared, nearest, squared
-from levattn._kernels.scratch import empty, filled, zeros
+from levattn._kernels.scratch import clear, empty, filled, zeros
 
 __all__ = [
     "add_tasks",
@@ -28,28 +36,36 @@ __all__ = [
 
 
 @jit
-def moments_of_rows(like, view, n, d, second, first, last):
-    """Write ``Σ x [xᵀ 1]`` over n rows to (b, d, d + 1), in float64."""
-    width = SCORE_VECTORS * (VECTOR_BYTES // second.itemsize)
-    panels = (d + width) // width
+def moments_of_rows(like, view, n, total, second, first, last):
+    """Write ``Σ x`` over n rows to (b, d), and ``Σ x xᵀ`` to (b, d, d) unless that has no rows, in float64."""
+    d, squares = total.shape[1], second.shape[1] > 0
+    width = SCORE_VECTORS * (VECTOR_BYTES // total.itemsize)
+    panels = (d + width - 1) // width if squares else 0
     in_columns, rows = zeros(0.0, (whole_tiles(d), TILE_ROWS)), zeros(0.0, (panels, TILE_ROWS, width))
-    total, unit = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1)
+    sums, unit = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1)
     for item in range(first, last):
-        for i in range(d):
-            for j in range(panels * width):
-                total[i, j] = 0
+        clear(total, item * d, d)
+        clear(sums, 0, sums.size)
         for low in range(0, n, TILE_ROWS):
             count = smaller(TILE_ROWS, n - low)
             for r in range(count):
                 source = as_pointer(row_at_view(view, item, 0, low + r), like)
                 for i in range(d):
-                    in_columns[i, r] = source[i]
-                pack_row(source, unit, d, rows, r)
-                rows[d // width, r, d % width] = 1
-            multiply_rows(True, in_columns, d, rows, count, total)
-        for i in range(d):
-            for j in range(d + 1):
-                second[item, i, j] = total[i, j]
+                    total[item, i] += source[i]
+                if squares:
+                    for i in range(d):
+                        in_columns[i, r] = source[i]
+                    pack_row(source, unit, d, rows, r)
+            for p in range(panels):  # rows beyond are on the other side of the diagonal
+                at, to = address(rows) + p * TILE_ROWS * width * 8, address(sums) + p * width * 8
+                tall = whole_tiles(smaller(d, (p + 1) * width))
+                multiply_panels(
+                    sums, True, address(in_columns), TILE_ROWS * 8, tall, at, 1, 0, count, to, panels * width * 8
+                )
+        for i in range(d if squares else 0):
+            for j in range(i, d):
+                second[item, i, j] = sums[i, j]
+                second[item, j, i] = sums[i, j]
 
 
 @jit
@@ -168,7 +184,7 @@ def far_tasks(X, weight, step, centers, labels, distances, first, last):
     room, rows = row_room(X, count), zeros(X, (SCORE_ROWS, d))
     width = SCORE_VECTORS * VECTOR_BYTES // X.itemsize
     panels = zeros(X, (room[0].shape[1] // width, d, width))
-    sums, mean, unit = empty(0.0, (d,)), empty(X, (d,)), X.dtype.type(1)
+    sums, mean = empty(0.0, (d,)), empty(X, (d,))
     chosen = empty(0, (centers.shape[1],))
     for item in range(first, last):
         sums[:] = 0
@@ -182,8 +198,10 @@ def far_tasks(X, weight, step, centers, labels, distances, first, last):
         for k in range(d):
             mean[k] = sums[k] / (total if total > 0 else 1.0)
         for i in range(count):
-            pack_column(x[i * step], unit, panels, i)
             room[0][3, i] = 0 if weight[item, i * step] > 0 else -np.inf
+        for p in range(len(panels)):
+            at, here = address(x) + p * width * step * d * X.itemsize, smaller(width, count - p * width)
+            pack_columns(X, at, step * d * X.itemsize, here, d, address(panels[p]))
         square_columns(X, panels, d, room)
         farthest(X, panels, count, d, mean, room, rows, chosen)
         for c in range(len(chosen)):
@@ -197,11 +215,17 @@ def far_tasks(X, weight, step, centers, labels, distances, first, last):
 def pack_centers(centers, panels, norms, first, last):
     """Write centers times −2 to panels, and their squared norms, which are infinite where there is none."""
     R, d = centers.shape[1:]
+    width, size = panels.shape[3], panels.itemsize
     for item in range(first, last):
-        panels[item] = 0
         norms[item] = np.inf
+        for p in range(panels.shape[1]):
+            at, here = address(centers[item]) + p * width * d * size, smaller(width, R - p * width)
+            pack_columns(centers, at, d * size, here, d, address(panels[item, p]))
+            for k in range(d):
+                row = panels[item, p, k]
+                for j in range(width):
+                    row[j] *= -2
         for c in range(R):
-            pack_column(centers[item, c], centers.dtype.type(-2), panels[item], c)
             square = centers.dtype.type(0)
             for k in range(d):
                 square += centers[item, c, k] * centers[item, c, k]
@@ -275,7 +299,9 @@ def far_of(own, own_weight, other, other_weight, gap):
     inverse = 1.0 / own_weight if own_weight > 0 else 1.0
     whole = 1.0 / other_weight if other_weight > 0 else 1.0
     for k in range(d):
-        gap[k] = own[k] * inverse - other[k] * whole
+        gap[k] = own[k] * inverse
+    for k in range(d):
+        gap[k] -= other[k] * whole
     square, scale = length_squared(gap, address(gap), len(gap) * 8 // VECTOR_BYTES), 1.0
     if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
         scale = 0.0

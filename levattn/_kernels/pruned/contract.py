@@ -130,8 +130,8 @@ class PrunedKernels(Protocol):
     def radii(self, labels: Any, items: Summaries, item_radii: Any, summaries: Summaries, /) -> Any:
         """Return how far the members of summaries may be from their means, (b, R)."""
 
-    def row_moments(self, X: Any, /) -> tuple[Any, Any]:
-        """Return the sums (b, d) of rows and (b, d, d) of x xᵀ in float64."""
+    def row_moments(self, X: Any, squares: bool, /) -> tuple[Any, Any]:
+        """Return the sums (b, d) of rows and, if asked for, (b, d, d) of x xᵀ in float64."""
 
     def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:
         """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""

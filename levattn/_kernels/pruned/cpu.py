@@ -18,7 +18,7 @@ from levattn._kernels.tasks import share
 
 __all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
 
-_FEW = 256  # rows whose moments need no kernel
+_FEW = 64  # rows whose moments need no kernel
 
 
 def mixture(x: PrunedArguments) -> tuple[Any, Any]:
@@ -161,14 +161,15 @@ def renewed(x: RenewalArguments) -> tuple[Any, Any, Any, Summaries, Any] | None:
     return *new, Summaries(scalars[..., 0], keys, values, scalars[..., 1], scalars[..., 2]), radius
 
 
-def row_moments(X: Any) -> tuple[Any, Any]:
-    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d) if it is asked for, in float64."""
     b, n, d = X.shape
     if n < _FEW:
-        return definition.row_moments(X)
-    X, second = _readable(X), np.empty((b, d, d + 1))
-    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, d, second), b, float(X.size) * d)
-    return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
+        return definition.row_moments(X, squares)
+    X, total, second = _readable(X), np.empty((b, d)), np.empty((b, d, d) if squares else (0, 0, 0))
+    work = float(X.size) * (d if squares else 1)
+    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, total, second), b, work)
+    return total, second if squares else None
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:

@@ -36,11 +36,11 @@ def sample_step(n: int, R: int) -> int:
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
-def row_moments(X: Any) -> tuple[Any, Any]:
-    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d) if it is asked for, in float64."""
     xp = array_namespace(X)
     X = xp.astype(X, xp.float64)
-    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X)
+    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X) if squares else None
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:

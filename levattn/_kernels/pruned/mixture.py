@@ -13,14 +13,14 @@ from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import (
     TILE_ROWS,
     multiply_panels,
-    pack_column,
+    pack_columns,
     pack_row,
     row_at_view,
     row_pointer,
     whole_tiles,
 )
 from levattn._kernels.pruned.simd import exponentials, raised
-from levattn._kernels.scratch import clear, empty, filled, zeros
+from levattn._kernels.scratch import empty, filled, zeros
 
 __all__ = ["mixture_tasks", "pack_near", "pack_slots"]
 
@@ -44,28 +44,37 @@ def pack_slots(
 ):
     """Write kept keys (b, s, d) and values, and summaries as means, to panels; `count` (b,) of the keys are there."""
     s, R, width = keys.shape[1], weight.shape[1], key_panels.shape[3]
-    begin = (s + width - 1) // width * width
-    D = values.shape[2]
+    d, D, size = keys.shape[2], values.shape[2], keys.itemsize
+    before = (s + width - 1) // width  # panels
     nothing, one = 0.0 if power else -np.inf, keys.dtype.type(1)
-    many_keys, many_values, places = key_panels[0].size, value_panels[0].size, bias.shape[1]
+    rows = empty(keys, (width, d))
     for item in range(first, last):
-        clear(key_panels, item * many_keys, many_keys)
-        clear(value_panels, item * many_values, many_values)
-        for j in range(places):
-            bias[item, j] = nothing
-        for j in range(smaller(count[item], s)):
-            row = item * s + j
-            pack_column(row_pointer(keys, row), one, key_panels[item], j)
-            pack_row(row_pointer(values, row), one, D, value_panels[item], j)
-            bias[item, j] = 0
-        for c in range(R):
-            if members[item, c] > 0.5:
-                row = item * R + c
-                inverse = means.dtype.type(1) / weight[item, c]
-                pack_column(row_pointer(means, row), inverse, key_panels[item], begin + c)
-                pack_row(row_pointer(mean_values, row), inverse, D, value_panels[item], begin + c)
-                shift = -offset[item, c] / weight[item, c]
-                bias[item, begin + c] = shift if power else np.log(weight[item, c]) + shift
+        there = smaller(count[item], s)
+        for p in range(key_panels.shape[1]):
+            low, high = p * width, smaller((p + 1) * width, there)
+            at, step = address(keys) + (item * s + low) * d * size, d * size
+            for j in range(low, high):
+                pack_row(row_pointer(values, item * s + j), one, D, value_panels[item], j)
+                bias[item, j] = 0
+            if p >= before:
+                low = (p - before) * width
+                high, at = smaller(low + width, R), address(rows)
+                for c in range(low, high):
+                    there_too = members[item, c] > 0.5
+                    inverse = means.dtype.type(1) / weight[item, c] if there_too else means.dtype.type(0)
+                    mean, row = row_pointer(means, item * R + c), rows[c - low]
+                    for k in range(d):
+                        row[k] = mean[k] * inverse if there_too else 0.0
+                    j = before * width + c
+                    pack_row(
+                        row_pointer(mean_values, item * R + c), inverse, D if there_too else 0, value_panels[item], j
+                    )
+                    shift = -offset[item, c] * inverse
+                    bias[item, j] = (shift if power else np.log(weight[item, c]) + shift) if there_too else nothing
+            pack_columns(keys, at, step, larger(high - low, 0), d, address(key_panels[item, p]))
+            for j in range(larger(high - low, 0), width):
+                pack_row(row_pointer(values, 0), one, 0, value_panels[item], p * width + j)
+                bias[item, p * width + j] = nothing
 
 
 @jit
@@ -80,15 +89,22 @@ def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
     for task in range(first, last):
         item, p = task // count, task % count
         low, panel = p * width, key_panels[item, p]
-        for j in range(low, low + width):
-            there = j < n and (not len(role) or role[item, smaller(j, n - 1)] != -2)
-            if there:
-                pack_column(as_pointer(row_at_view(views[1], item, 0, j), like), unit, key_panels[item], j)
-                pack_row(as_pointer(row_at_view(views[2], item, 0, j), like), unit, D, value_panels[item], j)
-            else:
+        here = smaller(width, n - low)
+        pack_columns(like, row_at_view(views[1], item, 0, low), views[1, 3], here, d, address(panel))
+        for j in range(width):
+            there = j < here
+            if len(role) and there and role[item, low + j] == -2:
+                there = False
                 for k in range(d):
-                    panel[k, j - low] = 0
-                pack_row(as_pointer(address(key_panels), like), unit, 0, value_panels[item], j)
+                    panel[k, j] = 0
+            row = low + j if there else 0
+            pack_row(
+                as_pointer(row_at_view(views[2], item, 0, row), like),
+                unit,
+                D if there else 0,
+                value_panels[item],
+                low + j,
+            )
 
 
 @helper
@@ -189,9 +205,9 @@ def mixture_tasks(
 ):
     """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
 
-    views: of queries, keys and values. near_keys, near_values: of `pack_near`. sizes: rows of keys that are kept; positions and heads of a block; the most
-    near keys of a block. sums: (b, 3, R). edges: first and last of the near keys. role, log_weight: (b, n), or without
-    rows.
+    views: of queries, keys and values. sizes: rows of keys that are kept; positions and heads of a block; the most
+    near keys of a block. near_keys, near_values: of `pack_near`. sums: (b, 3, R). edges: first and last of the near
+    keys. role, log_weight: (b, n), or without rows.
     """
     size = like.itemsize
     lanes = VECTOR_BYTES // size

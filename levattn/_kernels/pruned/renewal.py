@@ -8,7 +8,7 @@ from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper
 from levattn._kernels.llvm import address, as_pointer, larger, smaller, subtract_rows
 from levattn._kernels.pruned.clusters import far_of, farthest, padded, row_room, square_columns
 from levattn._kernels.pruned.contract import JITTER, ROUNDING, SAME, TILT
-from levattn._kernels.pruned.panels import multiply_panels, pack_column, row_at_view, whole_tiles
+from levattn._kernels.pruned.panels import multiply_panels, pack_columns, row_at_view, whole_tiles
 from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["renewal_tasks"]
@@ -135,13 +135,13 @@ def renewal_tasks(
     gap = padded(d)
     L, turned = zeros(0.0, ((d + 3) // 4 * 4, len(gap))), zeros(like, (tall, d))
     query, sums, mean = empty(0.0, (d,)), empty(0.0, (d,)), empty(like, (d,))
-    item_row, along, chosen = empty(like, (d,)), empty(like, (n,)), empty(0, (R,))
+    item_rows, along, chosen = empty(like, (width, d)), empty(like, (n,)), empty(0, (R,))
     scores, order = empty(like, (candidates,)), empty(like, (candidates,))
     flags, places = empty(0, (candidates,)), empty(0, (candidates,))
     level, mass = empty(0.0, (R,)), empty(0.0, (R,))
     squares, least, labels, shut = room[0][0], room[0][1], room[0][2], room[0][3]
     k_view, v_view = views[0], views[1]
-    unit, tiny = like.dtype.type(1), like.dtype.type(1e-30)
+    tiny = like.dtype.type(1e-30)
     for item in range(first, last):
         sound[item] = _root(total[item], second[item], queries, query, L)
         if not sound[item]:
@@ -153,7 +153,7 @@ def renewal_tasks(
                 turned[j, k] = L[j, k] if k >= j else 0.0
         weight = 0.0
         for i in range(n):
-            own = 1.0
+            own, item_row = 1.0, item_rows[i % width]
             if i < before:
                 own = scalars[item, i, 2]
                 inverse = 1.0 / scalars[item, i, 0] if own > 0 else 1.0
@@ -166,7 +166,8 @@ def renewal_tasks(
                 source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
                 for k in range(d):
                     item_row[k] = source[k] - origin[item, k]
-            pack_column(item_row, unit, packed, i)
+            if i % width == width - 1 or i == n - 1:
+                pack_columns(like, address(item_rows), d * size, i % width + 1, d, address(packed[i // width]))
             for k in range(d):
                 sums[k] += own * item_row[k]
             weight += own

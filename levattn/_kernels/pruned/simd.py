@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from levattn._kernels.llvm import I64, Value, across, exponential, fma, integer, load, repeated, store, vector_code
 
-__all__ = ["approach", "exponentials", "length_squared", "matrix_tile", "nearest", "raised", "squared"]
+__all__ = ["approach", "exponentials", "length_squared", "matrix_tile", "nearest", "raised", "squared", "turned_tile"]
 
 
 @vector_code(literals="rows vectors adds")
@@ -41,6 +41,25 @@ def matrix_tile(v, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):
     _, _, *results = repeated(b, n, (x, panel, *first), add)
     for place, result in zip(targets, results, strict=True):
         store(b, result, place, v.size)
+
+
+@vector_code()
+def turned_tile(v, like, source, step, target, target_step):
+    """Write the transpose of a square of whole vectors: rows are so many bytes apart."""
+    b, n = v.b, v.count
+    rows = [v.load(b.add(source, b.mul(step, integer(i)))) for i in range(n)]
+    half = 1
+    while half < n:  # blocks beside the diagonal change places
+        for i in range(n):
+            if not i & half:
+                one, other = rows[i], rows[i + half]
+                for place, start in ((i, 0), (i + half, half)):
+                    lanes = [(lane & ~half) + start + (n if lane & half else 0) for lane in range(n)]
+                    kind = ir.VectorType(ir.IntType(32), n)
+                    rows[place] = b.shuffle_vector(one, other, ir.Constant(kind, lanes))
+        half *= 2
+    for i, row in enumerate(rows):
+        v.store(row, b.add(target, b.mul(target_step, integer(i))))
 
 
 @vector_code(returns="number")
