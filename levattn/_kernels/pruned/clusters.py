@@ -15,7 +15,7 @@ from levattn._kernels.pruned.panels import (
     row_at_view,
     whole_tiles,
 )
-from levattn._kernels.pruned.simd import approach, length_squared, nearest, squared
+from levattn._kernels.pruned.simd import approach, length_squared, nearest, squared, turned_tile
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
 __all__ = [
@@ -41,7 +41,8 @@ def moments_of_rows(like, view, n, total, second, first, last):
     d, squares = total.shape[1], second.shape[1] > 0
     width = SCORE_VECTORS * (VECTOR_BYTES // total.itemsize)
     panels = (d + width - 1) // width if squares else 0
-    in_columns, rows = zeros(0.0, (whole_tiles(d), TILE_ROWS)), zeros(0.0, (panels, TILE_ROWS, width))
+    in_columns = zeros(0.0, (larger(whole_tiles(d), panels * width), TILE_ROWS))
+    rows, lanes = zeros(0.0, (panels, TILE_ROWS, width)), VECTOR_BYTES // 8
     sums, unit = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1)
     for item in range(first, last):
         clear(total, item * d, d)
@@ -53,9 +54,12 @@ def moments_of_rows(like, view, n, total, second, first, last):
                 for i in range(d):
                     total[item, i] += source[i]
                 if squares:
-                    for i in range(d):
-                        in_columns[i, r] = source[i]
                     pack_row(source, unit, d, rows, r)
+            for i in range(0, panels * width, lanes):
+                at, to = address(rows) + (i // width * TILE_ROWS * width + i % width) * 8, i * TILE_ROWS * 8
+                for r in range(0, TILE_ROWS, lanes):
+                    to_at = address(in_columns) + to + r * 8
+                    turned_tile(sums, at + r * width * 8, width * 8, to_at, TILE_ROWS * 8)
             for p in range(panels):  # rows beyond are on the other side of the diagonal
                 at, to = address(rows) + p * TILE_ROWS * width * 8, address(sums) + p * width * 8
                 tall = whole_tiles(smaller(d, (p + 1) * width))

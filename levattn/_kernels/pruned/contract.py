@@ -115,8 +115,11 @@ def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
 class PrunedKernels(Protocol):
     """Pruned attention. In torch, gradients follow the definitions."""
 
-    def mixture(self, x: PrunedArguments, /) -> tuple[Any, Any]:
-        """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m)."""
+    def mixture(self, x: PrunedArguments, room: dict[str, Any] | None = None, /) -> tuple[Any, Any]:
+        """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m).
+
+        room: {} before the first of several calls, for memory that they share.
+        """
 
     def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:
         """Return the cluster of each row, (b, n), and its squared distance to the center."""
@@ -136,5 +139,10 @@ class PrunedKernels(Protocol):
     def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:
         """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
 
-    def renewed(self, x: RenewalArguments, /) -> tuple[Any, Any, Any, Summaries, Any] | None:
-        """Return keys, values and places that are kept, summaries and their radii; or None, to be done in steps."""
+    def renewed(
+        self, x: RenewalArguments, room: dict[str, Any] | None = None, /
+    ) -> tuple[Any, Any, Any, Summaries, Any] | None:
+        """Return keys, values and places that are kept, summaries and their radii; or None, to be done in steps.
+
+        room: as above. With it results are good until the call after the next.
+        """

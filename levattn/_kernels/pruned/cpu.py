@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,9 @@ __all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "renewed
 _FEW = 64  # rows whose moments need no kernel
 
 
-def mixture(x: PrunedArguments) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
+    taken = partial(_taken, {} if room is None else room)
     b, g, m, d = x.q.shape
     D, kind, s = x.values.shape[2], x.q.dtype, x.kept_keys.shape[1]
     Y, rest = np.empty((b, g, m, D), kind), np.empty((b, g, m), kind)
@@ -32,9 +34,9 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     # what streams hold is in float64, and a stream that holds none yet compiles nothing of its own
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     R = held.weight.shape[1]
-    key_panels = np.empty((b, _panels(s, size) + _panels(R, size), d, _width(size)), kind)
+    key_panels = taken("keys", (b, _panels(s, size) + _panels(R, size), d, _width(size)), kind)
     slots = key_panels.shape[1] * key_panels.shape[3]
-    value_panels = np.empty((b, _panels(D, size), slots, key_panels.shape[3]), kind)
+    value_panels = taken("values", (b, _panels(D, size), slots, key_panels.shape[3]), kind)
     bias = np.empty((b, slots), kind)
     count = np.full(b, s) if x.kept_count is None else np.asarray(x.kept_count, np.int64)
     kept = (np.ascontiguousarray(array) for array in (x.kept_keys, x.kept_values))
@@ -52,8 +54,8 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     views, like = np.stack([_view(array) for array in read]), np.empty(1, kind)
     role = np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64)
     n = x.keys.shape[1] if widest else 0
-    near = np.empty((b, _panels(n, size), d, _width(size)), kind)
-    near_values = np.empty((b, value_panels.shape[1], near.shape[1] * near.shape[3], near.shape[3]), kind)
+    near = taken("near", (b, _panels(n, size), d, _width(size)), kind)
+    near_values = taken("near values", (b, value_panels.shape[1], near.shape[1] * near.shape[3], near.shape[3]), kind)
     share(partial(pack_near, like, views, (n, D), role, near, near_values), b * near.shape[1], float(b) * n * (d + D))
     arguments = (
         like,
@@ -129,8 +131,11 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def renewed(x: RenewalArguments) -> tuple[Any, Any, Any, Summaries, Any] | None:
+def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any, Any, Summaries, Any] | None:
     """Return what is kept and summarized after a selection, or None where numbers are not finite, to be said so."""
+    room = {} if room is None else room
+    room["side"] = not room.get("side")  # results lie where those before the last ones did
+    taken = partial(_taken, room)
     (b, n, d), D, s, kind = x.keys.shape, x.values.shape[2], x.kept.shape[1], x.keys.dtype
     forced = min(x.sinks, x.oldest + n)
     size = min(s + n, x.size + forced)
@@ -139,8 +144,9 @@ def renewed(x: RenewalArguments) -> tuple[Any, Any, Any, Summaries, Any] | None:
     scalars = np.stack([held.weight, held.offset, held.count], axis=2)
     radius = np.zeros((b, 0)) if x.summaries is None else x.radius
     read = [_readable(array) for array in (x.keys, x.values)]
-    new = np.empty((b, size, d), kind), np.empty((b, size, D), kind), np.empty((b, size), np.int64)
-    sums = np.empty((b, x.R, d)), np.empty((b, x.R, D)), np.empty((b, x.R, 3)), np.empty((b, x.R))
+    new = [(size, d), kind], [(size, D), kind], [(size,), np.int64]
+    sums = [[(x.R, *rows), np.float64] for rows in ((d,), (D,), (3,), ())]
+    arrays = [taken(f"renewed {i} {room['side']}", (b, *shape), kind) for i, (shape, kind) in enumerate((*new, *sums))]
     sound = np.empty(b, np.bool_)
     given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius, x.total, x.second, x.origin
     body = partial(
@@ -150,15 +156,22 @@ def renewed(x: RenewalArguments) -> tuple[Any, Any, Any, Summaries, Any] | None:
         (n, x.oldest, x.sinks, x.residual),
         float(x.queries),
         *map(np.ascontiguousarray, given),
-        *new,
-        *sums,
+        *arrays,
         sound,
     )
     share(body, b, float(b) * (held.weight.shape[1] + s + n) * x.R * d)
     if not sound.all():
         return None
-    keys, values, scalars, radius = sums
-    return *new, Summaries(scalars[..., 0], keys, values, scalars[..., 1], scalars[..., 2]), radius
+    kept, values, places, keys, means, scalars, radius = arrays
+    return kept, values, places, Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2]), radius
+
+
+def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -> Any:
+    """Return an array in memory of an earlier call, if there is enough: that of new arrays is slow at first."""
+    held, size = room.get(name), math.prod(shape)
+    if held is None or held.size < size or held.dtype != kind:
+        held = room[name] = np.empty(size, kind)
+    return held[:size].reshape(shape)
 
 
 def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:

@@ -187,14 +187,14 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def renewed(_: RenewalArguments) -> None:
+def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
     """Leave a renewal to be done in steps."""
 
 
-def mixture(x: PrunedArguments) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments, _: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
     xp = array_namespace(x.q)
-    b, g, m, _ = x.q.shape
+    b, g, m = x.q.shape[:3]
     first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
     near = max((high - low for low, high in zip(first, last, strict=True)), default=0)

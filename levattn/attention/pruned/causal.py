@@ -104,20 +104,19 @@ def _stepped(
         held = part.recent, part.recent_values, part.recent_scores
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first row of these
-    pieces, low = [], 0
+    pieces, low, room = [], 0, {}
     while low < T:
         high = min(T, low + rule.until_selection(part.positions))
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
         arrays = (array if array is None else array[:, recent, ...] for array in read)
-        piece, part = _between(rule, part, q[:, :, low:high, :], *arrays, certified)
+        piece, part = _between(rule, part, q[:, :, low:high, :], *arrays, certified, room)
         pieces.append(piece)
         low = high
         if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):
-            part = _renewed(rule, part)
+            part = _renewed(rule, part, room)
     if goes_on:
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-        held = {name: None if array is None else xp.concat([array], axis=1) for name, array in _recent_of(part)}
-        part = replace(part, largest=largest, **held)  # without what it was a part of
+        part = converted(replace(part, largest=largest), _alone)
     if not pieces:
         Y = xp.zeros((*q.shape[:3], V.shape[-1]), dtype=q.dtype, device=device_of(q))
         return (Y, *(without_gradient(q[..., 0]),) * (3 if certified else 0)), part
@@ -126,12 +125,13 @@ def _stepped(
     return tuple(xp.concat(list(arrays), axis=2) for arrays in zip(*pieces, strict=True)), part
 
 
-def _recent_of(part: PrunedPart) -> list[tuple[str, Any]]:
-    return [(name, getattr(part, name)) for name in ("recent", "recent_values", "recent_scores")]
+def _alone(array: Any) -> Any:
+    """Return an array that is not a part of another."""
+    return namespace_of(array).concat([array], axis=0)
 
 
 def _between(
-    rule: SelectionRule, part: PrunedPart, q: Any, keys: Any, values: Any, scores: Any, certified: bool
+    rule: SelectionRule, part: PrunedPart, q: Any, keys: Any, values: Any, scores: Any, certified: bool, room: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the same for positions between two selections; keys, values, scores: the recent ones and theirs."""
     xp = namespace_of(q)
@@ -152,7 +152,7 @@ def _between(
         log_weight=None,
         power=rule.power,
     )
-    Y, rest = kernels_for("pruned", q).mixture(x)
+    Y, rest = kernels_for("pruned", q).mixture(x, room)
     bounds: tuple[Any, ...] = ()
     if certified:
         largest = xp.maximum(part.largest, longest_of(without_gradient(values[:, held:, :])))
@@ -179,13 +179,13 @@ def _held_keys(part: PrunedPart) -> Any:
     return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
 
 
-def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
+def _renewed(rule: SelectionRule, part: PrunedPart, room: dict[str, Any]) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and those that are no longer recent."""
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
         return part
     if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
-        found = _renewed_at_once(rule, part, leaving)
+        found = _renewed_at_once(rule, part, leaving, room)
         if found is not None:
             return found
     xp = namespace_of(part.recent)
@@ -233,7 +233,7 @@ def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
     )
 
 
-def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int) -> PrunedPart | None:
+def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any]) -> PrunedPart | None:
     """Return the same by one kernel, or None where there is none, or where what is not finite is to be named."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
@@ -254,7 +254,8 @@ def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int) -> Pru
             sinks=rule.slots.sinks,
             R=rule.slots.summaries,
             residual=rule.kind == "residual",
-        )
+        ),
+        room,
     )
     if found is None:
         return None
