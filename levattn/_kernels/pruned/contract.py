@@ -115,10 +115,10 @@ def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
 class PrunedKernels(Protocol):
     """Pruned attention. In torch, gradients follow the definitions."""
 
-    def mixture(self, x: PrunedArguments, room: dict[str, Any] | None = None, /) -> tuple[Any, Any]:
+    def mixture(self, x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None, /) -> tuple[Any, Any]:
         """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m).
 
-        room: {} before the first of several calls, for memory that they share.
+        room: {} before the first of several calls, for memory that they share. into: where the output may be written.
         """
 
     def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:

@@ -22,12 +22,12 @@ __all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "renewed
 _FEW = 64  # rows whose moments need no kernel
 
 
-def mixture(x: PrunedArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
     taken = partial(_taken, {} if room is None else room)
     b, g, m, d = x.q.shape
     D, kind, s = x.values.shape[2], x.q.dtype, x.kept_keys.shape[1]
-    Y, rest = np.empty((b, g, m, D), kind), np.empty((b, g, m), kind)
+    Y, rest = np.empty((b, g, m, D), kind) if into is None else into, np.empty((b, g, m), kind)
     if not Y.size:
         return Y, rest
     size = kind.itemsize
@@ -51,6 +51,7 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None) -> tuple[Any
     spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
     widest = max(0, int(spans.max()))
     read = [_readable(array) for array in (x.q, x.keys, x.values)]
+    read.append(Y)
     views, like = np.stack([_view(array) for array in read]), np.empty(1, kind)
     role = np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64)
     n = x.keys.shape[1] if widest else 0
@@ -71,7 +72,7 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None) -> tuple[Any
         edges,
         role,
         np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
-        Y,
+        D,
         rest,
     )
     work = float(b) * g * m * (slots + widest) * (d + D)

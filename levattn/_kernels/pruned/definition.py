@@ -191,7 +191,7 @@ def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
     """Leave a renewal to be done in steps."""
 
 
-def mixture(x: PrunedArguments, _: dict[str, Any] | None = None) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
     xp = array_namespace(x.q)
     b, g, m = x.q.shape[:3]

@@ -198,21 +198,21 @@ def mixture_tasks(
     edges,
     role,
     log_weight,
-    Y,
+    D,
     rest,
     first,
     last,
 ):
     """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
 
-    views: of queries, keys and values. sizes: rows of keys that are kept; positions and heads of a block; the most
-    near keys of a block. near_keys, near_values: of `pack_near`. sums: (b, 3, R). edges: first and last of the near
-    keys. role, log_weight: (b, n), or without rows.
+    views: of queries, keys, values and outputs, D numbers each. sizes: rows of keys that are kept; positions and heads
+    of a block; the most near keys of a block. near_keys, near_values: of `pack_near`. sums: (b, 3, R). edges: first
+    and last of the near keys. role, log_weight: (b, n), or without rows.
     """
     size = like.itemsize
     lanes = VECTOR_BYTES // size
     kept, tall, many, widest = sizes
-    _, heads, m, D = Y.shape
+    _, heads, m = rest.shape
     width, d, R = key_panels.shape[3], key_panels.shape[2], sums.shape[2]
     begin = (kept + width - 1) // width * width
     near = key_panels.shape[1] * width
@@ -226,7 +226,7 @@ def mixture_tasks(
     inverse = empty(like, (TILE_ROWS,))
     room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
-    q_view = views[0]
+    q_view, y_view = views[0], views[3]
     q_at, l_at, y_at = address(rows_q), address(L), address(out)
     nothing = 0.0 if power else -np.inf
     for task in range(first, last):
@@ -293,6 +293,6 @@ def mixture_tasks(
             panels_at, step, n = address(near_values[item]) + start * width * size, every * width * size, padded
             from_at = l_at + near * size
         for i in range(rows):
-            target = Y[item, head + i // positions, low + i % positions]
+            target = as_pointer(row_at_view(y_view, item, head + i // positions, low + i % positions), like)
             for j in range(D):
                 target[j] = out[i, j] * inverse[i]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
@@ -15,7 +16,7 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
-from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, picked
+from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, joined, picked
 from levattn.sensitivity.leverage import TIE
 
 __all__ = ["causal_attention"]
@@ -43,7 +44,7 @@ def causal_attention(
     after = []
     for part, rows, places in _parts(call, rule, state):
         q, K, V, scores = call.taken(rows, places, places)
-        arrays, part = _stepped(rule, part, q * factor, K, V, scores, certified, return_state)
+        arrays, part = _spread(rule, part, factor, (q, K, V, scores), certified, return_state)
         pieces.append((rows, places, arrays))
         after.append(converted(part, call.as_given) if return_state else part)
     Y, *bounds = call.results(pieces)
@@ -91,13 +92,55 @@ def _kinds(K: Any, V: Any) -> str:
     return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
 
 
+def _spread(
+    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool
+) -> tuple[tuple[Any, ...], PrunedPart]:
+    """Return what `_stepped` does, on several threads if each has items of its own.
+
+    A kernel at a time would leave to one thread what lies between kernels.
+    """
+    q, _, V, _ = arrays
+    (b, g, T, _), threads = q.shape, num_threads()
+    if not isinstance(q, np.ndarray):
+        return _stepped(rule, part, factor, *arrays, certified, goes_on, None)
+    Y = np.empty((b, g, T, V.shape[2]), q.dtype)
+    alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
+    if not alike or b < threads or threads == 1 or rule.slots.chunk >= T:
+        return _stepped(rule, part, factor, *arrays, certified, goes_on, Y)
+    found: list[Any] = [None] * threads
+
+    def body(i: int) -> None:
+        items = slice(b * i // threads, b * (i + 1) // threads)
+        own = replace(converted(part, lambda array: array[items]), rows=part.rows[items])
+        some = (array if array is None else array[items] for array in (*arrays, Y))
+        *given, into = some
+        with thread_limit(1):
+            found[i] = _stepped(rule, own, factor, *given, certified, goes_on, into)
+
+    parallel_for(body, threads)
+    bounds = [pieces[1:] for pieces, _ in found]
+    part = joined([part for _, part in found]) if goes_on else part
+    return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
+
+
 def _stepped(
-    rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, certified: bool, goes_on: bool
+    rule: SelectionRule,
+    part: PrunedPart,
+    factor: float,
+    q: Any,
+    K: Any,
+    V: Any,
+    scores: Any,
+    certified: bool,
+    goes_on: bool,
+    into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the output (b, g, T, D) for the next T positions, with its bounds if `certified`, and the part after.
 
-    q: (b, g, T, d), times the scale. scores: (b, T), where they are given. goes_on: whether the part is read again.
+    q: (b, g, T, d). scores: (b, T), where they are given. goes_on: whether the part is read again. into: where the
+    output may be written.
     """
+    q = q * factor
     xp, T = namespace_of(q), K.shape[1]
     read = [K, V, scores]
     if part.recent.shape[1]:
@@ -109,7 +152,8 @@ def _stepped(
         high = min(T, low + rule.until_selection(part.positions))
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
         arrays = (array if array is None else array[:, recent, ...] for array in read)
-        piece, part = _between(rule, part, q[:, :, low:high, :], *arrays, certified, room)
+        to = None if into is None else into[:, :, low:high, :]
+        piece, part = _between(rule, part, q[:, :, low:high, :], *arrays, certified, room, to)
         pieces.append(piece)
         low = high
         if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):
@@ -122,7 +166,10 @@ def _stepped(
         return (Y, *(without_gradient(q[..., 0]),) * (3 if certified else 0)), part
     if len(pieces) == 1:
         return pieces[0], part
-    return tuple(xp.concat(list(arrays), axis=2) for arrays in zip(*pieces, strict=True)), part
+    whole = [
+        None if into is not None and not i else list(arrays) for i, arrays in enumerate(zip(*pieces, strict=True))
+    ]
+    return tuple(into if arrays is None else xp.concat(arrays, axis=2) for arrays in whole), part
 
 
 def _alone(array: Any) -> Any:
@@ -131,7 +178,15 @@ def _alone(array: Any) -> Any:
 
 
 def _between(
-    rule: SelectionRule, part: PrunedPart, q: Any, keys: Any, values: Any, scores: Any, certified: bool, room: Any
+    rule: SelectionRule,
+    part: PrunedPart,
+    q: Any,
+    keys: Any,
+    values: Any,
+    scores: Any,
+    certified: bool,
+    room: Any,
+    into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the same for positions between two selections; keys, values, scores: the recent ones and theirs."""
     xp = namespace_of(q)
@@ -152,7 +207,7 @@ def _between(
         log_weight=None,
         power=rule.power,
     )
-    Y, rest = kernels_for("pruned", q).mixture(x, room)
+    Y, rest = kernels_for("pruned", q).mixture(x, room, into)
     bounds: tuple[Any, ...] = ()
     if certified:
         largest = xp.maximum(part.largest, longest_of(without_gradient(values[:, held:, :])))

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from levattn._kernels.pruned.contract import Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.choice import Sums
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.slots import Slots
 
-__all__ = ["PrunedPart", "PrunedState", "arrays_of", "continued_rule", "converted", "empty_part", "picked"]
+__all__ = ["PrunedPart", "PrunedState", "arrays_of", "continued_rule", "converted", "empty_part", "joined", "picked"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +136,14 @@ def picked(part: PrunedPart, which: Any) -> PrunedPart:
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
     return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
+
+
+def joined(parts: list[PrunedPart]) -> PrunedPart:
+    """Return the part of the items of several, which have come equally far."""
+    xp = namespace_of(parts[0].recent)
+    others = [iter(arrays_of(part)) for part in parts]
+    found = converted(parts[0], lambda _: xp.concat([next(arrays) for arrays in others], axis=0))
+    return replace(found, rows=np.concatenate([part.rows for part in parts]))
 
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
