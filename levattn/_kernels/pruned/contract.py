@@ -85,6 +85,7 @@ class RenewalArguments:
     origin: (b, d) in the dtype of keys, the mean key.
     size, sinks, R: how many keys are kept besides those at the first positions, and how many summaries there will be.
     residual: whether scores are residuals; expected ones, if not.
+    bounded: whether radii are asked for.
     """
 
     kept: Any
@@ -103,6 +104,7 @@ class RenewalArguments:
     sinks: int
     R: int
     residual: bool
+    bounded: bool
 
 
 def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
@@ -142,7 +144,7 @@ class PrunedKernels(Protocol):
     def renewed(
         self, x: RenewalArguments, room: dict[str, Any] | None = None, /
     ) -> tuple[Any, Any, Any, Summaries, Any] | None:
-        """Return keys, values and places that are kept, summaries and their radii; or None, to be done in steps.
+        """Return keys, values and places that are kept, summaries, and radii or None; or None, to be done in steps.
 
         room: as above. With it results are good until the call after the next.
         """

@@ -143,10 +143,10 @@ def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[An
     # a stream that holds no summaries yet compiles nothing of its own
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     scalars = np.stack([held.weight, held.offset, held.count], axis=2)
-    radius = np.zeros((b, 0)) if x.summaries is None else x.radius
+    radius = np.zeros((b, 0)) if x.radius is None else x.radius
     read = [_readable(array) for array in (x.keys, x.values)]
-    new = [(size, d), kind], [(size, D), kind], [(size,), np.int64]
-    sums = [[(x.R, *rows), np.float64] for rows in ((d,), (D,), (3,), ())]
+    new = ((size, d), kind), ((size, D), kind), ((size,), np.int64)
+    sums = [(shape, np.float64) for shape in ((x.R, d), (x.R, D), (x.R, 3), (x.R if x.bounded else 0,))]
     arrays = [taken(f"renewed {i} {room['side']}", (b, *shape), kind) for i, (shape, kind) in enumerate((*new, *sums))]
     sound = np.empty(b, np.bool_)
     given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius, x.total, x.second, x.origin
@@ -164,7 +164,8 @@ def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[An
     if not sound.all():
         return None
     kept, values, places, keys, means, scalars, radius = arrays
-    return kept, values, places, Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2]), radius
+    summaries = Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2])
+    return kept, values, places, summaries, radius if x.bounded else None
 
 
 def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -> Any:

@@ -80,6 +80,14 @@ def _choose(scores, count, flags, room):
 
 
 @helper
+def _row(kept, view, item, i):
+    """Return a row of those that were kept, or behind them of those that leave."""
+    _, s, width = kept.shape
+    at = address(kept) + (item * s + i) * width * kept.itemsize if i < s else row_at_view(view, item, 0, i - s)
+    return as_pointer(at, kept)
+
+
+@helper
 def _balance(row, values, scalars):
     """Scale a summary so that its weights have the mean 1. scalars: weight, offset and count."""
     factor = scalars[2] / scalars[0]
@@ -126,7 +134,7 @@ def renewal_tasks(
     leaving, oldest, sinks, residual = sizes
     s, d, D = kept.shape[1], kept.shape[2], kept_values.shape[2]
     before, R = held.shape[1], summed.shape[1]
-    start, n = before + s, before + s + leaving
+    n = before + s + leaving
     candidates = n - before
     room, rows = row_room(like, n), zeros(like, (SCORE_ROWS, d))
     size, width = like.itemsize, SCORE_VECTORS * VECTOR_BYTES // like.itemsize
@@ -159,11 +167,8 @@ def renewal_tasks(
                 inverse = 1.0 / scalars[item, i, 0] if own > 0 else 1.0
                 for k in range(d):
                     item_row[k] = like.dtype.type(held[item, i, k] * inverse) - origin[item, k]
-            elif i < start:
-                for k in range(d):
-                    item_row[k] = kept[item, i - before, k] - origin[item, k]
             else:
-                source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
+                source = _row(kept, k_view, item, i - before)
                 for k in range(d):
                     item_row[k] = source[k] - origin[item, k]
             if i % width == width - 1 or i == n - 1:
@@ -212,25 +217,18 @@ def renewal_tasks(
         for i in range(candidates):
             if flags[i]:
                 new_places[item, at] = places[i]
-                if i < s:
-                    for k in range(d):
-                        new_kept[item, at, k] = kept[item, i, k]
-                    for k in range(D):
-                        new_values[item, at, k] = kept_values[item, i, k]
-                else:
-                    source = as_pointer(row_at_view(k_view, item, 0, i - s), like)
-                    for k in range(d):
-                        new_kept[item, at, k] = source[k]
-                    source = as_pointer(row_at_view(v_view, item, 0, i - s), like)
-                    for k in range(D):
-                        new_values[item, at, k] = source[k]
+                source, others = _row(kept, k_view, item, i), _row(kept_values, v_view, item, i)
+                for k in range(d):
+                    new_kept[item, at, k] = source[k]
+                for k in range(D):
+                    new_values[item, at, k] = others[k]
                 at += 1
         # what is summarized
         clear(summed, item * R * d, R * d)
         clear(summed_values, item * R * D, R * D)
         clear(new_scalars, item * R * 3, R * 3)
         for c in range(R):
-            level[c], mass[c], new_radius[item, c] = 0, 0, 0
+            level[c], mass[c] = 0, 0
         for i in range(n):
             own = scalars[item, i, 2] if i < before else 1.0
             if own > 0 and (i < before or not flags[i - before]):
@@ -257,11 +255,7 @@ def renewal_tasks(
                 target[1] += factor * (scalars[item, i, 1] + tilt * whole)
                 target[2] += scalars[item, i, 2]
             else:
-                source = as_pointer(address(kept[item, i - before]), like)
-                others = as_pointer(address(kept_values[item, i - before]), like)
-                if i >= start:
-                    source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
-                    others = as_pointer(row_at_view(v_view, item, 0, i - start), like)
+                source, others = _row(kept, k_view, item, i - before), _row(kept_values, v_view, item, i - before)
                 for k in range(d):
                     row[k] += factor * source[k]
                 for k in range(D):
@@ -272,7 +266,9 @@ def renewal_tasks(
         for c in range(R):
             if new_scalars[item, c, 2] > 0:
                 _balance(summed[item, c], summed_values[item, c], new_scalars[item, c])
-        for i in range(n):
+        for c in range(new_radius.shape[1]):
+            new_radius[item, c] = 0
+        for i in range(n if new_radius.shape[1] else 0):
             c = int(labels[i])
             if c < 0:
                 continue
@@ -280,10 +276,7 @@ def renewal_tasks(
             if i < before:
                 far = far_of(held[item, i], scalars[item, i, 0], summed[item, c], whole, gap) + radius[item, i]
             else:
-                source = as_pointer(address(kept[item, i - before]), like)
-                if i >= start:
-                    source = as_pointer(row_at_view(k_view, item, 0, i - start), like)
-                far = far_of(source, 1.0, summed[item, c], whole, gap)
+                far = far_of(_row(kept, k_view, item, i - before), 1.0, summed[item, c], whole, gap)
             far *= 1 + (d + 8) * 2.0**-52
             if not far <= new_radius[item, c]:
                 new_radius[item, c] = far

@@ -157,7 +157,7 @@ def _stepped(
         pieces.append(piece)
         low = high
         if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):
-            part = _renewed(rule, part, room)
+            part = _renewed(rule, part, room, certified or goes_on)
     if goes_on:
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
         part = converted(replace(part, largest=largest), _alone)
@@ -234,13 +234,13 @@ def _held_keys(part: PrunedPart) -> Any:
     return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
 
 
-def _renewed(rule: SelectionRule, part: PrunedPart, room: dict[str, Any]) -> PrunedPart:
+def _renewed(rule: SelectionRule, part: PrunedPart, room: dict[str, Any], bounded: bool) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and those that are no longer recent."""
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
         return part
     if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
-        found = _renewed_at_once(rule, part, leaving, room)
+        found = _renewed_at_once(rule, part, leaving, room, bounded)
         if found is not None:
             return found
     xp = namespace_of(part.recent)
@@ -288,7 +288,9 @@ def _renewed(rule: SelectionRule, part: PrunedPart, room: dict[str, Any]) -> Pru
     )
 
 
-def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any]) -> PrunedPart | None:
+def _renewed_at_once(
+    rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
+) -> PrunedPart | None:
     """Return the same by one kernel, or None where there is none, or where what is not finite is to be named."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
@@ -309,6 +311,7 @@ def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: 
             sinks=rule.slots.sinks,
             R=rule.slots.summaries,
             residual=rule.kind == "residual",
+            bounded=bounded,
         ),
         room,
     )
@@ -353,8 +356,9 @@ def _summarized(
     if held is None:
         items = mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))
     else:  # which are in float64
+        radius = xp.full_like(held.weight, math.inf) if radius is None else radius  # where no kernel was asked for it
         items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
-        left = xp.concat([weight[:, : radius.shape[1]], left], axis=1)
+        left = xp.concat([weight[:, : held.weight.shape[1]], left], axis=1)
         item_radii = xp.concat([radius, item_radii], axis=1)
     labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
     if rule.power is None:  # of powers all weights are 1

@@ -11,6 +11,7 @@ from levattn._core.checks import whole_number
 __all__ = ["Slots", "slots_for"]
 
 _CHUNK = 64  # positions between two selections of causal attention, where nothing else tells
+_NARROW = 16  # slots of a chunk that is half of the budget go to others, which count more where there are few
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 
 
@@ -86,10 +87,9 @@ class Slots:
         if total >= n:
             return cls(n, chunk=_CHUNK if causal else 0)
         if causal:
-            chunk = max(1, min(_CHUNK, total // 8))
-            window = total // 4 - chunk if total >= 8 else 0
-            summaries = total * 2 // 5
-            return cls(total - summaries - window - chunk, summaries, window, 0, chunk)
+            chunk, window = max(1, total // 4, total // 2 - _NARROW), total // 8
+            left = total - window - chunk
+            return cls(left - left * 5 // 8, left * 5 // 8, window, 0, chunk)
         window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
         near = 2 * window + 1 if window else 0
         summaries = (total - near) * 4 // 5
