@@ -27,11 +27,11 @@ class Slots:
         Clusters that stand for all keys that are neither selected nor first.
     window : int
         Keys near a query. Not causal: on each side of it, so that ``2 window + 1`` slots are taken (none for 0).
-        Causal: before the chunk of the query at least.
+        Causal: before what came after the last selection at least.
     sinks : int
         First keys of the sequence, kept whatever their scores.
     chunk : int
-        Causal: positions between two selections; a query reads those of its chunk up to itself. Else 0.
+        Causal: positions between two selections; a query reads those since the last one up to itself. Else 0.
 
     Examples
     --------
@@ -50,7 +50,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """The most slots that a query can have, with the chunk that it is in."""
+        """The most slots that a query can have, the last before a selection."""
         near = self.window + self.chunk if self.chunk else (2 * self.window + 1 if self.window else 0)
         return self.selected + self.summaries + self.sinks + near
 
@@ -68,7 +68,8 @@ class Slots:
         n : int
             Number of keys.
         causal : bool, default False
-            Whether the attention is causal: then a quarter goes to the chunk and the keys before it.
+            Whether the attention is causal: then up to half goes to the chunk (a quarter below 64 slots), an eighth to
+            the keys before it, and five eighths of the rest to summaries.
 
         Returns
         -------
