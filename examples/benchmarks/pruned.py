@@ -1,9 +1,9 @@
 """Pruned attention on the CPU against dense attention: torch's scaled_dot_product_attention on the same values.
 
-Float32 arrays of 12 heads with d = 64, random ones or ("heads") queries, keys and values of recorded encoder heads with
-noise, and 512 slots a query, the selection included. The bars, on as many times the speed of dense attention: both
-ways 1 at n = 2048 and 4 at n = 8192, from numpy and from torch; causal 1 at n = 2048 and 2 at n = 8192. A step of
-decoding does not depend on how many positions there were.
+Float32 arrays of 12 heads with d = 64, random ones or ("heads") queries, keys and values of recorded encoder heads
+with noise, and 512 slots a query, the selection included. The bars are of the speed of dense attention: both ways 1
+time at n = 2048 and 4 times at n = 8192, from numpy and from torch; causal 1 time at n = 2048 and 2 times at n = 8192.
+A step of decoding does not depend on how many positions there were.
 
     python examples/benchmarks/pruned.py [--rounds 5] [--threads 1 2] [--lengths 2048 8192 32768]
         [--only whole causal decoding]

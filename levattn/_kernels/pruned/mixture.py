@@ -111,7 +111,8 @@ def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
 def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
     """Take the near keys low to high out of the summaries in a row of logits; return how many these are.
 
-    sums: weight, offset and count of each summary. room: marks, which summaries, and their weights afterwards.
+    What is left has the logit of one key, and counts as many times as its weight says. sums: weight, offset and count
+    of each summary. room: marks, which summaries, and their weights afterwards.
     """
     marks, which, after, gone = room
     touched = 0
@@ -135,7 +136,7 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
         if sums[2, c] - gone[2, t] > 0.5 and left > 0:
             after[t] = left
             mean = (whole * row[place] - sums[1, c] - gone[1, t]) / left
-            row[place] = mean - bias[place] if power else mean + np.log(left) - bias[place]
+            row[place] = mean - bias[place]
         else:
             row[place] = 0.0 if power else -np.inf
     return touched
@@ -280,6 +281,11 @@ def mixture_tasks(
                     top = like.dtype.type(0)
                 total = exponentials(like, row_at, top, begin // lanes)
                 share = exponentials(like, row_at + begin * size, top, (near - begin) // lanes)
+                for t in range(touched):
+                    c = begin + room[1][t]
+                    more = row[c] * (room[2][t] - 1)
+                    row[c] += more
+                    share += more
                 total += share + exponentials(like, row_at + near * size, top, padded // lanes)
             inverse[i] = 1 / total if total != 0 else 0.0
             rest[item, head + i // positions, position] = share * inverse[i]
