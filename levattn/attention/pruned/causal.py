@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.call import Piece, PrunedCall
+from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
-from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, joined, picked
+from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, joined, picked, some_of
 from levattn.sensitivity.leverage import TIE
 
 __all__ = ["causal_attention"]
@@ -95,29 +94,20 @@ def _kinds(K: Any, V: Any) -> str:
 def _spread(
     rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return what `_stepped` does, on several threads if each has items of its own.
-
-    A kernel at a time would leave to one thread what lies between kernels.
-    """
+    """Return what `_stepped` does, on several threads if each has items of its own."""
     q, _, V, _ = arrays
-    (b, g, T, _), threads = q.shape, num_threads()
-    if not isinstance(q, np.ndarray):
-        return _stepped(rule, part, factor, *arrays, certified, goes_on, None)
-    Y = np.empty((b, g, T, V.shape[2]), q.dtype)
+    (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
+    Y = np.empty((b, g, T, V.shape[2]), q.dtype) if numpy else None
+
+    def attend(items: slice) -> Any:
+        own = part if items == slice(0, b) else some_of(part, items)
+        *given, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
+        return _stepped(rule, own, factor, *given, certified, goes_on, into)
+
     alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
-    if not alike or b < threads or threads == 1 or rule.slots.chunk >= T:
-        return _stepped(rule, part, factor, *arrays, certified, goes_on, Y)
-    found: list[Any] = [None] * threads
-
-    def body(i: int) -> None:
-        items = slice(b * i // threads, b * (i + 1) // threads)
-        own = replace(converted(part, lambda array: array[items]), rows=part.rows[items])
-        some = (array if array is None else array[items] for array in (*arrays, Y))
-        *given, into = some
-        with thread_limit(1):
-            found[i] = _stepped(rule, own, factor, *given, certified, goes_on, into)
-
-    parallel_for(body, threads)
+    found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
+    if len(found) == 1:
+        return found[0]  # type: ignore[no-any-return]
     bounds = [pieces[1:] for pieces, _ in found]
     part = joined([part for _, part in found]) if goes_on else part
     return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
@@ -140,7 +130,6 @@ def _stepped(
     q: (b, g, T, d). scores: (b, T), where they are given. goes_on: whether the part is read again. into: where the
     output may be written.
     """
-    q = q * factor
     xp, T = namespace_of(q), K.shape[1]
     read = [K, V, scores]
     if part.recent.shape[1]:
@@ -153,7 +142,7 @@ def _stepped(
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
         arrays = (array if array is None else array[:, recent, ...] for array in read)
         to = None if into is None else into[:, :, low:high, :]
-        piece, part = _between(rule, part, q[:, :, low:high, :], *arrays, certified, room, to)
+        piece, part = _between(rule, part, q[:, :, low:high, :] * factor, *arrays, certified, room, to)
         pieces.append(piece)
         low = high
         if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):

@@ -15,7 +15,17 @@ from levattn.attention.pruned.choice import Sums
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.slots import Slots
 
-__all__ = ["PrunedPart", "PrunedState", "arrays_of", "continued_rule", "converted", "empty_part", "joined", "picked"]
+__all__ = [
+    "PrunedPart",
+    "PrunedState",
+    "arrays_of",
+    "continued_rule",
+    "converted",
+    "empty_part",
+    "joined",
+    "picked",
+    "some_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +146,11 @@ def picked(part: PrunedPart, which: Any) -> PrunedPart:
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
     return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
+
+
+def some_of(part: PrunedPart, items: slice) -> PrunedPart:
+    """Return a part of a run of its items, whose arrays lie in those of all."""
+    return replace(converted(part, lambda array: array[items, ...]), rows=part.rows[items])
 
 
 def joined(parts: list[PrunedPart]) -> PrunedPart:
