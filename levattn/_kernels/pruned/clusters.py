@@ -15,7 +15,7 @@ from levattn._kernels.pruned.panels import (
     row_at_view,
     whole_tiles,
 )
-from levattn._kernels.pruned.simd import approach, length_squared, nearest, squared, turned_tile
+from levattn._kernels.pruned.simd import accumulate, approach, length_squared, nearest, squared, turned_tile
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
 __all__ = [
@@ -43,7 +43,7 @@ def moments_of_rows(like, view, n, total, second, first, last):
     panels = (d + width - 1) // width if squares else 0
     in_columns = zeros(0.0, (larger(whole_tiles(d), panels * width), TILE_ROWS))
     rows, lanes = zeros(0.0, (panels, TILE_ROWS, width)), VECTOR_BYTES // 8
-    sums, unit = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1)
+    sums, unit, one = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1), filled(0.0, 1, 1.0)
     for item in range(first, last):
         clear(total, item * d, d)
         clear(sums, 0, sums.size)
@@ -51,8 +51,7 @@ def moments_of_rows(like, view, n, total, second, first, last):
             count = smaller(TILE_ROWS, n - low)
             for r in range(count):
                 source = as_pointer(row_at_view(view, item, 0, low + r), like)
-                for i in range(d):
-                    total[item, i] += source[i]
+                accumulate(like, row_at_view(view, item, 0, low + r), address(one), d, address(total) + item * d * 8)
                 if squares:
                     pack_row(source, unit, d, rows, r)
             for i in range(0, panels * width, lanes):
@@ -268,15 +267,14 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
 @jit
 def add_tasks(like, view, width, labels, factor, total, first, last):
     """Add each row, times its factor, to the sum of its label (b, R, width) in float64; −1 has none."""
-    n = labels.shape[1]
+    n, times = labels.shape[1], empty(0.0, (1,))
     for item in range(first, last):
         for i in range(n):
             c = labels[item, i]
-            f = factor[item, i]
-            if c >= 0 and f != 0:
-                source, target = as_pointer(row_at_view(view, item, 0, i), like), total[item, c]
-                for k in range(width):
-                    target[k] += f * source[k]
+            times[0] = factor[item, i]
+            if c >= 0 and times[0] != 0:
+                target = address(total) + (item * total.shape[1] + c) * width * 8
+                accumulate(like, row_at_view(view, item, 0, i), address(times), width, target)
 
 
 @jit

@@ -12,7 +12,7 @@ from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import clusters, definition
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
-from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots
+from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots, whole_vectors
 from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
@@ -34,7 +34,7 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
     # what streams hold is in float64, and a stream that holds none yet compiles nothing of its own
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     R = held.weight.shape[1]
-    key_panels = taken("keys", (b, _panels(s, size) + _panels(R, size), d, _width(size)), kind)
+    key_panels = taken("keys", (b, _panels(whole_vectors(x.q, s) + R, size), d, _width(size)), kind)
     slots = key_panels.shape[1] * key_panels.shape[3]
     value_panels = taken("values", (b, _panels(D, size), slots, key_panels.shape[3]), kind)
     bias = np.empty((b, slots), kind)

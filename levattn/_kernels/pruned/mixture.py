@@ -1,7 +1,7 @@
 """The mixtures of pruned attention, compiled.
 
-A row of logits has the kept keys first, then the summaries, then the near keys, each part in whole panels. `bias` is
-added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
+A row of logits has the kept keys first, in whole vectors, then the summaries, up to whole panels, then the near keys.
+`bias` is added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from levattn._kernels.pruned.panels import (
     whole_tiles,
 )
 from levattn._kernels.pruned.simd import exponentials, raised
-from levattn._kernels.scratch import empty, filled, zeros
+from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = ["mixture_tasks", "pack_near", "pack_slots"]
+__all__ = ["mixture_tasks", "pack_near", "pack_slots", "whole_vectors"]
+
+
+@helper
+def whole_vectors(like, n):
+    lanes = VECTOR_BYTES // like.itemsize
+    return (n + lanes - 1) // lanes * lanes
 
 
 @jit
@@ -45,36 +51,35 @@ def pack_slots(
     """Write kept keys (b, s, d) and values, and summaries as means, to panels; `count` (b,) of the keys are there."""
     s, R, width = keys.shape[1], weight.shape[1], key_panels.shape[3]
     d, D, size = keys.shape[2], values.shape[2], keys.itemsize
-    before = (s + width - 1) // width  # panels
+    begin, slots = whole_vectors(keys, s), bias.shape[1]
     nothing, one = 0.0 if power else -np.inf, keys.dtype.type(1)
-    rows = empty(keys, (width, d))
+    rows = empty(keys, (slots, d))
     for item in range(first, last):
+        clear(rows, 0, rows.size)
+        for j in range(slots):
+            bias[item, j] = nothing
         there = smaller(count[item], s)
-        for p in range(key_panels.shape[1]):
-            low, high = p * width, smaller((p + 1) * width, there)
-            at, step = address(keys) + (item * s + low) * d * size, d * size
-            for j in range(low, high):
-                pack_row(row_pointer(values, item * s + j), one, D, value_panels[item], j)
-                bias[item, j] = 0
-            if p >= before:
-                low = (p - before) * width
-                high, at = smaller(low + width, R), address(rows)
-                for c in range(low, high):
-                    there_too = members[item, c] > 0.5
-                    inverse = means.dtype.type(1) / weight[item, c] if there_too else means.dtype.type(0)
-                    mean, row = row_pointer(means, item * R + c), rows[c - low]
-                    for k in range(d):
-                        row[k] = mean[k] * inverse if there_too else 0.0
-                    j = before * width + c
-                    pack_row(
-                        row_pointer(mean_values, item * R + c), inverse, D if there_too else 0, value_panels[item], j
-                    )
-                    shift = -offset[item, c] * inverse
-                    bias[item, j] = (shift if power else np.log(weight[item, c]) + shift) if there_too else nothing
-            pack_columns(keys, at, step, larger(high - low, 0), d, address(key_panels[item, p]))
-            for j in range(larger(high - low, 0), width):
-                pack_row(row_pointer(values, 0), one, 0, value_panels[item], p * width + j)
-                bias[item, p * width + j] = nothing
+        for j in range(there):
+            source, row = row_pointer(keys, item * s + j), rows[j]
+            for k in range(d):
+                row[k] = source[k]
+            pack_row(row_pointer(values, item * s + j), one, D, value_panels[item], j)
+            bias[item, j] = 0
+        for j in range(there, slots):
+            c = j - begin
+            if c < 0 or c >= R or members[item, c] <= 0.5:
+                pack_row(row_pointer(values, 0), one, 0, value_panels[item], j)
+                continue
+            inverse = means.dtype.type(1) / weight[item, c]
+            source, row = row_pointer(means, item * R + c), rows[j]
+            for k in range(d):
+                row[k] = source[k] * inverse
+            pack_row(row_pointer(mean_values, item * R + c), inverse, D, value_panels[item], j)
+            shift = -offset[item, c] * inverse
+            bias[item, j] = shift if power else np.log(weight[item, c]) + shift
+        for p in range(slots // width):
+            at = address(rows) + p * width * d * size
+            pack_columns(keys, at, d * size, width, d, address(key_panels[item, p]))
 
 
 @jit
@@ -215,7 +220,7 @@ def mixture_tasks(
     kept, tall, many, widest = sizes
     _, heads, m = rest.shape
     width, d, R = key_panels.shape[3], key_panels.shape[2], sums.shape[2]
-    begin = (kept + width - 1) // width * width
+    begin = whole_vectors(like, kept)
     near = key_panels.shape[1] * width
     deep = value_panels.shape[1] * width
     widest = smaller((widest + width - 1) // width + 1, near_keys.shape[1]) * width

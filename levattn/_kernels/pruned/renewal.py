@@ -9,6 +9,7 @@ from levattn._kernels.llvm import address, as_pointer, larger, smaller, subtract
 from levattn._kernels.pruned.clusters import far_of, farthest, padded, row_room, square_columns
 from levattn._kernels.pruned.contract import JITTER, ROUNDING, SAME, TILT
 from levattn._kernels.pruned.panels import multiply_panels, pack_columns, row_at_view, whole_tiles
+from levattn._kernels.pruned.simd import accumulate
 from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["renewal_tasks"]
@@ -81,10 +82,9 @@ def _choose(scores, count, flags, room):
 
 @helper
 def _row(kept, view, item, i):
-    """Return a row of those that were kept, or behind them of those that leave."""
+    """Return where a row is, of those that were kept, or behind them of those that leave."""
     _, s, width = kept.shape
-    at = address(kept) + (item * s + i) * width * kept.itemsize if i < s else row_at_view(view, item, 0, i - s)
-    return as_pointer(at, kept)
+    return address(kept) + (item * s + i) * width * kept.itemsize if i < s else row_at_view(view, item, 0, i - s)
 
 
 @helper
@@ -140,7 +140,7 @@ def renewal_tasks(
     size, width = like.itemsize, SCORE_VECTORS * VECTOR_BYTES // like.itemsize
     count, tall = room[0].shape[1] // width, whole_tiles(d + 1)
     packed, X = zeros(like, (count, d, width)), empty(like, (count, tall, width))
-    gap = padded(d)
+    gap, times = padded(d), empty(0.0, (1,))
     L, turned = zeros(0.0, ((d + 3) // 4 * 4, len(gap))), zeros(like, (tall, d))
     query, sums, mean = empty(0.0, (d,)), empty(0.0, (d,)), empty(like, (d,))
     item_rows, along, chosen = empty(like, (width, d)), empty(like, (n,)), empty(0, (R,))
@@ -168,18 +168,21 @@ def renewal_tasks(
                 for k in range(d):
                     item_row[k] = like.dtype.type(held[item, i, k] * inverse) - origin[item, k]
             else:
-                source = _row(kept, k_view, item, i - before)
+                source = as_pointer(_row(kept, k_view, item, i - before), like)
                 for k in range(d):
                     item_row[k] = source[k] - origin[item, k]
             if i % width == width - 1 or i == n - 1:
                 pack_columns(like, address(item_rows), d * size, i % width + 1, d, address(packed[i // width]))
-            for k in range(d):
-                sums[k] += own * item_row[k]
+            times[0] = own
+            accumulate(like, address(item_row), address(times), d, address(sums))
             weight += own
             shut[i] = 0 if own > 0 else -np.inf
         for p in range(count):
-            at, step = address(packed[p]), d * width * size
-            multiply_panels(like, False, address(turned), d * size, tall, at, 1, step, d, address(X[p]), width * size)
+            for r in range(0, tall, SCORE_ROWS):  # of a triangle, and the query behind it
+                low = r if r + SCORE_ROWS <= d else 0
+                at, from_at = address(packed[p]) + low * width * size, address(turned) + (r * d + low) * size
+                to = address(X[p]) + r * width * size
+                multiply_panels(like, False, from_at, d * size, SCORE_ROWS, at, 1, 0, d - low, to, width * size)
         square_columns(like, X, d, room)
         for i in range(n):
             along[i] = X[i // width, d, i % width]
@@ -217,7 +220,8 @@ def renewal_tasks(
         for i in range(candidates):
             if flags[i]:
                 new_places[item, at] = places[i]
-                source, others = _row(kept, k_view, item, i), _row(kept_values, v_view, item, i)
+                source = as_pointer(_row(kept, k_view, item, i), like)
+                others = as_pointer(_row(kept_values, v_view, item, i), like)
                 for k in range(d):
                     new_kept[item, at, k] = source[k]
                 for k in range(D):
@@ -244,25 +248,20 @@ def renewal_tasks(
             tilt = float(along[i]) - level[c] / mass[c]
             tilt = larger(-TILT, smaller(TILT, tilt))
             factor = np.exp(tilt)
-            row, values, target = summed[item, c], summed_values[item, c], new_scalars[item, c]
+            times[0] = factor
+            target, whole, shift, members = new_scalars[item, c], 1.0, 0.0, 1.0
+            to, values_to = address(summed) + (item * R + c) * d * 8, address(summed_values) + (item * R + c) * D * 8
             if i < before:
-                whole = scalars[item, i, 0]
-                for k in range(d):
-                    row[k] += factor * held[item, i, k]
-                for k in range(D):
-                    values[k] += factor * held_values[item, i, k]
-                target[0] += factor * whole
-                target[1] += factor * (scalars[item, i, 1] + tilt * whole)
-                target[2] += scalars[item, i, 2]
+                row = item * before + i
+                accumulate(gap, address(held) + row * d * 8, address(times), d, to)
+                accumulate(gap, address(held_values) + row * D * 8, address(times), D, values_to)
+                whole, shift, members = scalars[item, i, 0], scalars[item, i, 1], scalars[item, i, 2]
             else:
-                source, others = _row(kept, k_view, item, i - before), _row(kept_values, v_view, item, i - before)
-                for k in range(d):
-                    row[k] += factor * source[k]
-                for k in range(D):
-                    values[k] += factor * others[k]
-                target[0] += factor
-                target[1] += factor * tilt
-                target[2] += 1
+                accumulate(like, _row(kept, k_view, item, i - before), address(times), d, to)
+                accumulate(like, _row(kept_values, v_view, item, i - before), address(times), D, values_to)
+            target[0] += factor * whole
+            target[1] += factor * (shift + tilt * whole)
+            target[2] += members
         for c in range(R):
             if new_scalars[item, c, 2] > 0:
                 _balance(summed[item, c], summed_values[item, c], new_scalars[item, c])
@@ -276,7 +275,7 @@ def renewal_tasks(
             if i < before:
                 far = far_of(held[item, i], scalars[item, i, 0], summed[item, c], whole, gap) + radius[item, i]
             else:
-                far = far_of(_row(kept, k_view, item, i - before), 1.0, summed[item, c], whole, gap)
+                far = far_of(as_pointer(_row(kept, k_view, item, i - before), like), 1.0, summed[item, c], whole, gap)
             far *= 1 + (d + 8) * 2.0**-52
             if not far <= new_radius[item, c]:
                 new_radius[item, c] = far

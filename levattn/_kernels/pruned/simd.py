@@ -10,9 +10,34 @@ import math
 from llvmlite import ir
 from numba.core import cgutils
 
-from levattn._kernels.llvm import I64, Value, across, exponential, fma, integer, load, repeated, store, vector_code
+from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.llvm import (
+    I64,
+    Value,
+    across,
+    exponential,
+    fma,
+    integer,
+    load,
+    pointer,
+    repeated,
+    rolled,
+    splat,
+    store,
+    vector_code,
+)
 
-__all__ = ["approach", "exponentials", "length_squared", "matrix_tile", "nearest", "raised", "squared", "turned_tile"]
+__all__ = [
+    "accumulate",
+    "approach",
+    "exponentials",
+    "length_squared",
+    "matrix_tile",
+    "nearest",
+    "raised",
+    "squared",
+    "turned_tile",
+]
 
 
 @vector_code(literals="rows vectors adds")
@@ -41,6 +66,22 @@ def matrix_tile(v, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):
     _, _, *results = repeated(b, n, (x, panel, *first), add)
     for place, result in zip(targets, results, strict=True):
         store(b, result, place, v.size)
+
+
+@vector_code()
+def accumulate(v, like, source, factor, n, target):
+    """Add `n` numbers at `source`, times the float64 number at `factor`, to float64 numbers at `target`."""
+    b, double = v.b, ir.DoubleType()
+    from_, to, times = v.pointer(source), pointer(b, target, double), load(b, pointer(b, factor, double), double, 8)
+    wide = ir.VectorType(double, VECTOR_BYTES // 8).count
+    whole = b.and_(n, integer(-wide))
+    for lanes, first, last in ((wide, integer(0), whole), (1, whole, n)):
+        kind, float64 = (ir.VectorType(x, lanes) if lanes > 1 else x for x in (v.scalar, double))
+        weight = splat(b, times, lanes) if lanes > 1 else times
+        with rolled(b, first, last, lanes) as i:
+            value, place = load(b, b.gep(from_, [i]), kind, v.size), b.gep(to, [i])
+            value = value if kind == float64 else b.fpext(value, float64)
+            store(b, fma(b, weight, value, load(b, place, float64, 8)), place, 8)
 
 
 @vector_code()
