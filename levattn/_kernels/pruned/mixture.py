@@ -117,7 +117,7 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
     """Take the near keys low to high out of the summaries in a row of logits; return how many these are.
 
     What is left has the logit of one key, and counts as many times as its weight says. sums: weight, offset and count
-    of each summary. room: marks, which summaries, and their weights afterwards.
+    of each summary. room: marks, which summaries, their weights afterwards, and the inverse of these in its last part.
     """
     marks, which, after, gone = room
     touched = 0
@@ -140,8 +140,9 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
         after[t] = 0
         if sums[2, c] - gone[2, t] > 0.5 and left > 0:
             after[t] = left
-            mean = (whole * row[place] - sums[1, c] - gone[1, t]) / left
-            row[place] = mean - bias[place]
+            inverse = 1 / left
+            row[place] = (whole * row[place] - sums[1, c] - gone[1, t]) * inverse - bias[place]
+            gone[1, t] = inverse
         else:
             row[place] = 0.0 if power else -np.inf
     return touched
@@ -153,7 +154,7 @@ def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
     marks, which, after, gone = room
     for t in range(touched):
         c = which[t]
-        gone[0, t] = row[begin + c] / after[t] if after[t] > 0 else 0.0
+        gone[0, t] = row[begin + c] * gone[1, t] if after[t] > 0 else 0.0
         row[begin + c] = gone[0, t] * sums[0, c]
     for j in range(low, high):
         c = role[j]
