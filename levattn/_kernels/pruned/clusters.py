@@ -27,11 +27,11 @@ __all__ = [
     "level_tasks",
     "moments_of_rows",
     "pack_centers",
-    "padded",
     "place_tasks",
     "radius_tasks",
     "row_room",
     "square_columns",
+    "vector_row",
 ]
 
 
@@ -289,14 +289,14 @@ def level_tasks(labels, values, weight, total, mass, first, last):
 
 
 @helper
-def padded(d):
+def vector_row(d):
     """Return scratch for d numbers in whole vectors."""
     return zeros(0.0, ((d + VECTOR_BYTES // 8 - 1) // (VECTOR_BYTES // 8) * (VECTOR_BYTES // 8),))
 
 
 @helper
 def far_of(own, own_weight, other, other_weight, gap):
-    """Return how far the means of two summaries are apart, by their sums and weights; gap: of `padded`."""
+    """Return how far the means of two summaries are apart, by their sums and weights; gap: of `vector_row`."""
     d = len(other)
     inverse = 1.0 / own_weight if own_weight > 0 else 1.0
     whole = 1.0 / other_weight if other_weight > 0 else 1.0
@@ -319,7 +319,7 @@ def far_of(own, own_weight, other, other_weight, gap):
 def radius_tasks(labels, keys, weight, item_radii, centers, center_weight, radii, first, last):
     """Raise the radius of each label to how far its items may be from its center; keys are divided by weights."""
     n, d = keys.shape[1:]
-    gap, up = padded(d), 1 + (d + 8) * 2.0**-52
+    gap, up = vector_row(d), 1 + (d + 8) * 2.0**-52
     for item in range(first, last):
         for i in range(n):
             c = labels[item, i]

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 __all__ = [
     "JITTER",
-    "ROUNDING",
     "SAME",
+    "SPREAD_ROUNDING",
     "TILT",
     "PrunedArguments",
     "PrunedKernels",
@@ -21,7 +21,7 @@ __all__ = [
 TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
 SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
 JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
-ROUNDING = 2.0**-40  # of the mean square of queries: what is left of their moment once the mean is taken out
+SPREAD_ROUNDING = 2.0**-40  # of the mean square of queries: what is left of their moment once the mean is taken out
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,8 +62,10 @@ def _spread(
     Y = np.empty((*q.shape[:3], V.shape[2]), q.dtype) if numpy else None
 
     def attend(items: slice) -> Any:
-        given = arrays if items == all_items else (array if array is None else array[items, ...] for array in arrays)
-        q, K, V, scores, sample = given
+        q, K, V, scores, sample = arrays
+        if items != all_items:
+            q, K, V, sample = (array[items, ...] for array in (q, K, V, sample))
+            scores = scores if scores is None else scores[items, ...]
         x, flags = _planned(rule, q * factor, K, V, scores, sample * factor, near)
         y, rest = kernels_for("pruned", q).mixture(x, None, Y if Y is None else Y[items])
         if not certified:

@@ -15,7 +15,7 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
-from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, joined, picked, some_of
+from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 from levattn.sensitivity.leverage import TIE
 
 __all__ = ["causal_attention"]
@@ -101,15 +101,15 @@ def _spread(
 
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
-        *given, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
-        return _stepped(rule, own, factor, *given, certified, goes_on, into)
+        q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
+        return _stepped(rule, own, factor, q, K, V, scores, certified, goes_on, into)
 
     alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
     bounds = [pieces[1:] for pieces, _ in found]
-    part = joined([part for _, part in found]) if goes_on else part
+    part = all_of([part for _, part in found]) if goes_on else part
     return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
 
 
@@ -136,13 +136,14 @@ def _stepped(
         held = part.recent, part.recent_values, part.recent_scores
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first row of these
-    pieces, low, room = [], 0, {}
+    room: dict[str, Any] = {}
+    pieces, low = [], 0
     while low < T:
         high = min(T, low + rule.until_selection(part.positions))
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
-        arrays = (array if array is None else array[:, recent, ...] for array in read)
+        keys, values, more = (array if array is None else array[:, recent, ...] for array in read)
         to = None if into is None else into[:, :, low:high, :]
-        piece, part = _between(rule, part, q[:, :, low:high, :] * factor, *arrays, certified, room, to)
+        piece, part = _between(rule, part, q[:, :, low:high, :] * factor, keys, values, more, certified, room, to)
         pieces.append(piece)
         low = high
         if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import JITTER, ROUNDING, SAME, TILT, Summaries
+from levattn._kernels.pruned.contract import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 
@@ -96,7 +96,7 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
     eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
     size, rough = (
         xp.sum(part * eye, axis=(1, 2))[:, None, None] / d * share
-        for part, share in ((moment, JITTER), (queries.moment(False), d * ROUNDING))
+        for part, share in ((moment, JITTER), (queries.moment(False), d * SPREAD_ROUNDING))
     )
     least = xp.where(size > rough, size, rough)
     moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye

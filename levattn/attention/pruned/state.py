@@ -18,11 +18,11 @@ from levattn.attention.pruned.slots import Slots
 __all__ = [
     "PrunedPart",
     "PrunedState",
+    "all_of",
     "arrays_of",
     "continued_rule",
     "converted",
     "empty_part",
-    "joined",
     "picked",
     "some_of",
 ]
@@ -153,7 +153,7 @@ def some_of(part: PrunedPart, items: slice) -> PrunedPart:
     return replace(converted(part, lambda array: array[items, ...]), rows=part.rows[items])
 
 
-def joined(parts: list[PrunedPart]) -> PrunedPart:
+def all_of(parts: list[PrunedPart]) -> PrunedPart:
     """Return the part of the items of several, which have come equally far."""
     xp = namespace_of(parts[0].recent)
     others = [iter(arrays_of(part)) for part in parts]
