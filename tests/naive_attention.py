@@ -280,7 +280,7 @@ class Cluster:
 def pruned_choice(queries, keys, items, options):
     """Which items are kept, and the clusters of the others; `items` are keys, but for summaries that come first.
 
-    options: a dict of size, epsilon, R, kind, power, center, sinks, scores.
+    options: a dict of size, epsilon, R, kind, power, center, sinks, scores, rounds (of Lloyd's algorithm).
     """
     power, R = options["power"], min(options["R"], len(items))
     if power is not None:
@@ -299,7 +299,7 @@ def pruned_choice(queries, keys, items, options):
         inverse = np.linalg.pinv((keys - center).T @ (keys - center), rcond=1e-12, hermitian=True)
         score = np.array([(x - center) @ inverse @ (x - center) for x in X])
     else:
-        labels, far = k_means(X, count, R, M) if R else (None, squares)
+        labels, far = k_means(X, count, R, M, options["rounds"]) if R else (None, squares)
         labels = labels if options["kind"] == "residual" else None
         far = np.maximum(far, 2.0**-16 * squares)
         gain = power if options["kind"] == "expected" else (power or 0) - 1
@@ -316,7 +316,7 @@ def pruned_choice(queries, keys, items, options):
     clusters = []
     if R:
         weight = [0.0 if i in kept else c for i, c in enumerate(count)]
-        labels = k_means(X, weight, R, M)[0] if labels is None else labels
+        labels = k_means(X, weight, R, M, options["rounds"])[0] if labels is None else labels
         for c in range(R):
             inside = [i for i in range(len(items)) if labels[i] == c and i not in kept]
             if inside:
@@ -357,13 +357,17 @@ def pruned(
 ):
     """Attention of queries (g, m, d) to kept keys, near keys and summaries; causal if there is a chunk.
 
+    Causal attention chooses when as many keys as there are slots have come, or by thresholds a chunk, and after each
+    chunk from then on.
+
     queries: rows (s, d) that keys are chosen by, in place of Q.
     Also the share of the keys attended exactly, (g, m), their places for each of m rows, and the clusters at the end.
     """
     g, m, d = Q.shape
     q = Q * (1 / math.sqrt(d) if scale is None else scale)
     options = {"size": size, "R": R, "sinks": sinks, "kind": kind, "power": power}
-    options |= {"epsilon": epsilon, "center": center, "scores": scores}
+    options |= {"epsilon": epsilon, "center": center, "scores": scores, "rounds": 1 if chunk is None else 0}
+    begin = 0 if chunk is None else chunk if epsilon is not None else size + R + window + sinks + chunk
     single = [Cluster([1.0], [k], [v], [j]) for j, (k, v) in enumerate(zip(K, V, strict=True))]
     Y, share, seen = np.zeros((g, m, V.shape[1])), np.zeros((g, m)), []
     kept, clusters, recent = [], [], []
@@ -374,7 +378,7 @@ def pruned(
         if chunk is None:
             recent = [single[j] for j in range(max(0, t - window), min(len(K), t + window + 1)) if window]
         else:
-            if t and t % chunk == 0 and len(recent) > window:
+            if t >= begin and (t - begin) % chunk == 0 and len(recent) > window:
                 leaving, recent = recent[: len(recent) - window], recent[len(recent) - window :]
                 now = options | {"merged": [j for c in clusters for j in c.places]}
                 kept, clusters = pruned_choice(q[:, :t].reshape(-1, d), K[:t], clusters + kept + leaving, now)

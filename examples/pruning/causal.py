@@ -109,10 +109,10 @@ def slots_read(slots: Slots, n: int) -> float:
     """Return how many slots a query has at most, the mean over n positions."""
     total = 0
     for place in range(n):
-        chunk = place % slots.chunk
-        before = min(slots.window, place - chunk)
-        far = place - chunk - before
-        total += chunk + 1 + before + min(far, slots.selected + slots.sinks + slots.summaries)
+        recent = place + 1  # up to the query itself
+        if place >= slots.total:  # from the first selection on
+            recent = min(recent, slots.window + (place - slots.total) % slots.chunk + 1)
+        total += recent + min(place + 1 - recent, slots.selected + slots.sinks + slots.summaries)
     return total / n
 
 

@@ -4,47 +4,71 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES, jit
+from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.panels import TILE_ROWS, multiply_rows, pack_column, pack_row, row_at_view, whole_tiles
-from levattn._kernels.pruned.simd import apart, nearest
-from levattn._kernels.scratch import empty, zeros
+from levattn._kernels.pruned.panels import (
+    TILE_ROWS,
+    multiply_panels,
+    multiply_rows,
+    pack_columns,
+    pack_row,
+    row_at_view,
+    whole_tiles,
+)
+from levattn._kernels.pruned.simd import accumulate, approach, length_squared, nearest, squared, turned_tile
+from levattn._kernels.scratch import clear, empty, filled, zeros
 
 __all__ = [
     "add_tasks",
     "assign_tasks",
+    "far_of",
     "far_tasks",
+    "farthest",
     "level_tasks",
     "moments_of_rows",
     "pack_centers",
     "place_tasks",
     "radius_tasks",
+    "row_room",
+    "square_columns",
+    "vector_row",
 ]
 
 
 @jit
-def moments_of_rows(like, view, n, d, second, first, last):
-    """Write ``Σ x [xᵀ 1]`` over n rows to (b, d, d + 1), in float64."""
-    width = SCORE_VECTORS * (VECTOR_BYTES // second.itemsize)
-    panels = (d + width) // width
-    in_columns, rows = zeros(0.0, (whole_tiles(d), TILE_ROWS)), zeros(0.0, (panels, TILE_ROWS, width))
-    total, unit = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1)
+def moments_of_rows(like, view, n, total, second, first, last):
+    """Write ``Σ x`` over n rows to (b, d), and ``Σ x xᵀ`` to (b, d, d) unless that has no rows, in float64."""
+    d, squares = total.shape[1], second.shape[1] > 0
+    width = SCORE_VECTORS * (VECTOR_BYTES // total.itemsize)
+    panels = (d + width - 1) // width if squares else 0
+    in_columns = zeros(0.0, (larger(whole_tiles(d), panels * width), TILE_ROWS))
+    rows, lanes = zeros(0.0, (panels, TILE_ROWS, width)), VECTOR_BYTES // 8
+    sums, unit, one = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1), filled(0.0, 1, 1.0)
     for item in range(first, last):
-        for i in range(d):
-            for j in range(panels * width):
-                total[i, j] = 0
+        clear(total, item * d, d)
+        clear(sums, 0, sums.size)
         for low in range(0, n, TILE_ROWS):
             count = smaller(TILE_ROWS, n - low)
             for r in range(count):
                 source = as_pointer(row_at_view(view, item, 0, low + r), like)
-                for i in range(d):
-                    in_columns[i, r] = source[i]
-                pack_row(source, unit, d, rows, r)
-                rows[d // width, r, d % width] = 1
-            multiply_rows(True, in_columns, d, rows, count, total)
-        for i in range(d):
-            for j in range(d + 1):
-                second[item, i, j] = total[i, j]
+                accumulate(like, row_at_view(view, item, 0, low + r), address(one), d, address(total) + item * d * 8)
+                if squares:
+                    pack_row(source, unit, d, rows, r)
+            for i in range(0, panels * width, lanes):
+                at, to = address(rows) + (i // width * TILE_ROWS * width + i % width) * 8, i * TILE_ROWS * 8
+                for r in range(0, TILE_ROWS, lanes):
+                    to_at = address(in_columns) + to + r * 8
+                    turned_tile(sums, at + r * width * 8, width * 8, to_at, TILE_ROWS * 8)
+            for p in range(panels):  # rows beyond are on the other side of the diagonal
+                at, to = address(rows) + p * TILE_ROWS * width * 8, address(sums) + p * width * 8
+                tall = whole_tiles(smaller(d, (p + 1) * width))
+                multiply_panels(
+                    sums, True, address(in_columns), TILE_ROWS * 8, tall, at, 1, 0, count, to, panels * width * 8
+                )
+        for i in range(d if squares else 0):
+            for j in range(i, d):
+                second[item, i, j] = sums[i, j]
+                second[item, j, i] = sums[i, j]
 
 
 @jit
@@ -68,17 +92,103 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
             along[item, low + i] = out[i, d]
 
 
+@helper
+def row_room(like, n):
+    """Return scratch for n rows, for what `farthest` does: squares, least, labels and shut, then products and rows."""
+    deep = (n + SCORE_VECTORS * VECTOR_BYTES // like.itemsize - 1) // (SCORE_VECTORS * VECTOR_BYTES // like.itemsize)
+    deep *= SCORE_VECTORS * VECTOR_BYTES // like.itemsize
+    return empty(like, (4, deep)), empty(like, (SCORE_ROWS, deep))
+
+
+@helper
+def farthest(like, panels, n, d, mean, room, rows, chosen):
+    """Choose rows that are far from one another, the columns of panels: their places, and who is nearest to which.
+
+    The farthest from the mean, then always the farthest from all so far; of equal ones the first. room: of `row_room`,
+    with `squares` and `shut` filled. Products with several rows that are far are made at a time, as they are likely to
+    be next.
+    """
+    numbers, products = room
+    width, deep = panels.shape[2], numbers.shape[1]
+    squares, least, labels, shut = numbers[0], numbers[1], numbers[2], numbers[3]
+    size = like.itemsize
+    vectors = deep * size // VECTOR_BYTES
+    place, farthest_of = 0, like.dtype.type(-np.inf)
+    for p in range(deep // width):
+        away = least[p * width : (p + 1) * width]
+        for j in range(width):
+            away[j] = 0
+        for k in range(d):
+            row, middle = panels[p, k], mean[k]
+            for j in range(width):
+                gap = row[j] - middle
+                away[j] += gap * gap
+    for j in range(n):
+        if least[j] + shut[j] > farthest_of:
+            place, farthest_of = j, least[j] + shut[j]
+        least[j] = np.inf
+    for j in range(n, deep):
+        least[j], shut[j] = np.inf, -np.inf
+    names = filled(0, SCORE_ROWS, -1)
+    for c in range(len(chosen)):
+        found = -1
+        for i in range(SCORE_ROWS):
+            if names[i] == place:
+                found = i
+        if found < 0:
+            names[0], count, found = place, 1, 0
+            for j in range(n if c else 0):
+                value = least[j] + shut[j]
+                if j != place and (count < SCORE_ROWS or value > least[names[count - 1]]) and value > 0:
+                    at = smaller(count, SCORE_ROWS - 1)
+                    while at > 1 and value > least[names[at - 1]]:
+                        names[at] = names[at - 1]
+                        at -= 1
+                    names[at] = j
+                    count = smaller(count + 1, SCORE_ROWS)
+            for i in range(SCORE_ROWS):
+                if i >= count:
+                    names[i] = -1
+                panel, lane = panels[larger(names[i], 0) // width], larger(names[i], 0) % width
+                for k in range(d):
+                    rows[i, k] = panel[k, lane]
+            multiply_rows(False, rows, count, panels, d, products)
+        chosen[c] = place
+        at = address(products) + found * deep * size
+        place = approach(
+            like,
+            at,
+            squares[place],
+            address(squares),
+            like.dtype.type(c),
+            address(least),
+            address(labels),
+            address(shut),
+            vectors,
+        )
+
+
+@helper
+def square_columns(like, panels, d, room):
+    """Write the squared lengths of the columns of panels, as their products with themselves are rounded."""
+    squares, width = room[0][0], panels.shape[2]
+    for p in range(len(squares) // width):
+        squared(like, address(panels[p]), SCORE_VECTORS, d, address(squares) + p * width * like.itemsize)
+
+
 @jit
-def far_tasks(X, weight, step, centers, first, last):
-    """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row."""
+def far_tasks(X, weight, step, centers, labels, distances, first, last):
+    """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row.
+
+    If these are all, also the nearest center of each row, and its squared distance.
+    """
     _, n, d = X.shape
-    size = X.itemsize
-    lanes = VECTOR_BYTES // size
-    padded = (d + lanes - 1) // lanes * lanes
     count = (n + step - 1) // step
-    rows, mean = zeros(X, (count, padded)), zeros(X, (1, padded))
-    sums = empty(0.0, (d,))
-    away = empty(X, (count,))
+    room, rows = row_room(X, count), zeros(X, (SCORE_ROWS, d))
+    width = SCORE_VECTORS * VECTOR_BYTES // X.itemsize
+    panels = zeros(X, (room[0].shape[1] // width, d, width))
+    sums, mean = empty(0.0, (d,)), empty(X, (d,))
+    chosen = empty(0, (centers.shape[1],))
     for item in range(first, last):
         sums[:] = 0
         total, x = 0.0, X[item]
@@ -89,43 +199,36 @@ def far_tasks(X, weight, step, centers, first, last):
                 for k in range(d):
                     sums[k] += w * x[i, k]
         for k in range(d):
-            mean[0, k] = sums[k] / (total if total > 0 else 1.0)
-        place = 0
-        at = address(rows)
+            mean[k] = sums[k] / (total if total > 0 else 1.0)
         for i in range(count):
+            room[0][3, i] = 0 if weight[item, i * step] > 0 else -np.inf
+        for p in range(len(panels)):
+            at, here = address(x) + p * width * step * d * X.itemsize, smaller(width, count - p * width)
+            pack_columns(X, at, step * d * X.itemsize, here, d, address(panels[p]))
+        square_columns(X, panels, d, room)
+        farthest(X, panels, count, d, mean, room, rows, chosen)
+        for c in range(len(chosen)):
             for k in range(d):
-                rows[i, k] = x[i * step, k]
-            away[i] = apart(X, at + i * padded * size, address(mean), padded // lanes)
-            if weight[item, i * step] <= 0:
-                away[i] = -1
-            if away[i] > away[place]:
-                place = i
-        for c in range(centers.shape[1]):
-            center_at = at + place * padded * size
-            for k in range(d):
-                centers[item, c, k] = rows[place, k]
-            following, largest = 0, X.dtype.type(-2)
-            for i in range(count):
-                distance = apart(X, at + i * padded * size, center_at, padded // lanes)
-                held = away[i]
-                if c == 0 and held >= 0:
-                    held = distance
-                held = distance if distance < held else held
-                away[i] = held
-                if held > largest:
-                    following, largest = i, held
-            place = following
+                centers[item, c, k] = x[chosen[c] * step, k]
+        for i in range(n if step == 1 else 0):
+            labels[item, i], distances[item, i] = int(room[0][2, i]), room[0][1, i]
 
 
 @jit
 def pack_centers(centers, panels, norms, first, last):
     """Write centers times −2 to panels, and their squared norms, which are infinite where there is none."""
     R, d = centers.shape[1:]
+    width, size = panels.shape[3], panels.itemsize
     for item in range(first, last):
-        panels[item] = 0
         norms[item] = np.inf
+        for p in range(panels.shape[1]):
+            at, here = address(centers[item]) + p * width * d * size, smaller(width, R - p * width)
+            pack_columns(centers, at, d * size, here, d, address(panels[item, p]))
+            for k in range(d):
+                row = panels[item, p, k]
+                for j in range(width):
+                    row[j] *= -2
         for c in range(R):
-            pack_column(centers[item, c], centers.dtype.type(-2), panels[item], c)
             square = centers.dtype.type(0)
             for k in range(d):
                 square += centers[item, c, k] * centers[item, c, k]
@@ -164,15 +267,14 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
 @jit
 def add_tasks(like, view, width, labels, factor, total, first, last):
     """Add each row, times its factor, to the sum of its label (b, R, width) in float64; −1 has none."""
-    n = labels.shape[1]
+    n, times = labels.shape[1], empty(0.0, (1,))
     for item in range(first, last):
         for i in range(n):
             c = labels[item, i]
-            f = factor[item, i]
-            if c >= 0 and f != 0:
-                source, target = as_pointer(row_at_view(view, item, 0, i), like), total[item, c]
-                for k in range(width):
-                    target[k] += f * source[k]
+            times[0] = factor[item, i]
+            if c >= 0 and times[0] != 0:
+                target = address(total) + (item * total.shape[1] + c) * width * 8
+                accumulate(like, row_at_view(view, item, 0, i), address(times), width, target)
 
 
 @jit
@@ -186,32 +288,43 @@ def level_tasks(labels, values, weight, total, mass, first, last):
                 mass[item, c] += weight[item, i]
 
 
+@helper
+def vector_row(d):
+    """Return scratch for d numbers in whole vectors."""
+    return zeros(0.0, ((d + VECTOR_BYTES // 8 - 1) // (VECTOR_BYTES // 8) * (VECTOR_BYTES // 8),))
+
+
+@helper
+def far_of(own, own_weight, other, other_weight, gap):
+    """Return how far the means of two summaries are apart, by their sums and weights; gap: of `vector_row`."""
+    d = len(other)
+    inverse = 1.0 / own_weight if own_weight > 0 else 1.0
+    whole = 1.0 / other_weight if other_weight > 0 else 1.0
+    for k in range(d):
+        gap[k] = own[k] * inverse
+    for k in range(d):
+        gap[k] -= other[k] * whole
+    square, scale = length_squared(gap, address(gap), len(gap) * 8 // VECTOR_BYTES), 1.0
+    if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
+        scale = 0.0
+        for k in range(d):
+            scale = larger(scale, abs(gap[k]))
+        square, scale = 0.0, scale if scale > 0 else 1.0
+        for k in range(d):
+            square += (gap[k] / scale) ** 2
+    return scale * np.sqrt(square)
+
+
 @jit
 def radius_tasks(labels, keys, weight, item_radii, centers, center_weight, radii, first, last):
     """Raise the radius of each label to how far its items may be from its center; keys are divided by weights."""
     n, d = keys.shape[1:]
-    up = 1 + (d + 8) * 2.0**-52
+    gap, up = vector_row(d), 1 + (d + 8) * 2.0**-52
     for item in range(first, last):
         for i in range(n):
             c = labels[item, i]
             if c >= 0:
-                own, other = keys[item, i], centers[item, c]
-                own_weight, whole_weight = weight[item, i], center_weight[item, c]
-                inverse = 1.0 / own_weight if own_weight > 0 else 1.0
-                whole = 1.0 / whole_weight if whole_weight > 0 else 1.0
-                square = 0.0
-                for k in range(d):
-                    gap = own[k] * inverse - other[k] * whole
-                    square += gap * gap
-                scale = 1.0
-                if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
-                    scale = 0.0
-                    for k in range(d):
-                        scale = larger(scale, abs(own[k] * inverse - other[k] * whole))
-                    square, scale = 0.0, scale if scale > 0 else 1.0
-                    for k in range(d):
-                        gap = (own[k] * inverse - other[k] * whole) / scale
-                        square += gap * gap
-                far = up * (item_radii[item, i] + scale * np.sqrt(square))
+                far = far_of(keys[item, i], weight[item, i], centers[item, c], center_weight[item, c], gap)
+                far = up * (item_radii[item, i] + far)
                 if not far <= radii[item, c]:
                     radii[item, c] = far

@@ -6,7 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
-__all__ = ["PrunedArguments", "PrunedKernels", "Summaries", "mapped"]
+__all__ = [
+    "JITTER",
+    "SAME",
+    "SPREAD_ROUNDING",
+    "TILT",
+    "PrunedArguments",
+    "PrunedKernels",
+    "RenewalArguments",
+    "Summaries",
+    "mapped",
+]
+
+TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
+SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
+JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
+SPREAD_ROUNDING = 2.0**-40  # of the mean square of queries: what is left of their moment once the mean is taken out
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +74,39 @@ class PrunedArguments:
     power: float | None
 
 
+@dataclass(frozen=True, eq=False)
+class RenewalArguments:
+    """A selection among the keys that were kept and those that leave, for a softmax; the others are summarized.
+
+    kept, kept_values, kept_places: (b, s, d), (b, s, D) and (b, s) int64.
+    keys, values: (b, n, d) and (b, n, D), those that leave. oldest: the position of the first of them.
+    summaries, radius: those so far, in float64, or None.
+    total, second, queries: sums over so many queries, (b, d) and (b, d, d) in float64.
+    origin: (b, d) in the dtype of keys, the mean key.
+    size, sinks, R: how many keys are kept besides those at the first positions, and how many summaries there will be.
+    residual: whether scores are residuals; expected ones, if not.
+    bounded: whether radii are asked for.
+    """
+
+    kept: Any
+    kept_values: Any
+    kept_places: Any
+    keys: Any
+    values: Any
+    oldest: int
+    summaries: Summaries | None
+    radius: Any
+    total: Any
+    second: Any
+    queries: int
+    origin: Any
+    size: int
+    sinks: int
+    R: int
+    residual: bool
+    bounded: bool
+
+
 def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
     """Return a dataclass with what a function makes of each array in it, at any depth."""
     if is_dataclass(held) and not isinstance(held, type):
@@ -69,8 +117,11 @@ def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
 class PrunedKernels(Protocol):
     """Pruned attention. In torch, gradients follow the definitions."""
 
-    def mixture(self, x: PrunedArguments, /) -> tuple[Any, Any]:
-        """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m)."""
+    def mixture(self, x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None, /) -> tuple[Any, Any]:
+        """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m).
+
+        room: {} before the first of several calls, for memory that they share. into: where the output may be written.
+        """
 
     def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:
         """Return the cluster of each row, (b, n), and its squared distance to the center."""
@@ -84,8 +135,16 @@ class PrunedKernels(Protocol):
     def radii(self, labels: Any, items: Summaries, item_radii: Any, summaries: Summaries, /) -> Any:
         """Return how far the members of summaries may be from their means, (b, R)."""
 
-    def row_moments(self, X: Any, /) -> tuple[Any, Any]:
-        """Return the sums (b, d) of rows and (b, d, d) of x xᵀ in float64."""
+    def row_moments(self, X: Any, squares: bool, /) -> tuple[Any, Any]:
+        """Return the sums (b, d) of rows and, if asked for, (b, d, d) of x xᵀ in float64."""
 
     def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:
         """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
+
+    def renewed(
+        self, x: RenewalArguments, room: dict[str, Any] | None = None, /
+    ) -> tuple[Any, Any, Any, Summaries, Any] | None:
+        """Return keys, values and places that are kept, summaries, and radii or None; or None, to be done in steps.
+
+        room: as above. With it results are good until the call after the next.
+        """

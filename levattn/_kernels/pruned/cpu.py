@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,31 +10,33 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import clusters, definition
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
-from levattn._kernels.pruned.mixture import mixture_tasks, pack_slots
+from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots, whole_vectors
 from levattn._kernels.pruned.panels import TILE_ROWS
+from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
-__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "row_moments"]
+__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
 
-_FEW = 256  # rows whose moments need no kernel
+_FEW = 64  # rows whose moments need no kernel
 
 
-def mixture(x: PrunedArguments) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
+    taken = partial(_taken, {} if room is None else room)
     b, g, m, d = x.q.shape
     D, kind, s = x.values.shape[2], x.q.dtype, x.kept_keys.shape[1]
-    Y, rest = np.empty((b, g, m, D), kind), np.empty((b, g, m), kind)
+    Y, rest = np.empty((b, g, m, D), kind) if into is None else into, np.empty((b, g, m), kind)
     if not Y.size:
         return Y, rest
     size = kind.itemsize
     # what streams hold is in float64, and a stream that holds none yet compiles nothing of its own
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     R = held.weight.shape[1]
-    key_panels = np.empty((b, _panels(s, size) + _panels(R, size), d, _width(size)), kind)
+    key_panels = taken("keys", (b, _panels(whole_vectors(x.q, s) + R, size), d, _width(size)), kind)
     slots = key_panels.shape[1] * key_panels.shape[3]
-    value_panels = np.empty((b, _panels(D, size), slots, key_panels.shape[3]), kind)
+    value_panels = taken("values", (b, _panels(D, size), slots, key_panels.shape[3]), kind)
     bias = np.empty((b, slots), kind)
     count = np.full(b, s) if x.kept_count is None else np.asarray(x.kept_count, np.int64)
     kept = (np.ascontiguousarray(array) for array in (x.kept_keys, x.kept_values))
@@ -48,19 +51,28 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
     widest = max(0, int(spans.max()))
     read = [_readable(array) for array in (x.q, x.keys, x.values)]
+    read.append(Y)
+    views, like = np.stack([_view(array) for array in read]), np.empty(1, kind)
+    role = np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64)
+    n = x.keys.shape[1] if widest else 0
+    near = taken("near", (b, _panels(n, size), d, _width(size)), kind)
+    near_values = taken("near values", (b, value_panels.shape[1], near.shape[1] * near.shape[3], near.shape[3]), kind)
+    share(partial(pack_near, like, views, (n, D), role, near, near_values), b * near.shape[1], float(b) * n * (d + D))
     arguments = (
-        np.empty(1, kind),
-        np.stack([_view(array) for array in read]),
+        like,
+        views,
         (s, tall, many, widest),
         0.0 if x.power is None else float(x.power),
         key_panels,
         value_panels,
         bias,
+        near,
+        near_values,
         np.stack([weight, offset, members], axis=1).astype(np.float64),
         edges,
-        np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64),
+        role,
         np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
-        Y,
+        D,
         rest,
     )
     work = float(b) * g * m * (slots + widest) * (d + D)
@@ -81,8 +93,9 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     norms = np.empty((b, panels.shape[1] * panels.shape[3]), kind)
 
     assign = partial(clusters.assign_tasks, X, panels, norms, labels, distances)
-    share(partial(clusters.far_tasks, X, weight, step, centers), b, float(b) * (n // step) * R * d)
-    for i in range(iterations + 1):
+    found = partial(clusters.far_tasks, X, weight, step, centers, labels, distances)
+    share(found, b, float(b) * (n // step) * R * d)
+    for i in range(0 if step > 1 else 1, iterations + 1):
         if i:
             sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
             there = mass > 0
@@ -119,14 +132,59 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def row_moments(X: Any) -> tuple[Any, Any]:
-    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any, Any, Summaries, Any] | None:
+    """Return what is kept and summarized after a selection, or None where numbers are not finite, to be said so."""
+    room = {} if room is None else room
+    room["side"] = not room.get("side")  # results lie where those before the last ones did
+    taken = partial(_taken, room)
+    (b, n, d), D, s, kind = x.keys.shape, x.values.shape[2], x.kept.shape[1], x.keys.dtype
+    forced = min(x.sinks, x.oldest + n)
+    size = min(s + n, x.size + forced)
+    # a stream that holds no summaries yet compiles nothing of its own
+    held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
+    scalars = np.stack([held.weight, held.offset, held.count], axis=2)
+    radius = np.zeros((b, 0)) if x.radius is None else x.radius
+    read = [_readable(array) for array in (x.keys, x.values)]
+    new = ((size, d), kind), ((size, D), kind), ((size,), np.int64)
+    sums = [(shape, np.float64) for shape in ((x.R, d), (x.R, D), (x.R, 3), (x.R if x.bounded else 0,))]
+    arrays = [taken(f"renewed {i} {room['side']}", (b, *shape), kind) for i, (shape, kind) in enumerate((*new, *sums))]
+    sound = np.empty(b, np.bool_)
+    given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius, x.total, x.second, x.origin
+    body = partial(
+        renewal_tasks,
+        np.empty(1, kind),
+        np.stack([_view(array) for array in read]),
+        (n, x.oldest, x.sinks, x.residual),
+        float(x.queries),
+        *map(np.ascontiguousarray, given),
+        *arrays,
+        sound,
+    )
+    share(body, b, float(b) * (held.weight.shape[1] + s + n) * x.R * d)
+    if not sound.all():
+        return None
+    kept, values, places, keys, means, scalars, radius = arrays
+    summaries = Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2])
+    return kept, values, places, summaries, radius if x.bounded else None
+
+
+def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -> Any:
+    """Return an array in memory of an earlier call, if there is enough: that of new arrays is slow at first."""
+    held, size = room.get(name), math.prod(shape)
+    if held is None or held.size < size or held.dtype != kind:
+        held = room[name] = np.empty(size, kind)
+    return held[:size].reshape(shape)
+
+
+def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d) if it is asked for, in float64."""
     b, n, d = X.shape
     if n < _FEW:
-        return definition.row_moments(X)
-    X, second = _readable(X), np.empty((b, d, d + 1))
-    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, d, second), b, float(X.size) * d)
-    return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
+        return definition.row_moments(X, squares)
+    X, total, second = _readable(X), np.empty((b, d)), np.empty((b, d, d) if squares else (0, 0, 0))
+    work = float(X.size) * (d if squares else 1)
+    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, total, second), b, work)
+    return total, second if squares else None
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:

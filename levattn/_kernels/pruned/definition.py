@@ -11,9 +11,20 @@ from typing import Any
 import array_api_compat
 
 from levattn._core.arrays import array_namespace, is_torch
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
+from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 
-__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "places", "radii", "row_moments", "sample_step"]
+__all__ = [
+    "cluster",
+    "lengths",
+    "levels",
+    "merged",
+    "mixture",
+    "places",
+    "radii",
+    "renewed",
+    "row_moments",
+    "sample_step",
+]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
@@ -25,11 +36,11 @@ def sample_step(n: int, R: int) -> int:
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
-def row_moments(X: Any) -> tuple[Any, Any]:
-    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d) if it is asked for, in float64."""
     xp = array_namespace(X)
     X = xp.astype(X, xp.float64)
-    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X)
+    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X) if squares else None
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
@@ -176,10 +187,14 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def mixture(x: PrunedArguments) -> tuple[Any, Any]:
+def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
+    """Leave a renewal to be done in steps."""
+
+
+def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
     xp = array_namespace(x.q)
-    b, g, m, _ = x.q.shape
+    b, g, m = x.q.shape[:3]
     first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
     near = max((high - low for low, high in zip(first, last, strict=True)), default=0)

@@ -1,7 +1,7 @@
 """The mixtures of pruned attention, compiled.
 
-A row of logits has the kept keys first, then the summaries, then the near keys, each part in whole panels. `bias` is
-added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
+A row of logits has the kept keys first, in whole vectors, then the summaries, up to whole panels, then the near keys.
+`bias` is added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import (
     TILE_ROWS,
     multiply_panels,
-    pack_column,
+    pack_columns,
     pack_row,
     row_at_view,
     row_pointer,
@@ -22,7 +22,13 @@ from levattn._kernels.pruned.panels import (
 from levattn._kernels.pruned.simd import exponentials, raised
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = ["mixture_tasks", "pack_slots"]
+__all__ = ["mixture_tasks", "pack_near", "pack_slots", "whole_vectors"]
+
+
+@helper
+def whole_vectors(like, n):
+    lanes = VECTOR_BYTES // like.itemsize
+    return (n + lanes - 1) // lanes * lanes
 
 
 @jit
@@ -44,35 +50,74 @@ def pack_slots(
 ):
     """Write kept keys (b, s, d) and values, and summaries as means, to panels; `count` (b,) of the keys are there."""
     s, R, width = keys.shape[1], weight.shape[1], key_panels.shape[3]
-    begin = (s + width - 1) // width * width
-    D = values.shape[2]
+    d, D, size = keys.shape[2], values.shape[2], keys.itemsize
+    begin, slots = whole_vectors(keys, s), bias.shape[1]
     nothing, one = 0.0 if power else -np.inf, keys.dtype.type(1)
-    many_keys, many_values, places = key_panels[0].size, value_panels[0].size, bias.shape[1]
+    rows = empty(keys, (slots, d))
     for item in range(first, last):
-        clear(key_panels, item * many_keys, many_keys)
-        clear(value_panels, item * many_values, many_values)
-        for j in range(places):
+        clear(rows, 0, rows.size)
+        for j in range(slots):
             bias[item, j] = nothing
-        for j in range(smaller(count[item], s)):
-            row = item * s + j
-            pack_column(row_pointer(keys, row), one, key_panels[item], j)
-            pack_row(row_pointer(values, row), one, D, value_panels[item], j)
+        there = smaller(count[item], s)
+        for j in range(there):
+            source, row = row_pointer(keys, item * s + j), rows[j]
+            for k in range(d):
+                row[k] = source[k]
+            pack_row(row_pointer(values, item * s + j), one, D, value_panels[item], j)
             bias[item, j] = 0
-        for c in range(R):
-            if members[item, c] > 0.5:
-                row = item * R + c
-                inverse = means.dtype.type(1) / weight[item, c]
-                pack_column(row_pointer(means, row), inverse, key_panels[item], begin + c)
-                pack_row(row_pointer(mean_values, row), inverse, D, value_panels[item], begin + c)
-                shift = -offset[item, c] / weight[item, c]
-                bias[item, begin + c] = shift if power else np.log(weight[item, c]) + shift
+        for j in range(there, slots):
+            c = j - begin
+            if c < 0 or c >= R or members[item, c] <= 0.5:
+                pack_row(row_pointer(values, 0), one, 0, value_panels[item], j)
+                continue
+            inverse = means.dtype.type(1) / weight[item, c]
+            source, row = row_pointer(means, item * R + c), rows[j]
+            for k in range(d):
+                row[k] = source[k] * inverse
+            pack_row(row_pointer(mean_values, item * R + c), inverse, D, value_panels[item], j)
+            shift = -offset[item, c] * inverse
+            bias[item, j] = shift if power else np.log(weight[item, c]) + shift
+        for p in range(slots // width):
+            at = address(rows) + p * width * d * size
+            pack_columns(keys, at, d * size, width, d, address(key_panels[item, p]))
+
+
+@jit
+def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
+    """Write the keys (b, n) that may be near, and their values, to panels: a task is one panel of keys.
+
+    views: of queries, keys and values. sizes: n, and how long values are. role: (b, n), or without rows. Keys that are
+    never attended are zeros: a power of nothing is nothing.
+    """
+    _, count, d, width = key_panels.shape
+    unit, (n, D) = like.dtype.type(1), sizes
+    for task in range(first, last):
+        item, p = task // count, task % count
+        low, panel = p * width, key_panels[item, p]
+        here = smaller(width, n - low)
+        pack_columns(like, row_at_view(views[1], item, 0, low), views[1, 3], here, d, address(panel))
+        for j in range(width):
+            there = j < here
+            if len(role) and there and role[item, low + j] == -2:
+                there = False
+                for k in range(d):
+                    panel[k, j] = 0
+            row = low + j if there else 0
+            pack_row(
+                as_pointer(row_at_view(views[2], item, 0, row), like),
+                unit,
+                D if there else 0,
+                value_panels[item],
+                low + j,
+            )
 
 
 @helper
 def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
     """Take the near keys low to high out of the summaries in a row of logits; return how many these are.
 
-    sums: weight, offset and count of each summary. room: marks, which summaries, and their weights afterwards.
+    What is left has the logit of one key, and counts as many times as its weight says. sums: weight, offset and count
+    of each summary. room: marks, which summaries, their weights afterwards, and the inverse of these in its last part.
     """
     marks, which, after, gone = room
     touched = 0
@@ -95,8 +140,9 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
         after[t] = 0
         if sums[2, c] - gone[2, t] > 0.5 and left > 0:
             after[t] = left
-            mean = (whole * row[place] - sums[1, c] - gone[1, t]) / left
-            row[place] = mean - bias[place] if power else mean + np.log(left) - bias[place]
+            inverse = 1 / left
+            row[place] = (whole * row[place] - sums[1, c] - gone[1, t]) * inverse - bias[place]
+            gone[1, t] = inverse
         else:
             row[place] = 0.0 if power else -np.inf
     return touched
@@ -108,7 +154,7 @@ def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
     marks, which, after, gone = room
     for t in range(touched):
         c = which[t]
-        gone[0, t] = row[begin + c] / after[t] if after[t] > 0 else 0.0
+        gone[0, t] = row[begin + c] * gone[1, t] if after[t] > 0 else 0.0
         row[begin + c] = gone[0, t] * sums[0, c]
     for j in range(low, high):
         c = role[j]
@@ -153,83 +199,72 @@ def mixture_tasks(
     key_panels,
     value_panels,
     bias,
+    near_keys,
+    near_values,
     sums,
     edges,
     role,
     log_weight,
-    Y,
+    D,
     rest,
     first,
     last,
 ):
     """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
 
-    views: of queries, keys and values. sizes: rows of keys that are kept; positions and heads of a block; the most
-    near keys of a block. sums: (b, 3, R). edges: first and last of the near keys. role, log_weight: (b, n), or without
-    rows.
+    views: of queries, keys, values and outputs, D numbers each. sizes: rows of keys that are kept; positions and heads
+    of a block; the most near keys of a block. near_keys, near_values: of `pack_near`. sums: (b, 3, R). edges: first
+    and last of the near keys. role, log_weight: (b, n), or without rows.
     """
     size = like.itemsize
     lanes = VECTOR_BYTES // size
     kept, tall, many, widest = sizes
-    _, heads, m, D = Y.shape
+    _, heads, m = rest.shape
     width, d, R = key_panels.shape[3], key_panels.shape[2], sums.shape[2]
-    begin = (kept + width - 1) // width * width
+    begin = whole_vectors(like, kept)
     near = key_panels.shape[1] * width
     deep = value_panels.shape[1] * width
-    full = near + (widest + width - 1) // width * width
+    widest = smaller((widest + width - 1) // width + 1, near_keys.shape[1]) * width
+    full, every = near + widest, near_keys.shape[1] * width
     rows_q = zeros(like, (TILE_ROWS, d))
     L, out = empty(like, (TILE_ROWS, full)), empty(like, (TILE_ROWS, deep))
-    near_keys = empty(like, ((full - near) // width, d, width))
-    near_values = empty(like, (value_panels.shape[1], full - near, width))
     shift = zeros(like, (full,))
     names, weight, logs = filled(0, widest, -1), filled(0.0, widest, 1.0), zeros(0.0, (widest,))
     inverse = empty(like, (TILE_ROWS,))
     room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
-    q_view, k_view, v_view = views[0], views[1], views[2]
+    q_view, y_view = views[0], views[3]
     q_at, l_at, y_at = address(rows_q), address(L), address(out)
-    near_keys_at, near_values_at = address(near_keys), address(near_values)
-    nothing, unit = 0.0 if power else -np.inf, like.dtype.type(1)
+    nothing = 0.0 if power else -np.inf
     for task in range(first, last):
         item, at = task // (stretches * groups), task % (stretches * groups)
         head, low = at // stretches * many, at % stretches * tall
         others, high = smaller(heads, head + many), smaller(m, low + tall)
         positions = high - low
         rows = positions * (others - head)
-        start = edges[0, low]
-        n = larger(start, edges[1, high - 1]) - start
-        padded = (n + width - 1) // width * width
+        panel = edges[0, low] // width
+        start, end = panel * width, larger(edges[0, low], edges[1, high - 1])
+        padded = (end - start + width - 1) // width * width if end > edges[0, low] else 0
         for i in range(rows):
             source = as_pointer(row_at_view(q_view, item, head + i // positions, low + i % positions), like)
             for k in range(d):
                 rows_q[i, k] = source[k]
         for j in range(near):
             shift[j] = bias[item, j]
-        for j in range(n):
-            absent = False
-            if len(role):
+        for j in range(padded):
+            absent = start + j >= end
+            if len(role) and not absent:
                 names[j] = role[item, start + j]
                 absent = names[j] == -2
-            if len(log_weight):
+            if len(log_weight) and start + j < end:
                 logs[j] = log_weight[item, start + j]
                 weight[j] = np.exp(logs[j])
             shift[near + j] = nothing if absent else 0.0
-            pack_column(as_pointer(row_at_view(k_view, item, 0, start + j), like), unit, near_keys, j)
-            pack_row(as_pointer(row_at_view(v_view, item, 0, start + j), like), unit, D, near_values, j)
-            if absent:  # a power of nothing is nothing
-                for k in range(d):
-                    near_keys[j // width, k, j % width] = 0
-        for j in range(n, padded):
-            shift[near + j] = nothing
-            for k in range(d):
-                near_keys[j // width, k, j % width] = 0
-            for p in range(len(near_values)):
-                near_values[p, j] = 0
         whole = whole_tiles(rows)
         panels_at, count, to_at, step = address(key_panels[item]), near // width, l_at, d * width * size
         for _ in range(2):  # in a loop, so that it is compiled once
             multiply_panels(like, False, q_at, d * size, whole, panels_at, count, step, d, to_at, full * size)
-            panels_at, count, to_at = near_keys_at, padded // width, l_at + near * size
+            panels_at, count, to_at = address(near_keys[item]) + start * d * size, padded // width, l_at + near * size
         for i in range(rows):
             position = low + i % positions
             one, other = edges[0, position] - start, larger(edges[0, position], edges[1, position]) - start
@@ -252,6 +287,11 @@ def mixture_tasks(
                     top = like.dtype.type(0)
                 total = exponentials(like, row_at, top, begin // lanes)
                 share = exponentials(like, row_at + begin * size, top, (near - begin) // lanes)
+                for t in range(touched):
+                    c = begin + room[1][t]
+                    more = row[c] * (room[2][t] - 1)
+                    row[c] += more
+                    share += more
                 total += share + exponentials(like, row_at + near * size, top, padded // lanes)
             inverse[i] = 1 / total if total != 0 else 0.0
             rest[item, head + i // positions, position] = share * inverse[i]
@@ -262,9 +302,9 @@ def mixture_tasks(
             multiply_panels(
                 like, part > 0, from_at, full * size, whole, panels_at, deep // width, step, n, y_at, deep * size
             )
-            panels_at, step, n = near_values_at, (full - near) * width * size, padded
+            panels_at, step, n = address(near_values[item]) + start * width * size, every * width * size, padded
             from_at = l_at + near * size
         for i in range(rows):
-            target = Y[item, head + i // positions, low + i % positions]
+            target = as_pointer(row_at_view(y_view, item, head + i // positions, low + i % positions), like)
             for j in range(D):
                 target[j] = out[i, j] * inverse[i]

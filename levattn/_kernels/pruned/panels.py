@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.simd import matrix_tile
+from levattn._kernels.pruned.simd import matrix_tile, turned_tile
 
 __all__ = [
     "TILE_ROWS",
     "multiply_panels",
     "multiply_rows",
-    "pack_column",
+    "pack_columns",
     "pack_row",
     "row_at_view",
     "row_pointer",
@@ -36,12 +36,20 @@ def row_pointer(X, row):
 
 
 @helper
-def pack_column(source, factor, panels, column):
-    """Write a row times a factor as a column of panels (panels, n, width)."""
-    width = panels.shape[2]
-    panel, lane = panels[column // width], column % width
-    for k in range(panels.shape[1]):
-        panel[k, lane] = source[k] * factor
+def pack_columns(like, at, step, n, d, panel_at):
+    """Write n rows, `step` bytes apart, as the columns of a panel, and zeros behind them."""
+    size = like.itemsize
+    lanes, width = VECTOR_BYTES // size, SCORE_VECTORS * (VECTOR_BYTES // size)
+    for low in range(0, width, lanes):
+        for first in range(0, d, lanes):
+            if low + lanes <= n and first + lanes <= d:
+                to = panel_at + (first * width + low) * size
+                turned_tile(like, at + low * step + first * size, step, to, width * size)
+                continue
+            for k in range(first, smaller(first + lanes, d)):
+                target = as_pointer(panel_at + k * width * size, like)
+                for j in range(low, low + lanes):
+                    target[j] = as_pointer(at + smaller(j, n - 1) * step, like)[k] if j < n else 0
 
 
 @helper

@@ -10,9 +10,34 @@ import math
 from llvmlite import ir
 from numba.core import cgutils
 
-from levattn._kernels.llvm import I64, Value, across, exponential, fma, integer, load, repeated, store, vector_code
+from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.llvm import (
+    I64,
+    Value,
+    across,
+    exponential,
+    fma,
+    integer,
+    load,
+    pointer,
+    repeated,
+    rolled,
+    splat,
+    store,
+    vector_code,
+)
 
-__all__ = ["apart", "exponentials", "matrix_tile", "nearest", "raised"]
+__all__ = [
+    "accumulate",
+    "approach",
+    "exponentials",
+    "length_squared",
+    "matrix_tile",
+    "nearest",
+    "raised",
+    "squared",
+    "turned_tile",
+]
 
 
 @vector_code(literals="rows vectors adds")
@@ -41,6 +66,41 @@ def matrix_tile(v, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):
     _, _, *results = repeated(b, n, (x, panel, *first), add)
     for place, result in zip(targets, results, strict=True):
         store(b, result, place, v.size)
+
+
+@vector_code()
+def accumulate(v, like, source, factor, n, target):
+    """Add `n` numbers at `source`, times the float64 number at `factor`, to float64 numbers at `target`."""
+    b, double = v.b, ir.DoubleType()
+    from_, to, times = v.pointer(source), pointer(b, target, double), load(b, pointer(b, factor, double), double, 8)
+    wide = ir.VectorType(double, VECTOR_BYTES // 8).count
+    whole = b.and_(n, integer(-wide))
+    for lanes, first, last in ((wide, integer(0), whole), (1, whole, n)):
+        kind, float64 = (ir.VectorType(x, lanes) if lanes > 1 else x for x in (v.scalar, double))
+        weight = splat(b, times, lanes) if lanes > 1 else times
+        with rolled(b, first, last, lanes) as i:
+            value, place = load(b, b.gep(from_, [i]), kind, v.size), b.gep(to, [i])
+            value = value if kind == float64 else b.fpext(value, float64)
+            store(b, fma(b, weight, value, load(b, place, float64, 8)), place, 8)
+
+
+@vector_code()
+def turned_tile(v, like, source, step, target, target_step):
+    """Write the transpose of a square of whole vectors: rows are so many bytes apart."""
+    b, n = v.b, v.count
+    rows = [v.load(b.add(source, b.mul(step, integer(i)))) for i in range(n)]
+    half = 1
+    while half < n:  # blocks beside the diagonal change places
+        for i in range(n):
+            if not i & half:
+                one, other = rows[i], rows[i + half]
+                for place, start in ((i, 0), (i + half, half)):
+                    lanes = [(lane & ~half) + start + (n if lane & half else 0) for lane in range(n)]
+                    kind = ir.VectorType(ir.IntType(32), n)
+                    rows[place] = b.shuffle_vector(one, other, ir.Constant(kind, lanes))
+        half *= 2
+    for i, row in enumerate(rows):
+        v.store(row, b.add(target, b.mul(target_step, integer(i))))
 
 
 @vector_code(returns="number")
@@ -80,23 +140,74 @@ def nearest(v, like, x, bias, vectors, least):
         b.store(b.select(less, value, held), low)
         b.store(b.select(less, places, b.load(where)), where)
         b.store(b.add(places, ir.Constant(indices, [v.count] * v.count)), here)
+    best, place = _place_of_first(v, b.load(low), b.load(where), "<")
+    store(b, best, v.pointer(least), v.size)
+    return place
+
+
+@vector_code(returns="integer", numbers="square center")
+def approach(v, like, products, square, squares, center, least, labels, shut, vectors):
+    """Let rows that are nearer to one more center be its own, and return the place of the row farthest from all.
+
+    products: of the rows with the center, whose squared length is `square`. squares: of the rows. least, labels: their
+    squared distances and the numbers of their centers, which change. shut: 0, or −inf for rows that are not returned.
+    Of equal ones the first.
+    """
+    b, index = v.b, ir.IntType(8 * v.size)
+    indices = ir.VectorType(index, v.count)
+    first = ir.Constant(indices, list(range(v.count)))
+    far = cgutils.alloca_once_value(b, v.constant(-math.inf))
+    where, here = cgutils.alloca_once_value(b, first), cgutils.alloca_once_value(b, first)
+    own, name = v.splat(square), v.splat(center)
+    with v.each(vectors) as at:
+        both = b.fadd(v.load(squares, at), own)
+        distance = fma(b, v.load(products, at), v.constant(-2.0), both)
+        distance = b.select(b.fcmp_ordered(">", distance, v.constant(0.0)), distance, v.constant(0.0))
+        held = v.load(least, at)
+        nearer = b.fcmp_ordered("<", distance, held)
+        held = b.select(nearer, distance, held)
+        v.store(held, least, at)
+        v.store(b.select(nearer, name, v.load(labels, at)), labels, at)
+        value, best, places = b.fadd(held, v.load(shut, at)), b.load(far), b.load(here)
+        more = b.fcmp_ordered(">", value, best)
+        b.store(b.select(more, value, best), far)
+        b.store(b.select(more, places, b.load(where)), where)
+        b.store(b.add(places, ir.Constant(indices, [v.count] * v.count)), here)
+    return _place_of_first(v, b.load(far), b.load(where), ">")[1]
+
+
+def _place_of_first(v, values, places, order):
+    """Return the extreme of the lanes, and its place; of equal ones the first."""
+    b = v.b
     lanes = [ir.Constant(ir.IntType(32), lane) for lane in range(v.count)]
-    values, places = b.load(low), b.load(where)
     best, place = b.extract_element(values, lanes[0]), b.extract_element(places, lanes[0])
     for lane in lanes[1:]:
         value, other = b.extract_element(values, lane), b.extract_element(places, lane)
         tie = b.and_(b.fcmp_ordered("==", value, best), b.icmp_signed("<", other, place))
-        better = b.or_(b.fcmp_ordered("<", value, best), tie)
+        better = b.or_(b.fcmp_ordered(order, value, best), tie)
         best, place = b.select(better, value, best), b.select(better, other, place)
-    store(b, best, v.pointer(least), v.size)
-    return place if v.size == 8 else b.sext(place, I64)
+    return best, place if v.size == 8 else b.sext(place, I64)
+
+
+@vector_code()
+def squared(v, like, panel, vectors, n, to):
+    """Write the squared lengths of the columns of a panel of n rows, each a sum from the first row on."""
+    b, step = v.b, v.b.mul(vectors, integer(v.size * v.count))
+    with v.each(vectors) as at:
+
+        def add(x: Value, total: Value) -> list[Value]:
+            value = v.load(x)
+            return [b.add(x, step), fma(b, value, value, total)]
+
+        _, total = repeated(b, n, (b.add(panel, at), v.constant(0.0)), add)
+        v.store(total, to, at)
 
 
 @vector_code(returns="number")
-def apart(v, like, x, y, vectors):
-    """Return the squared distance of two padded rows."""
+def length_squared(v, like, x, vectors):
+    """Return the sum of squares of a row."""
     b, total = v.b, cgutils.alloca_once_value(v.b, v.constant(0.0))
     with v.each(vectors) as at:
-        gap = b.fsub(v.load(x, at), v.load(y, at))
-        b.store(fma(b, gap, gap, b.load(total)), total)
+        value = v.load(x, at)
+        b.store(fma(b, value, value, b.load(total)), total)
     return across(b, b.load(total), "sum")

@@ -13,13 +13,16 @@ from levattn._kernels.pruned.contract import PrunedArguments, mapped
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.call import Piece, PrunedCall, at_places
+from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sets.universal import universal_set
 
 __all__ = ["whole_attention"]
+
+_ROUNDS = 1  # of Lloyd's algorithm
+_MANY = 256  # queries of an item that are worth a thread
 
 
 def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
@@ -29,19 +32,15 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
     most = 0
     for rows, keys, queries in call.groups():
         q, K, V, scores = call.taken(rows, keys, queries)
-        sample = without_gradient(call.sampled(rows, q)) * factor
+        sample = without_gradient(call.sampled(rows, q))
         rule = rule_for(K.shape[1])
         most = max(most, min(rule.slots.total, K.shape[1]))
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
-        x, flags = _planned(rule, q * factor, K, V, scores, sample, near)
-        Y, rest = kernels_for("pruned", q).mixture(x)
-        bounds: tuple[Any, ...] = ()
+        arrays, flags = _spread(rule, factor, (q, K, V, scores, sample), near, certified)
         if certified:
-            still = mapped(x, without_gradient)
-            bounds = _bounds(still, without_gradient(rest), _value_radius(rule, still.values))
             xp = namespace_of(flags)
             kept.append((rows, None, (at_places(xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1]),)))
-        pieces.append((rows, queries, (Y, *bounds)))
+        pieces.append((rows, queries, arrays))
     Y, *figures = call.results(pieces)
     if not certified:
         return Y
@@ -49,6 +48,36 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
     (flags,) = call.combined(kept)
     flags = call.as_given(reshaped(flags[:, 0, :] > 0, (*call.given.batch, flags.shape[2])))
     return Y, PrunedCertificate(lower, upper, error, flags, np.full(call.q.shape[2], most, np.int64))
+
+
+def _spread(
+    rule: SelectionRule, factor: float, arrays: Any, near: tuple[list[int], list[int]], certified: bool
+) -> tuple[tuple[Any, ...], Any]:
+    """Return outputs, bounds if `certified`, and which keys are kept (b, n): on several threads if it is worth it.
+
+    arrays: queries before they are scaled, keys, values, scores or None, and those that the selection goes by.
+    """
+    q, _, V, *_ = arrays
+    numpy, all_items = isinstance(q, np.ndarray), slice(0, q.shape[0])
+    Y = np.empty((*q.shape[:3], V.shape[2]), q.dtype) if numpy else None
+
+    def attend(items: slice) -> Any:
+        q, K, V, scores, sample = arrays
+        if items != all_items:
+            q, K, V, sample = (array[items, ...] for array in (q, K, V, sample))
+            scores = scores if scores is None else scores[items, ...]
+        x, flags = _planned(rule, q * factor, K, V, scores, sample * factor, near)
+        y, rest = kernels_for("pruned", q).mixture(x, None, Y if Y is None else Y[items])
+        if not certified:
+            return (y,), flags
+        still = mapped(x, without_gradient)
+        return (y, *_bounds(still, without_gradient(rest), _value_radius(rule, still.values))), flags
+
+    found = by_items(attend, q, worth=q.shape[2] >= _MANY)
+    if len(found) == 1:
+        return found[0]  # type: ignore[no-any-return]
+    bounds = [np.concatenate(figures) for figures in zip(*(figures[1:] for figures, _ in found), strict=True)]
+    return (Y, *bounds), np.concatenate([flags for _, flags in found])
 
 
 def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[int], list[int]]:
@@ -79,7 +108,8 @@ def _planned(
     X = along = clusters = None
     if selects and (R or rule.kind in ("expected", "residual")):
         queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
-        X, along = choice.measured(queries, choice.Sums.of(still), rule.power, K.dtype).places(still)
+        keys = choice.Sums.of(still, second=False)
+        X, along = choice.measured(queries, keys, rule.power, K.dtype).places(still)
     if not selects:
         found = xp.zeros_like(ones)
     elif scores is not None:
@@ -87,7 +117,7 @@ def _planned(
     elif rule.kind == "leverage":
         found = _leverage(rule, still, ones)
     else:
-        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power)
+        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, _ROUNDS)
     place = xp.arange(n, device=device)
     first = xp.broadcast_to(place < slots.sinks, (b, n))
     order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first)
@@ -96,7 +126,7 @@ def _planned(
     if R:
         left = xp.astype(~flags, K.dtype)
         labels, log_weight, summaries = choice.grouped(
-            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters
+            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters, _ROUNDS
         )
         role = xp.where(flags, role, labels)
     x = PrunedArguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
+from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn.attention.common.arguments import Stacks, dense_array, reshaped, stack_arguments
 from levattn.attention.common.heads import Heads
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
-__all__ = ["Piece", "PrunedCall", "at_places"]
+__all__ = ["Piece", "PrunedCall", "at_places", "by_items"]
 
 Piece = tuple[Any, Any, tuple[Any, ...]]  # which items of the batch, places of queries, arrays (b', g, m', ...)
 
@@ -133,6 +135,24 @@ class PrunedCall:
     def as_computed(self, part: PrunedPart) -> PrunedPart:
         """Return a part of a state with its arrays as this call computes with them."""
         return converted(part, self.torch.memory_of) if self.in_memory else part
+
+
+def by_items(attend: Callable[[slice], Any], like: Any, *, worth: bool) -> list[Any]:
+    """Return what `attend` makes of all items, or if it is worth it of some on each thread, where each has some.
+
+    A kernel at a time would leave to one thread what lies between kernels. like: an array (b, ...).
+    """
+    b, threads = like.shape[0], num_threads()
+    if not worth or threads == 1 or b < threads or not isinstance(like, np.ndarray):
+        return [attend(slice(0, b))]
+    found: list[Any] = [None] * threads
+
+    def body(i: int) -> None:
+        with thread_limit(1):
+            found[i] = attend(slice(b * i // threads, b * (i + 1) // threads))
+
+    parallel_for(body, threads)
+    return found
 
 
 def _taken(array: Any, places: Any, axis: int) -> Any:

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
+from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.call import Piece, PrunedCall
+from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
-from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, picked
+from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 from levattn.sensitivity.leverage import TIE
 
 __all__ = ["causal_attention"]
+
+_ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, which no selection empties
 
 
 def causal_attention(
@@ -39,9 +41,9 @@ def causal_attention(
         )
     pieces: list[Piece] = []
     after = []
-    for part, rows, places in _parts(call, state):
+    for part, rows, places in _parts(call, rule, state):
         q, K, V, scores = call.taken(rows, places, places)
-        arrays, part = _stepped(rule, part, q * factor, K, V, scores, certified)
+        arrays, part = _spread(rule, part, factor, (q, K, V, scores), certified, return_state)
         pieces.append((rows, places, arrays))
         after.append(converted(part, call.as_given) if return_state else part)
     Y, *bounds = call.results(pieces)
@@ -56,14 +58,14 @@ def causal_attention(
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
-def _parts(call: PrunedCall, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
+def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
     """Return what is held of items of the batch, which items they are, and the places of their positions."""
     b = call.K.shape[0]
     found = []
     if state is None:
         none = np.zeros(0, np.int64)
         for rows, places, _ in call.groups():
-            part = empty_part(np.arange(b) if rows is None else rows, *call.taken(rows, none, none)[1:])
+            part = empty_part(rule, np.arange(b) if rows is None else rows, *call.taken(rows, none, none)[1:])
             found.append((part, rows, places))
         return found
     if state.batch != call.given.batch:
@@ -89,39 +91,98 @@ def _kinds(K: Any, V: Any) -> str:
     return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
 
 
+def _spread(
+    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool
+) -> tuple[tuple[Any, ...], PrunedPart]:
+    """Return what `_stepped` does, on several threads if each has items of its own."""
+    q, _, V, _ = arrays
+    (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
+    Y = np.empty((b, g, T, V.shape[2]), q.dtype) if numpy else None
+
+    def attend(items: slice) -> Any:
+        own = part if items == slice(0, b) else some_of(part, items)
+        q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
+        return _stepped(rule, own, factor, q, K, V, scores, certified, goes_on, into)
+
+    alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
+    found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
+    if len(found) == 1:
+        return found[0]  # type: ignore[no-any-return]
+    bounds = [pieces[1:] for pieces, _ in found]
+    part = all_of([part for _, part in found]) if goes_on else part
+    return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
+
+
 def _stepped(
-    rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, certified: bool
+    rule: SelectionRule,
+    part: PrunedPart,
+    factor: float,
+    q: Any,
+    K: Any,
+    V: Any,
+    scores: Any,
+    certified: bool,
+    goes_on: bool,
+    into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the output (b, g, T, D) for the next T positions, with its bounds if `certified`, and the part after.
 
-    q: (b, g, T, d), times the scale. scores: (b, T), where they are given.
+    q: (b, g, T, d). scores: (b, T), where they are given. goes_on: whether the part is read again. into: where the
+    output may be written.
     """
-    T, C = K.shape[1], rule.slots.chunk
+    xp, T = namespace_of(q), K.shape[1]
+    read = [K, V, scores]
+    if part.recent.shape[1]:
+        held = part.recent, part.recent_values, part.recent_scores
+        read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
+    begin = part.positions - part.recent.shape[1]  # the position of the first row of these
+    room: dict[str, Any] = {}
     pieces, low = [], 0
     while low < T:
-        high = min(T, low + C - part.positions % C)
-        cut = slice(low, high)
-        more = None if scores is None else scores[:, cut]
-        piece, part = _within_chunk(rule, part, q[:, :, cut, :], K[:, cut, :], V[:, cut, :], more, certified)
+        high = min(T, low + rule.until_selection(part.positions))
+        recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
+        keys, values, more = (array if array is None else array[:, recent, ...] for array in read)
+        to = None if into is None else into[:, :, low:high, :]
+        piece, part = _between(rule, part, q[:, :, low:high, :] * factor, keys, values, more, certified, room, to)
         pieces.append(piece)
         low = high
-    xp = namespace_of(q)
+        if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):
+            part = _renewed(rule, part, room, certified or goes_on)
+    if goes_on:
+        largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
+        part = converted(replace(part, largest=largest), _alone)
     if not pieces:
         Y = xp.zeros((*q.shape[:3], V.shape[-1]), dtype=q.dtype, device=device_of(q))
         return (Y, *(without_gradient(q[..., 0]),) * (3 if certified else 0)), part
     if len(pieces) == 1:
         return pieces[0], part
-    return tuple(xp.concat(list(arrays), axis=2) for arrays in zip(*pieces, strict=True)), part
+    whole = [
+        None if into is not None and not i else list(arrays) for i, arrays in enumerate(zip(*pieces, strict=True))
+    ]
+    return tuple(into if arrays is None else xp.concat(arrays, axis=2) for arrays in whole), part
 
 
-def _within_chunk(
-    rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, certified: bool
+def _alone(array: Any) -> Any:
+    """Return an array that is not a part of another."""
+    return namespace_of(array).concat([array], axis=0)
+
+
+def _between(
+    rule: SelectionRule,
+    part: PrunedPart,
+    q: Any,
+    keys: Any,
+    values: Any,
+    scores: Any,
+    certified: bool,
+    room: Any,
+    into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the same for positions of one chunk."""
+    """Return the same for positions between two selections; keys, values, scores: the recent ones and theirs."""
     xp = namespace_of(q)
     b, g, T, d = q.shape
-    held = part.recent.shape[1]
-    keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
+    held = keys.shape[1] - T
+    K = keys[:, held:, :]
     x = PrunedArguments(
         q=q if rule.power is None else choice.in_range(q, K, _held_keys(part)),
         kept_keys=part.kept,
@@ -136,22 +197,22 @@ def _within_chunk(
         log_weight=None,
         power=rule.power,
     )
-    Y, rest = kernels_for("pruned", q).mixture(x)
-    largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
+    Y, rest = kernels_for("pruned", q).mixture(x, room, into)
     bounds: tuple[Any, ...] = ()
     if certified:
+        largest = xp.maximum(part.largest, longest_of(without_gradient(values[:, held:, :])))
+        part = replace(part, largest=largest)
         bounds = bounded(mapped(x, without_gradient), part.radius, without_gradient(rest), largest)
     part = replace(
         part,
         recent=keys,
         recent_values=values,
-        recent_scores=None if scores is None else xp.concat([part.recent_scores, scores], axis=1),
-        keys=part.keys.plus(choice.Sums.of(without_gradient(K))),
+        recent_scores=scores,
+        keys=part.keys.plus(choice.Sums.of(without_gradient(K), second=part.keys.second is not None)),
         queries=part.queries.plus(choice.Sums.of(xp.reshape(without_gradient(q), (b, g * T, d)))),
-        largest=largest,
         positions=part.positions + T,
     )
-    return (Y, *bounds), (part if part.positions % rule.slots.chunk else _renewed(rule, part))
+    return (Y, *bounds), part
 
 
 def _held_keys(part: PrunedPart) -> Any:
@@ -163,11 +224,15 @@ def _held_keys(part: PrunedPart) -> Any:
     return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
 
 
-def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
+def _renewed(rule: SelectionRule, part: PrunedPart, room: dict[str, Any], bounded: bool) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and those that are no longer recent."""
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
         return part
+    if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
+        found = _renewed_at_once(rule, part, leaving, room, bounded)
+        if found is not None:
+            return found
     xp = namespace_of(part.recent)
     keys = xp.concat([part.kept, part.recent[:, :leaving, :]], axis=1)
     values = xp.concat([part.kept_values, part.recent_values[:, :leaving, :]], axis=1)
@@ -192,7 +257,7 @@ def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
         if epsilon is not None:  # scores that tie with it are in
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     elif given is None:
-        scores, clusters = choice.scored(rule.kind, X, along, weight, rule.slots.summaries, rule.power)
+        scores, clusters = choice.scored(rule.kind, X, along, weight, rule.slots.summaries, rule.power, _ROUNDS)
         scores = scores[:, X.shape[1] - keys.shape[1] :]
     scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
     order, count, flags = choice.chosen(scores, rule.slots.selected, epsilon, there & (places < rule.slots.sinks))
@@ -210,6 +275,48 @@ def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
         recent=part.recent[:, leaving:, :],
         recent_values=part.recent_values[:, leaving:, :],
         recent_scores=None if given is None else part.recent_scores[:, leaving:],
+    )
+
+
+def _renewed_at_once(
+    rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
+) -> PrunedPart | None:
+    """Return the same by one kernel, or None where there is none, or where what is not finite is to be named."""
+    xp = namespace_of(part.recent)
+    found = kernels_for("pruned", part.recent).renewed(
+        RenewalArguments(
+            kept=part.kept,
+            kept_values=part.kept_values,
+            kept_places=part.kept_places,
+            keys=part.recent[:, :leaving, :],
+            values=part.recent_values[:, :leaving, :],
+            oldest=part.positions - part.recent.shape[1],
+            summaries=part.summaries,
+            radius=part.radius,
+            total=part.queries.total,
+            second=part.queries.second,
+            queries=part.queries.count,
+            origin=xp.astype(part.keys.mean, part.recent.dtype),
+            size=rule.slots.selected,
+            sinks=rule.slots.sinks,
+            R=rule.slots.summaries,
+            residual=rule.kind == "residual",
+            bounded=bounded,
+        ),
+        room,
+    )
+    if found is None:
+        return None
+    kept, values, places, summaries, radius = found
+    return replace(
+        part,
+        kept=kept,
+        kept_values=values,
+        kept_places=places,
+        summaries=summaries,
+        radius=radius,
+        recent=part.recent[:, leaving:, :],
+        recent_values=part.recent_values[:, leaving:, :],
     )
 
 
@@ -239,10 +346,11 @@ def _summarized(
     if held is None:
         items = mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))
     else:  # which are in float64
+        radius = xp.full_like(held.weight, math.inf) if radius is None else radius  # where no kernel was asked for it
         items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
-        left = xp.concat([weight[:, : radius.shape[1]], left], axis=1)
+        left = xp.concat([weight[:, : held.weight.shape[1]], left], axis=1)
         item_radii = xp.concat([radius, item_radii], axis=1)
-    labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters)
+    labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
     if rule.power is None:  # of powers all weights are 1
         summaries = choice.balanced(summaries)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)

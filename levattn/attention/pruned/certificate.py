@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn._kernels.pruned.contract import TILT, PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.space import device_of, namespace_of
-from levattn.attention.pruned.choice import TILT, means_of
+from levattn.attention.pruned.choice import means_of
 
 __all__ = ["PrunedCertificate", "bounded", "longest_of"]
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import Summaries
+from levattn._kernels.pruned.contract import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
-    "TILT",
     "Measure",
     "Sums",
     "balanced",
@@ -29,30 +28,27 @@ __all__ = [
     "scored",
 ]
 
-_ITERATIONS = 2  # of Lloyd's algorithm; more change little
-TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
-_SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
-_JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
-_ROUNDING = 2.0**-40  # of the mean square of queries: what is left of their moment once the mean is taken out
+_ROUNDS = 2  # of Lloyd's algorithm; more change little
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """First and second moments of rows in float64: total (b, d), second (b, d, d), and their number."""
+    """First and second moments of rows in float64: total (b, d), second (b, d, d) or None, and their number."""
 
     total: Any
     second: Any
     count: int
 
     @classmethod
-    def of(cls, X: Any) -> Sums:
-        """Return the sums over the rows of X (b, n, d)."""
-        total, second = kernels_for("pruned", X).row_moments(X)
-        return cls(total, second, X.shape[1])
+    def of(cls, X: Any, *, second: bool = True) -> Sums:
+        """Return the sums over the rows of X (b, n, d), second ones only if they are asked for."""
+        total, squares = kernels_for("pruned", X).row_moments(X, second)
+        return cls(total, squares, X.shape[1])
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the rows of both."""
-        return Sums(self.total + other.total, self.second + other.second, self.count + other.count)
+        second = None if self.second is None else self.second + other.second
+        return Sums(self.total + other.total, second, self.count + other.count)
 
     @property
     def mean(self) -> Any:
@@ -100,7 +96,7 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
     eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
     size, rough = (
         xp.sum(part * eye, axis=(1, 2))[:, None, None] / d * share
-        for part, share in ((moment, _JITTER), (queries.moment(False), d * _ROUNDING))
+        for part, share in ((moment, JITTER), (queries.moment(False), d * SPREAD_ROUNDING))
     )
     least = xp.where(size > rough, size, rough)
     moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
@@ -157,10 +153,13 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
     return q * 2.0**steps
 
 
-def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None) -> tuple[Any, Any]:
+def scored(
+    kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None, rounds: int = _ROUNDS
+) -> tuple[Any, Any]:
     """Return the scores (b, n) of keys, "expected" or "residual", by their places and ⟨mean query, k⟩.
 
     With them the clusters (b, n) from which residuals are taken, or None. weight: (b, n), of the rows in these.
+    rounds: of Lloyd's algorithm.
     """
     xp = namespace_of(X)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -179,9 +178,9 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
         return expected, None
     labels, distance = None, squares
     if R:
-        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, _ITERATIONS)
+        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, rounds)
     # what is left of a distance below this is rounding, and must not say which keys are chosen
-    return xp.log(xp.maximum(distance, xp.maximum(_SAME * squares, tiny))) + expected, labels
+    return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
 
 
 def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[Any, Any, Any]:
@@ -212,7 +211,14 @@ def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[A
 
 
 def grouped(
-    X: Any, along: Any, items: Summaries, weight: Any, R: int, power: float | None, labels: Any
+    X: Any,
+    along: Any,
+    items: Summaries,
+    weight: Any,
+    R: int,
+    power: float | None,
+    labels: Any,
+    rounds: int = _ROUNDS,
 ) -> tuple[Any, Any, Summaries]:
     """Return the cluster of each item (b, n), -1 where its weight is 0, log weights (b, n), and the R summaries.
 
@@ -222,7 +228,7 @@ def grouped(
     xp = namespace_of(X)
     kernels = kernels_for("pruned", X)
     if labels is None:
-        labels, _ = kernels.cluster(X, weight, R, _ITERATIONS)
+        labels, _ = kernels.cluster(X, weight, R, rounds)
     here = weight > 0
     labels = xp.where(here, labels, xp.full_like(labels, -1))
     if power is None:

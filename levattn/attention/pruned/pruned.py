@@ -85,8 +85,8 @@ def pruned_attention(
     summaries : int, optional
         R. With 0 (the default without a budget) all other keys are dropped.
     window : int, optional
-        Keys near a query, as in `Slots`: on each side of it (itself included, unless 0), or if `causal` before its
-        chunk. 0 without a budget.
+        Keys near a query, as in `Slots`: on each side of it (itself included, unless 0), or if `causal` before the
+        last selection. 0 without a budget.
     sinks : int, optional
         First keys that are kept whatever their scores; 0 if not given.
     scores : {"residual", "expected", "leverage"} or array of shape (..., G, n)
@@ -101,10 +101,11 @@ def pruned_attention(
         The attention function: a number p ≥ 1 stands for weights :math:`|\text{scale} \langle q, k\rangle|^p`. There
         :math:`p_c \propto |c|\,|\bar z_c|^p` with w = 1, of keys that are turned to one side (k or −k), as f is even.
     causal : bool, default False
-        Whether row i reads keys 0 to i only. Selection and summaries are then renewed every `chunk` positions from
-        what is past, queries included; between, a row reads its chunk up to itself.
+        Whether row i reads keys 0 to i only. All of them, as long as there are no more than slots (but by thresholds
+        from the first chunk on). Then selection and summaries are renewed every `chunk` positions from what is past,
+        queries included; between, a row reads what came since up to itself.
     chunk : int, optional
-        Positions between two selections; 64, or an eighth of the budget if that is less.
+        Positions between two selections: by a budget as in `Slots.of`, else 64.
     state : PrunedState, optional
         Causal: what came before, from ``return_state=True``. It holds the options of selection, which are then left
         out here; `f` and `scale` are given again. Rows are those of one call for all positions, to rounding.

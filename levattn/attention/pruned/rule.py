@@ -29,6 +29,19 @@ class SelectionRule:
     center: bool
     power: float | None
 
+    @property
+    def first(self) -> int:
+        """Causal: the positions before the first selection, as many as there are slots, but for thresholds."""
+        return self.slots.chunk if self.epsilon is not None else self.slots.total
+
+    def until_selection(self, positions: int) -> int:
+        """Return how many positions follow so many until a selection is next, at least one."""
+        return self.first - positions if positions < self.first else self.slots.chunk - self.since_selection(positions)
+
+    def since_selection(self, positions: int) -> int:
+        """Return how many of so many positions, at least `first`, have been after the last selection."""
+        return (positions - self.first) % self.slots.chunk
+
 
 def exponent_of(f: Any) -> float | None:
     """Return the exponent of an attention function, or None for softmax."""

@@ -11,6 +11,7 @@ from levattn._core.checks import whole_number
 __all__ = ["Slots", "slots_for"]
 
 _CHUNK = 64  # positions between two selections of causal attention, where nothing else tells
+_NARROW = 16  # slots of a chunk that is half of the budget go to others, which count more where there are few
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 
 
@@ -26,11 +27,11 @@ class Slots:
         Clusters that stand for all keys that are neither selected nor first.
     window : int
         Keys near a query. Not causal: on each side of it, so that ``2 window + 1`` slots are taken (none for 0).
-        Causal: before the chunk of the query at least.
+        Causal: before what came after the last selection at least.
     sinks : int
         First keys of the sequence, kept whatever their scores.
     chunk : int
-        Causal: positions between two selections; a query reads those of its chunk up to itself. Else 0.
+        Causal: positions between two selections; a query reads those since the last one up to itself. Else 0.
 
     Examples
     --------
@@ -49,7 +50,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """The most slots that a query can have, with the chunk that it is in."""
+        """The most slots that a query can have, the last before a selection."""
         near = self.window + self.chunk if self.chunk else (2 * self.window + 1 if self.window else 0)
         return self.selected + self.summaries + self.sinks + near
 
@@ -67,7 +68,8 @@ class Slots:
         n : int
             Number of keys.
         causal : bool, default False
-            Whether the attention is causal: then a quarter goes to the chunk and the keys before it.
+            Whether the attention is causal: then up to half goes to the chunk (a quarter below 64 slots), an eighth to
+            the keys before it, and five eighths of the rest to summaries.
 
         Returns
         -------
@@ -86,10 +88,9 @@ class Slots:
         if total >= n:
             return cls(n, chunk=_CHUNK if causal else 0)
         if causal:
-            chunk = max(1, min(_CHUNK, total // 8))
-            window = total // 4 - chunk if total >= 8 else 0
-            summaries = total * 2 // 5
-            return cls(total - summaries - window - chunk, summaries, window, 0, chunk)
+            chunk, window = max(1, total // 4, total // 2 - _NARROW), total // 8
+            left = total - window - chunk
+            return cls(left - left * 5 // 8, left * 5 // 8, window, 0, chunk)
         window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
         near = 2 * window + 1 if window else 0
         summaries = (total - near) * 4 // 5

@@ -7,13 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from levattn._kernels.pruned.contract import Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.choice import Sums
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.slots import Slots
 
-__all__ = ["PrunedPart", "PrunedState", "arrays_of", "continued_rule", "converted", "empty_part", "picked"]
+__all__ = [
+    "PrunedPart",
+    "PrunedState",
+    "all_of",
+    "arrays_of",
+    "continued_rule",
+    "converted",
+    "empty_part",
+    "picked",
+    "some_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +39,7 @@ class PrunedPart:
     summaries: of all other keys but the recent ones, or None; in float64, as errors of merging again and again add up.
     radius: (b, R) in float64, no member is farther from its mean.
     recent, recent_values, recent_scores: the last keys, (b, r, ...).
-    keys, queries: sums over all positions.
+    keys, queries: sums over all positions; second ones of keys only where these are asked for.
     largest: (b,), no value has a larger norm.
     positions: how many there have been.
     """
@@ -115,16 +127,17 @@ def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float 
     return rule
 
 
-def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
+def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
     """Return the part that has seen nothing, for keys and values like those of stacks."""
     xp = namespace_of(K)
     none, no_values = K[:, :0, :], V[:, :0, :]
     no_scores = None if scores is None else scores[:, :0]
     places = xp.zeros((K.shape[0], 0), dtype=xp.int64, device=device_of(K))
     sums = Sums.of(none)
+    of_keys = sums if rule.kind == "leverage" or rule.power is not None else replace(sums, second=None)
     zeros = xp.zeros((K.shape[0],), dtype=V.dtype, device=device_of(V))
     return PrunedPart(
-        rows, none, no_values, no_scores, places, None, None, None, none, no_values, no_scores, sums, sums, zeros, 0
+        rows, none, no_values, no_scores, places, None, None, None, none, no_values, no_scores, of_keys, sums, zeros, 0
     )
 
 
@@ -133,6 +146,19 @@ def picked(part: PrunedPart, which: Any) -> PrunedPart:
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
     return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
+
+
+def some_of(part: PrunedPart, items: slice) -> PrunedPart:
+    """Return a part of a run of its items, whose arrays lie in those of all."""
+    return replace(converted(part, lambda array: array[items, ...]), rows=part.rows[items])
+
+
+def all_of(parts: list[PrunedPart]) -> PrunedPart:
+    """Return the part of the items of several, which have come equally far."""
+    xp = namespace_of(parts[0].recent)
+    others = [iter(arrays_of(part)) for part in parts]
+    found = converted(parts[0], lambda _: xp.concat([next(arrays) for arrays in others], axis=0))
+    return replace(found, rows=np.concatenate([part.rows for part in parts]))
 
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:

@@ -82,8 +82,7 @@ def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any
     xp = namespace_of(K)
     G, n = K.shape[:2]
     sinks, size, window, R = split.counts(count)
-    keys = choice.Sums(xp.sum(K, axis=1, dtype=xp.float64), None, n)
-    X, along = choice.measured(choice.Sums.of(Q), keys, None, K.dtype).places(K)
+    X, along = choice.measured(choice.Sums.of(Q), choice.Sums.of(K, second=False), None, K.dtype).places(K)
     ones = xp.ones((G, n), dtype=K.dtype, device=device_of(K))
     place = xp.arange(n, device=device_of(K))
     forced = (place < sinks) | (place >= n - window)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from levattn.attention.pruned.rule import rule_of
 from levattn.integrations.transformers.pruning.cache import Held, exactly, of_sequences
 from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions, plans
 
@@ -108,7 +109,11 @@ def _exact(arrays: Arrays, options: dict[str, Any], state: Any, each: int) -> It
     rank = _ranks(arrays)
     m, before = arrays.q.shape[2], arrays.k.shape[2] - arrays.q.shape[2]
     if arrays.causal:
-        chunk = options["chunk"] if state is None else state.slots.chunk
+        if state is None:
+            given = {name: value for name, value in options.items() if name != "scores"} | {"budget": None}
+            chosen = rule_of(m, given, kind=options["scores"], power=None, causal=True, aligned=True)
+        else:
+            chosen = state.rule
         low = 0
         for start, stop in _runs(m, each):
             if start > low:
@@ -119,7 +124,9 @@ def _exact(arrays: Arrays, options: dict[str, Any], state: Any, each: int) -> It
             kept, count = torch.ones_like(arrays.k[..., 0], dtype=torch.bool), torch.zeros_like(row[:, :1])
             if state is not None:
                 kept, count = exactly(state, rank)
-            same = row[:, None] // chunk == count[..., None] // chunk  # no selection since
+            ranks = (row[:, None] - chosen.first, count[..., None] - chosen.first)
+            last, held = (rank.div(chosen.slots.chunk, rounding_mode="floor").clamp(min=-1) for rank in ranks)
+            same = last == held  # no selection since
             exact = kept[:, :, None] & arrays.visible(places)[:, None]
             yield places, exact, same & _there(arrays, before + places)[:, None]
         return

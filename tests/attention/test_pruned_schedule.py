@@ -1,0 +1,139 @@
+"""When causal pruned attention selects: first when its slots are full, then after each chunk, in whatever calls."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import naive_attention
+import strategies
+from levattn import thread_limit
+from levattn._kernels import tasks
+from levattn._kernels.pruned import cpu as pruned_cpu
+from levattn.attention import Slots, pruned_attention
+
+T, BUDGET = 150, 40
+OPTIONS: dict[str, dict[str, Any]] = {  # of as many slots
+    "budget": {"budget": BUDGET},
+    "expected": {"budget": BUDGET, "scores": "expected", "sinks": 2},
+    "leverage": {"budget": BUDGET, "scores": "leverage"},
+    "dropped": {"size": 30, "window": 3, "chunk": 7},
+    "squares": {"budget": BUDGET, "f": 2},
+}
+
+
+def arrays(seed: int, n: int = T, heads: int = 4) -> Any:
+    Q, K, V = np.random.default_rng(seed).standard_normal((3, heads, n, 6))
+    return Q + 0.5, K, V
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_positions_that_fit_into_the_slots_are_dense(name: str) -> None:
+    Q, K, V = arrays(0)
+    Y = pruned_attention(Q, K, V, causal=True, **OPTIONS[name])
+    expected, _ = naive_attention.dense(Q, K, V, OPTIONS[name].get("f"), True)
+    np.testing.assert_allclose(Y[:, :BUDGET], expected[:, :BUDGET], atol=1e-12)
+    assert np.all(np.abs(Y - expected)[:, BUDGET:].max(axis=(1, 2)) > 1e-3)
+
+
+def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() -> None:
+    Y, certificate = pruned_attention(*arrays(1), budget=BUDGET, causal=True, return_certificate=True)
+    np.testing.assert_array_equal(certificate.captured_lower[:, :BUDGET], 1)
+    np.testing.assert_array_equal(certificate.error_bound[:, :BUDGET], 0)
+    assert np.all(certificate.error_bound[:, BUDGET:] > 0)
+    assert certificate.slots.tolist() == [*range(1, BUDGET), *[BUDGET] * (T - BUDGET + 1)]
+    assert Y.shape == (4, T, 6)
+
+
+@strategies.examples(20)
+@given(
+    name=st.sampled_from([*OPTIONS]),
+    cuts=st.sets(st.integers(1, T - 1), max_size=6),
+    around=st.sets(st.sampled_from([BUDGET - 1, BUDGET, BUDGET + 1, BUDGET + 9, BUDGET + 10, BUDGET + 11])),
+    seed=strategies.seeds(),
+)
+def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set[int], seed: int) -> None:
+    X = arrays(seed)
+    options = {"causal": True, "return_state": True, **OPTIONS[name]}
+    kept = {"f": options["f"]} if "f" in options else {}
+    whole, state = pruned_attention(*X, **options)
+    pieces, held = [], None
+    for low, high in pairwise([0, *sorted(cuts | around), T]):
+        given = options if held is None else {"causal": True, "return_state": True, "state": held, **kept}
+        piece, held = pruned_attention(*(x[:, low:high] for x in X), **given)
+        rows = held.parts[0].kept.shape[1] + held.parts[0].recent.shape[1]
+        assert rows <= held.slots.total
+        pieces.append(piece)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-10)
+    assert held is not None
+    assert (held.positions, held.nbytes) == (T, state.nbytes)
+    np.testing.assert_array_equal(held.parts[0].kept_places, state.parts[0].kept_places)
+
+
+def test_steps_of_decoding_are_the_whole() -> None:
+    Q, K, V = (x.astype(np.float32) for x in arrays(2))
+    whole = pruned_attention(Q, K, V, budget=BUDGET, causal=True)
+    state, rows = None, []
+    for i in range(T):
+        step = slice(i, i + 1)
+        options = {"budget": BUDGET} if state is None else {"state": state}
+        row, state = pruned_attention(Q[:, step], K[:, step], V[:, step], causal=True, return_state=True, **options)
+        rows.append(row)
+    np.testing.assert_allclose(np.concatenate(rows, axis=1), whole, atol=1e-5)
+
+
+def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_arguments() -> None:
+    X = arrays(3, 400)
+    slots = Slots.of(BUDGET, 400, causal=True)
+    sizes = []
+    for n in range(BUDGET, 400, 23):
+        _, state = pruned_attention(*(x[:, :n] for x in X), budget=BUDGET, causal=True, return_state=True)
+        (part,) = state.parts
+        assert part.recent.shape[1] == BUDGET or part.recent.shape[1] < slots.window + slots.chunk
+        assert part.recent.base is None or part.recent.base.nbytes == part.recent.nbytes
+        assert not any(np.shares_memory(part.recent, x) for x in X)
+        sizes.append(state.nbytes)
+    assert max(sizes) < 40_000
+
+
+@pytest.mark.parametrize("name", ["budget", "expected"])
+def test_a_renewal_at_once_is_that_in_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    X = arrays(4, 200)
+    options = {"causal": True, "return_state": True, "return_certificate": True, **OPTIONS[name]}
+    Y, state, certificate = pruned_attention(*X, **options)
+    monkeypatch.setattr(pruned_cpu, "renewed", lambda *_: None)
+    expected, other, theirs = pruned_attention(*X, **options)
+    np.testing.assert_allclose(Y, expected, atol=1e-11)
+    np.testing.assert_allclose(certificate.error_bound, theirs.error_bound, rtol=1e-9)
+    mine, right = state.parts[0], other.parts[0]
+    np.testing.assert_array_equal(mine.kept_places, right.kept_places)
+    np.testing.assert_array_equal(mine.kept, right.kept)
+    np.testing.assert_allclose(mine.radius, right.radius, rtol=1e-9, atol=1e-12)
+    for name, array in vars(mine.summaries).items():
+        np.testing.assert_allclose(array, getattr(right.summaries, name), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_items_on_threads_of_their_own_have_the_same_bits(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_THREAD_WORK", 0)
+    X = arrays(5, 300, heads=7)
+    results = []
+    for threads in (1, 2, 3):
+        with thread_limit(threads):
+            answer = pruned_attention(*X, budget=BUDGET, causal=causal, return_certificate=True, return_state=causal)
+            results.append((answer[0], answer[-1].error_bound, *([answer[1].parts[0].kept] if causal else [])))
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_what_is_not_finite_is_named_from_a_thread_as_well() -> None:
+    Q, K, V = arrays(6, 300)
+    K[2, 20] = np.inf
+    with np.errstate(all="ignore"), thread_limit(2), pytest.raises(ValueError, match="give finite"):
+        pruned_attention(Q, K, V, budget=BUDGET, causal=True)
