@@ -142,6 +142,30 @@ def _begun(rows: Rows, target: float) -> dict[int, tuple[Float64, Float64, Float
     return found
 
 
+def _first_sums(
+    rows: Rows, target: float, single: str, *, plain: bool
+) -> tuple[Rows, Any, npt.NDArray[np.bool_], dict[int, tuple[Float64, Float64, Float64]]]:
+    """Return the rows in range, their moments, which of these are of float32 sums, and what `_begun` found of others.
+
+    plain: whether nothing is added to the moments and their rank is decided in the usual way.
+    """
+    b, n, d = rows.shape
+    short = rows.format != "float64"
+    # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
+    may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
+    quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
+    begun = _begun(rows, target) if plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) else {}
+    rest = [item for item in range(b) if item not in begun]
+    G = _plain_moments(rows, rest, quick)
+    if begun:
+        parts, G = G, np.empty((b, d, d))
+        G[rest] = parts
+        for item, (_, _, moments) in begun.items():
+            G[item] = moments
+    rows, G = _in_range(rows, G, quick, short and single != "no")
+    return rows, G, quick, begun
+
+
 def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) -> tuple[Rows, Any]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
@@ -272,20 +296,8 @@ def factor_moments(
     precision = rows.format if single == "yes" else "float64"  # normalizers need more than scores
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
-    short = rows.format != "float64"
-    # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
-    may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
-    quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
-    may_begin = n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not ridge and rtol is None
-    begun = _begun(rows, target) if may_begin else {}
-    rest = [item for item in range(b) if item not in begun]
-    G = _plain_moments(rows, rest, quick)
-    if begun:
-        parts, G = G, np.empty((b, d, d))
-        G[rest] = parts
-        for item, (_, _, moments) in begun.items():
-            G[item] = moments
-    rows, G = _in_range(rows, G, quick, short and single != "no")
+    rows, G, quick, begun = _first_sums(rows, target, single, plain=not ridge and rtol is None)
+    short, any_quick = rows.format != "float64", bool(quick.any())
     penalty = None
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
@@ -294,7 +306,7 @@ def factor_moments(
     penalized = _penalized(G, penalty)
     W, _, bound = kernels_for("factor", G).inverse_cholesky(penalized)
     bound = sharpened(bound, W, penalized, np.where(quick, _SINGLE_SUMS, target / ROUNDING))
-    if may_be_quick and (quick & ~(bound <= _SINGLE_SUMS)).any():  # these rows had told otherwise
+    if any_quick and (quick & ~(bound <= _SINGLE_SUMS)).any():  # some rows had told otherwise
         again = np.flatnonzero(quick & ~(bound <= _SINGLE_SUMS))
         quick = quick & (bound <= _SINGLE_SUMS)
         here = to_device(again, G)
@@ -309,9 +321,7 @@ def factor_moments(
         for i, (x, q) in enumerate(zip(bound.tolist(), quick.tolist(), strict=True))
     ]
     # float32 sums are rounded, or cut off by tensor cores
-    error = (
-        np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound if may_be_quick else PLAIN_NOISE * bound
-    )
+    error = np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound if any_quick else PLAIN_NOISE * bound
     batch = _Batch(rows, W, _rank(W), error, np.zeros(b), ["double"] * b)
     if single != "no" and short:
         least = math.inf if n >= BLOCK else _SINGLE_SUMS
