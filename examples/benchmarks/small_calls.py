@@ -28,6 +28,7 @@ SHAPES = ((512, 32), (512, 64), (2048, 64), (4096, 64), (4096, 128))
 TIMES, CALLS = 1.2, 20  # the bar, and calls in a row of each turn
 MOST, AT = 0.25, (512, 64)
 CHECKS = 50.0  # µs
+PAUSE, WARM = 0.12, 0.08  # seconds
 # Functions whose own time is arithmetic, or decides about it
 ALGEBRA = ("factor_moments", "second_moments", "inverse_cholesky", "scores", "threshold", "at_least", "result_of")
 
@@ -60,8 +61,9 @@ def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            time.sleep(0.12)
-            for _ in range(3):
+            time.sleep(PAUSE)
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < WARM:  # processors that were idle take some time to be fast again
                 call()
             for _ in range(CALLS):
                 start = time.perf_counter()

@@ -1,7 +1,8 @@
 """Threads of the CPU kernels: how many, and one loop that shares work between them.
 
-The kernels release the GIL, so a plain pool of Python threads runs them side by side. Unlike an OpenMP or
-workqueue layer it may be entered from several threads at once and survives a fork.
+The kernels release the GIL, so plain Python threads run them side by side. Unlike an OpenMP or workqueue layer the
+loop may be entered from several threads at once and survives a fork. A thread that sleeps takes as long to wake as
+many a kernel runs; so after its work one looks out for more for a while, if there is a way to do that without the GIL.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from itertools import count
-from typing import SupportsIndex
+from queue import Empty, SimpleQueue
+from typing import Any, SupportsIndex
+
+import numpy as np
 
 from levattn._core.checks import whole_number
 
-__all__ = ["num_threads", "parallel_for", "thread_limit"]
+__all__ = ["look_out_by", "num_threads", "parallel_for", "thread_limit"]
 
 _limit: ContextVar[int | None] = ContextVar("levattn_thread_limit", default=None)
-_lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+_PATIENCE = 10.0  # seconds
+_look_out: Callable[[Any, int], object] | None = None
 
 
 def _available() -> int:
@@ -79,22 +82,95 @@ def thread_limit(n: SupportsIndex) -> Iterator[None]:
         _limit.reset(token)
 
 
-def _get_pool(workers: int) -> ThreadPoolExecutor:
-    global _pool
-    with _lock:
-        if _pool is None or _pool._max_workers < workers:
-            _pool = ThreadPoolExecutor(workers, thread_name_prefix="levattn")
-        return _pool
+def look_out_by(wait_for_change: Callable[[Any, int], object]) -> None:
+    """Let threads look out for work by a function that returns soon after ``word[0]`` is another, or some time after.
+
+    It is called with a word, an array of one int64, and what it was; it must release the GIL.
+    """
+    global _look_out
+    _look_out = wait_for_change
 
 
-def _forget_pool() -> None:
-    global _pool, _lock
-    _lock = threading.Lock()
-    _pool = None
+class _Share:
+    """A thread's share in a loop: whoever claims it first, a helper or the caller who has done the rest, has it."""
+
+    __slots__ = ("_begun", "_claimed", "_done", "_ended", "_error", "_word", "context", "work")
+
+    def __init__(self, work: Callable[[], None], context: Context) -> None:
+        self.work, self.context = work, context
+        self._error: BaseException | None = None
+        self._begun = self._done = False
+        self._claimed, self._ended = threading.Lock(), threading.Lock()
+        self._ended.acquire()
+        self._word = np.zeros(1, np.int64)
+
+    def run(self) -> None:
+        """Do the work, in a helper, unless the caller needs no help anymore."""
+        if self._claimed.acquire(blocking=False):
+            self._begun = True
+            try:
+                self.context.run(self.work)
+            except BaseException as error:  # the caller raises it
+                self._error = error
+            finally:
+                self._done = True
+                self._word[0] = 1
+                self._ended.release()
+
+    def settle(self) -> BaseException | None:
+        """Return once the work is done, or will not begin, with its error; it may be called again if interrupted."""
+        self._done |= self._claimed.acquire(blocking=False)
+        if not self._done and _look_out is not None:
+            _look_out(self._word, 0)
+        while not self._done:
+            if not self._ended.acquire(timeout=_PATIENCE) and not self._begun:
+                break  # an interrupt came just as this was claimed above
+        return self._error
+
+
+class _Helpers:
+    """Threads that take shares from one queue."""
+
+    def __init__(self) -> None:
+        self._lock, self._made = threading.Lock(), 0
+        self._shares: SimpleQueue[_Share] = SimpleQueue()
+        self._given = np.zeros(1, np.int64)  # how many shares were, which tells those who look out
+
+    def give(self, shares: list[_Share]) -> None:
+        """Hand out shares, to that many threads at least."""
+        if self._made < len(shares):
+            with self._lock:
+                for _ in range(self._made, len(shares)):
+                    threading.Thread(target=self._serve, name="levattn", daemon=True).start()
+                self._made = max(self._made, len(shares))
+        for share in shares:
+            self._shares.put(share)
+        self._given[0] += 1
+
+    def _serve(self) -> None:
+        while True:
+            self._next().run()
+
+    def _next(self) -> _Share:
+        if _look_out is not None:
+            seen = int(self._given[0])
+            try:
+                return self._shares.get_nowait()
+            except Empty:
+                _look_out(self._given, seen)
+        return self._shares.get()
+
+
+_helpers = _Helpers()
+
+
+def _forget_helpers() -> None:
+    global _helpers
+    _helpers = _Helpers()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+    os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = None) -> None:
@@ -120,17 +196,19 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
             stopped = True
             raise
 
-    helpers: list[Future[None]] = []
+    shares = [_Share(drain, copy_context()) for _ in range(workers - 1)]
+    error: BaseException | None = None
     try:
-        helpers.extend(_get_pool(workers - 1).submit(copy_context().run, drain) for _ in range(workers - 1))
+        _helpers.give(shares)
         drain()
-        for helper in helpers:
-            if not helper.cancel():  # one that has not begun has nothing left to do
-                helper.result()
-    except BaseException:
-        stopped = True
-        at_work = [helper for helper in helpers if not helper.cancel()]
-        while at_work:  # what they read and write is freed once this returns, so another Ctrl-C waits as well
-            with suppress(KeyboardInterrupt):
-                at_work = list(wait(at_work).not_done)
-        raise
+    except BaseException as raised:
+        stopped, error = True, raised
+    while shares:  # what they read and write is freed once this returns, so another Ctrl-C waits as well
+        try:
+            found = shares[-1].settle()
+            shares.pop()
+        except KeyboardInterrupt as interrupt:
+            found = interrupt
+        stopped, error = stopped or found is not None, error or found
+    if error is not None:
+        raise error

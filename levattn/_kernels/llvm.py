@@ -7,6 +7,7 @@ Numbers that code is made for, as the rows of a tile, are known when it is compi
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -49,6 +50,7 @@ __all__ = [
     "subtract_rows",
     "vector_code",
     "vector_type",
+    "word_now",
 ]
 
 Builder = Any
@@ -56,6 +58,8 @@ Value = Any
 
 I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
+# What tells a processor that another thread of its core may go on meanwhile; others are kept busy
+_PAUSE = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(platform.machine().lower())
 
 
 def integer(value: int) -> Value:
@@ -412,3 +416,15 @@ def product_high(typing, a, b):
         return b.trunc(b.lshr(product, ir.Constant(wide, 64)), I64)
 
     return types.uint64(types.uint64, types.uint64), codegen
+
+
+@primitive
+def word_now(typing, at):
+    """Return the int64 at an address, read anew."""
+
+    def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        if _PAUSE is not None:
+            b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), _PAUSE), [])
+        return b.load_atomic(pointer(b, arguments[0], I64), "acquire", 8)
+
+    return types.int64(types.int64), codegen

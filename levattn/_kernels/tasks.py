@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
-from levattn._core.threads import num_threads, parallel_for
+import numpy as np
+
+from levattn._core.threads import look_out_by, num_threads, parallel_for
 
 __all__ = ["runs", "share", "threads_for"]
 
-_THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
+_THREAD_WORK = 6_000_000  # multiply-adds below which a second thread costs more than it brings
 _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
 
 
@@ -28,5 +31,15 @@ def share(body: Callable[[int, int], None], n: int, work: float) -> None:
     if threads == 1 and n:
         body(0, n)
         return
+    _look_out()
     count = min(n, runs(work, threads))
     parallel_for(lambda i: body(n * i // count, n * (i + 1) // count), count, threads=threads)
+
+
+@cache
+def _look_out() -> None:
+    """Let threads look out for work without sleep, from the first work on that they share."""
+    from levattn._kernels.waiting import wait_for_change
+
+    wait_for_change(np.zeros(1, np.int64), 1)  # compiled here rather than by each of them
+    look_out_by(wait_for_change)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import signal
 import threading
@@ -93,11 +92,12 @@ def test_another_ctrl_c_waits_for_those_at_work_as_well(monkeypatch: pytest.Monk
     """They write to arrays of the frames that the interrupt unwinds."""
     done: list[int] = []
     begun, again = threading.Event(), iter([True])
+    settle = _core_threads._Share.settle
 
-    def wait(futures: Any) -> Any:
+    def interrupted(share: Any) -> Any:
         if next(again, False):
             raise KeyboardInterrupt
-        return concurrent.futures.wait(futures)
+        return settle(share)
 
     def body(i: int) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -107,8 +107,57 @@ def test_another_ctrl_c_waits_for_those_at_work_as_well(monkeypatch: pytest.Monk
         time.sleep(0.1)
         done.append(i)
 
-    monkeypatch.setattr(_core_threads, "wait", wait)
+    monkeypatch.setattr(_core_threads._Share, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt):
         parallel_for(body, 2, threads=2)
     assert next(again, None) is None
     assert len(done) == 1
+
+
+def test_no_more_threads_are_made_than_are_asked_for_at_once() -> None:
+    """However many loops run side by side, and whoever has waited before."""
+    before = sum(thread.name == "levattn" for thread in threading.enumerate())
+
+    def loop() -> None:
+        for _ in range(50):
+            parallel_for(lambda _: time.sleep(0), 8, threads=3)
+
+    loops = [threading.Thread(target=loop) for _ in range(6)]
+    for work in loops:
+        work.start()
+    for work in loops:
+        work.join(PATIENCE)
+    assert sum(thread.name == "levattn" for thread in threading.enumerate()) <= max(before, 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    parallel_for(lambda _: None, 10, threads=2)
+    child = os.fork()
+    if not child:
+        seen: list[int] = []
+        parallel_for(seen.append, 100, threads=2)
+        os._exit(0 if sorted(seen) == list(range(100)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_that_look_out_do_all_that_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see what comes while they look, and what comes once they sleep; a change that is missed costs time only."""
+    looks = []
+
+    def look(word: Any, was: int) -> None:
+        looks.append(was)
+        if len(looks) % 3:
+            end = time.monotonic() + 0.002
+            while word[0] == was and time.monotonic() < end:
+                time.sleep(0)
+
+    monkeypatch.setattr(_core_threads, "_look_out", look)
+    for n in (2, 3, 50):
+        for pause in (0.0, 0.005):
+            seen: list[int] = []
+            parallel_for(seen.append, n, threads=3)
+            assert sorted(seen) == list(range(n))
+            time.sleep(pause)
+    assert looks

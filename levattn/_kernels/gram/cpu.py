@@ -22,6 +22,7 @@ __all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "moments_and_sq
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 20  # numbers of keys that are projected at a time
 _WIDE = 1024  # columns from which adding up runs takes long
+_PIECE = 256  # rows of which whole numbers are scored together
 _LONGEST = 63  # level of a run of blocks that is longer than any
 
 
@@ -95,7 +96,7 @@ def sqnorms(
     work = float(len(items)) * n * d * d
     threads = threads_for(work)
     span = n if len(items) >= 4 * threads else max(1, -(-n // runs(work, threads)))
-    span = max(1, -(-span // BLOCK) * BLOCK)
+    span = max(1, -(-span // _PIECE) * _PIECE)
     starts = np.arange(0, n, span)
     tasks = np.empty((len(items), len(starts), 4), np.int64)
     tasks[:, :, 0] = np.arange(len(items))[:, None]
