@@ -128,9 +128,11 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
                 f"m, s and S have shapes {tuple(m.shape)}, {tuple(s.shape)} and {tuple(S.shape)}; expected (..., L), "
                 "(..., L) and (..., L, D)"
             )
-        *batch, latents, d = S.shape
-        self = cls(int(latents), int(d), tuple(map(int, batch)))
-        self._held = (m, s, S)
+        *batch, latents, d = map(int, S.shape)
+        if not latents or not d:
+            return cls(latents, d)  # which says what is wrong
+        self = cls.__new__(cls)
+        self.latents, self.d, self.batch, self._held = latents, d, tuple(batch), (m, s, S)
         return self
 
     def update(self, logits: Any, V: Any, mask: Any = None) -> SoftmaxState:
