@@ -111,7 +111,8 @@ def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
     start = n // 2 // BLOCK * BLOCK
     G = to_numpy(_moments(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single"))
     with np.errstate(all="ignore"):  # what is not finite is not isotropic
-        inverse = 1 / np.diagonal(G, axis1=1, axis2=2)[:, :, None]
+        diagonal = np.diagonal(G, axis1=1, axis2=2)[:, :, None]
+        inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column of zeros here says nothing
         squares = (inverse * (np.square(G) @ inverse)).sum(axis=(1, 2))
     return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
@@ -154,7 +155,8 @@ def _first_sums(
     # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
     may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
     quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
-    begun = _begun(rows, target) if plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) else {}
+    may_begin = plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not quick.all()
+    begun = _begun(rows, target) if may_begin else {}
     rest = [item for item in range(b) if item not in begun]
     G = _plain_moments(rows, rest, quick)
     if begun:
