@@ -47,19 +47,18 @@ def smollm2_keys() -> Array | None:
         return None
     import sys
     from pathlib import Path
-    from pydoc_data.topics import topics
 
     import torch
     from transformers import DynamicCache
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "decoders"))
     import smollm2
+    from tasks import reference
 
     model, tokenizer = smollm2.opened()
-    text = "\n".join(topics[name] for name in sorted(topics))
     cache = DynamicCache()
     with torch.no_grad():
-        model.model(torch.tensor([tokenizer(text)["input_ids"][:_TOKENS]]), **{smollm2.CACHE: cache})
+        model.model(torch.tensor([reference(tokenizer)[:_TOKENS]]), **{smollm2.CACHE: cache})
     return np.concatenate([layer.keys[0].numpy() for layer in cache.layers])
 
 

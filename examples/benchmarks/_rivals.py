@@ -78,6 +78,17 @@ def verdict(figure: float, bar: float, *, at_least: bool = True) -> str:
     return f"{figure:.3g} (bar: {'at least' if at_least else 'at most'} {bar:g}, {'met' if met else 'MISSED'})"
 
 
+def steps(title: str, calls: dict[str, Callable[[], object]], rounds: int) -> None:
+    """Print what steps of decoding take, and whether they meet their bars."""
+    times = microseconds(calls, rounds)
+    print(f"\na step of decoding, {title}: microseconds")
+    table([*times], [[f"{s:.1f}" for s in times.values()]])
+    for name in ("after 65536", "torch tensors"):
+        print(f"a step, {name}:", verdict(times[name], 60, at_least=False))
+    steps = [s for name, s in times.items() if name.startswith("after")]
+    print("largest / smallest:", verdict(max(steps) / min(steps), 1.25, at_least=False))
+
+
 # -- leverage scores by BLAS and LAPACK -----------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from _comparison_attention import torch_latte
-from _rivals import interleaved, microseconds, table, verdict
+from _rivals import interleaved, microseconds, steps, table, verdict
 
 from levattn.attention import latte
 
@@ -144,13 +144,7 @@ def decoding(heads: int, rounds: int) -> None:
     S = torch.randn(heads, 64, D)
     calls["torch, a product with the state"] = lambda: tensors[0] @ S
     with torch.no_grad():
-        times = microseconds(calls, rounds)
-    print(f"\na step of decoding, {heads} heads, L = D = 64: microseconds")
-    table([*times], [[f"{s:.1f}" for s in times.values()]])
-    for name in ("after 65536", "torch tensors"):
-        print(f"a step, {name}:", verdict(times[name], 60, at_least=False))
-    steps = [s for name, s in times.items() if name.startswith("after")]
-    print("largest / smallest:", verdict(max(steps) / min(steps), 1.25, at_least=False))
+        steps(f"{heads} heads, L = D = 64", calls, rounds)
 
 
 def small(rounds: int) -> None:

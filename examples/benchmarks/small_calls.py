@@ -29,8 +29,7 @@ TIMES, CALLS = 1.2, 20  # the bar, and calls in a row of each turn
 MOST, AT = 0.25, (512, 64)
 CHECKS = 50.0  # µs
 PAUSE, WARM = 0.12, 0.08  # seconds
-# Functions whose own time is arithmetic, or decides about it
-ALGEBRA = ("factor_moments", "second_moments", "inverse_cholesky", "scores", "threshold", "at_least", "result_of")
+ALGEBRA = ("factor_moments", "scores", "at_least")  # which are arithmetic, or decide about it
 
 
 def by_numpy(K: Array) -> Array:
@@ -109,7 +108,7 @@ def profile(name: str, call: Callable[[], object], calls: int = 3000) -> None:
         call()
     profiler.disable()
     figures: Any = pstats.Stats(profiler)
-    below = sum(stat[3] for (_, _, f), stat in figures.stats.items() if f in ("factor_moments", "scores", "at_least"))
+    below = sum(stat[3] for (_, _, f), stat in figures.stats.items() if f in ALGEBRA)
     share = below / figures.total_tt
     left = 1e6 * whole * (1 - share)
     print(

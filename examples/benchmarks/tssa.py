@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _rivals import interleaved, microseconds, table, verdict
+from _rivals import interleaved, steps, table, verdict
 
 import levattn
 from levattn.attention import tssa
@@ -156,13 +156,7 @@ def decoding(rounds: int) -> None:
     calls["torch tensors"] = lambda: tssa(tensor, state=state, return_state=True)
     calls["torch, a linear layer of the token"] = lambda: x @ weights
     with torch.no_grad():
-        times = microseconds(calls, rounds)
-    print(f"\na step of decoding, {HEADS} heads of {D} channels: microseconds")
-    table([*times], [[f"{s:.1f}" for s in times.values()]])
-    for name in ("after 65536", "torch tensors"):
-        print(f"a step, {name}:", verdict(times[name], 60, at_least=False))
-    steps = [s for name, s in times.items() if name.startswith("after")]
-    print("largest / smallest:", verdict(max(steps) / min(steps), 1.25, at_least=False))
+        steps(f"{HEADS} heads of {D} channels", calls, rounds)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from pydoc_data.topics import topics
 from typing import Any
 
-__all__ = ["TASKS", "Context", "Question", "contexts"]
+__all__ = ["TASKS", "Context", "Question", "contexts", "reference"]
 
 NAMES = (
     *("apple", "river", "stone", "tiger", "castle", "garden", "window", "bridge"),
@@ -54,7 +54,7 @@ def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    text = _reference(tokenizer)
+    text = reference(tokenizer)
     start = rng.randrange(len(text) - length - FOLLOWING)
     found = []
     for task in TASKS:
@@ -73,7 +73,7 @@ def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
 
 
 @cache
-def _reference(tokenizer: Any) -> list[int]:
+def reference(tokenizer: Any) -> list[int]:
     """Return the tokens of the language reference, which comes with Python."""
     found: list[int] = tokenizer("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False)[
         "input_ids"

@@ -211,4 +211,7 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
             found = interrupt
         stopped, error = stopped or found is not None, error or found
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:  # else it would hold this frame, which holds it
+            found = error = None

@@ -28,8 +28,9 @@ def runs(work: float, threads: int) -> int:
 def share(body: Callable[[int, int], None], n: int, work: float) -> None:
     """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
     threads = 1 if n == 1 else threads_for(work)
-    if threads == 1 and n:
-        body(0, n)
+    if threads == 1 or not n:
+        if n:
+            body(0, n)
         return
     _look_out()
     count = min(n, runs(work, threads))

@@ -73,14 +73,8 @@ def second_moments(
     _, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
     runs, levels = pieces_of(n, kernels.longest_run(rows, len(items)))
-    if len(runs) == 1:
-        pieces: Pieces = np.array([(slot, item, 0, n) for slot, item in enumerate(items)], np.int64).reshape(-1, 4)
-    else:
-        several = np.empty((len(items), len(runs), 4), np.int64)
-        several[:, :, 0] = np.arange(len(items))[:, None]
-        several[:, :, 1] = np.asarray(items, np.int64)[:, None]
-        several[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
-        pieces = several.reshape(-1, 4)
+    listed = [(slot, item, *run) for slot, item in enumerate(items) for run in runs]
+    pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
     tail = None
     with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range

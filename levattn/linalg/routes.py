@@ -38,13 +38,11 @@ _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16"
 _SURE_COLUMNS = 48
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SAMPLED_FROM = 4 * BLOCK  # rows from which some tell whether sums in float32 would do
-_PIECE_FROM, _HARD = (
-    16 * BLOCK,
-    4.0,
-)  # rows from which a block tells what is ill-conditioned, by so many times the limit
-_RANGE = 2.0**-80, 2.0**110  # of squares in float32
 _SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # how many, and the figure up to which they say so
 _SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
+_PIECE_FROM = 16 * BLOCK  # rows from which a block tells what is ill-conditioned,
+_HARD = 4.0  # by so many times the limit
+_RANGE = 2.0**-80, 2.0**110  # of squares in float32, for each row
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
 _TRIANGLE_NOISE = 2e-9  # relative error of a second moment of the triangle of many rows
@@ -117,28 +115,30 @@ def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
     return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
 
-def _begun(rows: Rows, target: float) -> dict[int, tuple[Float64, Float64, Float64]]:
+def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int, tuple[Float64, Float64, Float64]]:
     """Return a basis B and the moments H of K B, of matrices too ill-conditioned for plain ones, and those of K.
 
     A block in the middle tells. B whitens that block, and so about all rows where they are alike, which saves the pass
-    of plain moments. Matrices whose block lacks directions, or whose squares leave the range, are not among them.
+    of plain moments. Matrices that are `quick`, whose block lacks directions, or whose squares leave the range of
+    `_in_range`, are not among them.
     """
     from scipy.linalg.lapack import dtrtri
 
     b, n, _ = rows.shape
     start, least = n // 2 // BLOCK * BLOCK, _HARD * target / ROUNDING
+    low, high = n * _RANGE[0], _RANGE[1]
     found = {}
     with np.errstate(over="ignore", invalid="ignore"):
         G = _moments(rows.between(start, start + BLOCK), range(b))
         W, _, bound = kernels_for("factor", G).inverse_cholesky(G)
         bound = sharpened(bound, W, G, np.full(b, least))
-        for item in np.flatnonzero((bound > least) & (bound < math.inf)).tolist():
+        for item in np.flatnonzero((bound > least) & (bound < math.inf) & ~quick).tolist():
             B = W[item]
             if not (B.diagonal() > 0).all():
                 continue
             H, R = _moments_of(rows, item)(B, "double"), dtrtri(B)[0]
             moments = R.T @ H @ R
-            if moments.diagonal().min() > _RANGE[0] and moments.diagonal().max() < _RANGE[1]:
+            if moments.diagonal().min() >= low and moments.diagonal().max() <= high:
                 found[item] = B, H, moments
     return found
 
@@ -156,7 +156,7 @@ def _first_sums(
     may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
     quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
     may_begin = plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not quick.all()
-    begun = _begun(rows, target) if may_begin else {}
+    begun = _begun(rows, target, quick) if may_begin else {}
     rest = [item for item in range(b) if item not in begun]
     G = _plain_moments(rows, rest, quick)
     if begun:
@@ -299,7 +299,7 @@ def factor_moments(
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     rows, G, quick, begun = _first_sums(rows, target, single, plain=not ridge and rtol is None)
-    short, any_quick = rows.format != "float64", bool(quick.any())
+    short = rows.format != "float64"
     penalty = None
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
@@ -308,8 +308,8 @@ def factor_moments(
     penalized = _penalized(G, penalty)
     W, _, bound = kernels_for("factor", G).inverse_cholesky(penalized)
     bound = sharpened(bound, W, penalized, np.where(quick, _SINGLE_SUMS, target / ROUNDING))
-    if any_quick and (quick & ~(bound <= _SINGLE_SUMS)).any():  # some rows had told otherwise
-        again = np.flatnonzero(quick & ~(bound <= _SINGLE_SUMS))
+    again = np.flatnonzero(quick & ~(bound <= _SINGLE_SUMS))
+    if len(again):  # some rows had told otherwise
         quick = quick & (bound <= _SINGLE_SUMS)
         here = to_device(again, G)
         G, W = G.copy(), W.copy()
@@ -323,7 +323,7 @@ def factor_moments(
         for i, (x, q) in enumerate(zip(bound.tolist(), quick.tolist(), strict=True))
     ]
     # float32 sums are rounded, or cut off by tensor cores
-    error = np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound if any_quick else PLAIN_NOISE * bound
+    error = np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound
     batch = _Batch(rows, W, _rank(W), error, np.zeros(b), ["double"] * b)
     if single != "no" and short:
         least = math.inf if n >= BLOCK else _SINGLE_SUMS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +15,13 @@ from levattn._kernels import Rows
 from levattn.functions import Power, Softmax, is_square
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.contract import Certificate, Problem, raised_scores
+from levattn.sensitivity.contract import Certificate, Problem, by_chunks, raised_scores
 from levattn.sensitivity.lewis import iterated
 
 __all__ = ["BLOCK_BOUND"]
 
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
-_TOGETHER, _ROWS = 16, 1 << 15  # blocks whose factors are held, and keys that they are tried on together
+_TOGETHER, _ROWS = 16, 1 << 14  # blocks whose factors are held, and keys that they are tried on together
 _MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
 
 
@@ -45,31 +46,32 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
     block_of = np.empty(n, np.int32)
     for number, members in enumerate(blocks):
         block_of[members] = number
-    sums, going = np.zeros(n), True
+    sums = np.zeros(n)
     for first in range(0, len(blocks), _TOGETHER):
-        if not going:
-            break
         numbers = range(first, min(first + _TOGETHER, len(blocks)))
         made = {i: _of_block(_taken(rows, np.sort(blocks[i])), p) for i in numbers}  # without their keys
-        going = False
-        for start in range(0, len(present), _ROWS):
-            some = present[start : start + _ROWS]
-            going |= bool(_add_blocks(rows, some, made, block_of, sums, p, epsilon))
+
+        def body(part: slice, made: Any = made) -> None:
+            _add_blocks(rows, present[part], made, block_of, sums, p, epsilon)
+
+        by_chunks(body, len(present), _ROWS)
+        if not _undecided(sums[present], epsilon).any():
+            break
     with np.errstate(divide="ignore"):
         return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
 
 
 def _add_blocks(
     rows: Rows,
-    some: npt.NDArray[np.int64],
+    some: npt.NDArray[Any],
     made: dict[int, tuple[Factor, float]],
     block_of: npt.NDArray[np.int32],
     sums: Float64,
     p: float,
     epsilon: float,
-) -> int:
-    """Add what some blocks give to the sums of some keys, until these are decided; return how many are not."""
-    undecided = some[sums[some] * epsilon <= 1 + 1e-6]
+) -> None:
+    """Add what some blocks give to the sums of some keys, until these are decided."""
+    undecided = some[_undecided(sums[some], epsilon)]
     left = _taken(rows, undecided)
     for number, (factor, constant) in made.items():
         if not len(undecided):
@@ -82,11 +84,14 @@ def _add_blocks(
             with np.errstate(divide="ignore", over="ignore"):
                 each = np.clip(shrink / (t if p == 2 else t.astype(np.float64) ** (p / 2)), mine, 1 + mine)
         sums[undecided] += each
-        still = np.flatnonzero(sums[undecided] * epsilon <= 1 + 1e-6)
+        still = np.flatnonzero(_undecided(sums[undecided], epsilon))
         if len(still) < 0.8 * len(undecided):  # a copy of the rest costs less than to go on with all
             undecided = undecided[still]
             left = _taken(rows, undecided)
-    return int(np.count_nonzero(sums[some] * epsilon <= 1 + 1e-6))
+
+
+def _undecided(sums: Float64, epsilon: float) -> npt.NDArray[np.bool_]:
+    return np.asarray(sums * epsilon <= 1 + 1e-6)
 
 
 def _block_count(n: int, epsilon: float) -> int:
@@ -117,10 +122,12 @@ def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
     return factor.forget_keys(), max(total, 1.0) ** (p / 2 - 1) * raised**p * (1 + 1e-9)
 
 
-def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
-    """Return some rows of a batch of one, none of them masked; all of them without a copy."""
-    keys = rows.keys if len(indices) == rows.shape[1] else take_rows(rows.keys, indices)
-    return replace(rows, keys=keys, mask=None)
+def _taken(rows: Rows, indices: npt.NDArray[Any]) -> Rows:
+    """Return some rows of a batch of one, ascending and none of them masked; consecutive ones without a copy."""
+    m = len(indices)
+    if m and int(indices[-1]) - int(indices[0]) + 1 == m:
+        return replace(rows, mask=None).between(int(indices[0]), int(indices[0]) + m)
+    return replace(rows, keys=take_rows(rows.keys, indices), mask=None)
 
 
 # Bounds from the sum over every block of keys where one key has attention; the only ones of functions in general. For

@@ -85,9 +85,9 @@ def _not_zero(rows: Rows, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]
     return found
 
 
-def by_chunks(body: Callable[[slice], None], n: int) -> None:
+def by_chunks(body: Callable[[slice], None], n: int, size: int = _CHUNK) -> None:
     """Call `body` on slices of n keys that stay in the cache, on all threads."""
-    parallel_for(lambda i: body(slice(i * _CHUNK, min((i + 1) * _CHUNK, n))), -(-n // _CHUNK))
+    parallel_for(lambda i: body(slice(i * size, min((i + 1) * size, n))), -(-n // size))
 
 
 def in_row_space(factor: Factor, item: int) -> bool:

@@ -24,6 +24,7 @@ __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weight
 ExpectedMethod = Literal["auto", "normal", "mean"]
 _STEP, _FIRST, _LAST = 0.125, -40.0, 100.0  # of the quadrature, in log t
 _SAMPLES = 1024
+_SINGLE_PRODUCTS = 2.0**-23  # estimated error of the norm of all scores' roots up to which products are in float32
 
 
 def expected_scores(
@@ -191,7 +192,9 @@ def mean_shares(
     total = np.zeros(keys.n)
     for _, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
         if epsilon is not None:
-            A = np.square(np.square(np.minimum(A / epsilon, 1.0)))
+            A /= epsilon
+            np.minimum(A, 1.0, out=A)
+            np.square(np.square(A, out=A), out=A)
         total[places] += A.sum(axis=0)
     return total / max(len(Q), 1)
 
@@ -205,18 +208,20 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     W = np.zeros((b, d, d))
     arithmetic: list[Arithmetic] = []
     for item in range(b):
-        W[item] = _weighted_basis(factor, item, known.root(item), known.powers)
-        arithmetic.append("single" if factor.arithmetic[item] == "single" else "double")
+        W[item], cancellation = _weighted_basis(factor, item, known.root(item), known.powers)
+        quick = factor.arithmetic[item] == "single" and kernels.SINGLE_UNIT * cancellation <= _SINGLE_PRODUCTS
+        arithmetic.append("single" if quick else "double")
     for one in dict.fromkeys(arithmetic):
         items = np.array([item for item in range(b) if arithmetic[item] == one], np.int64)
         kernels.sqnorms(rows, items, W[items], out, arithmetic=one, ceiling=1.0)
     return out
 
 
-def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> Float64:
-    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read.
+def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> tuple[Float64, float]:
+    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read, and how its products cancel.
 
-    L is a root of the second moment of queries, its rows divided by 2 to these powers.
+    L is a root of the second moment of queries, its rows divided by 2 to these powers. That the products cancel tells
+    ``√(Σ ‖K_i‖² ‖W_i‖²)`` for the columns of the keys and the rows of W, where ‖K W‖ is 1: see Factor.product_error.
     """
     d = factor.columns
     N, exponents = factor.even_normalizer(item)
@@ -226,19 +231,20 @@ def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> Flo
         even = np.ldexp(L, shift[:, None])
         largest = np.abs(even).max(initial=0.0)
         if not largest:
-            return np.zeros((d, d))
+            return np.zeros((d, d)), 0.0
         even /= largest
         roots, V = right_svd(N @ even)
     kept = roots > 2.0**-50 * roots.max(initial=0.0)
     if not kept.any():
-        return np.zeros((d, d))
+        return np.zeros((d, d)), 0.0
     total = float(np.sum(roots**2))
     shares = roots[kept] ** 2 / total
     w = quadratic_weights(shares)
     A = even @ (V[kept].T * np.sqrt(w / total))
     scale = factor.all_columns.scale
     read = exponents if scale is None else exponents + np.frexp(scale[item])[1] - 1  # rows are read scaled
-    return np.asarray(np.ldexp(upper_form(A), -read[:, None]))
+    cancellation = float(np.sqrt(np.sum(np.square(N).sum(axis=0) * np.square(A).sum(axis=1))))
+    return np.asarray(np.ldexp(upper_form(A), -read[:, None])), cancellation
 
 
 def quadratic_weights(shares: Float64) -> Float64:

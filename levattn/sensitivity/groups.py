@@ -29,8 +29,8 @@ _SINGLE_CHORD = 2e-6  # error of the distance of two unit vectors in float32, ro
 _MISS = 1e-4  # probability that a pair at half the angle shares no signature in any round
 _SPARE_BITS = 5  # of a signature, beyond log2 n: so few unrelated keys share one by chance
 _LEADERS = 4  # of a bucket, one after the other
-_ROUNDS_AT_ONCE = 3  # whose signatures are kept, four bytes a key for each
-_HELD = 1 << 22  # numbers of whitened keys that are kept from round to round
+_SIGNATURES = 3 << 20  # that are kept at a time, four bytes each
+_HELD = 1 << 23  # numbers of whitened keys that are kept from round to round
 
 
 def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
@@ -306,6 +306,11 @@ class _Directions:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def threads(self) -> int | None:
+        """How many threads may ask for them: precise products are on the thread pool themselves."""
+        return 1 if self.held is None and self.factor.arithmetic[0] == "compensated" else None
+
     def of(self, which: slice | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Return some of them."""
         if self.held is not None:
@@ -321,7 +326,9 @@ class _Directions:
         tiny = np.flatnonzero(squares < _TINY)
         if len(tiny):
             X[tiny] = _whitened(self.factor, rows[tiny], even=True)
-        return _normalized(X).astype(np.float32)
+            squares[tiny] = np.einsum("ij,ij->i", X[tiny], X[tiny])
+        X *= (1 / np.sqrt(np.where(squares > 0, squares, 1.0)))[:, None]
+        return X.astype(np.float32)
 
     def near(self, a: npt.NDArray[Any], b: npt.NDArray[Any], angle: float) -> npt.NDArray[np.bool_]:
         """Tell which pairs are within the angle of each other, up to sign; in float64 where float32 cannot tell."""
@@ -366,16 +373,13 @@ def _directions(factor: Factor) -> _Directions:
     if len(found) * r > _HELD:
         return found
     held = np.empty((len(found), r), np.float32)
-    threads = (
-        1 if factor.arithmetic[0] == "compensated" else None
-    )  # precise products are on the thread pool themselves
-    parallel_for(lambda i: _fill(held, found, i), -(-len(found) // _CHUNK), threads=threads)
+
+    def fill(index: int) -> None:
+        part = slice(_CHUNK * index, _CHUNK * (index + 1))
+        held[part] = found.of(part)
+
+    parallel_for(fill, -(-len(found) // _CHUNK), threads=found.threads)
     return replace(found, held=held)
-
-
-def _fill(held: npt.NDArray[np.float32], directions: _Directions, index: int) -> None:
-    part = slice(_CHUNK * index, _CHUNK * (index + 1))
-    held[part] = directions.of(part)
 
 
 def _numbered(components: npt.NDArray[Any]) -> Int64:
@@ -404,7 +408,7 @@ def _linked(directions: _Directions, angle: float, generator: np.random.Generato
     if n < 2:
         return components
     bits, rounds = _signature_plan(n, angle)
-    for part in _parts(rounds, _ROUNDS_AT_ONCE):
+    for part in _parts(rounds, max(1, _SIGNATURES // n)):
         count = part.stop - part.start
         planes = generator.standard_normal((count, bits, r), np.float32)
         for codes in _signatures(directions, planes):
@@ -431,8 +435,7 @@ def _signatures(directions: _Directions, planes: npt.NDArray[np.float32]) -> npt
         words = np.packbits(sides, axis=-1).view(np.uint32)[:, :, 0]
         codes[:, part] = np.where(sides[:, :, 0], words ^ flip, words).T
 
-    alone = directions.held is None and directions.factor.arithmetic[0] == "compensated"
-    parallel_for(body, -(-len(directions) // _CHUNK), threads=1 if alone else None)
+    parallel_for(body, -(-len(directions) // _CHUNK), threads=directions.threads)
     return codes
 
 

@@ -32,25 +32,27 @@ def share_blocks(
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
-    # few keys are taken whole, so that their sum needs no pass of its own
-    step = min(_QUERIES, BLOCK_ENTRIES // max(len(all_keys), 1))
-    step = step if step >= _FEW else _QUERIES
-    width = max(1, BLOCK_ENTRIES // max(step, Q.shape[1]))
+    step, width = min(_QUERIES, BLOCK_ENTRIES // max(len(all_keys), 1)), max(len(all_keys), 1)
+    whole = step >= _FEW  # few keys, which are read once, and whose sum needs no pass of its own
+    if not whole:
+        step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
+    rows = to_float64(take_rows(keys.data, order), keys.format)[0] if whole else None
     if isinstance(f, Power):
         Q = _tamed(Q, keys, all_keys, width)
     for first in range(0, len(Q), step):
         part = slice(first, min(first + step, len(Q)))
-        alone = elsewhere is None and len(order) == len(all_keys) <= width
+        alone = whole and elsewhere is None and len(order) == len(all_keys)
         D = None if alone else sums(Q[part], keys, present, f)[0][:, None]
         if D is not None and elsewhere is not None:
             D = np.logaddexp(D, elsewhere[part, None])
         for start in range(0, len(order), width):
             places = order[start : start + width]
-            rows = to_float64(take_rows(keys.data, places), keys.format)[0]
+            read = to_float64(take_rows(keys.data, places), keys.format)[0] if rows is None else rows
             with np.errstate(over="ignore", invalid="ignore"):
-                Z = Q[part] @ rows.T
+                Z = Q[part] @ read.T
+                finite = np.isfinite(Z).all()
                 A = _shares(Z, D, f)
-            if not (np.isfinite(Z).all() and np.isfinite(A).all()):
+            if not (finite and np.isfinite(A).all()):
                 sums(Q[part], keys, present, f)  # which tells what is wrong
             yield part, places, A
 
@@ -67,13 +69,19 @@ def _tamed(Q: Float64, keys: Matrices, places: Int64, width: int) -> Float64:
 
 
 def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> Float64:
-    """Return scores from products and sums D (m, 1), for softmax their logarithms, or sums of these products."""
+    """Return scores from products and sums D (m, 1), for softmax their logarithms, or sums of these products.
+
+    The products may be written over.
+    """
     if isinstance(f, Softmax):
-        if D is not None:
-            return np.exp(Z - D)
-        A = np.exp(Z - Z.max(axis=1, keepdims=True))
-        return np.asarray(A / A.sum(axis=1, keepdims=True))
+        Z -= Z.max(axis=1, keepdims=True) if D is None else D
+        A = np.exp(Z, out=Z)
+        if D is None:
+            A /= A.sum(axis=1, keepdims=True)
+        return A
     A = f(Z)
     D = A.sum(axis=1, keepdims=True) if D is None else D
     D = np.where(np.isfinite(D), D, np.nan)  # no share is known where the sum left the range
-    return np.where(D == 0, 0.0, A / np.where(D == 0, 1.0, D))
+    A = np.divide(A, np.where(D == 0, 1.0, D), out=Z)
+    A[D[:, 0] == 0] = 0.0
+    return A

@@ -29,7 +29,7 @@ __all__ = [
     "uncertain_sums",
 ]
 
-BLOCK_ENTRIES = 1 << 18  # numbers in a block of products of queries and keys, or of keys
+BLOCK_ENTRIES = 1 << 19  # numbers in a block of products of queries and keys, or of keys
 _NOTHING = 2.0**-104  # what twice the precision does not see
 LEAST_POSITIVE = 2.0**-1074  # of float64
 _COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # how much larger than its error a product may be

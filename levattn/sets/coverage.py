@@ -77,8 +77,8 @@ class Covered:
             for part, _, A in share_blocks(Q, keys, present, f, order[self.size :], elsewhere):
                 found[part] = np.maximum(found[part], A.max(axis=1, initial=0.0))
             return found
-        rank = np.empty(len(present), np.int64)
-        rank[order] = np.arange(1, len(order) + 1)
+        rank = np.empty(len(present), np.int32 if len(present) < 2**31 else np.int64)
+        rank[order] = np.arange(1, len(order) + 1, dtype=rank.dtype)
         if self.epsilon is not None:
             for part, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
                 heavy = np.where(self.epsilon * (1 - TIE) <= A, rank[places], 0)
@@ -147,6 +147,7 @@ def covering_set(
         others = [None if rest is None else rest[item, part.ravel()] for part in (fit, test)]
         by = wish.order(Q[fit.ravel()], keys, here, f, others[0], seed) if ordered_by is None else ordered_by[item]
         found[item] = np.where(here, by, 0.0)
+        del by
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
         each_need = wish.needs(Q[test.ravel()], keys, here, f, order, others[1])
         needs.append(np.sort(each_need.reshape(test.shape).max(axis=0)))  # a position needs what all its heads do

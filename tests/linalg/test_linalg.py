@@ -329,6 +329,28 @@ def _long_keys(kind: str) -> Any:
     return keys
 
 
+@pytest.mark.parametrize("power", [-44, -40, -38, -36, -34, 48])
+def test_a_first_basis_and_a_scale_do_not_meet(power: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns whose squares hardly have the range of float32 are scaled, and then all is found under that scale."""
+    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    keys = (_long_keys("all alike") * 2.0**power).astype("f4")
+    exact = naive.leverage_exact(keys.astype(float))
+    for single in ("scores", "yes"):
+        scores = np.asarray(factor_moments(Rows(keys[None], "float32"), single=single).scores(numerical=True)[0][0])
+        np.testing.assert_allclose(scores, exact, rtol=1e-6)
+
+
+def test_keys_that_a_few_rows_call_isotropic_have_the_same_bits_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the first of 2048 rows in the middle say so, and the others are ill-conditioned."""
+    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    keys, rng = _long_keys("all alike").astype("f4"), np.random.default_rng(0)
+    keys[LONG // 2 : LONG // 2 + routes._SAMPLE] = rng.standard_normal((routes._SAMPLE, keys.shape[1])) * 1e-7
+    others = _long_keys("another condition").astype("f4")
+    alone = factor_moments(Rows(keys[None], "float32"))
+    beside = factor_moments(Rows(np.stack([keys, others]), "float32"))
+    assert np.array_equal(alone.W[0], beside.W[0])
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -535,3 +535,15 @@ def test_softmax_without_a_radius_has_no_bounds(call: Any) -> None:
     assert hash(levattn.Softmax(2.0, np.eye(2))) == hash(levattn.Softmax(2.0, np.eye(2)))
     with pytest.raises(ValueError, match="radius is inf"):
         levattn.Softmax(matrix=np.eye(2))
+
+
+@pytest.mark.parametrize("kappa", [1, 10, 100])
+@pytest.mark.parametrize("d", [8, 64])
+def test_float32_keys_err_by_less_than_a_millionth_of_the_largest_score(d: int, kappa: float) -> None:
+    """Also where all queries lie in the direction in which the keys have least, and products cancel."""
+    rng = np.random.default_rng(d)
+    V = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    K = ((rng.standard_normal((4096, d)) * np.geomspace(1, 1 / kappa, d)) @ V.T).astype("f4")
+    for Q in (rng.standard_normal((200, 1)) * V[:, -1], rng.standard_normal((200, d))):
+        scores, exact = levattn.expected_scores(K, Q), levattn.expected_scores(K.astype(float), Q)
+        assert np.abs(scores - exact).max() <= 1e-6 * exact.max()

@@ -37,8 +37,9 @@ def _padded(matrices: Float64 | None, width: int) -> Float64:
     return wide
 
 
-def levels_of(longest: int) -> int:
-    """Return how many partial sums a piece of so many rows holds while its blocks are combined in pairs."""
+def levels_of(pieces: Pieces) -> int:
+    """Return how many partial sums the longest of some pieces holds while its blocks are combined in pairs."""
+    longest = max((stop - start for _, _, start, stop in pieces.tolist()), default=0)
     return 2 + max(0, -(-longest // BLOCK) - 1).bit_length()
 
 
@@ -65,8 +66,8 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out = np.empty((len(pieces), width, width))
     view = view_of(rows, X.dtype)
     padded = _padded(basis, width)
-    sizes = [stop - start for _, _, start, stop in pieces.tolist()]
-    levels = levels_of(max(sizes, default=0))
+    levels = levels_of(pieces)
+    work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
 
     def body(first: int, last: int) -> None:
         if basis is None:
@@ -75,7 +76,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             exact = arithmetic == "compensated"
             moment_in_basis_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
 
-    share(body, len(pieces), float(sum(sizes)) * d * d)
+    share(body, len(pieces), work)
     return out[:, :d, :d]
 
 
@@ -131,7 +132,7 @@ def moments_and_sqnorms(
     width = X.shape[1]
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
-    padded, levels = _padded(W, Y.shape[1]), levels_of(int((pieces[:, 3] - pieces[:, 2]).max(initial=0)))
+    padded, levels = _padded(W, Y.shape[1]), levels_of(pieces)
 
     def body(first: int, last: int) -> None:
         for i in range(first, last):

@@ -111,7 +111,7 @@ def _row_moment(rows: Rows) -> Any:
     width = -(-d // lanes) * lanes
     parts = np.empty((len(runs), width, width))
     arguments = entries_of(rows)
-    levels = cpu.levels_of(int((tasks[:, 3] - tasks[:, 2]).max(initial=0)))
+    levels = cpu.levels_of(tasks)
     share(lambda first, last: row_moment_tasks(*arguments, BLOCK, levels, tasks, first, last, parts), len(runs), work)
     return pairwise_sum(parts)[:d, :d]
 
