@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, SupportsIndex
+from typing import Any, Generic, SupportsIndex, TypeVar
 
 import numpy as np
 
 from levattn._core.checks import whole_number
 
-__all__ = ["look_out_by", "num_threads", "parallel_for", "thread_limit"]
+__all__ = ["Background", "look_out_by", "num_threads", "parallel_for", "thread_limit"]
 
 _limit: ContextVar[int | None] = ContextVar("levattn_thread_limit", default=None)
 _PATIENCE = 10.0  # seconds
+_LOOKS = 50  # of some tenths of a millisecond, in which a thread that waits finds work to do
 _look_out: Callable[[Any, int], object] | None = None
 
 
@@ -117,11 +118,21 @@ class _Share:
                 self._word[0] = 1
                 self._ended.release()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a helper has begun the work and not ended it."""
+        return self._begun and not self._done
+
+    def look_out(self) -> None:
+        """Return once the work is done, or some time after."""
+        if _look_out is not None:
+            _look_out(self._word, 0)
+
     def settle(self) -> BaseException | None:
         """Return once the work is done, or will not begin, with its error; it may be called again if interrupted."""
         self._done |= self._claimed.acquire(blocking=False)
-        if not self._done and _look_out is not None:
-            _look_out(self._word, 0)
+        if not self._done:
+            self.look_out()
         while not self._done:
             if not self._ended.acquire(timeout=_PATIENCE) and not self._begun:
                 break  # an interrupt came just as this was claimed above
@@ -146,6 +157,16 @@ class _Helpers:
         for share in shares:
             self._shares.put(share)
         self._given[0] += 1
+
+    def help_with(self, share: _Share) -> None:
+        """Take what is shared out, by whoever has begun a share, until that is done; give up after some time."""
+        looks = _LOOKS if _look_out is not None else 0
+        while looks and share.under_way:
+            try:
+                self._shares.get_nowait().run()
+            except Empty:
+                share.look_out()
+                looks -= 1
 
     def _serve(self) -> None:
         while True:
@@ -215,3 +236,34 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
             raise error
         finally:  # else it would hold this frame, which holds it
             found = error = None
+
+
+_Result = TypeVar("_Result")
+
+
+class Background(Generic[_Result]):
+    """A call that a helper makes meanwhile, or whoever asks for its result before one has begun.
+
+    The call must come to the same if it is made again, as it is after an error, or in a process that was forked.
+    """
+
+    def __init__(self, call: Callable[[], _Result]) -> None:
+        self._call: Callable[[], _Result] | None = call
+        self._result: _Result | None = None
+        self._asking, self._process = threading.Lock(), os.getpid()
+        self._share = _Share(self._work, copy_context())
+        _helpers.give([self._share])
+
+    def _work(self) -> None:
+        if self._call is not None:
+            self._result = self._call()
+            self._call = None
+
+    def result(self) -> _Result:
+        """Return what the call returned, or raise what it raises when it is made here."""
+        if os.getpid() == self._process:
+            with self._asking:
+                _helpers.help_with(self._share)
+                self._share.settle()
+        self._work()
+        return self._result  # type: ignore[return-value]  # the call was made

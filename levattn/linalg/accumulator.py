@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class GramAccumulator:
         at, n, smaller, exponents = 0, rows.shape[1], 0, self.exponents
         longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
         while at < n:
-            level = self._level(self.blocks.count, (n - at) // BLOCK, longest)
+            level = 0 if self.double_double.any() else _level(self.blocks.count, (n - at) // BLOCK, longest)
             while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
                 level -= 1
             known = terms if terms is not None and self.exponents is exponents else {}
@@ -79,34 +80,23 @@ class GramAccumulator:
                 level -= 1
             at += BLOCK << level
 
-    def _level(self, first: int, left: int, longest: int) -> int:
-        """Return the level of the run to add next, after `first` blocks, where `left` have come."""
-        if not first or self.double_double.any():
-            return 0
-        return min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest)
-
     def terms_beside(self, rows: Rows, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic) -> Terms:
         """Return moments of runs that `add` will sum of whole blocks of rows, which are in main memory.
 
         Beside that write ``‖k W‖²`` of the same rows as `scored` reads them to `out`, while they are in the cache.
         """
-        from levattn._kernels.gram.cpu import longest_run, moments_and_sqnorms  # no other device has the like
+        from levattn._kernels.gram import cpu  # no other device has the like
 
-        (b, n, d), at, longest = rows.shape, 0, longest_run(rows, rows.shape[0])
-        runs: list[tuple[int, int]] = []
-        pieces: list[tuple[int, int]] = []
-        while at < n:
-            level = self._level(self.blocks.count + at // BLOCK, (n - at) // BLOCK, _LEVEL)
-            runs.append((at, level))
-            pieces += [(at + low, at + high) for low, high in pieces_of(BLOCK << level, longest)[0]]
-            at += BLOCK << level
+        b, n, d = rows.shape
+        first, turn = self.blocks.count, 1 << _LEVEL  # of blocks, after which runs are as long as before
+        first = min(first, turn + first % turn)
+        runs, pieces = _runs_of(first, n // BLOCK, cpu.longest_run(rows, b), cpu.shares_blocks(rows, b))
         listed: Pieces = np.empty((b, len(pieces), 4), np.int64)
         listed[:, :, :2] = np.arange(b)[:, None, None]
         listed[:, :, 2:] = pieces
-        parts = moments_and_sqnorms(self.scaled(rows), listed.reshape(-1, 4), scored, W, out, arithmetic)
+        parts = cpu.moments_and_sqnorms(self.scaled(rows), listed.reshape(-1, 4), scored, W, out, arithmetic)
         parts, terms, place = parts.reshape(b, len(pieces), d, d), {}, 0
-        for at, level in runs:
-            count = (1 << level) >> min(level, longest)
+        for at, level, count in runs:
             sums, place = parts[:, place : place + count], place + count
             with np.errstate(over="ignore", invalid="ignore"):
                 while sums.shape[1] > 1:
@@ -319,3 +309,28 @@ class GramAccumulator:
             if part is not None:
                 seen |= diagonals(part.high) > 0
         return seen
+
+
+def _level(first: int, left: int, longest: int) -> int:
+    """Return the level of the run to add next, after `first` blocks, where `left` have come."""
+    return min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0
+
+
+@lru_cache(maxsize=256)
+def _runs_of(first: int, blocks: int, longest: int, halves: bool) -> tuple[list[tuple[int, int, int]], Any]:
+    """Return the runs of so many blocks after `first`, by first row, level and pieces, and the rows of all pieces.
+
+    halves: whether threads share blocks.
+    """
+    runs, pieces, at = [], [], 0
+    while at < blocks:
+        level = _level(first + at, blocks - at, _LEVEL)
+        if halves:
+            size = BLOCK // 2
+            mine = [(low, low + size) for low in range(0, BLOCK << level, size)]
+        else:
+            mine = pieces_of(BLOCK << level, longest)[0]
+        pieces += [(at * BLOCK + low, at * BLOCK + high) for low, high in mine]
+        runs.append((at * BLOCK, level, len(mine)))
+        at += 1 << level
+    return runs, np.array(pieces)

@@ -18,7 +18,8 @@ from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
+from levattn.sets.candidate_store import CandidateStore, ChunkForm
+from levattn.sets.candidates import SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
@@ -209,7 +210,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     def held(self) -> int:
         """Number of keys that are held now, of all matrices."""
         stream = self._settled()
-        return 0 if stream is None else sum(map(len, stream.held)) + stream.tail.count * len(stream.held)
+        return 0 if stream is None else stream.held
 
     def _settled(self) -> CandidateStore | None:
         """Return what the chunks so far come to, after all blocks that are whole."""
@@ -335,7 +336,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         if stream is None:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
         by, selected, counted = stream.judge()
-        square = stream.running.certificate == "leverage"
+        square = stream.candidates.running.certificate == "leverage"
         rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
         return StreamedSet(
             items=tuple(selected),
@@ -347,7 +348,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             f=self.f.p if isinstance(self.f, Power) else self.f,
             rank=rank,
             factor=by.factor,
-            certificate=(stream.running.certificate,),
+            certificate=(stream.candidates.running.certificate,),
         )
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
@@ -382,9 +383,9 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     def _require_rows(self, stream: CandidateStore) -> None:
         """Raise ValueError if a stream has seen other rows than this state."""
-        if max(stream.seen, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
+        if max(stream.seen, getattr(stream.candidates.running, "merged", 0), stream.present.max(initial=0)) > self.n:
             raise ValueError("more keys take part than there were rows")
-        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.held)):
+        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.candidates.held)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
                 raise ValueError("a key is held that has the number of no row")
 

@@ -111,17 +111,20 @@ class BlockBuffer:
         self.count, self.blocks = 0, blocks
         self._fill(replace(self._held, keys=keys), *payload)
 
-    def push(self, rows: Rows, take: Callable[..., None], *payload: Any) -> None:
+    def push(
+        self, rows: Rows, take: Callable[..., None], *payload: Any, take_held: Callable[..., None] | None = None
+    ) -> None:
         """Add rows: they wait here, or whole blocks of them and of those that waited are given to `take`.
 
-        Rows that are not finite raise FloatingPointError. If it raises, the buffer is void; its copies are not.
+        Blocks that waited are given to `take_held`, if there is one; nothing else writes to them any more. Rows that
+        are not finite raise FloatingPointError. If it raises, the buffer is void; its copies are not.
         """
         require_format("K", rows.format, self._held.format)
         n = rows.shape[1]
         together = 1 if on_cuda(rows.keys) else self._together
         room = (together - self.blocks % together) * BLOCK
         if self.count >= room:
-            self.flush(take)
+            self.flush(take_held or take)
         large = n >= min(together, max(together // 2, 4)) * BLOCK
         if not large and self.count + n < room:
             self._fill(rows, *payload)
@@ -132,7 +135,7 @@ class BlockBuffer:
             stop = -(-self.count // BLOCK) * BLOCK if large else room
             at = stop - self.count
             self._fill(rows.between(0, at), *(array[:, :at] for array in payload))
-            self._give(take, rows.keys)
+            self._give(take_held or take, rows.keys)
             whole = n - at if large else 0
         stop = at + whole // BLOCK * BLOCK
         if stop > at:

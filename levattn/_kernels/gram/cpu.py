@@ -18,11 +18,23 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
-__all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "moments_and_sqnorms", "projected_sqnorms", "sqnorms"]
+__all__ = [
+    "SINGLE_UNIT",
+    "levels_of",
+    "longest_run",
+    "moments",
+    "moments_and_sqnorms",
+    "projected_sqnorms",
+    "shares_blocks",
+    "sqnorms",
+]
+
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 20  # numbers of keys that are projected at a time
 _WIDE = 1024  # columns from which adding up runs takes long
 _PIECE = 256  # rows of which whole numbers are scored together
+_SHORT = BLOCK // 2  # rows that are summed before they are combined in pairs, up to
+_NARROW = 256  # columns, where that costs little, so that two threads can share a block
 _LONGEST = 63  # level of a run of blocks that is longer than any
 
 
@@ -37,10 +49,14 @@ def _padded(matrices: Float64 | None, width: int) -> Float64:
     return wide
 
 
-def levels_of(pieces: Pieces) -> int:
-    """Return how many partial sums the longest of some pieces holds while its blocks are combined in pairs."""
+def levels_of(pieces: Pieces, unit: int = BLOCK) -> int:
+    """Return how many partial sums the longest of some pieces holds while sums of `unit` rows are paired."""
     longest = max((stop - start for _, _, start, stop in pieces.tolist()), default=0)
-    return 2 + max(0, -(-longest // BLOCK) - 1).bit_length()
+    return 2 + max(0, -(-longest // unit) - 1).bit_length()
+
+
+def _unit(d: int) -> int:
+    return _SHORT if d <= _NARROW else BLOCK
 
 
 def longest_run(rows: Rows, items: int) -> int:
@@ -52,6 +68,12 @@ def longest_run(rows: Rows, items: int) -> int:
     shares = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)
     few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in shares)
     return min(few, max(many, 4))  # the more runs a thread where these are long
+
+
+def shares_blocks(rows: Rows, items: int) -> bool:
+    """Tell whether threads share blocks by halves, as there are few of them; a sum is the same then."""
+    threads = num_threads()
+    return threads > 1 and items * rows.shape[1] < 4 * threads * BLOCK and _unit(rows.shape[2]) < BLOCK
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
@@ -66,12 +88,13 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out = np.empty((len(pieces), width, width))
     view = view_of(rows, X.dtype)
     padded = _padded(basis, width)
-    levels = levels_of(pieces)
+    unit = _unit(d) if basis is None else BLOCK
+    levels = levels_of(pieces, unit)
     work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
 
     def body(first: int, last: int) -> None:
         if basis is None:
-            moment_tasks(view, X, BLOCK, levels, pieces, first, last, out)
+            moment_tasks(view, X, unit, levels, pieces, first, last, out)
         else:
             exact = arithmetic == "compensated"
             moment_in_basis_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
@@ -129,14 +152,14 @@ def moments_and_sqnorms(
         sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
         return moments(rows, pieces)
     X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
-    width = X.shape[1]
+    width, unit = X.shape[1], _unit(d)
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
-    padded, levels = _padded(W, Y.shape[1]), levels_of(pieces)
+    padded, levels = _padded(W, Y.shape[1]), levels_of(pieces, unit)
 
     def body(first: int, last: int) -> None:
         for i in range(first, last):
-            moment_tasks(view, X, BLOCK, levels, pieces, i, i + 1, sums)
+            moment_tasks(view, X, unit, levels, pieces, i, i + 1, sums)
             sqnorm_tasks(view_scored, padded, Y, pieces, i, i + 1, math.inf, target)
 
     share(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
