@@ -255,8 +255,9 @@ class Background(Generic[_Result]):
         _helpers.give([self._share])
 
     def _work(self) -> None:
-        if self._call is not None:
-            self._result = self._call()
+        call = self._call
+        if call is not None:
+            self._result = call()
             self._call = None
 
     def result(self) -> _Result:
@@ -265,5 +266,5 @@ class Background(Generic[_Result]):
             with self._asking:
                 _helpers.help_with(self._share)
                 self._share.settle()
-        self._work()
+        self._share.context.copy().run(self._work)
         return self._result  # type: ignore[return-value]  # the call was made

@@ -58,6 +58,7 @@ class GramAccumulator:
         self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed so
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
+        self._reach: Float64 | None = None  # the product of both, once it is asked for
         self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> GramAccumulator:
@@ -122,9 +123,7 @@ class GramAccumulator:
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(diagonals(part.high) for _, part in sorted(blocks.levels.items()))
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
-        due = self.double_double | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
+        due = self.double_double | ~(diagonal <= self._largest()).all(axis=1)
         errors = None
         if due.any():
             if level:
@@ -134,6 +133,13 @@ class GramAccumulator:
             self.blocks = blocks
         self._cover(run, np.asarray(diagonal), self.blocks.total, errors)
         return True
+
+    def _largest(self) -> Float64:
+        """Return the diagonal (b, d) up to which the error needs no look; a column that was zero says nothing yet."""
+        if self._reach is None:
+            with np.errstate(over="ignore"):
+                self._reach = np.where(self.settled > 0, self.settled * self.room[:, None], 0.0)
+        return self._reach
 
     def _cover(
         self, rows: Rows, diagonal: Float64, total: Callable[[], DoubleDouble | None], errors: Float64 | None = None
@@ -179,6 +185,7 @@ class GramAccumulator:
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
         self.settled = np.where(settled[:, None], diagonals(total.high), self.settled)
+        self._reach = None
         self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
         return None if twofold.any() else np.where(due, errors, np.inf)
@@ -213,7 +220,7 @@ class GramAccumulator:
         change = exponents - self.exponents
         self.blocks = PairwiseSum(self.blocks.count, {k: v.scaled(change) for k, v in self.blocks.levels.items()})
         self.merged = None if self.merged is None else self.merged.scaled(change)
-        self.settled = np.ldexp(self.settled, -2 * change)
+        self.settled, self._reach = np.ldexp(self.settled, -2 * change), None
         self.exponents = exponents
 
     def total(self, tail: Rows, *, twofold: bool = False) -> tuple[DoubleDouble, Exponents]:

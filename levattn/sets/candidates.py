@@ -173,6 +173,8 @@ class RunningCandidates:
             kept = kept & run.mask
         b, m = run.shape[:2]
         hits = nonzero(kept.reshape(-1))
+        if b == 1:
+            return [hits]
         edges = np.searchsorted(hits, np.arange(b + 1) * m).tolist()
         return [hits[low:high] - item * m for item, (low, high) in enumerate(pairwise(edges))]
 

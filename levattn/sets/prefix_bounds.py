@@ -163,9 +163,10 @@ class RunningSquares:
         if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
             return self.screened(rows, labels, epsilon, member=False), None
         rows = self.read(rows)
-        factor = screen.factor.on(rows)
-        scores, arithmetic = factor.rows.zeros(), factor.arithmetic[0]
-        terms = self.sums.terms_beside(rows, factor.rows, factor.whitening, scores, arithmetic)
+        factor = screen.factor
+        scored = rows if factor.wide is None and factor.rows.scale is None else factor.on(rows).rows
+        scores = np.empty(rows.shape[:2], np.float64 if rows.format == "float64" else np.float32)
+        terms = self.sums.terms_beside(rows, scored, factor.whitening, scores, factor.arithmetic[0])
         return screen.reached(scores, member=False), (rows, terms)
 
     def _made_screen(self, rows: Rows, epsilon: float) -> Screen:

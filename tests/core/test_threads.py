@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from levattn._core import threads as _core_threads
-from levattn._core.threads import parallel_for
+from levattn._core.threads import Background, num_threads, parallel_for, thread_limit
 
 PATIENCE = 20.0  # seconds, that are only waited where something is broken
 
@@ -140,6 +140,83 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
         parallel_for(seen.append, 100, threads=2)
         os._exit(0 if sorted(seen) == list(range(100)) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("asked", ["at once", "begun", "done"])
+def test_a_call_in_the_background_is_made_once(asked: str) -> None:
+    begun, made = threading.Event(), []
+
+    def call() -> int:
+        begun.set()
+        parallel_for(made.append, 50, threads=2)
+        time.sleep(0.01)
+        return num_threads()
+
+    with thread_limit(3):
+        coming = Background(call)
+    if asked != "at once":
+        assert begun.wait(PATIENCE)
+    if asked == "done":
+        time.sleep(0.05)
+    assert coming.result() == coming.result() == 3
+    assert sorted(made) == list(range(50))
+
+
+def test_who_waits_for_a_call_helps_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, here, caller = threading.Event(), threading.Event(), threading.current_thread()
+
+    def body(_: int) -> None:
+        if threading.current_thread() is caller:
+            here.set()
+        begun.set()
+        here.wait(PATIENCE)
+
+    monkeypatch.setattr(_core_threads, "_helpers", _core_threads._Helpers())  # so that there is but one
+    monkeypatch.setattr(_core_threads, "_look_out", lambda *_: time.sleep(0.001))
+    coming = Background(lambda: parallel_for(body, 2, threads=2))
+    assert begun.wait(PATIENCE)
+    coming.result()
+    assert here.is_set()
+
+
+def test_a_call_that_failed_is_made_anew_by_who_asks() -> None:
+    callers: list[threading.Thread] = []
+
+    def call() -> int:
+        callers.append(threading.current_thread())
+        if len(callers) < 3:
+            raise MemoryError("planted")
+        return 7
+
+    coming = Background(call)
+    while not callers:
+        time.sleep(0.001)
+    with pytest.raises(MemoryError, match="planted"):
+        coming.result()
+    assert coming.result() == 7
+    assert callers[1:] == [threading.current_thread()] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_call_under_way_is_made_anew_in_a_forked_process() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def call() -> int:
+        begun.set()
+        if os.getpid() == parent:
+            go_on.wait(PATIENCE)
+        return 7
+
+    coming = Background(call)
+    assert begun.wait(PATIENCE)
+    child = os.fork()
+    if not child:
+        os._exit(0 if coming.result() == 7 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    assert coming.result() == 7
 
 
 def test_threads_that_look_out_do_all_that_others_do(monkeypatch: pytest.MonkeyPatch) -> None:

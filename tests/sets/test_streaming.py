@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -282,10 +284,23 @@ def test_rows_that_wait_are_as_if_they_did_not(kind: str, step: int) -> None:
         left = read
         if rng.random() < max(0.001, min(0.3, step / 5000)):
             read = uses[rng.integers(len(uses))](read)
-        read = read.update(chunk)
+        with levattn.thread_limit(2):  # where there is one core, too
+            read = read.update(chunk)
         assert left is read or left.n == low
     assert silent.to_bytes() == read.to_bytes() == whole.to_bytes()
     assert bits(silent.result()) == bits(read.result()) == bits(whole.result())
+
+
+def test_what_is_copied_and_pickled_is_no_work_under_way() -> None:
+    K = np.random.default_rng(3).standard_normal((40 * BLOCK, 8))
+    K[20 * BLOCK, 0] = 1e3
+    state = StreamingUniversalSet(0.05)
+    with levattn.thread_limit(2):
+        for low in range(0, len(K) - BLOCK, BLOCK):
+            state.update(K[low : low + BLOCK])
+    copies = [pickle.loads(pickle.dumps(state)), copy.deepcopy(state), state.copy()]
+    for other in (*copies, state):
+        assert other.update(K[-BLOCK:]).to_bytes() == StreamingUniversalSet(0.05).update(K).to_bytes()
 
 
 TIED = {

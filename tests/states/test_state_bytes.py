@@ -712,7 +712,7 @@ def use(state: State) -> None:
     else:
         if state._stream is not None:
             state.result()
-            grow(state, BLOCK if isinstance(state._stream.running, RunningBlocks) else 3)
+            grow(state, BLOCK if isinstance(state._stream.candidates.running, RunningBlocks) else 3)
         else:
             state.update(gaussian(3))
         state.result()

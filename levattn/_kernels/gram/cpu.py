@@ -13,7 +13,7 @@ from levattn._kernels.gram.blas import BLAS_COLUMNS, blas_moments
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
-from levattn._kernels.rows.compiled import view_of
+from levattn._kernels.rows.compiled import view_of, views_of
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
@@ -154,7 +154,11 @@ def moments_and_sqnorms(
     X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
     width, unit = X.shape[1], _unit(d)
     sums = np.empty((len(pieces), width, width))
-    view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
+    if scored is rows:
+        view, view_scored = views_of(rows, X.dtype, Y.dtype)
+    else:
+        view, view_scored = view_of(rows, X.dtype), view_of(scored, Y.dtype)
+    target = scores_at(out)
     padded, levels = _padded(W, Y.shape[1]), levels_of(pieces, unit)
 
     def body(first: int, last: int) -> None:
