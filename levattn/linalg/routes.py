@@ -41,7 +41,8 @@ _SAMPLED_FROM = 4 * BLOCK  # rows from which some tell whether sums in float32 w
 _SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # how many, and the figure up to which they say so
 _SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
 _PIECE_FROM = 16 * BLOCK  # rows from which a block tells what is ill-conditioned,
-_HARD = 4.0  # by so many times the limit
+_HARD = 4.0  # by so many times the limit, up to a squared norm of the inverse that rounding cannot have made:
+_RESOLVED = 2.0**46  # a block that lacks a direction of the keys says nothing of it
 _RANGE = 2.0**-80, 2.0**110  # of squares in float32, for each row
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
@@ -132,7 +133,7 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
         G = _moments(rows.between(start, start + BLOCK), range(b))
         W, _, bound = kernels_for("factor", G).inverse_cholesky(G)
         bound = sharpened(bound, W, G, np.full(b, least))
-        for item in np.flatnonzero((bound > least) & (bound < math.inf) & ~quick).tolist():
+        for item in np.flatnonzero((bound > least) & (bound < _RESOLVED) & ~quick).tolist():
             B = W[item]
             if not (B.diagonal() > 0).all():
                 continue

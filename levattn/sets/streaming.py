@@ -171,8 +171,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     Memory O(d²/ε) for each matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
     partial sums; but keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
     are *all* held. Small chunks wait, up to 9 MiB of rows and payload, until several blocks can be worked on together,
-    in the background if more than one thread may be used (and the next 9 MiB wait meanwhile), or something is read. A block bound has 2/ε sums, and takes time O(n d²/ε).
-    D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
+    in the background if more than one thread may be used (and the next 9 MiB wait meanwhile), or something is read. A
+    block bound has 2/ε sums, and takes time O(n d²/ε). D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
 
     References
     ----------

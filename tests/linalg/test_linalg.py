@@ -16,7 +16,7 @@ import naive
 import strategies
 from levattn._kernels import Rows
 from levattn.linalg import Factor, routes
-from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
+from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance
 
 ROUTES = {
     "moments": lambda rows: factor_moments(rows, single="no"),
@@ -317,6 +317,8 @@ def _long_keys(kind: str) -> Any:
         keys[middle] = keys[middle, :5] @ rng.standard_normal((5, d))
     elif kind == "a column that the block lacks":
         keys[middle, 2] = 0.0
+    elif kind == "columns that the block lacks":
+        keys[middle, 2:4] = 0.0
     elif kind == "the block alone has a direction":
         rest = np.r_[0 : middle.start, middle.stop : LONG]
         keys[rest] = keys[rest, :5] @ rng.standard_normal((5, d))
@@ -358,6 +360,7 @@ def test_keys_that_a_few_rows_call_isotropic_have_the_same_bits_beside_others(mo
         "another condition",
         "a block without a direction",
         "a column that the block lacks",
+        "columns that the block lacks",
         "the block alone has a direction",
         "a row that outweighs all",
         "a deficient matrix",
@@ -377,6 +380,15 @@ def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: p
     monkeypatch.setattr(routes, "_PIECE_FROM", LONG + 1)
     before = np.asarray(factor_moments(both, single="no").scores(numerical=True)[0])
     np.testing.assert_allclose(scores, before, rtol=1e-10)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("kind", ["all alike", "a block without a direction", "columns that the block lacks"])
+def test_a_block_that_lacks_a_direction_gives_no_basis(kind: str, center: bool) -> None:
+    """Where the mean is taken off, columns of zeros are alike but for rounding; and one direction is the mean's."""
+    rows = centered(Rows(_long_keys(kind)[None], "float64"), center=center)
+    begun = routes._begun(rows, routes.PLAIN_ERROR, np.array([False]))
+    assert bool(begun) == (kind == "all alike" or (kind == "a block without a direction" and center))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
