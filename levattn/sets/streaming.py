@@ -172,7 +172,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     partial sums; but keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
     are *all* held. Small chunks wait, up to 9 MiB of rows and payload, until several blocks can be worked on together,
     in the background if more than one thread may be used (and the next 9 MiB wait meanwhile), or something is read. A
-    block bound has 2/ε sums, and takes time O(n d²/ε). D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
+    block bound has 2/ε sums, and takes time O(n d²/ε). For an even power p, D = C(d + p/2 − 1, p/2) takes the place of
+    d.
 
     References
     ----------

@@ -35,20 +35,31 @@ def test_a_table_is_markdown_with_losses_notes_and_its_source(page):
 
 
 def test_tables_come_between_their_markers_and_gather_their_losses(page, tmp_path):
-    path, names = tmp_path / "page.md", ("speed", "memory", page.LOSSES)
+    path, names = tmp_path / "page.md", ("speed", "latte", page.LOSSES)
     path.write_text("\n\nbetween\n\n".join(page.block(name, "old") for name in names))
     bodies = {name: _table(page, name, rf"of {name} \1").markdown("") for name in names[:2]}
-    losses = "- speed: of speed \\1\n- memory: of memory \\1"
+    losses = "- speed: of speed \\1\n- latte: of latte \\1"
     for _ in range(2):  # writing them again changes nothing
         page.write(bodies, path)
         expected = (page.block(name, body) for name, body in (bodies | {page.LOSSES: losses}).items())
         assert path.read_text() == "\n\nbetween\n\n".join(expected)
     page.write({"speed": _table(page, "speed").markdown("")}, path)
-    assert page.block(page.LOSSES, "- memory: of memory \\1") in path.read_text()
+    assert page.block(page.LOSSES, "- latte: of latte \\1") in path.read_text()
     before = path.read_text()
     with pytest.raises(ValueError, match="not exactly one block 'nowhere'"):
         page.write({"speed": "new", "nowhere": "new"}, path)
     assert path.read_text() == before
+
+
+def test_losses_of_one_reason_are_one_row(page):
+    speed, memory = (
+        _table(page, name, *told).markdown("") for name, told in (("speed", ["a"]), ("memory", ["b", "c"]))
+    )
+    rows = page.losses(page.block("memory", memory) + page.block("speed", speed)).splitlines()
+    assert rows[0] == "- speed: a"
+    assert len(rows) == 2
+    assert rows[1].endswith("memory: b; memory: c")
+    assert re.match(r"- \*\*[^.]+\.\*\* [A-Z]", rows[1])
 
 
 def test_every_rival_that_is_faster_at_all_is_a_loss(page):
