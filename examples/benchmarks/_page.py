@@ -16,10 +16,10 @@ COMMAND = "python examples/benchmarks/comparison.py --only {name}"
 LOSS = "levattn loses: "
 # why levattn loses, by what the losses with that reason have in common
 REASONS = {
-    r"not leverage": "Scores that are no leverage. Norms of rows take a tenth of the arithmetic, and find other keys: the table "
-    "says how few of those that count",
-    r"LeverageScorePress": "A sketch. LeverageScorePress multiplies 48 random columns (or d of them) where exact scores take the "
-    "moments in float64 and one more pass; the table says what its scores are off by",
+    r"not leverage": "Scores that are no leverage. Norms of rows take a tenth of the arithmetic, and find other keys: "
+    "the table says how few of those that count",
+    r"LeverageScorePress": "A sketch. LeverageScorePress multiplies 48 random columns (or d of them) where exact "
+    "scores take the moments in float64 and one more pass; the table says what its scores are off by",
     r"^accuracy-": "Rounding. Where the errors of a Gram in float64 stay below 2·10⁻¹², no slower route is taken",
     r"^memory": "Partial sums. The result is what others hold, and levattn's threads hold about 1 MiB beside it",
 }
@@ -84,7 +84,7 @@ def replaced(text: str, name: str, body: str) -> str:
 
 
 def losses(text: str) -> str:
-    """Return the losses that the blocks of a page tell, each with the block that does, with what they have in common."""
+    """Return the losses that the blocks of a page tell, each with the block that does, by their reasons."""
     found: dict[str, list[str]] = {}
     for name, body in re.findall(r"<!-- ([\w-]+): [^\n]*? -->(.*?)<!-- /\1 -->", text, re.S):
         for line in re.findall(rf"^- {LOSS}(.+)$", body, re.M) if name != LOSSES else []:

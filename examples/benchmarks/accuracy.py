@@ -1,7 +1,8 @@
 """Largest relative error of a leverage score against exact integer arithmetic, by condition number and method.
 
-Bars, over scores above 10⁻³ d/n: float32 keys 1e-6 up to condition number 10⁴ and 1e-5 up to what float32 can hold;
-float64 keys 1e-10 up to 10⁶ and 1e-7 up to 10¹².
+Bars, over scores above 10⁻³ d/n: float32 keys 1e-5 by "auto", which multiplies in float32 where that allows it, and by
+others 1e-6 up to condition number 10⁴ and 1e-5 up to what float32 can hold; float64 keys 1e-10 up to 10⁶ and 1e-7 up
+to 10¹².
 
     python examples/benchmarks/accuracy.py
 """
