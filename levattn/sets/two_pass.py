@@ -6,7 +6,7 @@ import glob
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _CHECKPOINT_ROWS = 1 << 22
 
 _FIRST_ROWS = 256  # by which keys are known again, with later ones that are so far apart:
 _APART = 2048
+_TOGETHER = 4 << 20  # bytes of chunks that are worked on together
 _MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
 
 Scores = npt.NDArray[Any]
@@ -42,10 +43,17 @@ class Source:
     chunks: Callable[[int], Iterable[Any]]  # from the first row or a later one
     n: int | None  # the number of rows where it is known
 
-    def between(self, start: int) -> Iterator[tuple[Matrices, Rows]]:
-        """Give the chunks from the row `start` on."""
+    def between(self, start: int, *, together: bool = True) -> Iterator[tuple[Matrices, Rows]]:
+        """Give the chunks from the row `start` on; small ones `together`, in memory that is used again."""
+        held = _Together()
         for chunk in self.chunks(start):
-            yield in_main_memory(chunk)
+            matrices, rows = in_main_memory(chunk)
+            if not held.fits(matrices):
+                yield from held.given()
+            if together and held.take(matrices):
+                continue
+            yield matrices, rows
+        yield from held.given()
 
     def rows(self, item: int, which: npt.NDArray[np.int64], example: Matrices) -> Rows:
         """Read some rows of one matrix once more, (1, k, d)."""
@@ -55,6 +63,47 @@ class Source:
             parts.append(matrices.data[item, inside - before])
             before += matrices.n
         return Rows(np.concatenate(parts)[None], example.format)
+
+
+class _Together:
+    """Small chunks of one kind that are copied into one, as each call takes a while."""
+
+    def __init__(self) -> None:
+        self._like: Matrices | None = None
+        self._count, self._keys = 0, np.empty((0, 0, 0))
+
+    def fits(self, keys: Matrices) -> bool:
+        """Tell whether a chunk can be taken as well, or nothing is held."""
+        like = self._like
+        if like is None:
+            return True
+        alike = isinstance(keys.data, np.ndarray) and (keys.batch, keys.d, keys.format, keys.data.dtype) == (
+            like.batch,
+            like.d,
+            like.format,
+            like.data.dtype,
+        )
+        return alike and self._count + keys.n <= self._keys.shape[1]
+
+    def take(self, keys: Matrices) -> bool:
+        """Copy a chunk that fits, unless it is large."""
+        if self._like is None:
+            row = math.prod((len(keys.data), keys.d)) * getattr(keys.data, "itemsize", 0)
+            if not row or 2 * keys.n * row > _TOGETHER:
+                return False
+            self._like, shape = keys, (len(keys.data), _TOGETHER // row, keys.d)
+            if self._keys.shape != shape or self._keys.dtype != keys.data.dtype:
+                self._keys = np.empty(shape, keys.data.dtype)
+        self._keys[:, self._count : self._count + keys.n] = keys.data
+        self._count += keys.n
+        return True
+
+    def given(self) -> Iterator[tuple[Matrices, Rows]]:
+        """Give what is held as one chunk, if there is any; its memory is used again."""
+        if self._like is not None:
+            keys = replace(self._like, data=self._keys[:, : self._count])
+            self._like, self._count = None, 0
+            yield keys, Rows(keys.data, keys.format)
 
 
 def as_source(K: Any) -> Source | None:
@@ -227,7 +276,7 @@ class _Run:
         stop = min(_FIRST_ROWS, self._done if known is None else known)
         if n is not None and (n < self._done if known is None else n != known):
             return False
-        for keys, _ in self._source.between(0):
+        for keys, _ in self._source.between(0, together=False):
             self._example = self._example or keys
             seen += _fingerprint(keys, at, stop)
             at += keys.n
@@ -255,7 +304,7 @@ class _Run:
         """Sum up the second moments of the rows that are left, and give their numbers."""
         if self._n is not None:
             return
-        for matrices, rows in self._source.between(self._done):
+        for matrices, rows in self._source.between(self._done, together=self._checkpoint.path is None):
             if self._moments is None:
                 self._moments = Moments(matrices.d, matrices.batch)
             self._moments.add(matrices, rows)
@@ -278,7 +327,7 @@ class _Run:
         factor = self._moments.factor()
         factor = self._factor = factor if self._single else factor.exactly()
         self._make_room(self._n, factor.scores()[0])
-        for matrices, rows in self._source.between(self._done):
+        for matrices, rows in self._source.between(self._done, together=self._checkpoint.path is None):
             self._require_alike(matrices)
             part = slice(self._done, self._done + matrices.n)
             if part.stop > self._n:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
+from levattn.sets import two_pass
 from strategies import STORAGE, as_bool, as_float64, examples, stores
 
 N = 6500  # three blocks of 2048 rows, and a part of one
@@ -58,6 +59,14 @@ def keys_of(kind: str, storage: str = "float64") -> Any:
     largest = np.abs(values).max()
     limit = {"float16": 6e4, "bfloat16": 3e38, "float32": 3e38}.get(storage.removeprefix("torch-"), 1e300)
     return STORAGE[storage](values if largest < limit else values * (limit / largest))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_together() -> Iterator[None]:
+    """Chunks of some hundred rows are worked on together, and no others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_pass, "_TOGETHER", 20_000)
+        yield
 
 
 class Chunks:
