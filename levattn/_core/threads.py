@@ -98,7 +98,8 @@ class _Share:
     __slots__ = ("_begun", "_claimed", "_done", "_ended", "_error", "_word", "context", "work")
 
     def __init__(self, work: Callable[[], None], context: Context) -> None:
-        self.work, self.context = work, context
+        self.work: Callable[[], None] | None = work
+        self.context = context
         self._error: BaseException | None = None
         self._begun = self._done = False
         self._claimed, self._ended = threading.Lock(), threading.Lock()
@@ -110,7 +111,8 @@ class _Share:
         if self._claimed.acquire(blocking=False):
             self._begun = True
             try:
-                self.context.run(self.work)
+                if self.work is not None:
+                    self.context.run(self.work)
             except BaseException as error:  # the caller raises it
                 self._error = error
             finally:
@@ -130,7 +132,9 @@ class _Share:
 
     def settle(self) -> BaseException | None:
         """Return once the work is done, or will not begin, with its error; it may be called again if interrupted."""
-        self._done |= self._claimed.acquire(blocking=False)
+        if not self._done and self._claimed.acquire(blocking=False):
+            self._done = True
+            self.work = None  # a queue may hold this for long, but not what the work reads
         if not self._done:
             self.look_out()
         while not self._done:

@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
 from levattn._core import threads as _core_threads
@@ -160,6 +162,23 @@ def test_a_call_in_the_background_is_made_once(asked: str) -> None:
         time.sleep(0.05)
     assert coming.result() == coming.result() == 3
     assert sorted(made) == list(range(50))
+
+
+def test_work_that_nobody_took_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper makes the call, and the loop within it alone; what that read is gone before the call has ended."""
+    monkeypatch.setattr(_core_threads, "_helpers", _core_threads._Helpers())
+
+    def call() -> bool:
+        read = np.zeros(10)
+        gone = weakref.ref(read)
+        parallel_for(lambda _, read=read: read.sum(), 2, threads=2)
+        del read
+        return gone() is None
+
+    coming = Background(call)
+    while coming._result is None:
+        time.sleep(0.001)
+    assert coming.result()
 
 
 def test_who_waits_for_a_call_helps_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
