@@ -27,6 +27,7 @@ def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[F
 
     These are neither that nor below `low` (both (b,)), as NaN is whatever the bounds are. `present` is (b, n) or None.
     """
+    low, high = _upward(low, scores.dtype), _upward(high, scores.dtype)
     chosen: Flags = scores >= high[:, None]
     doubtful = ~(scores < low[:, None]) & ~chosen
     if present is not None:
@@ -37,6 +38,15 @@ def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[F
     np.cumsum(np.count_nonzero(doubtful, axis=1), out=starts[1:])
     # faster than in two axes
     return chosen, starts, np.flatnonzero(doubtful) - np.repeat(n * np.arange(b), np.diff(starts))
+
+
+def _upward(bounds: Float64, kind: Any) -> Any:
+    """Return the least numbers of a kind that are not below bounds: scores of that kind compare with them alike."""
+    if kind == np.float64:
+        return bounds
+    with np.errstate(over="ignore"):
+        found = bounds.astype(kind)
+        return np.where(found < bounds, np.nextafter(found, np.inf, dtype=kind), found)
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flags, Int64, Int64]:
