@@ -334,6 +334,8 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
+    if type(array) is np.ndarray:
+        return array.reshape(shape)
     return namespace_of(array).reshape(array, shape) if is_torch(array) else with_shape(array, shape)
 
 
