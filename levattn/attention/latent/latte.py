@@ -13,7 +13,7 @@ from levattn.attention.common.arguments import (
     state_stacks,
 )
 from levattn.attention.common.space import as_given, plain_arrays
-from levattn.attention.latent.steps import one_step, plain_step
+from levattn.attention.latent.plain import one_step, plain_call, plain_step
 from levattn.states import SoftmaxState
 
 __all__ = ["latte"]
@@ -129,10 +129,15 @@ def latte(
     True
     """
     (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
-    steps = return_state and causal and state is not None and offsets is None and lengths is None
-    stepped = plain_step(q_logits, k_logits, V, state) if steps and mask is None else None
-    if stepped is not None:
-        return as_given(stepped[0], tensors), stepped[1]
+    whole = offsets is lengths is None
+    steps = return_state and causal and state is not None and whole
+    if mask is None and whole:
+        stepped = plain_step(q_logits, k_logits, V, state) if steps else None
+        if stepped is not None:
+            return as_given(stepped[0], tensors), stepped[1]
+        Y = plain_call(q_logits, k_logits, V, bool(causal)) if state is None and not return_state else None
+        if Y is not None:
+            return as_given(Y, tensors)
     rows = "T" if causal or offsets is not None or lengths is not None else "U"
     q_logits, k_logits, V = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
