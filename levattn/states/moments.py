@@ -18,7 +18,7 @@ from levattn.states.block_buffer import present_rows, readable
 from levattn.states.blocks import BlockSums, RunningSums
 from levattn.states.common import held_as, same_decay
 
-__all__ = ["Moments", "followed"]
+__all__ = ["Moments", "flat_sums", "followed"]
 
 
 class Moments(StoredState, name="Moments", version=2):
@@ -110,9 +110,7 @@ class Moments(StoredState, name="Moments", version=2):
         TypeError
             If the moment is not diagonal and does not decay.
         """
-        if not isinstance(self._sums, RunningSums):
-            raise TypeError("the state holds no running sums; expected one with diagonal=True")
-        total, weight = self._sums.sums()
+        total, weight = flat_sums(self)
         return self._shaped(total), self._shaped(weight)
 
     def _shaped(self, array: Any) -> Any:
@@ -322,6 +320,14 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums = sums
         self.count = count
         return self
+
+
+def flat_sums(moments: Moments) -> tuple[Any, Any]:
+    """Return what `Moments.sums` does, with one axis in place of the batch."""
+    if not isinstance(moments._sums, RunningSums):
+        raise TypeError("the state holds no running sums; expected one with diagonal=True")
+    total, weight = moments._sums.sums()
+    return total, weight
 
 
 def followed(moments: Moments, diagonal: Any, weight: Any, count: int | npt.NDArray[np.int64]) -> Moments:

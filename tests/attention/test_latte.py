@@ -249,6 +249,24 @@ def test_a_step_from_references_that_float32_lacks() -> None:
     np.testing.assert_allclose(after.read(), state.copy().merge(SoftmaxState(5, 3).update(*arrays[1:])).read())
 
 
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_a_step_has_the_same_bits_however_arrays_and_state_lie_in_memory(kind: str) -> None:
+    Q, K, V = (x.astype(kind) for x in logits_and_values(31, T=21, L=5, D=3, batch=(2, 3)))
+    _, state = latte(*(x[..., :20, :] for x in (Q, K, V)), return_state=True)
+    step = [x[..., 20:, :].copy() for x in (Q, K, V)]
+    expected, after = latte(*step, state=state, return_state=True)
+    for name, layout in strategies.LAYOUTS.items():
+        held = SoftmaxState.from_arrays(*(layout(part) for part in (state.m, state.s, state.S)))
+        for place in range(3):
+            arrays = [layout(x) if i == place else x for i, x in enumerate(step)]
+            for before in (state, held):
+                Y, new = latte(*arrays, state=before, return_state=True)
+                np.testing.assert_array_equal(Y, expected, name)
+                for found, wanted in zip((new.m, new.s, new.S), (after.m, after.s, after.S), strict=True):
+                    np.testing.assert_array_equal(found, wanted, name)
+                    assert not any(np.may_share_memory(found, part) for part in (before.m, before.s, before.S))
+
+
 # -- several sequences and heads -------------------------------------------------------------
 
 

@@ -182,6 +182,31 @@ def test_released_rows_are_not() -> None:
     assert 0.01 < np.abs(off).max() < 1
 
 
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+@pytest.mark.parametrize("form", [form for form in CAUSAL if "bias" not in FORMS[form]])
+def test_a_step_has_the_bits_of_one_with_a_mask_however_arrays_lie_in_memory(form: str, kind: str) -> None:
+    """Where something is masked, or does not lie as the kernel reads it, the way to the kernel is another."""
+    W, options = tokens(33, 21, batch=(2,)).astype(kind), {**FORMS[form], "return_state": True}
+    theta = THETA.astype(kind)
+    _, state = tssa(W[..., :20, :], theta, **options)
+    step, kept = W[..., 20:, :].copy(), state.to_bytes()
+    expected, after = tssa(step, theta, state=state, mask=np.ones(1, np.bool_), **options)
+    for layout in (np.array, *strategies.LAYOUTS.values()):
+        held = [
+            part and Moments.from_arrays(*map(layout, part.sums()), part.count, decay=options.get("decay", 1.0))
+            for part in (state.norms, state.tokens)
+        ]
+        for before in (state, TokenState(*held)):
+            Y, new = tssa(layout(step), theta, state=before, **options)
+            np.testing.assert_array_equal(Y, expected)
+            for found, wanted in ((new.norms, after.norms), (new.tokens, after.tokens)):
+                if wanted is not None:
+                    np.testing.assert_array_equal(found.read(), wanted.read())
+                    np.testing.assert_array_equal(found.weight, wanted.weight)
+                    np.testing.assert_array_equal(found.count, wanted.count)
+    assert state.to_bytes() == kept
+
+
 def test_shards_of_a_sequence_merge() -> None:
     W = tokens(16, 60)
     for options in ({"membership": "norm"}, {"membership": "norm", "decay": 0.9}, {"membership": "uniform"}):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import VECTOR_BYTES, helper, jit
+from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.latent.plan import (
     FOLD,
     ROWS,
@@ -25,7 +25,6 @@ from levattn._kernels.latent.plan import (
     grow_tiles,
     raise_references,
     read_positions,
-    read_tiles,
     row_address,
     scale_numbers,
     scale_rows,
@@ -34,7 +33,7 @@ from levattn._kernels.latent.plan import (
     weigh_rows,
     write_rows,
 )
-from levattn._kernels.latent.simd import exp_row, step_tile, weigh_plain_row, weigh_row
+from levattn._kernels.latent.simd import exp_row, row_tile, step_tile, weigh_plain_row, weigh_row
 from levattn._kernels.llvm import address, as_pointer, smaller
 from levattn._kernels.scratch import empty, fill
 
@@ -233,6 +232,42 @@ def forward_tasks(like, plan, tasks, first, last):
                 write_rows(like, p, y_at, p.channel_width, n, p.channels, p.Y, head, start)
 
 
+def _reading(rows, vectors):
+    """Return a function that adds to n rows of the output what their weights, at `c`, read of some of its vectors."""
+
+    @helper
+    def run(like, p, n, state_at, y_at):
+        step, i = p.channel_step, 0
+        while i < n:
+            c, state, y = (p.c + i * p.latent_step, p.latent_step), (state_at, step), (y_at + i * step, step)
+            if n - i >= rows:
+                row_tile(like, rows, vectors, c, state, y, p.latent_width)
+                i += rows
+            else:
+                row_tile(like, 1, vectors, c, state, y, p.latent_width)
+                i += 1
+
+    return run
+
+
+_read_wide = _reading(4, STATE_VECTORS)
+_read_narrow = _reading(8, 1)
+
+
+@helper
+def _read_rows(like, p, n, y_at):
+    """Add to n rows of the output what their weights, at `c`, read of the state."""
+    low = 0
+    while low < p.channel_width:
+        at = low * p.size
+        if p.channel_width - low >= STATE_VECTORS * p.lanes:
+            _read_wide(like, p, n, p.state + at, y_at + at)
+            low += STATE_VECTORS * p.lanes
+        else:
+            _read_narrow(like, p, n, p.state + at, y_at + at)
+            low += p.lanes
+
+
 @jit
 def everywhere_tasks(like, plan, tasks, first, last):
     """Write the output of rows that see all of their sequence.
@@ -241,7 +276,7 @@ def everywhere_tasks(like, plan, tasks, first, last):
     those of its head, or if that is negative the positions are summed up here.
     """
     like, p = as_pointer(0, like), plan[0]
-    vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
+    vectors, de = p.latent_width // p.lanes, p.latent_step
     total, inverses = as_pointer(p.total, like), as_pointer(p.inverses, like)
     for task in range(first, last):
         head, low, high, begin, end, place = tasks[task]
@@ -267,6 +302,6 @@ def everywhere_tasks(like, plan, tasks, first, last):
                     weigh_given(like, p, head, start, i, q, c, p.p, p.inverses)
             y_at = _output_rows(like, p, head, start, n)
             _add_gates(like, p, head, start, 0, n, y_at)
-            read_tiles(like, p, (p.c, de), (y_at, dx), (p.c, de), (y_at, dx), n, p.state, False)
+            _read_rows(like, p, n, y_at)
             if p.channels != p.channel_width:
                 write_rows(like, p, y_at, p.channel_width, n, p.channels, p.Y, head, start)

@@ -76,8 +76,8 @@ class LatentGradients(LatentKernels, Protocol):
 class LatentSteps(LatentGradients, Protocol):
     """The same where a step of decoding is short."""
 
-    def step(self, x: LatentArguments, /) -> tuple[Any, State] | None:
+    def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State, /) -> tuple[Any, State] | None:
         """Return the output of one causal row and the state after it, or None where it takes `forward` and `summary`.
 
-        The output has the bits of `forward`.
+        Arrays are as those of `LatentArguments`, with any leading axes. The output has the bits of `forward`.
         """

@@ -31,6 +31,7 @@ _ROWS = 1024  # of a task whose rows all read the same state
 _HANDED = 8  # times the work that a second thread is worth is what handing states over is worth
 _States = State | tuple[None, None, None]
 _NO_STATE = (None, None, None)
+_UNMASKED = np.empty(0, np.bool_)
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -78,32 +79,31 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     return dQ, dK, dV, gate, gate_value
 
 
-def step(x: LatentArguments) -> tuple[Any, State] | None:
-    """Return the output of one causal row and the state after it; see `LatentKernels`."""
-    if x.state is None or x.gate is not None:
-        return None
-    (b, _, L), D = x.Q.shape, x.V.shape[2]
-    Q, K, V = _flat(x.Q, b, L), _flat(x.K, b, L), _flat(x.V, b, D)
-    m, s, S = x.state
-    m, s, S = _flat(m, b, L), _flat(s, b, L), _flat(S, b, L, D)
-    mask = np.empty(0, np.bool_) if x.mask is None else _flat(x.mask, b)
-    Y, top, total, sums = np.empty_like(V), np.empty_like(m), np.empty_like(s), np.empty_like(S)
+def step(Q: Any, K: Any, V: Any, mask: Any, state: State) -> tuple[Any, State] | None:
+    """Return the output of one causal row and the state after it; see `LatentSteps`."""
+    held, shapes = state, [part.shape for part in state]
+    L, D = shapes[2][-2:]
+    b = held[0].size // L
+    present = _UNMASKED if mask is None else _flat(mask, b)
+    q, k, v, m, s = _flat(Q, b, L), _flat(K, b, L), _flat(V, b, D), _flat(held[0], b, L), _flat(held[1], b, L)
+    S = _flat(held[2], b, L, D)
+    Y, top, total, sums = np.empty_like(v), np.empty_like(m), np.empty_like(s), np.empty_like(S)
     exact = []
 
     def body(first: int, last: int) -> None:
-        exact.append(compiled.step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last))
+        exact.append(compiled.step_tasks(q, k, v, present, m, s, S, Y, top, total, sums, first, last))
 
     share(body, b, 2 * S.size)
     if not all(exact):
         return None
-    return Y.reshape(b, 1, D), (top.reshape(b, 1, L), total.reshape(b, 1, L), sums.reshape(b, 1, L, D))
+    new = (part.reshape(shape) for part, shape in zip((top, total, sums), shapes, strict=True))
+    return Y.reshape(V.shape), tuple(new)
 
 
 def _flat(array: Any, *shape: int) -> Any:
     """Return an array in another shape, its numbers side by side and such as may be written to."""
     array = array.reshape(shape)
-    flags = array.flags
-    return array if flags.c_contiguous and flags.writeable else array.copy()
+    return array if array.flags.carray else array.copy()
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:

@@ -35,6 +35,7 @@ __all__ = [
     "fold_vectors",
     "key_row",
     "query_row",
+    "row_tile",
     "state_tile",
     "step_tile",
     "top_rows",
@@ -83,6 +84,26 @@ def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_s
             _add_to_doubles(v, result, place)
         else:
             store(b, result, place, v.size)
+
+
+@vector_code(literals="rows vectors")
+def row_tile(v, like, rows, vectors, c, state, y, n):
+    """Add ``Σ_i c[t, i] * state[i]`` to y[t] for so many `rows` t of so many `vectors`, in registers meanwhile.
+
+    The state has n rows. Each of c, state and y is an address and a step.
+    """
+    b, (c, c_step), (state, state_step), (y, y_step) = v.b, c, state, y
+    places = [place for t in range(rows) for place in v.row(b.add(y, b.mul(y_step, integer(t))), vectors)]
+    apart = [b.mul(c_step, integer(t)) for t in range(rows)]
+
+    def step(c: Value, state: Value, *held: Value) -> list[Value]:
+        values, factors = v.loaded(state, vectors), [v.number(b.add(c, row)) for row in apart]
+        totals = [fma(b, factors[k // vectors], values[k % vectors], total) for k, total in enumerate(held)]
+        return [b.add(c, integer(v.size)), b.add(state, state_step), *totals]
+
+    _, _, *totals = repeated(b, n, (c, state, *(load(b, place, v.kind, v.size) for place in places)), step)
+    for place, total in zip(places, totals, strict=True):
+        store(b, total, place, v.size)
 
 
 def _double(b: Value, at: Value, place: int) -> Value:

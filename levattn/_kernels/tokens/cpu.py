@@ -31,6 +31,9 @@ _ROWS = 4096  # rows of float16 that are widened at a time
 
 def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
     """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
+    stepped = _step(x) if state and x.W.shape[2] == 1 else None
+    if stepped is not None:
+        return stepped
     out, after = _like(x.W), None
     if x.state is not None and not x.causal:
         after = x.state
@@ -38,6 +41,36 @@ def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums |
         after = _begin(x)
     _Work(x, after if x.causal or x.state is None else None, Y=out).forward()
     return out, after if state else None
+
+
+def _step(x: TokenArguments) -> tuple[Any, TokenSums] | None:
+    """Return the output of one causal token and the sums after it, or None where the plan needs more than addresses.
+
+    The bits are those of any call: compiled code is the same, and finds its arrays with less of Python.
+    """
+    W, before, (b, h, _, d) = x.W, x.state, x.W.shape
+    if before is None or not x.causal or len(x.offsets) != 2:
+        return None
+    if not (x.offset is x.mask is x.decay is None) or threads_for(4.0 * W.size) > 1:
+        return None
+    if not (W.flags.carray and all(part.flags.carray and part.dtype == np.float64 for part in before)):
+        return None
+    reals = float(x.least), float(x.ridge), float(x.c), float(x.gain)
+    like, record = _one_token(h, d, W.dtype, LOGITS.index(x.logits), x.mean and x.logits == "diagonal", *reals)
+    A, n, M, N = before
+    Y, after = np.empty_like(W), (np.empty_like(A), np.empty_like(n), np.empty_like(M), np.empty_like(N))
+    temperature, (plan, _scratch) = np.array(x.temperature, W.dtype, order="C"), record.for_thread()
+    compiled.place_arrays(plan, W, Y, temperature, before, after)
+    forward_tasks(like, plan, compiled.ALL, 1, True, 0, b)
+    return Y, after
+
+
+@lru_cache(64)
+def _one_token(h: int, d: int, kind: Any, logits: int, mean: bool, *reals: float) -> tuple[Any, Record]:
+    """Return an array of a kind, and the record of calls of one token, in which addresses are missing."""
+    record = Record(*_numbers(h, d, kind, True, logits, mean, 1, *reals), bounds=np.array([[0, 1]], np.int64))
+    record.put({name: np.empty((1, h, 1, d), kind) for name in ("W", "Y")})
+    return np.empty(0, kind), record
 
 
 def memberships(x: TokenArguments) -> Any:

@@ -8,7 +8,7 @@ scores. A task is one step, or all of them for a sequence.
 from __future__ import annotations
 
 from levattn._kernels.jit import helper, jit
-from levattn._kernels.llvm import as_pointer, larger, smaller
+from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.scratch import fill
 from levattn._kernels.tokens.plan import (
     DIAGONAL,
@@ -48,6 +48,7 @@ __all__ = [
     "complete",
     "forward_tasks",
     "inverses",
+    "place_arrays",
     "score",
     "shrinkage",
     "slope_of",
@@ -296,6 +297,16 @@ def _even_sequence(like, p, g, i, reads):
             read_numbers(like, p, p.P, g, k, n, table(p, 0))
             _outputs(like, p, g, k, n, totals[k], 0, p.row + k * row, table(p, 0))
     _finish(like, p, g, i, reads, counts, totals)
+
+
+@jit
+def place_arrays(plan, W, Y, temperature, before, after):
+    """Write where tokens, outputs, temperatures and sums lie, whose numbers are side by side, to a plan."""
+    p = plan[0]
+    p.W.at, p.Y.at, p.temperature = address(W), address(Y), address(temperature)
+    p.A, p.n, p.M, p.N = address(before[0]), address(before[1]), address(before[2]), address(before[3])
+    p.A_after, p.n_after = address(after[0]), address(after[1])
+    p.M_after, p.N_after = address(after[2]), address(after[3])
 
 
 @jit

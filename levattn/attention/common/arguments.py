@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy, with_shape
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
-from levattn._kernels.latent.contract import LatentSteps, State
+from levattn._kernels.latent.contract import State
 from levattn.attention.common.packed import cumulative, untraced
 from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
@@ -29,15 +29,12 @@ __all__ = [
     "is_wide",
     "latent_attention",
     "moved",
-    "one_step",
     "promoted",
     "reshaped",
     "stack_arguments",
     "state_after",
     "state_stacks",
 ]
-
-_ONE = np.array([0, 1])  # the offsets of one row
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,20 +233,6 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
     return new if state is None else state.copy().merge(new)
 
 
-def one_step(Q: Any, K: Any, V: Any, state: SoftmaxState, options: dict[str, Any]) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of a row of stacks and the state after it, made at once, or None where there is no such way.
-
-    options: as `latent_attention` takes them, with the arrays of the state.
-    """
-    if Q.shape[1] != 1 or not isinstance(Q, np.ndarray) or options["state"] is None or not options["causal"]:
-        return None
-    found = cast(LatentSteps, kernels_for("latent", Q)).step(LatentArguments(Q, K, V, _ONE, **options))
-    if found is None:
-        return None
-    m, s, S = (part.reshape(*state.batch, *part.shape[2:]) for part in found[1])
-    return found[0], SoftmaxState.from_arrays(m, s, S)
-
-
 def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: Any) -> Any:
     """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
 
@@ -351,6 +334,8 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
+    if type(array) is np.ndarray:
+        return array.reshape(shape)
     return namespace_of(array).reshape(array, shape) if is_torch(array) else with_shape(array, shape)
 
 

@@ -8,12 +8,12 @@ from levattn.attention.common.arguments import (
     cumulative,
     dense_arrays,
     latent_attention,
-    one_step,
     stack_arguments,
     state_after,
     state_stacks,
 )
 from levattn.attention.common.space import as_given, plain_arrays
+from levattn.attention.latent.plain import one_step, plain_call, plain_step
 from levattn.states import SoftmaxState
 
 __all__ = ["latte"]
@@ -129,6 +129,15 @@ def latte(
     True
     """
     (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
+    whole = offsets is lengths is None
+    steps = return_state and causal and state is not None and whole
+    if mask is None and whole:
+        stepped = plain_step(q_logits, k_logits, V, state) if steps else None
+        if stepped is not None:
+            return as_given(stepped[0], tensors), stepped[1]
+        Y = plain_call(q_logits, k_logits, V, bool(causal)) if state is None and not return_state else None
+        if Y is not None:
+            return as_given(Y, tensors)
     rows = "T" if causal or offsets is not None or lengths is not None else "U"
     q_logits, k_logits, V = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
@@ -138,7 +147,7 @@ def latte(
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
     options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
-    stepped = one_step(Q, K, V, state, options) if return_state and bounds is None and state is not None else None
+    stepped = one_step(Q, K, V, given.mask, state) if steps and state is not None else None
     if stepped is not None:
         return as_given(given.give_back(stepped[0]), tensors), stepped[1]
     Y = as_given(given.give_back(latent_attention(Q, K, V, offsets=bounds, **options)), tensors)

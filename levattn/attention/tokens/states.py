@@ -14,7 +14,7 @@ from levattn.attention.common.space import without_gradient
 from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
-from levattn.states.moments import followed
+from levattn.states.moments import flat_sums, followed
 
 __all__ = ["entered", "token_state_after"]
 
@@ -54,7 +54,7 @@ def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
         expected = None if rates is None else rates if call.bounds is None else rates[:, None]
         if not same_decay(part.decay, expected, axes):
             raise ValueError(f"state has {name} with decay {part.decay}; expected {rates}, as in this call")
-        total, weight = part.sums()
+        total, weight = flat_sums(part)
         found += [reshaped(total, (*shape, d)), reshaped(weight, shape)]
     if all(type(part) is np.ndarray for part in found) and isinstance(W, np.ndarray):
         return found[0], found[1], found[2], found[3]

@@ -1,0 +1,62 @@
+"""Calls of Latte whose arrays are as the kernels read them, which a few comparisons tell; and steps of decoding.
+
+All else takes the way that broadcasts and converts, and says what is wrong. It gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+
+from levattn._kernels import kernels_for
+from levattn._kernels.latent.contract import LatentSteps
+from levattn.attention.common.arguments import latent_attention
+from levattn.states import SoftmaxState
+from levattn.states.softmax import with_sums
+
+__all__ = ["one_step", "plain_call", "plain_step"]
+
+_KINDS = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def plain_call(Q: Any, K: Any, V: Any, causal: bool) -> Any:
+    """Return the output of a call without further arguments, or None unless its arrays are plain."""
+    if not _are_plain(Q, K, V) or min(Q.ndim, V.ndim) < 2:
+        return None
+    *batch, T, L = Q.shape
+    U, D = V.shape[-2:]
+    if K.shape != (*batch, U, L) or V.shape != (*batch, U, D) or not L or not D or (causal and T != U):
+        return None
+    if not all(array.flags.aligned and array.strides[-1] == array.itemsize for array in (Q, K, V)):
+        return None
+    b = math.prod(batch)
+    Y = latent_attention(Q.reshape(b, T, L), K.reshape(b, U, L), V.reshape(b, U, D), causal=causal)
+    return Y.reshape(*batch, T, D)
+
+
+def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] | None:
+    """Return the output of a row and the state after it, or None unless arrays are plain and go with the state."""
+    if not _are_plain(Q, K, V) or not isinstance(state, SoftmaxState):
+        return None
+    if Q.shape != (*state.batch, 1, state.latents) or K.shape != Q.shape or V.shape != (*state.batch, 1, state.d):
+        return None
+    return one_step(Q, K, V, None, state)
+
+
+def _are_plain(Q: Any, K: Any, V: Any) -> bool:
+    """Tell whether arrays are numpy's, and all in one dtype that is computed in."""
+    return type(Q) is type(K) is type(V) is np.ndarray and Q.dtype == K.dtype == V.dtype and V.dtype in _KINDS
+
+
+def one_step(Q: Any, K: Any, V: Any, mask: Any, state: SoftmaxState) -> tuple[Any, SoftmaxState] | None:
+    """Return the output of a row, as V, and the state after it, or None where there is no such way.
+
+    Arrays and a mask, or None, have the leading axes of the state, or one of their product.
+    """
+    sums = state.m, state.s, state.S
+    if Q.shape[-2] != 1 or not all(isinstance(array, np.ndarray) for array in (Q, *sums)):
+        return None
+    found = cast(LatentSteps, kernels_for("latent", Q)).step(Q, K, V, mask, sums)
+    return None if found is None else (found[0], with_sums(state, found[1]))
