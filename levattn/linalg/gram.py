@@ -96,7 +96,8 @@ def spectral_norm(A: Float64, steps: int = _STEPS) -> float:
     x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
     size = 0.0
     for _ in range(steps):
-        y = A.T @ (A @ x)
+        # from there on BLAS would leave threads spinning beside LAPACK and the next pass, for a tenth of a second
+        y = A.T @ (A @ x) if len(A) < _WIDE else np.einsum("ij,i->j", A, np.einsum("ij,j->i", A, x))
         size = math.sqrt(float(y @ y))
         if size == 0:
             return 0.0

@@ -110,9 +110,10 @@ def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
     start = n // 2 // BLOCK * BLOCK
     G = to_numpy(_moments(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single"))
     with np.errstate(all="ignore"):  # what is not finite is not isotropic
-        diagonal = np.diagonal(G, axis1=1, axis2=2)[:, :, None]
+        diagonal = np.diagonal(G, axis1=1, axis2=2)
         inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column of zeros here says nothing
-        squares = (inverse * (np.square(G) @ inverse)).sum(axis=(1, 2))
+        # threads of BLAS would go on spinning beside the pass of moments
+        squares = (inverse * np.einsum("bij,bj->bi", np.square(G), inverse)).sum(axis=1)
     return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
 

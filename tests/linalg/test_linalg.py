@@ -117,6 +117,16 @@ def test_wide_matrices_take_blas(kind: str) -> None:
         np.testing.assert_array_equal(levattn.leverage_scores(K), found)
 
 
+def test_many_columns_in_float32_have_the_scores_of_the_definition() -> None:
+    """All threads read one packed factor; 520 columns fill no whole panel of it."""
+    K = np.random.default_rng(0).standard_normal((9000, 520)).astype(np.float32)
+    found = levattn.leverage_scores(K)
+    assert factor_moments(Rows(K[None], "float32")).arithmetic == ("single",)
+    np.testing.assert_allclose(found, naive.leverage_svd(K), rtol=1e-5)
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(levattn.leverage_scores(K), found)
+
+
 @pytest.mark.parametrize("condition", 10.0 ** np.arange(0, 15, 2))
 def test_normalizers_are_as_exact_as_they_claim(condition: float) -> None:
     """Against exact rationals, for queries of all kinds, those nearly orthogonal to the keys among them."""

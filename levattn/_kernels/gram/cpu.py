@@ -13,6 +13,7 @@ from levattn._kernels.gram.blas import BLAS_COLUMNS, blas_moments
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
+from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.rows.compiled import view_of, views_of
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
@@ -47,6 +48,15 @@ def _padded(matrices: Float64 | None, width: int) -> Float64:
     wide: Float64 = np.zeros((b, width, width))
     wide[:, :d, :d] = matrices
     return wide
+
+
+def _panels(W: Float64, X: Any) -> Any:
+    """Return the panels of some matrices, as `pack_panels` makes them, once for all threads and tasks."""
+    columns, width = X.shape[1], SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
+    count = -(-columns // width)
+    split = _padded(W, count * width)[:, :columns].reshape(len(W), columns, count, width)
+    with np.errstate(over="ignore"):  # what leaves the range of float32 is infinite
+        return np.ascontiguousarray(split.swapaxes(1, 2), X.dtype)
 
 
 def levels_of(pieces: Pieces, unit: int = BLOCK) -> int:
@@ -129,15 +139,13 @@ def sqnorms(
     tasks[:, :, 3] = np.minimum(starts + span, n)
     listed = tasks.reshape(-1, 4)
     view = view_of(rows, X.dtype)
-    padded, padded_basis, target = _padded(W, width), _padded(basis, width), scores_at(out)
-
-    def body(first: int, last: int) -> None:
-        if basis is None:
-            sqnorm_tasks(view, padded, X, listed, first, last, ceiling, target)
-        else:
-            sqnorm_in_basis_tasks(view, padded_basis, padded, X, listed, first, last, ceiling, target)
-
-    share(body, len(listed), work)
+    target = scores_at(out)
+    if basis is None:
+        panels = _panels(W, X)
+        share(lambda *run: sqnorm_tasks(view, panels, X, listed, *run, ceiling, target), len(listed), work)
+    else:
+        matrices = _padded(basis, width), _padded(W, width)
+        share(lambda *run: sqnorm_in_basis_tasks(view, *matrices, X, listed, *run, ceiling, target), len(listed), work)
 
 
 def moments_and_sqnorms(
@@ -159,12 +167,12 @@ def moments_and_sqnorms(
     else:
         view, view_scored = view_of(rows, X.dtype), view_of(scored, Y.dtype)
     target = scores_at(out)
-    padded, levels = _padded(W, Y.shape[1]), levels_of(pieces, unit)
+    panels, levels = _panels(W, Y), levels_of(pieces, unit)
 
     def body(first: int, last: int) -> None:
         for i in range(first, last):
             moment_tasks(view, X, unit, levels, pieces, i, i + 1, sums)
-            sqnorm_tasks(view_scored, padded, Y, pieces, i, i + 1, math.inf, target)
+            sqnorm_tasks(view_scored, panels, Y, pieces, i, i + 1, math.inf, target)
 
     share(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
     return sums[:, :d, :d]

@@ -77,10 +77,11 @@ def scores_at(out: Any) -> Any:
 
 
 @jit
-def sqnorm_tasks(view, W, X, tasks, first, last, ceiling, out):
+def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
     """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
-    X gives the precision and the padded width. What is more than `ceiling` becomes `ceiling`. `out` is of `scores_at`.
+    `panels` are those of `pack_panels` of the W of each slot. X gives the precision and the padded width. What is more
+    than `ceiling` becomes `ceiling`. `out` is of `scores_at`.
     """
     size = X.itemsize
     lanes = VECTOR_BYTES // size
@@ -88,13 +89,8 @@ def sqnorm_tasks(view, W, X, tasks, first, last, ceiling, out):
     squares = empty(X, (SCRATCH_ROWS, lanes))
     direct = view[IN_PLACE]
     step = view[ROW_STEP]
-    slot = -1
-    panels = zeros(X, (1, 1, 1))
     for t in range(first, last):
-        if tasks[t, 0] != slot:
-            slot = tasks[t, 0]
-            panels = pack_panels(W[slot], X)
-        item, r, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
+        whitening, item, r, stop = panels[tasks[t, 0]], tasks[t, 1], tasks[t, 2], tasks[t, 3]
         end = entry_address(view, ADDRESS, item, stop) - 64
         while r < stop:
             n = smaller(SCORE_SLAB, stop - r)
@@ -107,6 +103,6 @@ def sqnorm_tasks(view, W, X, tasks, first, last, ceiling, out):
                 load_rows(view, item, r, r + n, rows)
                 x, stride, ahead = address(rows), X.shape[1], end
             groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
-            row_squares(X, x, stride, groups, panels, squares, ahead, larger(ahead, end))
+            row_squares(X, x, stride, groups, whitening, squares, ahead, larger(ahead, end))
             write_sums(X, squares, n, ceiling, out, item, r)
             r += n
