@@ -48,6 +48,7 @@ __all__ = [
     "splat",
     "store",
     "subtract_rows",
+    "taken",
     "vector_code",
     "vector_type",
     "word_now",
@@ -426,5 +427,15 @@ def word_now(typing, at):
         if _PAUSE is not None:
             b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), _PAUSE), [])
         return b.load_atomic(pointer(b, arguments[0], I64), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@primitive
+def taken(typing, at):
+    """Return the int64 at an address, and leave the next one there: threads that share it get each number once."""
+
+    def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        return b.atomic_rmw("add", pointer(b, arguments[0], I64), integer(1), "monotonic")
 
     return types.int64(types.int64), codegen

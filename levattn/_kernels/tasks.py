@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 
 from levattn._core.threads import look_out_by, num_threads, parallel_for
+from levattn._core.types import Int64
 
-__all__ = ["runs", "share", "threads_for"]
+__all__ = ["runs", "share", "share_one_by_one", "threads_for"]
 
 _THREAD_WORK = 6_000_000  # multiply-adds below which a second thread costs more than it brings
 _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
@@ -35,6 +36,22 @@ def share(body: Callable[[int, int], None], n: int, work: float) -> None:
     _look_out()
     count = min(n, runs(work, threads))
     parallel_for(lambda i: body(n * i // count, n * (i + 1) // count), count, threads=threads)
+
+
+def share_one_by_one(body: Callable[[Int64, int], None], n: int, work: float) -> None:
+    """Call ``body(place, most)`` for compiled code that takes tasks from ``place[0]`` on, by `taken`, at most so many.
+
+    So a short call does not come back to Python, and to its lock, for each run; a long one does, to be interrupted.
+    """
+    threads = 1 if n <= 1 else threads_for(work)
+    if threads > 1:
+        _look_out()
+    count, place, most = min(n, runs(work, threads)), np.zeros(1, np.int64), n
+    if count > 2 * threads:
+        most = -(-n // count)
+    else:
+        count = min(count, threads)
+    parallel_for(lambda _: body(place, most), count, threads=threads)
 
 
 @cache

@@ -34,7 +34,7 @@ from levattn._kernels.latent.plan import (
     write_rows,
 )
 from levattn._kernels.latent.simd import exp_row, row_tile, step_tile, weigh_plain_row, weigh_row
-from levattn._kernels.llvm import address, as_pointer, smaller
+from levattn._kernels.llvm import address, as_pointer, smaller, taken
 from levattn._kernels.scratch import empty, fill
 
 __all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "step_tasks", "summary_tasks"]
@@ -198,15 +198,18 @@ def _add_gates(like, p, head, start, first, last, y_at):
 
 
 @jit
-def forward_tasks(like, plan, tasks, first, last):
-    """Write the output of causal rows.
+def forward_tasks(like, plan, tasks, next_task, most):
+    """Write the output of causal rows, of at most so many tasks, which threads take one by one.
 
     Tasks are (head, first row, after the last, first position that there is, place): the state before a task is at its
     place among those of its head, unless there is none.
     """
-    like, p = as_pointer(0, like), plan[0]
+    like, p, next_at = as_pointer(0, like), plan[0], address(next_task)
     de, dx = p.latent_step, p.channel_step
-    for task in range(first, last):
+    for _ in range(most):
+        task = taken(next_at)
+        if task >= len(tasks):
+            break
         head, low, high, begin, place = tasks[task]
         fresh = enter(like, p, head * p.places + place if p.m != 0 else -1, SLACK, False)
         for start in range(low, high, ROWS):
@@ -269,16 +272,19 @@ def _read_rows(like, p, n, y_at):
 
 
 @jit
-def everywhere_tasks(like, plan, tasks, first, last):
-    """Write the output of rows that see all of their sequence.
+def everywhere_tasks(like, plan, tasks, next_task, most):
+    """Write the output of rows that see all of their sequence, of tasks that are taken as by `forward_tasks`.
 
     Tasks are (head, first row, after the last, first position, after the last, place): the state is at its place among
     those of its head, or if that is negative the positions are summed up here.
     """
-    like, p = as_pointer(0, like), plan[0]
+    like, p, next_at = as_pointer(0, like), plan[0], address(next_task)
     vectors, de = p.latent_width // p.lanes, p.latent_step
     total, inverses = as_pointer(p.total, like), as_pointer(p.inverses, like)
-    for task in range(first, last):
+    for _ in range(most):
+        task = taken(next_at)
+        if task >= len(tasks):
+            break
         head, low, high, begin, end, place = tasks[task]
         if place < 0:
             _sum_up(like, p, head, begin, end)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.types import Int64
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.latent import compiled
 from levattn._kernels.latent.backward import backward_tasks
@@ -20,7 +21,7 @@ from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
-from levattn._kernels.tasks import share, threads_for
+from levattn._kernels.tasks import share, share_one_by_one, threads_for
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
@@ -46,11 +47,11 @@ def forward(x: LatentArguments) -> Any:
     work = _Work(x, states, Y=out)
     do = compiled.forward_tasks if x.causal else compiled.everywhere_tasks
 
-    def body(first: int, last: int) -> None:
+    def body(place: Int64, most: int) -> None:
         plan, _scratch = work.record.for_thread()
-        do(work.like, plan, tasks, first, last)
+        do(work.like, plan, tasks, place, most)
 
-    share(body, len(tasks), 2 * out.size * L)
+    share_one_by_one(body, len(tasks), 2 * out.size * L)
     return out
 
 
