@@ -76,7 +76,8 @@ def __getattr__(name: str) -> Any:
     That is a way to it that torch's compiler can follow: it knows neither imports by name nor caches.
     """
     task, _, file = name.rpartition("_")
-    if file not in _FILES:
+    # pickle asks every module for the names that it looks for, such as "torch"
+    if file not in _FILES or not task or find_spec(f"levattn._kernels.{task}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for found in (file, "definition"):
         path = f"levattn._kernels.{task}.{found}"
