@@ -20,8 +20,8 @@ REASONS = {
     "the table says how few of those that count",
     r"LeverageScorePress": "A sketch. LeverageScorePress multiplies 48 random columns (or d of them) where exact "
     "scores take the moments in float64 and one more pass; the table says what its scores are off by",
-    r"both ways, 256": "A short call. Both take 0.3 ms, a fifth of that levattn's in Python, and which is ahead changes "
-    "from run to run",
+    r"both ways, 256": "A short call. Both take 0.3 ms, of which levattn spends a fifth in Python, and which is "
+    "ahead changes from run to run",
     r"^accuracy-": "Rounding. Where the errors of a Gram in float64 stay below 2·10⁻¹², no slower route is taken",
     r"^memory": "Partial sums. The result is what others hold, and levattn's threads hold about 1 MiB beside it",
 }
