@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, SupportsIndex, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -95,12 +96,13 @@ def look_out_by(wait_for_change: Callable[[Any, int], object]) -> None:
 class _Share:
     """A thread's share in a loop: whoever claims it first, a helper or the caller who has done the rest, has it."""
 
-    __slots__ = ("_begun", "_claimed", "_done", "_ended", "_error", "_word", "context", "work")
+    __slots__ = ("_begun", "_claimed", "_done", "_ended", "_word", "context", "error", "giver", "runner", "work")
 
     def __init__(self, work: Callable[[], None], context: Context) -> None:
         self.work: Callable[[], None] | None = work
         self.context = context
-        self._error: BaseException | None = None
+        self.giver, self.runner = threading.get_ident(), 0  # threads
+        self.error: BaseException | None = None
         self._begun = self._done = False
         self._claimed, self._ended = threading.Lock(), threading.Lock()
         self._ended.acquire()
@@ -109,13 +111,14 @@ class _Share:
     def run(self) -> None:
         """Do the work, in a helper, unless the caller needs no help anymore."""
         if self._claimed.acquire(blocking=False):
-            self._begun = True
+            self.runner, self._begun = threading.get_ident(), True
             try:
                 if self.work is not None:
                     self.context.run(self.work)
             except BaseException as error:  # the caller raises it
-                self._error = error
+                self.error = error
             finally:
+                self.work = None  # which may hold this
                 self._done = True
                 self._word[0] = 1
                 self._ended.release()
@@ -140,7 +143,7 @@ class _Share:
         while not self._done:
             if not self._ended.acquire(timeout=_PATIENCE) and not self._begun:
                 break  # an interrupt came just as this was claimed above
-        return self._error
+        return self.error
 
 
 class _Helpers:
@@ -163,14 +166,21 @@ class _Helpers:
         self._given[0] += 1
 
     def help_with(self, share: _Share) -> None:
-        """Take what is shared out, by whoever has begun a share, until that is done; give up after some time."""
+        """Take what the thread that has begun a share shares out, until that is done; give up after some time."""
         looks = _LOOKS if _look_out is not None else 0
         while looks and share.under_way:
-            try:
-                self._shares.get_nowait().run()
-            except Empty:
-                share.look_out()
-                looks -= 1
+            other = None
+            with suppress(Empty):
+                other = self._shares.get_nowait()
+            if other is not None and other.giver == share.runner:
+                other.run()
+                if isinstance(other.error, KeyboardInterrupt):  # that came to this thread
+                    raise other.error
+                continue
+            if other is not None:
+                self._shares.put(other)
+            share.look_out()
+            looks -= 1
 
     def _serve(self) -> None:
         while True:
@@ -192,10 +202,6 @@ _helpers = _Helpers()
 def _forget_helpers() -> None:
     global _helpers
     _helpers = _Helpers()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = None) -> None:
@@ -248,14 +254,16 @@ _Result = TypeVar("_Result")
 class Background(Generic[_Result]):
     """A call that a helper makes meanwhile, or whoever asks for its result before one has begun.
 
-    The call must come to the same if it is made again, as it is after an error, or in a process that was forked.
+    The call must come to the same if it is made again, as it is after an error. A fork waits for it, as the other
+    process would not have the thread that makes it, but all the locks that it holds.
     """
 
     def __init__(self, call: Callable[[], _Result]) -> None:
         self._call: Callable[[], _Result] | None = call
         self._result: _Result | None = None
-        self._asking, self._process = threading.Lock(), os.getpid()
+        self._asking = threading.Lock()
         self._share = _Share(self._work, copy_context())
+        _under_way.add(self)
         _helpers.give([self._share])
 
     def _work(self) -> None:
@@ -264,11 +272,27 @@ class Background(Generic[_Result]):
             self._result = call()
             self._call = None
 
+    def wait(self) -> None:
+        """Return once the call is made, or will not be made by a helper."""
+        self._share.settle()
+
     def result(self) -> _Result:
         """Return what the call returned, or raise what it raises when it is made here."""
-        if os.getpid() == self._process:
-            with self._asking:
-                _helpers.help_with(self._share)
-                self._share.settle()
+        with self._asking:
+            _helpers.help_with(self._share)
+            self.wait()
+        _under_way.discard(self)
         self._share.context.copy().run(self._work)
         return self._result  # type: ignore[return-value]  # the call was made
+
+
+_under_way: WeakSet[Background[Any]] = WeakSet()
+
+
+def _wait_for_calls() -> None:
+    for call in list(_under_way):
+        call.wait()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_for_calls, after_in_child=_forget_helpers)

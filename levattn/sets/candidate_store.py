@@ -87,8 +87,9 @@ class CandidateStore:
     @property
     def candidates(self) -> RunningCandidates:
         """The candidates after the blocks that were taken, for which this waits."""
-        if self._coming is not None:
-            self._candidates = self._coming.result()
+        coming = self._coming
+        if coming is not None:
+            self._candidates = coming.result()
             self._coming = None
         return self._candidates
 

@@ -216,25 +216,79 @@ def test_a_call_that_failed_is_made_anew_by_who_asks() -> None:
     assert callers[1:] == [threading.current_thread()] * 2
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_call_under_way_is_made_anew_in_a_forked_process() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    parent = os.getpid()
+def test_ctrl_c_comes_to_who_waits_for_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not to the helper alone, whose work it does in part; the call is made anew when it is asked again."""
+    monkeypatch.setattr(_core_threads, "_helpers", _core_threads._Helpers())
+    monkeypatch.setattr(_core_threads, "_look_out", lambda *_: time.sleep(0.001))
+    caller, begun, interrupts = threading.current_thread(), threading.Event(), [KeyboardInterrupt("planted")]
+
+    def body(_: int) -> None:
+        begun.set()
+        if threading.current_thread() is caller and interrupts:
+            raise interrupts.pop()
+        time.sleep(0.01)
 
     def call() -> int:
-        begun.set()
-        if os.getpid() == parent:
-            go_on.wait(PATIENCE)
+        parallel_for(body, 20, threads=2)
         return 7
 
     coming = Background(call)
     assert begun.wait(PATIENCE)
+    with pytest.raises(KeyboardInterrupt, match="planted"):
+        coming.result()
+    assert coming.result() == 7
+
+
+def test_who_waits_takes_no_work_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core_threads, "_helpers", _core_threads._Helpers())
+    monkeypatch.setattr(_core_threads, "_look_out", lambda *_: time.sleep(0.001))
+    takers: list[threading.Thread] = []
+
+    def body(_: int) -> None:
+        takers.append(threading.current_thread())
+        time.sleep(0.005)
+
+    coming = Background(lambda: time.sleep(0.1))
+    other = threading.Thread(target=parallel_for, args=(body, 10), kwargs={"threads": 2})
+    other.start()
+    coming.result()
+    other.join(PATIENCE)
+    assert len(takers) == 10
+    assert threading.current_thread() not in takers
+
+
+def test_what_a_call_returned_goes_with_it() -> None:
+    """Without a cycle that only the garbage collector would find."""
+    coming = Background(lambda: np.zeros(10))
+    while coming._result is None:
+        time.sleep(0.001)
+    gone = weakref.ref(coming.result())
+    coming._share.settle()
+    del coming
+    assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_fork_waits_for_calls_under_way(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The locks that they hold, as of imports, would be held in the other process for ever."""
+    lock, beginning = threading.Lock(), threading.Event()
+    if not begun:
+        monkeypatch.setattr(_core_threads._Helpers, "give", lambda *_: None)
+
+    def call() -> int:
+        with lock:
+            beginning.set()
+            time.sleep(0.05)
+        return 7
+
+    coming = Background(call)
+    assert not begun or beginning.wait(PATIENCE)
     child = os.fork()
     if not child:
-        os._exit(0 if coming.result() == 7 else 1)
+        os._exit(0 if lock.acquire(timeout=5) and not lock.release() and coming.result() == 7 else 1)
     assert os.waitpid(child, 0)[1] == 0
-    go_on.set()
     assert coming.result() == 7
 
 
