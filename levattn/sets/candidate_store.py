@@ -110,9 +110,12 @@ class CandidateStore:
         self._candidates = self.candidates.after(rows, index, *payload)
 
     def _take_meanwhile(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
-        """Take rows that nothing writes to, in the background if more than one thread may be used."""
+        """Take rows that nothing writes to, in the background if more than one thread may be used.
+
+        The first ones are not, as kernels are loaded then, and compiled.
+        """
         before = self.candidates
-        if num_threads() == 1 or on_cuda(rows.keys):
+        if num_threads() == 1 or on_cuda(rows.keys) or not before.blocks:
             self._take(rows, index, *payload)
         else:
             self._coming = Background(lambda: before.after(rows, index, *payload))
