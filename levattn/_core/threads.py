@@ -141,7 +141,9 @@ class _Share:
         if not self._done:
             self.look_out()
         while not self._done:
-            if not self._ended.acquire(timeout=_PATIENCE) and not self._begun:
+            if self._ended.acquire(timeout=_PATIENCE):
+                self._ended.release()  # for others who wait
+            elif not self._begun:
                 break  # an interrupt came just as this was claimed above
         return self.error
 

@@ -58,7 +58,6 @@ class GramAccumulator:
         self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed so
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
-        self._reach: Float64 | None = None  # the product of both, once it is asked for
         self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> GramAccumulator:
@@ -123,7 +122,9 @@ class GramAccumulator:
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(diagonals(part.high) for _, part in sorted(blocks.levels.items()))
-        due = self.double_double | ~(diagonal <= self._largest()).all(axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):  # a column that was zero says nothing yet
+            largest = np.where(self.settled > 0, self.settled * self.room[:, None], 0.0)
+        due = self.double_double | ~(diagonal <= largest).all(axis=1)
         errors = None
         if due.any():
             if level:
@@ -133,13 +134,6 @@ class GramAccumulator:
             self.blocks = blocks
         self._cover(run, np.asarray(diagonal), self.blocks.total, errors)
         return True
-
-    def _largest(self) -> Float64:
-        """Return the diagonal (b, d) up to which the error needs no look; a column that was zero says nothing yet."""
-        if self._reach is None:
-            with np.errstate(over="ignore"):
-                self._reach = np.where(self.settled > 0, self.settled * self.room[:, None], 0.0)
-        return self._reach
 
     def _cover(
         self, rows: Rows, diagonal: Float64, total: Callable[[], DoubleDouble | None], errors: Float64 | None = None
@@ -185,7 +179,6 @@ class GramAccumulator:
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
         self.settled = np.where(settled[:, None], diagonals(total.high), self.settled)
-        self._reach = None
         self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
         return None if twofold.any() else np.where(due, errors, np.inf)
@@ -220,7 +213,7 @@ class GramAccumulator:
         change = exponents - self.exponents
         self.blocks = PairwiseSum(self.blocks.count, {k: v.scaled(change) for k, v in self.blocks.levels.items()})
         self.merged = None if self.merged is None else self.merged.scaled(change)
-        self.settled, self._reach = np.ldexp(self.settled, -2 * change), None
+        self.settled = np.ldexp(self.settled, -2 * change)
         self.exponents = exponents
 
     def total(self, tail: Rows, *, twofold: bool = False) -> tuple[DoubleDouble, Exponents]:

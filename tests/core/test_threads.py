@@ -257,6 +257,27 @@ def test_who_waits_takes_no_work_of_others(monkeypatch: pytest.MonkeyPatch) -> N
     assert threading.current_thread() not in takers
 
 
+def test_several_who_wait_for_a_call_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fork does beside a thread that asks."""
+    monkeypatch.setattr(_core_threads, "_PATIENCE", 10 * PATIENCE)
+    go_on, begun = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        go_on.wait(PATIENCE)
+
+    coming = Background(call)
+    assert begun.wait(PATIENCE)
+    waiting = [threading.Thread(target=coming.wait, daemon=True) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    go_on.set()
+    for thread in waiting:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
 def test_what_a_call_returned_goes_with_it() -> None:
     """Without a cycle that only the garbage collector would find."""
     coming = Background(lambda: np.zeros(10))

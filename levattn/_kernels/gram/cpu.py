@@ -14,7 +14,7 @@ from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basi
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
-from levattn._kernels.rows.compiled import view_of, views_of
+from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
@@ -162,11 +162,7 @@ def moments_and_sqnorms(
     X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
     width, unit = X.shape[1], _unit(d)
     sums = np.empty((len(pieces), width, width))
-    if scored is rows:
-        view, view_scored = views_of(rows, X.dtype, Y.dtype)
-    else:
-        view, view_scored = view_of(rows, X.dtype), view_of(scored, Y.dtype)
-    target = scores_at(out)
+    view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
     panels, levels = _panels(W, Y), levels_of(pieces, unit)
 
     def body(first: int, last: int) -> None:

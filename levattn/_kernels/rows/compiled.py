@@ -19,7 +19,7 @@ from levattn._kernels.llvm import address, as_pointer, combine, integer, load, p
 if TYPE_CHECKING:
     from levattn._kernels.rows.contract import Rows
 
-__all__ = ["copy_numbers", "entry_address", "load_rows", "view_of", "views_of"]
+__all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
 
 # Where the vector holds what; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
@@ -39,11 +39,6 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
 
     kind: the precision in which tiles are to read them, if any are.
     """
-    return views_of(rows, kind)[0]
-
-
-def views_of(rows: Rows, *kinds: npt.DTypeLike | None) -> list[Any]:
-    """Return what `view_of` does for each of several precisions."""
     keys, format = rows.keys, rows.format
     stored = "uint16" if format.endswith("float16") else format
     operands = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
@@ -51,15 +46,18 @@ def views_of(rows: Rows, *kinds: npt.DTypeLike | None) -> list[Any]:
     if not plain or (keys.dtype != stored and keys.size):
         _check_kinds(format, (keys, stored), *zip(operands, ("bool", *["float64"] * 3), strict=True))
     size, (item_step, row_step, column_step), d = keys.itemsize, keys.strides, keys.shape[2]
-    near = plain and column_step == size and row_step % size == 0 and d * size % VECTOR_BYTES == 0
-    view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), False]
+    direct = (
+        plain
+        and kind is not None
+        and keys.dtype == kind
+        and column_step == size
+        and row_step % size == 0
+        and d * size % VECTOR_BYTES == 0
+    )
+    view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), direct]
     for array in operands:
         view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides]
-    views = []
-    for kind in kinds:
-        view[IN_PLACE] = near and kind is not None and keys.dtype == kind
-        views.append(np.array(view, np.int64))
-    return views
+    return np.array(view, np.int64)
 
 
 def _check_kinds(format: str, *arrays: tuple[Any, str]) -> None:
