@@ -1,4 +1,4 @@
-"""CUDA kernels from source: text, compilation for the device at hand, typed kernels, and their launch.
+"""CUDA kernels from source: text, which kernels there are for which types, and their launch.
 
 The sources, which lie beside the modules that launch them, are templates in plain C++17 that need no header of the
 CUDA toolkit. What is compiled of them, and for which types, is the table `KERNELS`; nothing else can be asked for, so
@@ -7,6 +7,7 @@ that what the tests compile is what can run.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from levattn._kernels.cuda_compile import OPTIONS, loaded
 
 __all__ = [
     "KERNELS",
@@ -26,6 +29,7 @@ __all__ = [
     "launch",
     "namespace",
     "on_device",
+    "product_type",
     "shared_limit",
     "text",
     "with_rows",
@@ -33,9 +37,6 @@ __all__ = [
 ]
 
 FOLDER = Path(__file__).parent
-
-# Nothing is contracted that does not say fma: the same bits on every architecture, and in the tests on the host
-OPTIONS = ("--std=c++17", "--fmad=false")
 
 _PLAIN_SHARED = 32 * 1024  # bytes of shared memory, beside those in its source, that a kernel may take without asking
 
@@ -125,7 +126,8 @@ def text(file: str) -> str:
     def included(match: re.Match[str]) -> str:
         return text(match[1])
 
-    return re.sub(r'^#include "(\w+\.cuh)"$', included, next(FOLDER.rglob(file)).read_text(), flags=re.MULTILINE)
+    code = next(FOLDER.rglob(file)).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(\w+\.cuh)"$', included, code, flags=re.MULTILINE)
 
 
 def expression(name: str, types: Sequence[str]) -> str:
@@ -148,6 +150,15 @@ def with_rows(array: Any) -> Any:
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return namespace().ascontiguousarray(array)
     return array
+
+
+def product_type(dtype: Any) -> Any:
+    """Return in which numbers CuPy is to multiply matrices of a dtype: those of float32 in float64 if it would cut them.
+
+    That is what CUPY_TF32 asks of it, for all products of a process; errors here are counted from 24 bits.
+    """
+    tf32 = np.dtype(dtype) == np.float32 and int(os.environ.get("CUPY_TF32", "0")) > 0
+    return np.dtype(np.float64 if tf32 else dtype)
 
 
 def launch(
@@ -199,9 +210,7 @@ def _shared_limit(device: int) -> int:
 
 
 @cache
-def _compiled(source: str, name: str, types: tuple[str, ...], _device: int) -> Any:
+def _compiled(source: str, name: str, types: tuple[str, ...], device: int) -> Any:
     if types not in KERNELS[source][name]:
         raise LookupError(f"{expression(name, types)} of {source}.cu is not among those that are compiled")
-    xp = namespace()
-    code = xp.RawModule(code=text(f"{source}.cu"), options=OPTIONS, name_expressions=(expression(name, types),))
-    return code.get_function(expression(name, types))
+    return loaded(namespace(), text(f"{source}.cu"), expression(name, types), device)

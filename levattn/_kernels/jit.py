@@ -10,9 +10,8 @@ import hashlib
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import llvmlite.binding as llvm
 import numba
 from numba.extending import register_jitable
 
-from levattn.exceptions import CacheWarning
+from levattn._kernels.uncached import say_uncached
 
 __all__ = [
     "FULL_ROWS",
@@ -36,6 +35,7 @@ __all__ = [
 ]
 
 
+_say_uncached = partial(say_uncached, variable="NUMBA_CACHE_DIR")
 _FOLDER = Path(__file__).parent
 _IMPORT = re.compile(rb"^from levattn\._kernels\.([\w.]+) import", re.MULTILINE)
 
@@ -157,17 +157,6 @@ def _cache_of(function: Callable[..., Any], stamp: str) -> Any:
     except (ImportError, AttributeError, TypeError):  # of a Numba that keeps its files in another way
         _say_uncached(f"Numba {numba.__version__} keeps it in a way that is not known here")
     return None
-
-
-@cache
-def _say_uncached(reason: str) -> None:
-    """Warn, once for each reason, that the next process will compile anew."""
-    warnings.warn(
-        f"compiled code cannot be kept ({reason}), so that each process compiles anew what it calls; set "
-        "NUMBA_CACHE_DIR to a folder that can be written and has room",
-        CacheWarning,
-        stacklevel=2,
-    )
 
 
 def _wide() -> bool:

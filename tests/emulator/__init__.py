@@ -41,7 +41,7 @@ order = 1
 SHIM = Path(__file__).with_name("cuda_host.hpp")
 # Headers that no host compiler takes, and what stands in for them
 HEADERS = {
-    cuda_source.text(f"{name}.cuh"): Path(__file__).with_name(f"{name}.hpp").read_text()
+    cuda_source.text(f"{name}.cuh"): Path(__file__).with_name(f"{name}.hpp").read_text(encoding="utf-8")
     for name in ("half", "copies", "mma", "shared")
 }
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulator"
@@ -140,7 +140,9 @@ def compiled(code: str, names: tuple[str, ...], title: str = "kernels.cu") -> di
             "emulated::Entry *const emulated::entries = emulated_table;",
         )
     )
-    library = _library(f'{SHIM.read_text()}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title)
+    library = _library(
+        f'{SHIM.read_text(encoding="utf-8")}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title
+    )
     return {name: Kernel(library, k, name) for k, name in enumerate(names)}
 
 
@@ -154,7 +156,7 @@ def _library(text: str, title: str) -> ctypes.CDLL:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             code, object_file, built = (Path(folder, f"code.{suffix}") for suffix in ("cpp", "o", "so"))
-            code.write_text(text)
+            code.write_text(text, encoding="utf-8")
             steps = ([*FLAGS, "-c", "-o", object_file, code], ["-shared", "-o", built, object_file])
             for arguments in steps:
                 done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)

@@ -31,7 +31,7 @@ import pytest
 
 import levattn
 from levattn._kernels import cache as _kernels_cache
-from levattn._kernels import jit, llvm, shipped
+from levattn._kernels import jit, llvm, shipped, uncached
 
 SMALL = """
 from levattn._kernels.jit import jit
@@ -128,9 +128,9 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         spec.loader.exec_module(module)
         return jit.jit(module.twice)
 
-    jit._say_uncached.cache_clear()
+    uncached.say_uncached.cache_clear()
     yield new
-    jit._say_uncached.cache_clear()
+    uncached.say_uncached.cache_clear()
 
 
 def was_cached(function: Any, x: Any = 3) -> bool:

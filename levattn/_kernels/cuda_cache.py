@@ -1,0 +1,71 @@
+"""Compiled CUDA kernels that are kept on disk, a file for each, where CuPy keeps its own.
+
+That is the folder CUPY_CACHE_DIR, else ~/.cupy/kernel_cache, and none where CUPY_CACHE_IN_MEMORY is 1. A file appears
+whole or not at all, whoever else writes it. It begins with a digest of its name and of what follows, so that one that
+is damaged, cut short or of another kernel counts as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from levattn._kernels.uncached import say_uncached
+
+__all__ = ["key_of", "load", "save"]
+
+_DIGEST = 32  # bytes
+
+
+def key_of(*parts: str) -> str:
+    """Return the name of the code that is made from some texts."""
+    whole = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
+    return f"levattn-{_digest(whole).hex()}"
+
+
+def load(key: str) -> tuple[str, bytes] | None:
+    """Return the name of the kernel within its code, and the code, or None where they are not kept."""
+    folder = _folder()
+    if folder is not None:
+        with suppress(OSError):
+            content = folder.joinpath(key).read_bytes()
+            digest, rest = content[:_DIGEST], content[_DIGEST:]
+            if digest == _digest(key.encode() + rest):
+                name, _, code = rest.partition(b"\n")
+                return name.decode(), code
+    return None
+
+
+def save(key: str, name: str, code: bytes) -> None:
+    """Keep code, in which a kernel has a name; where that cannot be, warn once."""
+    folder = _folder()
+    if folder is None:
+        return
+    rest = name.encode() + b"\n" + code
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f"{key}.", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_digest(key.encode() + rest) + rest)
+            Path(part).replace(folder / key)
+        except BaseException:
+            Path(part).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        if load(key) != (name, code):  # Windows replaces no file that another process reads
+            say_uncached(error.strerror or str(error), "CUPY_CACHE_DIR")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+
+
+def _folder() -> Path | None:
+    if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
+        return None
+    named = os.environ.get("CUPY_CACHE_DIR")
+    return Path(named) if named else Path("~/.cupy/kernel_cache").expanduser()

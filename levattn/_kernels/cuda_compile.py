@@ -1,0 +1,147 @@
+"""CUDA kernels, compiled by NVRTC with no options but ours, kept on disk, and loaded on a device.
+
+`cupy.RawModule` adds ``-ftz=true`` after all other options, and the last one counts: subnormal numbers of float32 would
+be read as zero. So NVRTC is called here, and CuPy loads what it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from levattn._kernels import cuda_cache
+
+__all__ = ["OPTIONS", "Compiled", "Kernel", "architecture", "compiled", "loaded"]
+
+# Nothing is contracted that does not say fma, subnormal numbers are kept, quotients and roots are rounded correctly
+# (NVRTC's defaults): what a kernel adds, multiplies, divides and takes roots of by itself has the same bits on every
+# architecture, and in the tests on the host. Tensor cores add up in an order of their own on each architecture, cuBLAS
+# chooses one for each, and exp and log may differ in their last bit between versions of NVRTC.
+OPTIONS = ("--std=c++17", "--fmad=false")
+
+_LEAST = 80  # the compute capability of the oldest cards served, times ten
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What NVRTC made of a source: code for a card, or PTX; the names of kernels in it by their C++ names; its log."""
+
+    code: bytes
+    names: dict[str, str]
+    log: str
+
+
+class Kernel:
+    """A kernel on a device, called as CuPy's are."""
+
+    def __init__(self, function: Any, driver: Any) -> None:
+        self._function, self._driver = function, driver
+        self._shared, self._lock = 0, Lock()
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        """The most bytes of shared memory that were asked for; never lowered, as another thread may need them."""
+        return self._shared
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size: int) -> None:
+        with self._lock:
+            if size > self._shared:
+                attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._driver.funcSetAttribute(self._function.ptr, attribute, size)
+                self._shared = size
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, *, shared_mem: int = 0) -> None:
+        self._function(grid, block, args, shared_mem=shared_mem)
+
+
+def architecture(nvrtc: Any, capability: int) -> str:
+    """Return what to compile for, for a card of a compute capability, times ten.
+
+    Code of sm_90 or sm_100, not of sm_90a or sm_100a, whose further instructions no kernel takes. For a card that NVRTC
+    does not know it is PTX of the newest one before it, which the driver translates; PTX of compute_90a would be
+    refused there.
+    """
+    known = nvrtc.getSupportedArchs()
+    if capability in known:
+        return f"sm_{capability}"
+    return f"compute_{max(each for each in known if each < capability)}"
+
+
+def compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: Sequence[str] = ()) -> Compiled:
+    """Compile kernels of a source, given by their C++ names, for an architecture; `nvrtc` is `cupy.cuda.nvrtc`.
+
+    That is done on a thread of its own: NVRTC 12.0 to 12.5 leave the one that calls them in the locale "C", where files
+    would be read as ASCII from then on.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_compiled, nvrtc, source, names, target, more).result()
+
+
+def _compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: Sequence[str]) -> Compiled:
+    program = nvrtc.createProgram(source, "kernels.cu", (), ())
+    try:
+        for name in names:
+            nvrtc.addNameExpression(program, name)
+        try:
+            nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture={target}", *more))
+        except nvrtc.NVRTCError as error:
+            version = ".".join(map(str, nvrtc.getVersion()))
+            raise RuntimeError(
+                f"NVRTC {version} does not compile {', '.join(names)} for {target} ({error}). Report this, or install "
+                f"another version of it:\n{nvrtc.getProgramLog(program)}"
+            ) from error
+        code = nvrtc.getCUBIN(program) if target.startswith("sm_") else nvrtc.getPTX(program)
+        lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
+        # CuPy leaves off the last byte, which is zero in both
+        return Compiled(code + b"\0", lowered, nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def loaded(xp: Any, source: str, name: str, device: int) -> Kernel:
+    """Return a kernel of a source on the current device, which is `device`; `xp` is CuPy.
+
+    Kernels are compiled one by one: that takes tenths of a second for each, and up to a quarter of a minute for all of
+    a source, of which a call needs a few.
+    """
+    nvrtc = _nvrtc(xp)
+    target = architecture(nvrtc, _capability(xp, device))
+    key = cuda_cache.key_of(source, name, *OPTIONS, target, str(nvrtc.getVersion()))
+    kept = cuda_cache.load(key)
+    if kept is None:
+        made = compiled(nvrtc, source, (name,), target)
+        kept = made.names[name], made.code
+        cuda_cache.save(key, *kept)
+    module = xp.cuda.Module()
+    module.load(kept[1])
+    return Kernel(module.get_function(kept[0]), xp.cuda.driver)
+
+
+def _nvrtc(xp: Any) -> Any:
+    try:
+        nvrtc = xp.cuda.nvrtc
+        nvrtc.getVersion()
+    except (AttributeError, ImportError, RuntimeError, OSError) as error:
+        raise ImportError(
+            "the kernels for a CUDA device are compiled by NVRTC, which CuPy does not find: install the CUDA toolkit, "
+            "or pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x[ctk] for CUDA 12), which brings it from CuPy 14 on"
+        ) from error
+    return nvrtc
+
+
+def _capability(xp: Any, device: int) -> int:
+    """Return the compute capability of a device, times ten, or raise where it is too old."""
+    found = xp.cuda.Device(device).compute_capability
+    if int(found) < _LEAST:
+        card = xp.cuda.runtime.getDeviceProperties(device)["name"]
+        card = card.decode() if isinstance(card, bytes) else card
+        raise ValueError(
+            f"the array is on CUDA device {device}, {card}, of compute capability {found[:-1]}.{found[-1]}; expected a "
+            "card of compute capability 8.0 or later (Ampere, 2020). Move the array to main memory, by cupy.asnumpy or "
+            ".cpu() of a tensor"
+        )
+    return int(found)
