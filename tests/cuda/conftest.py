@@ -1,4 +1,7 @@
-"""Where the tests of this folder run kernels: on arrays of numpy, or on arrays as strict as CuPy's."""
+"""What the tests of this folder give to kernels: arrays of numpy, or CuPy's; where there is no card, as strict ones.
+
+Where kernels run, `emulator.card` says.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,22 @@ import pytest
 
 import emulator
 from emulator import device as emulated
+from emulator.card import MainMemory
+
+
+@pytest.fixture
+def main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run on the emulator, even where there is a card."""
+    monkeypatch.setattr(emulator, "place", MainMemory())
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches run on the emulator, and take arrays of numpy."""
+    """Launches take arrays of numpy."""
     emulator.on_host(monkeypatch)
 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library takes arrays of the emulator for CuPy's."""
+    """CuPy; where there is no card, the emulator's arrays, which the library takes for CuPy's."""
     return emulated.library_on_device(monkeypatch)

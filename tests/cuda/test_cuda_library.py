@@ -24,15 +24,6 @@ pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    if not device.DEVICES:
-        device.library_on_device(monkeypatch)
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes were copied to main memory at a time, on the emulator."""
     sizes: list[int] = []

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned in
 
 def primitive(name: str, *arguments: Any) -> None:
     names = ("multiply<Half>", "multiply<Bfloat>", "narrow")
-    emulator.compiled(PRIMITIVES, names, "primitives.cu")[name]((1,), (32,), arguments)
+    emulator.kernel_of_text(PRIMITIVES, names, name, "primitives.cu")((1,), (32,), arguments)
 
 
 class TestPrimitives:
@@ -61,8 +61,9 @@ class TestPrimitives:
         primitive(f"multiply<{number}>", stored(A, format), stored(B, format), found)
         assert np.array_equal(found, C + A @ B)
 
+    @pytest.mark.usefixtures("main_memory")
     def test_sums_are_cut_off(self) -> None:
-        """As devices do, and by as much as the coarsest of them: here fifteen products of 3/8 of a unit each."""
+        """By the emulator as by the coarsest of devices: here fifteen products of 3/8 of a unit each."""
         A, B, C = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8), np.float32)
         A[0, :], B[:, 0] = 3 * 2.0**-13, 2.0**-13
         A[0, 0], B[0, 0] = 1, 1

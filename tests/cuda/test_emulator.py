@@ -12,6 +12,8 @@ import emulator
 from emulator import DeviceError, Host, Kernel, compiled, on_host
 from levattn._kernels import cuda_source
 
+pytestmark = pytest.mark.usefixtures("main_memory")
+
 ORDERS = range(6)
 NOTHING = np.intp(0)
 FULL = "0xffffffffu"

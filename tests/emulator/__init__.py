@@ -5,7 +5,8 @@ kernel works on copies between zones of NaN, so that what it reads out of bounds
 writes there is reported; shared memory is NaN when a block begins. Barriers that cannot fill are reported, and so are
 threads that leave the bounds of a C array, touch memory that is not there, divide by zero or shift too far. Arguments
 have the parameters' types or are refused. ``order`` is the seed of the order in which threads and blocks take turns
-(0: as they are numbered).
+(0: as they are numbered). Where there is a card, the kernels that the library asks for run on it, with arguments that
+were checked and copied in the same manner (`card.py`).
 
 What the CPU cannot show: races between blocks that run at once, spinning until another block has come (it hangs),
 missing ``__threadfence``, conversions of numbers that are out of range, the last bits of functions other than
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import index
@@ -35,6 +36,23 @@ import numpy as np
 import pytest
 
 from levattn._kernels import cuda_source
+
+from .card import CHOSEN, Card, MainMemory, StandIn, device_count, true_card
+from .zones import DeviceError, copies_of
+
+__all__ = [
+    "DeviceError",
+    "Host",
+    "Kernel",
+    "compiled",
+    "declared",
+    "emulated",
+    "in_orders",
+    "kernel_of_text",
+    "of_the_table",
+    "on_host",
+    "stand_in",
+]
 
 order = 1
 
@@ -59,10 +77,7 @@ FLAGS = (
 
 MOST_THREADS = 1024
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-MOST_SHARED = 227 * 1024
 PLAIN_SHARED = 48 * 1024  # more than this a kernel has to ask for
-ZONE = 1 << 16  # bytes of NaN before and after an array
-LINE = 256  # what the start of an allocation is aligned to
 
 # What may be given for a parameter or a pointer to it
 NUMBERS = {
@@ -83,10 +98,6 @@ NUMBERS = {
     "Half": ("u2", "f2"),
     "Bfloat": ("u2",),
 }
-
-
-class DeviceError(RuntimeError):
-    """A launch that a device would refuse, or that would hang or corrupt memory there."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,23 @@ def declared(code: str) -> Iterator[Declared]:
 
 
 def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
-    """A kernel of the table `KERNELS`, compiled for the CPU."""
+    """A kernel of the table `KERNELS`, on the card if there is one."""
     if tuple(types) not in cuda_source.KERNELS[source][name]:
         raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled")
     code = cuda_source.text(f"{source}.cu")
-    return compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)]
+    kernel = compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)]
+    return kernel if isinstance(place, MainMemory) else _on_card(kernel, place, source, name, tuple(types))
+
+
+@cache
+def _on_card(kernel: Kernel, card: Card, source: str, name: str, types: tuple[str, ...]) -> Kernel:
+    return Kernel(kernel.entry, card, card.of_table(source, name, types))
+
+
+def kernel_of_text(code: str, names: tuple[str, ...], name: str, title: str) -> Kernel:
+    """One of the kernels of a source text, on the card if there is one."""
+    kernel = compiled(code, names, title)[name]
+    return kernel if isinstance(place, MainMemory) else Kernel(kernel.entry, place, place.of_text(code, names, name))
 
 
 def of_the_table(source: str) -> tuple[str, ...]:
@@ -140,10 +163,15 @@ def compiled(code: str, names: tuple[str, ...], title: str = "kernels.cu") -> di
             "emulated::Entry *const emulated::entries = emulated_table;",
         )
     )
+<<<<<<< HEAD
     library = _library(
         f'{SHIM.read_text(encoding="utf-8")}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title
     )
     return {name: Kernel(library, k, name) for k, name in enumerate(names)}
+=======
+    library = _library(f'{SHIM.read_text()}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title)
+    return {name: Kernel(Entry(library, k, name)) for k, name in enumerate(names)}
+>>>>>>> f8a1568c376c255d770f1880fe40381c6ebf55b7
 
 
 def _library(text: str, title: str) -> ctypes.CDLL:
@@ -170,8 +198,8 @@ def _library(text: str, title: str) -> ctypes.CDLL:
     return library
 
 
-class Kernel:
-    """A kernel that is called as CuPy's are."""
+class Entry:
+    """A kernel of a library, called with numbers and addresses as a driver calls it."""
 
     def __init__(self, library: ctypes.CDLL, number: int, name: str) -> None:
         self.name = name
@@ -181,14 +209,7 @@ class Kernel:
         self._library, self._number = library, number
 
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
-        grid, block, shared = self._geometry(grid, block, shared_mem)
-        self._check(args)
-        copies = _copies([(k, arg) for k, arg in enumerate(args) if isinstance(arg, np.ndarray) and arg.size])
-        addresses = {k: address for copy in copies for k, address in copy.addresses.items()}
-        values = [
-            np.asarray(addresses.get(k, 0) if parameter.endswith("*") else args[k])
-            for k, parameter in enumerate(self.parameters)
-        ]
+        values = [np.asarray(value) for value in args]
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         triple = ctypes.c_uint32 * 3
         with self._library.lock:
@@ -196,15 +217,43 @@ class Kernel:
                 self._number,
                 triple(*grid),
                 triple(*block),
-                ctypes.c_ulonglong(shared),
+                ctypes.c_ulonglong(shared_mem),
                 pointers,
                 ctypes.c_ulonglong(order),
             )
         if failure:
             raise DeviceError(f"{self.name}, {failure.decode()}")
+
+
+class Kernel:
+    """A kernel that is called as CuPy's are, with arrays of numpy; it runs in main memory or on a card."""
+
+    def __init__(self, entry: Entry, where: MainMemory | Card | None = None, on_card: Any = None) -> None:
+        self.entry, self.name, self.parameters, self.bound = entry, entry.name, entry.parameters, entry.bound
+        self.on_card = on_card
+        self.max_dynamic_shared_size_bytes = PLAIN_SHARED
+        self._where = MainMemory() if where is None else where
+
+    @property
+    def was_asked_for_shared_memory(self) -> bool:
+        return self.max_dynamic_shared_size_bytes != PLAIN_SHARED
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
+        grid, block, shared = self._geometry(grid, block, shared_mem)
+        self._check(args)
+        copies = copies_of([(k, arg) for k, arg in enumerate(args) if isinstance(arg, np.ndarray) and arg.size])
+        with self._where.holding(copies) as starts:
+            places = {
+                k: start + at for copy, start in zip(copies, starts, strict=True) for k, at in copy.offsets.items()
+            }
+            values = tuple(
+                np.uint64(places.get(k, 0)) if parameter.endswith("*") else args[k]
+                for k, parameter in enumerate(self.parameters)
+            )
+            self._where.launch(self, grid, block, values, shared_mem=shared)
         for copy in copies:
             copy.check(self.name)
-            copy.give_back([k for k in copy.addresses if " const*" not in self.parameters[k]])
+            copy.give_back([k for k in copy.offsets if " const*" not in self.parameters[k]])
 
     def _geometry(
         self, grid: Sequence[int], block: Sequence[int], shared: int
@@ -224,8 +273,8 @@ class Kernel:
             refuse(f"a block has at most {MOST_THREADS} threads, 64 of them in z")
         if int(np.prod(block)) > self.bound:
             refuse(f"its __launch_bounds__ are {self.bound} threads")
-        if not 0 <= shared <= MOST_SHARED:
-            refuse(f"a block has at most {MOST_SHARED} bytes of shared memory")
+        if not 0 <= shared <= self._where.shared_limit:
+            refuse(f"a block has at most {self._where.shared_limit} bytes of shared memory")
         if shared > self.max_dynamic_shared_size_bytes:
             refuse(f"its max_dynamic_shared_size_bytes are {self.max_dynamic_shared_size_bytes}")
         one = (1, 1)
@@ -269,64 +318,6 @@ def _scalar_fault(parameter: str, arg: Any) -> str | None:
     return f"expected a numpy scalar of {' or '.join(map(str, kinds))}, got {arg!r} of type {type(arg).__name__}"
 
 
-class _Copy:
-    """The bytes that some arrays lie in, between zones of NaN; what none of them covers is NaN too."""
-
-    def __init__(self, arrays: Sequence[tuple[int, np.ndarray]]) -> None:
-        self._arrays = dict(arrays)
-        bounds = [np.lib.array_utils.byte_bounds(array) for array in self._arrays.values()]
-        self._low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
-        self._bytes = np.full(ZONE + 2 * LINE + high - self._low + ZONE, 0xFF, np.uint8)
-        # As far from an aligned address as on a device, where the array that owns the memory starts at one
-        self._start = ZONE + -(self._bytes.ctypes.data + ZONE) % LINE + (self._low - _owner(arrays[0][1])) % LINE
-        self._covered = np.zeros(self._bytes.size, np.bool_)
-        for array in self._arrays.values():
-            self._view(array)[...] = array
-            np.ndarray(
-                (*array.shape, array.itemsize), np.bool_, self._covered, self._offset(array), (*array.strides, 1)
-            )[...] = True
-        self.addresses = {k: self._bytes.ctypes.data + self._offset(array) for k, array in arrays}
-
-    def _offset(self, array: np.ndarray) -> int:
-        return self._start + array.ctypes.data - self._low
-
-    def _view(self, array: np.ndarray) -> np.ndarray:
-        return np.ndarray(array.shape, array.dtype, self._bytes, self._offset(array), array.strides)
-
-    def check(self, kernel: str) -> None:
-        wrong = np.flatnonzero((self._bytes != 0xFF) & ~self._covered)
-        if wrong.size:
-            whose = ", ".join(f"{k} ({array.dtype}, shape {array.shape})" for k, array in self._arrays.items())
-            raise DeviceError(
-                f"{kernel} wrote {wrong.size} bytes out of bounds around argument {whose}, "
-                f"the first of them {wrong[0] - self._start} bytes from its start"
-            )
-
-    def give_back(self, numbers: Iterable[int]) -> None:
-        for k in numbers:
-            self._arrays[k][...] = self._view(self._arrays[k])
-
-
-def _owner(array: np.ndarray) -> int:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array.ctypes.data
-
-
-def _copies(arrays: Sequence[tuple[int, np.ndarray]]) -> list[_Copy]:
-    """Arrays whose spans of memory overlap are copied together: they stay aliases of each other."""
-    groups: list[list[tuple[int, np.ndarray]]] = []
-    end = 0
-    for k, array in sorted(arrays, key=lambda pair: np.lib.array_utils.byte_bounds(pair[1])):
-        low, high = np.lib.array_utils.byte_bounds(array)
-        if low < end:
-            groups[-1].append((k, array))
-        else:
-            groups.append([(k, array)])
-        end = max(end, high)
-    return [_Copy(group) for group in groups]
-
-
 class Host:
     """numpy with the few names of CuPy that the library uses; memory that nobody has written is NaN."""
 
@@ -354,7 +345,7 @@ def _poisoned(array: np.ndarray) -> np.ndarray:
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
-    """Let `cuda_source` make arrays and run kernels on the CPU until the test ends."""
+    """Let `cuda_source` take arrays of numpy, and run kernels in main memory or on a card, until the test ends."""
     host = Host()
 
     def of_host(source: str, name: str, types: tuple[str, ...], _device: int) -> Kernel:
@@ -362,13 +353,16 @@ def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
 
     monkeypatch.setattr(cuda_source, "_module", lambda: host)
     monkeypatch.setattr(cuda_source, "_compiled", of_host)
-    monkeypatch.setattr(cuda_source, "_shared_limit", lambda _device: MOST_SHARED)
+    monkeypatch.setattr(cuda_source, "_shared_limit", lambda _device: place.shared_limit)
     monkeypatch.setattr(sys.modules[__name__], "order", seed)
     return host
 
 
 def in_orders(function: Any, *args: Any) -> Any:
-    """What a function returns, which has the same bits in every order in which threads and blocks take turns."""
+    """What a function returns, which has the same bits in every order in which threads and blocks take turns.
+
+    A card chooses the order itself: there the function is called again and again.
+    """
     global order
     results = []
     for seed in (0, 1, 5):
@@ -380,3 +374,22 @@ def in_orders(function: Any, *args: Any) -> Any:
             assert a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)
     return result
+
+
+def stand_in() -> Card:
+    """A card whose memory is main memory, and whose kernels are those of the emulator."""
+
+    def of_table(source: str, name: str, types: tuple[str, ...]) -> Entry:
+        code = cuda_source.text(f"{source}.cu")
+        return compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)].entry
+
+    return Card(StandIn(), of_table, lambda code, names, name: compiled(code, names)[name].entry)
+
+
+if CHOSEN not in ("", "emulator", "stand-in"):
+    raise ValueError(
+        f"TEST_DEVICE is {CHOSEN!r}; expected 'emulator', 'stand-in', or nothing: a card where there is one"
+    )
+
+# Where kernels run that the library asks for
+place: MainMemory | Card = stand_in() if CHOSEN == "stand-in" else true_card() if device_count() else MainMemory()

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,25 +22,8 @@ import pytest
 import emulator
 from levattn._kernels import cuda_source
 
+from .card import CUPY, device_count, on_card
 
-def true_cupy() -> Any:
-    """CuPy, None where it is not installed."""
-    if find_spec("cupy") is None:
-        return None
-    import cupy
-
-    return cupy
-
-
-def device_count() -> int:
-    """Number of true CUDA devices that CuPy finds."""
-    try:
-        return int(CUPY.cuda.runtime.getDeviceCount()) if CUPY is not None else 0
-    except CUPY.cuda.runtime.CUDARuntimeError:  # no driver
-        return 0
-
-
-CUPY = true_cupy()
 DEVICES = device_count()
 AVAILABLE = DEVICES > 0 or (sys.platform == "linux" and shutil.which("g++") is not None)
 
@@ -240,8 +222,10 @@ def is_on_device(array: Any) -> bool:
     return isinstance(array, DeviceArray)
 
 
-def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Namespace:
-    """Let the library take arrays of `NAMESPACE` for CuPy's until the test ends."""
+def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Any:
+    """Let the library take arrays of `NAMESPACE` for CuPy's until the test ends; on a card return CuPy itself."""
+    if DEVICES:
+        return on_card(monkeypatch)
     emulator.on_host(monkeypatch, seed)
     compiled = cuda_source._compiled
 
