@@ -153,7 +153,7 @@ def with_rows(array: Any) -> Any:
 
 
 def product_type(dtype: Any) -> Any:
-    """Return in which numbers CuPy is to multiply matrices of a dtype: those of float32 in float64 if it would cut them.
+    """Return the numbers in which CuPy multiplies matrices of a dtype: float64 for float32 that it would cut.
 
     That is what CUPY_TF32 asks of it, for all products of a process; errors here are counted from 24 bits.
     """

@@ -1,7 +1,7 @@
 """NVRTC of any version, loaded by the path of its library: what `cupy.cuda.nvrtc` has, by ctypes.
 
-CuPy finds one NVRTC for a process. Several releases of it can be loaded beside each other, as each keeps its symbols to
-itself.
+CuPy finds one NVRTC for a process. Several releases of it can be loaded beside each other, as each keeps its symbols
+to itself.
 """
 
 from __future__ import annotations

@@ -163,15 +163,10 @@ def compiled(code: str, names: tuple[str, ...], title: str = "kernels.cu") -> di
             "emulated::Entry *const emulated::entries = emulated_table;",
         )
     )
-<<<<<<< HEAD
     library = _library(
         f'{SHIM.read_text(encoding="utf-8")}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title
     )
-    return {name: Kernel(library, k, name) for k, name in enumerate(names)}
-=======
-    library = _library(f'{SHIM.read_text()}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title)
     return {name: Kernel(Entry(library, k, name)) for k, name in enumerate(names)}
->>>>>>> f8a1568c376c255d770f1880fe40381c6ebf55b7
 
 
 def _library(text: str, title: str) -> ctypes.CDLL:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from levattn._kernels import cuda_source
+from levattn._kernels import cuda_compile, cuda_source
 
 from .zones import LINE, Copy, DeviceError
 
@@ -147,7 +147,7 @@ def true_card() -> Card:
             on_card(patch)
             return TRUE["_compiled"](source, name, types, CUPY.cuda.runtime.getDevice())
 
-    def of_text(code: str, names: tuple[str, ...], name: str) -> Any:
-        return CUPY.RawModule(code=code, options=cuda_source.OPTIONS, name_expressions=names).get_function(name)
+    def of_text(code: str, _names: tuple[str, ...], name: str) -> Any:
+        return cuda_compile.loaded(CUPY, code, name, CUPY.cuda.runtime.getDevice())
 
     return Card(CUPY.cuda.runtime, of_table, of_text)
