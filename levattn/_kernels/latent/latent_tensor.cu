@@ -30,7 +30,6 @@ constexpr int LINE = 20;      // numbers from one row of A to the next
 struct Split {
     float high, low;
 
-    // Exact unless x is beyond 2^114.
     __device__ explicit Split(float x) {
         const float raised = x * 8193;  // 2^13 + 1
         high = raised - (raised - x);
@@ -47,7 +46,8 @@ __device__ inline void split(const float (&x)[N], float (&high)[N], float (&low)
     }
 }
 
-__device__ inline bool is_finite(float x) { return fabsf(x) < -nothing<float>(); }
+// Whether a number can be split: not NaN, and not so large that a power of two times it is not finite.
+__device__ inline bool is_moderate(float x) { return fabsf(x) < 0x1p113f; }
 
 // A run on its way through a block of threads. A warp has the channels of TILES · 16 columns, and of S a lane has, in the
 // order of C, two latents of two channels of each octet of latents and tile. Lines of latents and of values in shared
@@ -150,6 +150,7 @@ struct Chunks {
         const int l = threadIdx.x;
         if (l < LATENTS) {
             float reference = references[l];
+#pragma unroll 4
             for (int k = 0; k < STEPS; ++k) {
                 const float x = logit(place, k, l);
                 float e = E[k * PITCH + l];
@@ -280,6 +281,7 @@ struct Chunks {
             const int row = pair / STEPS, u = pair % STEPS;
             if (row < start || u > row) continue;
             float sum = 0;
+#pragma unroll 1
             for (int l = 0; l < latents; ++l) {
                 const float x = logit(place, u, l);
                 if (x != nothing<float>())
@@ -322,7 +324,7 @@ struct Chunks {
         }
     }
 
-    // Y += A V, with values that are finite.
+    // Y += A V, with values that can be split.
     __device__ void add_pairs(const float (&v_high)[TILES][2][4], const float (&v_low)[TILES][2][4],
                               float (&Y)[2 * TILES][4]) const {
         float sum[2 * TILES][4] = {};
@@ -462,19 +464,20 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (run.positions) {
             if (risen < STEPS) chunks.raise(here);
             float high[TILES][2][4], low[TILES][2][4];
-            bool finite = true;
+            bool moderate = true;
             if (!chunks.idle()) {
                 chunks.take_values(high, low, [&](int k, int c) {
                     const float x = chunks.value(here, k, c);
-                    finite = finite && is_finite(x);
-                    return is_finite(x) ? x : 0;
+                    moderate = moderate && is_moderate(x);
+                    return is_moderate(x) ? x : 0;
                 });
                 chunks.add_pairs(high, low, rows);
-                if (__any_sync(ALL, !finite)) {  // of a value that is not finite nothing reaches the rows before it
+                if (__any_sync(ALL, !moderate)) {  // of other values nothing may reach the rows before them
+#pragma unroll 1
                     for (int u = 0; u < STEPS; ++u)
                         chunks.each_row(rows, [&](int k, int c, float &y) {
                             const float x = chunks.value(here, u, c), weight = u <= k ? chunks.pair(k, u) : 0;
-                            if (weight != 0 && !is_finite(x)) y += weight * x;
+                            if (weight != 0 && !is_moderate(x)) y += weight * x;
                         });
                     chunks.take_values(high, low, [&](int k, int c) { return chunks.value(here, k, c); });
                 }
@@ -483,11 +486,12 @@ __global__ void __launch_bounds__(THREADS, 2)
         }
         if (chunks.idle()) continue;
         const long long at = item * T + run.row + start;
-        chunks.each_row(rows, [&](int k, int c, float y) {
-            if (k >= steps || c >= chunks.columns) return;
-            const float *const beside = gate_value + item * gate_value_item + (run.row + start + k) * gate_value_row;
-            Y[((item * gridDim.z + blockIdx.z) * T + run.row + start + k) * D + chunks.column + c] =
-                gated ? fmaf(gates[at + k], beside[chunks.column + c], y) : y;
-        });
+        float *const to = Y + ((item * gridDim.z + blockIdx.z) * T + run.row + start) * D + chunks.column;
+        const float *const beside = gate_value + item * gate_value_item + (run.row + start) * gate_value_row + chunks.column;
+        for (int k = chunks.g(); k < steps; k += 8)
+            chunks.each_row(rows, [&](int row, int c, float y) {
+                if (row == k && c < chunks.columns)
+                    to[k * D + c] = gated ? fmaf(gates[at + k], beside[k * gate_value_row + c], y) : y;
+            });
     }
 }
