@@ -58,6 +58,7 @@ _REALS = ("float", "double")
 _ONE_REAL = tuple((real,) for real in _REALS)
 _LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
 _TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
+_MULTIPLIED_LATENTS = (("32", "1"), ("32", "2"), ("64", "1"), ("64", "2"), ("128", "1"))  # and tiles of columns
 _UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
 _BACK_UNITS = tuple(product(_REALS, ("1", "2")))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
@@ -92,9 +93,10 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
-        **dict.fromkeys(("sum_runs", "write_rows"), _TILES),
+        **dict.fromkeys(("sum_runs", "write_rows"), tuple(tile for tile in _TILES if tile[0] == "double")),
         "join_states": ((),),
     },
+    "latent_tensor": dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
     "latent_back": {
         **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
         "trace_runs": _TILES,
