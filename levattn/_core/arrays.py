@@ -138,9 +138,9 @@ def as_cupy(array: Any) -> Any | None:
     import cupy
 
     if sys.modules["torch"].cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph is being captured, and kernels take small tables from main memory, which a graph would not "
-            "read again; expected a call outside of it. Capture what comes before and what comes after"
+        raise ValueError(
+            "a tensor came while torch captures a CUDA graph, and kernels take small tables from main memory, which "
+            "the graph would not read again; expected a call outside. Capture what comes before and what comes after"
         )
     kind = dtype_name(array.dtype)
     dtype = np.dtype(np.uint16 if kind == "bfloat16" else kind)

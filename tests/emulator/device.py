@@ -25,7 +25,7 @@ import emulator
 from emulator import DeviceError
 from levattn._kernels import cuda_source
 
-from .places import CURRENT, Device, allocated, cuda, memory_of, on_memory
+from .places import CURRENT, Device, allocated, cuda, launches, memory_of, on_memory
 
 
 def true_cupy() -> Any:
@@ -62,7 +62,7 @@ def bare(value: Any) -> Any:
     """What numpy takes for a value in which there may be arrays of the current device."""
     if isinstance(value, DeviceArray):
         if value.device.id != CURRENT.device:
-            raise DeviceError(f"an array on device {value.device.id}, where device {CURRENT.device} is the current one")
+            raise DeviceError(f"an array on device {value.device.id}, where device {CURRENT.device} is current")
         return value.held
     if isinstance(value, list | tuple):
         return type(value)(bare(entry) for entry in value)
@@ -80,7 +80,7 @@ def dressed(value: Any) -> Any:
 
 def require_current(device: Any) -> None:
     if device is not None and device != Device(CURRENT.device):
-        raise DeviceError(f"{device} was asked for, where device {CURRENT.device} is the current one")
+        raise DeviceError(f"{device} was asked for, where device {CURRENT.device} is current")
 
 
 def in_cupy(name: str) -> bool:
@@ -161,6 +161,10 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> Any:
         refuse_numpy(key)
+        if all(isinstance(part, slice | type(None)) for part in (key if isinstance(key, tuple) else (key,))):
+            view = DeviceArray(self.held[key])  # which takes no work
+            view.device = self.device
+            return view
         return dressed(bare(self)[bare(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -197,6 +201,7 @@ class DeviceKernel:
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
         refuse_numpy(*args)
+        launches.append((CURRENT.device, CURRENT.streams[-1]))
         self.kernel(grid, block, bare(args), shared_mem=shared_mem)
 
 

@@ -15,7 +15,10 @@ import numpy as np
 
 COUNT = 2  # devices
 
+# What happened, in order, until a test clears it
 waits: list[tuple[int, int]] = []  # (the stream that waits, the stream that it waits for), by their handles
+launches: list[tuple[int, int]] = []  # (device, stream) of each kernel
+own: list[int] = []  # bytes of arrays that the current allocator did not give
 
 
 class Current(threading.local):
@@ -116,8 +119,11 @@ def on_memory(shape: tuple[int, ...], dtype: Any, pointer: MemoryPointer, stride
 
 
 def allocated(array: np.ndarray) -> np.ndarray:
-    """A new array of numpy in memory that the current allocator gives; views, and what is given already, as they are."""
-    if CURRENT.allocator is None or array.base is not None or not array.size:
+    """A new array of numpy in memory that the current allocator gives; views, and what it gave, as they are."""
+    if array.base is not None or not array.size:
+        return array
+    if CURRENT.allocator is None:
+        own.append(array.nbytes)
         return array
     there = on_memory(array.shape, array.dtype, CURRENT.allocator(array.nbytes), _dense_strides(array))
     there[...] = array
