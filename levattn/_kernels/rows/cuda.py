@@ -25,7 +25,10 @@ def key_arguments(rows: Rows) -> list[Any]:
     """Return the keys and what is done to them as arguments of a kernel."""
     shift, scale, weights = (on_device(array, np.float64) for array in (rows.shift, rows.scale, rows.weights))
     mask = with_steps(on_device(rows.mask, np.bool_), 1)
-    return [*with_steps(rows.keys, 3), *mask, shift, scale, *with_steps(weights, 1), rows.shape[2]]
+    keys, item, *within = with_steps(rows.keys, 3)
+    # torch hands a batch of one over with any step, by which kernels would take aligned rows for unaligned ones
+    keys = [keys, item if rows.shape[0] > 1 else 0, *within]
+    return [*keys, *mask, shift, scale, *with_steps(weights, 1), rows.shape[2]]
 
 
 def sum_in_pairs(terms: Any) -> Any:

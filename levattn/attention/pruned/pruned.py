@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, Literal
 
+from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
 from levattn.attention.latent.window import check_scale
@@ -18,6 +19,7 @@ from levattn.functions import Power
 __all__ = ["pruned_attention"]
 
 
+@where_arrays_are
 def pruned_attention(
     Q: Any,
     K: Any,
