@@ -247,7 +247,7 @@ def test_kernels_are_compiled_where_there_is_no_room(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_cache.os, "fdopen", full)
+        patch.setattr(cuda_cache.Path, "write_bytes", full)
         with pytest.warns(levattn.CacheWarning, match=r"No space left"):
             loaded(card(nvrtc), SOURCE, TWICE, 0)
     assert not list(folder.iterdir())
