@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,13 +47,12 @@ def save(key: str, name: str, code: bytes) -> None:
     rest = name.encode() + b"\n" + code
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{key}.", dir=folder)
+        part = folder / f"{key}.{secrets.token_hex(8)}"  # by name, so that it gets the permissions of the user's umask
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_digest(key.encode() + rest) + rest)
-            Path(part).replace(folder / key)
+            part.write_bytes(_digest(key.encode() + rest) + rest)
+            part.replace(folder / key)
         except BaseException:
-            Path(part).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
     except OSError as error:
         if load(key) != (name, code):  # Windows replaces no file that another process reads

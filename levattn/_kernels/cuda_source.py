@@ -155,9 +155,9 @@ def with_rows(array: Any) -> Any:
 
 
 def product_type(dtype: Any) -> Any:
-    """Return the numbers in which CuPy multiplies matrices of a dtype: float64 for float32 that it would cut.
+    """Return the dtype in which CuPy is to multiply matrices of a dtype: float64 for float32 that it would cut.
 
-    That is what CUPY_TF32 asks of it, for all products of a process; errors here are counted from 24 bits.
+    To 11 bits, where CUPY_TF32 asks for that in all products of the process; errors here are counted from 24.
     """
     tf32 = np.dtype(dtype) == np.float32 and int(os.environ.get("CUPY_TF32", "0")) > 0
     return np.dtype(np.float64 if tf32 else dtype)
