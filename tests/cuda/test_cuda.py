@@ -15,7 +15,6 @@ from levattn._kernels.factor import cpu as factor_cpu
 from levattn._kernels.factor import cuda as factor_cuda
 from levattn._kernels.gram import cpu as gram_cpu
 from levattn._kernels.gram import cuda as gram_cuda
-from levattn._kernels.gram import cuda_blas
 from levattn._kernels.gram.cuda_tensor import has_tensor_products
 from levattn._kernels.rows import cuda as rows_cuda
 
@@ -26,8 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gram_cuda, cuda_blas):
-        monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(gram_cuda, "BLOCK", 16)
 
 
 KINDS = ("plain", "columns", "every other", "transformed")
@@ -56,8 +54,8 @@ def test_moments(device: None, kind: str, shape: tuple[int, int, int], monkeypat
         X = read(rows)
         for arithmetic, unit in UNITS.items():
             found = gram_cuda.moments(rows, pieces, arithmetic=arithmetic)
-            # A sum of 32 loses up to a unit and a half for each 8 products, one added to others half a unit; without
-            # tensor cores 64 products are summed one after the other
+            # A sum of 32 loses up to a unit and a half for each 8 products, one added to others half a unit; in
+            # double precision 64 products are summed one after the other
             most = 16 + n / 32 if has_tensor_products(rows) else 64
             for G, (_, item, start, stop) in zip(found, pieces, strict=True):
                 part = X[item, start:stop]

@@ -44,12 +44,3 @@ __global__ void __launch_bounds__(THREADS) find_nonfinite(KEY_PARAMETERS, long l
     const bool any = __any_sync(0xffffffffu, bad);
     if (lane == 0) out[row] = any;
 }
-
-// Rows of one matrix as they are read, to `out` (n, d).
-template <typename Key, typename Real>
-__global__ void __launch_bounds__(THREADS)
-    read_rows(KEY_PARAMETERS, long long n, long long item, long long start, Real *out) {
-    const Reader<Key> reader KEY_READER;
-    const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at < n * d) out[at] = reader.template read<Real>(item, start + at / d, (int)(at % d));
-}
