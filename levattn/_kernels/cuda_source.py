@@ -65,9 +65,9 @@ _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "f
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
-    "moments": {"moment_blocks": tuple(product(_KEYS, _REALS)), "add_blocks": ((),)},
+    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
     "products": {
-        "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
+        "square_rows": tuple(product(_KEYS, _REALS)),
         "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
     },
     "tensor": {
@@ -78,7 +78,6 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "scan": {
         "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
         "find_nonfinite": tuple((key,) for key in _KEYS),
-        "read_rows": tuple(product(_KEYS, _REALS)),
     },
     "dense": {"invert_cholesky": ((),)},
     "sketch": {

@@ -46,9 +46,10 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
     blocks = -(-n // BLOCK)
     partial = xp.zeros((b, blocks, d))
     types, arguments = (key_type(rows), "true" if largest else "false"), key_arguments(rows)
+    together = min(THREADS, max(32, 1 << (d - 1).bit_length()))  # columns of a block of threads
     for before in range(0, b, MOST_SLABS):
-        grid = (blocks, -(-d // THREADS), min(MOST_SLABS, b - before))
-        launch("scan", "scan_columns", types, grid, [*arguments, n, before, BLOCK, partial])
+        grid = (blocks, -(-d // together), min(MOST_SLABS, b - before))
+        launch("scan", "scan_columns", types, grid, [*arguments, n, before, BLOCK, together, partial])
     if largest and blocks:
         return to_numpy(partial.max(axis=1))
     return to_numpy(sum_in_pairs(partial))
