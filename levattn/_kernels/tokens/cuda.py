@@ -1,20 +1,19 @@
 """Token statistics attention on a CUDA device: launches of tokens.cu and tokens_back.cu.
 
-A sequence is cut into runs of 16 tokens, counted from its first one, of which
-a block of threads takes all heads and channels. What runs sum up is combined in float64, in an order that depends on
-the runs before alone, so that no bit of a causal token depends on what comes after it, nor on the other sequences, and
-so that the error in single precision does not grow with the number of tokens. Where no sequence has more than one run,
-as when a token is decoded, one launch does all of it, with the same bits.
+A sequence is cut into runs of 16 tokens, counted from its first one, of which a block of threads takes all heads and
+channels. What runs sum up is combined in float64, in an order that depends on the runs before alone, so that no bit of
+a causal token depends on what comes after it, nor on the other sequences, and so that the error in single precision
+does not grow with the number of tokens. Where no sequence has more than one run, as when a token is decoded, one
+launch does all of it, with the same bits.
 
-Else each pass over the tokens reads them once; a block that needs them again has them in shared memory. Forward there
-are three passes with the logits "diagonal" (sums of squares, memberships and what they weigh, output), two with others,
-and the last one writes as many numbers as it reads. No fewer would do: what a pass reads of all tokens before, all
-blocks must have summed up, and these do not wait for each other. What
-runs sum up is written and read once more each before and after it is combined, which takes as long as a quarter of a
-pass. Passes
-go forwards and backwards in turn, so that of some ten megabytes of tokens most are still in the cache. Gradients take
-the same passes but for the last one, and then two that read tokens and dY, of which the second writes dW; with
-"diagonal" a third one reads the tokens and dW and writes dW again.
+Else each pass over the tokens reads them once, and a block that needs them again keeps them in shared memory. Forward
+there are three passes with the logits "diagonal" (sums of squares, memberships and what they weigh, output), two with
+others, and the last one writes as many numbers as it reads. Fewer would not do: a pass needs the sums of all runs
+before, which other blocks have found, and blocks do not wait for each other. What runs sum up, a sixteenth of the
+tokens, is written and read once more each before and after it is combined. Passes go forwards and backwards in turn,
+so that of some ten megabytes of tokens most are still in the cache. Gradients take the same passes but for the last
+one, and then two that read tokens and dY, of which the second writes dW; with "diagonal" a third one reads the tokens
+and dW and writes dW again.
 
 Tokens of float16 and bfloat16 (words) are widened as they are read, and outputs rounded as they are written.
 """
