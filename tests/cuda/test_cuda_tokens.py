@@ -388,9 +388,10 @@ def test_tokens_in_shared_memory_change_no_bit(
         return [forward(given)[0], memberships(given), *backward(given, dY)]
 
     expected = results(x.W)
-    assert max(rooms) == min(T, 16) * 3 * 68 * 4
+    twice = T == 3 or causal or logits != "none"  # whether anything is read more than once
+    assert max(rooms) == twice * min(T, 16) * 3 * 68 * 4
     assert_same(results(shifted), expected)
-    small = 2 * (min(T, 16) * 3 * 68 * 4 + 4096)
+    small = 2 * (min(T, 16) * 3 * 68 * 4 + 4096) - 1
     monkeypatch.setattr(tokens_cuda, "shared_limit", lambda: small)
     assert_same(results(x.W), expected)
     assert not any(rooms)
@@ -451,7 +452,7 @@ def test_outputs_of_16_bits_are_rounded_to_the_nearest() -> None:
         expected = (-np.float32(1.37) * W.astype(np.float32)).astype(np.float16)
     np.testing.assert_array_equal(forward(x)[0].view(np.uint16), expected.view(np.uint16))
     words = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
-    words = words[np.abs(widened(words)) < 1e38].reshape(1, 1, -1, 4)
+    words = words[(words & 0x7FFF) < 0x7E80].reshape(1, 1, -1, 4)  # whose outputs are finite
     found = forward(replace(x, W=words, offsets=np.array([0, words.shape[2]])))[0]
     np.testing.assert_array_equal(found, rounded(-np.float32(1.37) * widened(words), "bfloat16"))
 
