@@ -59,8 +59,10 @@ _ONE_REAL = tuple((real,) for real in _REALS)
 _LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
 _TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
 _MULTIPLIED_LATENTS = (("32", "1"), ("32", "2"), ("64", "1"), ("64", "2"), ("128", "1"))  # and tiles of columns
-_UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
-_BACK_UNITS = tuple(product(_REALS, ("1", "2")))
+_HALVES = (("Half", "float"), ("Bfloat", "float"))  # stored and computed in
+_UNITS = (*((real, real, units) for real, most in (("float", "4"), ("double", "2")) for units in ("1", most)),)
+_UNITS += tuple((*pair, "4") for pair in _HALVES)  # channels of a thread
+_BACK_UNITS = (*((real, real, units) for real in _REALS for units in ("1", "2")), *((*pair, "2") for pair in _HALVES))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
@@ -103,7 +105,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "decay": {"scan_decayed": _ONE_REAL},
     "tokens": {
-        **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens"), _UNITS),
+        **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens", "attend_tokens"), _UNITS),
         "scan_tokens": _ONE_REAL,
     },
     "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
