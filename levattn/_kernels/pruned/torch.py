@@ -12,18 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, mapped
+from levattn._kernels.pruned.contract import PrunedArguments
 from levattn._kernels.pruned.definition import cluster, levels, merged, places, radii, renewed, row_moments
-from levattn._kernels.tensors import is_transformed
+from levattn._kernels.tensors import has_tangent, is_transformed
 
 __all__ = [
-    "attended_slots",
     "cluster",
-    "is_fused",
     "levels",
     "merged",
     "mixture",
@@ -34,18 +31,21 @@ __all__ = [
 ]
 
 _PARTS = 3  # of a logarithm: 8 bits each for bfloat16 and TF32, 11 for float16
-_LIFT = {torch.float16: 1024.0}  # what their columns are multiplied by on the other side: float16 has a narrow range
-_ABSENT = {torch.float16: -60000.0}  # each part of a logarithm that hides a slot; finite, as gradients read it
-_FAR = -1e30  # for the others
+# What columns of logarithms are multiplied by on the other side: float16 has a narrow range
+_LIFT = {torch.float16: 1024.0}
+# Each part of a logarithm that hides a slot; finite, as gradients read it
+_ABSENT, _FAR = {torch.float16: -60000.0}, -1e30
+_RANGE = 2.0**-20, 2.0**20  # of scales, as columns are divided by them
 _COLUMNS = 8  # fused kernels take rows whose width is a multiple of this
 _ITEMS = 65535  # matrices of a batch that a fused kernel takes
 _ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and where no kernel is fused
 _LEAST = 16  # positions of a block
+_REMAINS = 0.25  # at least, where a half must remain, but for rounding
 
 
 def is_fused(*tensors: Any) -> bool:
-    """Tell whether fused attention takes tensors: those of a device, not within torch.func."""
-    return all(tensor.device.type != "cpu" for tensor in tensors) and not any(map(is_transformed, tensors))
+    """Tell whether fused attention takes tensors: those of a device, with no more than gradients in reverse mode."""
+    return tensors[0].device.type != "cpu" and not any(map(is_transformed, tensors)) and not has_tangent(tensors)
 
 
 def attended_slots(
@@ -53,7 +53,8 @@ def attended_slots(
 ) -> Any:
     """Return softmax attention (b, H, m, D) to slots with log-weights: one call of fused attention.
 
-    q: (b, H, m, d), keys, values: (b, G, s, d) and (b, G, s, D), H a multiple of G, all of one dtype.
+    q: (b, H, m, d), keys, values: (b, G, s, d) and (b, G, s, D), H a multiple of G, all of one dtype. scale: within
+        _RANGE.
     log_weight: (b, G, s), added to the logits, -inf for a slot that is hidden (whose values must be finite); or None.
     causal: row i reads the slots up to s - m + i only.
     own: (b, H, m) or None; row i gives the last slot this logit, whatever else is said of it.
@@ -61,9 +62,7 @@ def attended_slots(
     A logarithm b is held to 2^-24 abs(b), in float16 also to scale 2^-15; there it is cut off beyond 10^7 scale.
     Rows that read hidden slots alone return a mean of their values.
     """
-    if not 2.0**-20 < scale < 2.0**20:  # columns are divided by it
-        q, scale = q * scale, 1.0
-    b, H, m, d = q.shape
+    b, H, m, _ = q.shape
     G, s, D = values.shape[1:]
     rows, slots = [q], [keys]
     lift = _LIFT.get(q.dtype, 1.0)
@@ -79,14 +78,15 @@ def attended_slots(
     width = -(-max(sum(part.shape[-1] for part in rows), D) // _COLUMNS) * _COLUMNS
     q, keys = (_joined(parts, width) for parts in (rows, slots))
     values = _joined([values], width)
+    mask = None
     if causal and m > 1:
-        keys, values = (
-            array if H == G else array[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2)
-            for array in (keys, values)
-        )
-        return _fused(q, keys, values, scale, causal_lower_right(m, s))[..., :D]
+        if m == s:
+            keys, values = (array.repeat_interleave(H // G, 1) for array in (keys, values))
+            return _fused(q, keys, values, scale, is_causal=True)[..., :D]
+        place = torch.arange(s, device=q.device)
+        mask = (place <= place[s - m :, None]).repeat(H // G, 1)
     # the rows of all queries that share slots
-    found = _fused(q.reshape(b, G, H // G * m, width), keys, values, scale, None)
+    found = _fused(q.reshape(b, G, H // G * m, width), keys, values, scale, attn_mask=mask)
     return found.reshape(b, H, m, width)[..., :D]
 
 
@@ -112,15 +112,13 @@ def _joined(parts: list[Any], width: int) -> Any:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _fused(q: Any, keys: Any, values: Any, scale: float, mask: Any) -> Any:
+def _fused(q: Any, keys: Any, values: Any, scale: float, **options: Any) -> Any:
     """Return the attention of torch, in pieces where one call would not be taken, or hold too many logits."""
     step = _ITEMS
     if q.dtype == torch.float64 and q.device.type != "cpu":  # for which no kernel is fused
         step = max(1, min(step, _ENTRIES // max(1, math.prod(q.shape[1:3]) * keys.shape[2])))
     parts = [
-        scaled_dot_product_attention(
-            q[i : i + step], keys[i : i + step], values[i : i + step], attn_mask=mask, scale=scale
-        )
+        scaled_dot_product_attention(q[i : i + step], keys[i : i + step], values[i : i + step], scale=scale, **options)
         for i in range(0, len(q), step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -141,18 +139,20 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     (b, _, m, _), first, last = x.q.shape, list(map(int, x.first)), list(map(int, x.last))
     near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
-    if x.power is not None or not is_fused(x.q) or not b * m * (slots + near):
+    if x.power is not None or not is_fused(x.q, x.keys, x.values) or not b * m * (slots + near):
         return definition.mixture(x)
-    dtype, scale = x.narrow if x.narrow is not None else (x.q.dtype, 1.0)
-    q = x.q if x.narrow is None else (x.q / scale).to(dtype)
-    held = _slots(x, dtype)
+    q, scale = x.q, 1.0
+    if x.narrow is not None and _RANGE[0] < x.narrow[1] < _RANGE[1]:
+        dtype, scale = x.narrow
+        q = (q / scale).to(dtype)
+    held = _slots(x, q.dtype)
     D = x.values.shape[-1]
     if not near or _is_causal(x, first, last):
         keys, values, weight = held.keys, held.values, held.log_weight
         if near:
             low = first[0]
-            recent = pad(x.values[:, low:].to(dtype), (0, 1))
-            keys = torch.cat([keys, x.keys[:, low:].to(dtype)], 1)
+            recent = pad(x.values[:, low:].to(q.dtype), (0, 1))
+            keys = torch.cat([keys, x.keys[:, low:].to(q.dtype)], 1)
             values = torch.cat([values, recent], 1)
             weight = None if weight is None else pad(weight, (0, recent.shape[1]))
         weight = None if weight is None else weight[:, None]
@@ -195,8 +195,9 @@ def _with_near(
 
     With the mass A of what a query reads besides (near keys, and summaries without them), M of all slots as they are,
     and C ≤ A of the summaries that it must not read so, outputs are (M y + A a − C c) / (M + A − C). Fused attention
-    sees one slot more, of mass A: it returns M y / (M + A) and A / (M + A). As C ≤ A nothing cancels: by the
-    log-sum inequality a summary never counts for more than some members and a summary of the others.
+    sees one slot more, of mass A: it returns M y / (M + A) and A / (M + A). As C ≤ M and C ≤ A nothing cancels, as
+    M + A − C is at least half of M + A: by the log-sum inequality a summary never counts for more than some members
+    and a summary of the others.
     """
     D = x.values.shape[-1]
     mass, gone, change = _near(x, q, scale, held, first, last)
@@ -207,7 +208,7 @@ def _with_near(
     weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
     found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass).to(x.q.dtype)
     share = found[..., D + 1 :]
-    found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None])
+    found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None]).clamp(min=_REMAINS)
     return found[..., :D], found[..., D].clamp(min=0)
 
 
@@ -237,11 +238,11 @@ def _near(
     pieces = []
     for low in range(0, blocks, each):
         part = slice(low, low + each)
-        pieces.append(_of_blocks(x, [array[:, part] for array in rows], scale, held, summaries, bounds[:, part], width))
-    found = (pieces[0] if len(pieces) == 1 else [torch.cat(parts, 1) for parts in zip(*pieces, strict=True)])
-    mass, gone, change = (
-        array.unflatten(2, (g, step)).transpose(1, 2).flatten(2, 3)[:, :, :m] for array in found
-    )
+        pieces.append(
+            _of_blocks(x, [array[:, part] for array in rows], scale, held, summaries, bounds[:, part], width)
+        )
+    found = pieces[0] if len(pieces) == 1 else [torch.cat(parts, 1) for parts in zip(*pieces, strict=True)]
+    mass, gone, change = (array.unflatten(2, (g, step)).transpose(1, 2).flatten(2, 3)[:, :, :m] for array in found)
     return mass, gone, change
 
 
@@ -259,71 +260,75 @@ def _of_blocks(
 ) -> tuple[Any, Any, Any]:
     """Return the same for some blocks, (b, blocks, rows, ...). rows: queries, and those that fused attention takes."""
     q, narrow = rows
-    (b, blocks, many, d), D = q.shape, x.values.shape[-1]
-    n, step = x.keys.shape[1], bounds.shape[2]
+    blocks, step = bounds.shape[1:]
     place = bounds[2, :, :1] + torch.arange(width, device=q.device)
     within = (bounds[0, :, :, None] <= place[:, None]) & (place[:, None] < bounds[1, :, :, None])
-    within = within.repeat(1, many // step, 1)
-    flat = place.clamp(max=n - 1).flatten()
+    within = within.repeat(1, q.shape[2] // step, 1)
+    flat = place.clamp(max=x.keys.shape[1] - 1).flatten()
 
     def taken(array: Any) -> Any:
         return array.index_select(1, flat).unflatten(1, (blocks, width))
 
-    keys, values = taken(x.keys), pad(taken(x.values), (0, 1))
-    near = q @ keys.mT
-    here = within
-    if x.role is not None:
-        role = taken(x.role)
-        here = within & (role > -2)[:, :, None]
-    else:
-        here = within.expand(b, -1, -1, -1)
-    if summaries is None or x.role is None:
-        logits, here = near.masked_fill(~here, -torch.inf), here
-        E, mass = _exponentials(logits)
-        total = E.sum(-1, keepdim=True).clamp(min=torch.finfo(E.dtype).tiny)
-        return mass, torch.zeros_like(mass), E @ values / total
+    near, values = q @ taken(x.keys).mT, pad(taken(x.values), (0, 1))
+    if x.role is None or summaries is None:
+        here = within if x.role is None else within & (taken(x.role) > -2)[:, :, None]
+        P, mass = _weights(near.masked_fill(~here, -torch.inf))
+        return mass, torch.zeros_like(mass), P @ values
+    role = taken(x.role)
     logs = torch.zeros_like(near[:, :, 0]) if x.log_weight is None else taken(x.log_weight)
-    # A column for each near key stands for its summary, unless an earlier one of the block does
+    slot = role.clamp(min=0).flatten(1)[..., None]
+
+    def of_slots(array: Any, first: int) -> Any:
+        found = array.gather(1, (slot + first).expand(-1, -1, array.shape[-1]))
+        return found.unflatten(1, (blocks, width))
+
+    mass, found, touched = _without_members(q, near, values, within, role, logs, of_slots(summaries, 0))
+    # What fused attention will have read: the same rounded numbers
+    keys, values, weight = (
+        of_slots(array.to(q.dtype), held.kept) for array in (held.keys, held.values, held.log_weight[..., None])
+    )
+    logits = scale * (narrow.to(q.dtype) @ keys.mT) + weight.mT - mass[..., None]
+    P, gone = _weights(logits.masked_fill(~touched, -torch.inf))
+    gone = gone.clamp(max=0).exp()  # C ≤ A, but for rounding
+    return mass, gone, found - gone[..., None] * (P @ values)
+
+
+def _without_members(
+    q: Any, near: Any, values: Any, within: Any, role: Any, logs: Any, sums: Any
+) -> tuple[Any, Any, Any]:
+    """Return log A, a with its share of summaries, and which summaries have members near a row.
+
+    Each near key has a column (b, blocks, rows, width) for itself, and one for its summary, unless that of an earlier
+    key of the block stands for this already. near: logits of keys. sums: of the summaries, side by side.
+    """
+    (D, width), d = values.shape[-1:] + near.shape[-1:], q.shape[-1]
+    sum_keys, sum_values, scalars = sums.split([d, D - 1, 3], -1)
+    weight, offset, count = (array[:, :, None] for array in scalars.unbind(-1))
     same = (role[..., :, None] == role[..., None, :]) & (role >= 0)[..., None]
     stands = (role >= 0) & ~same.triu(1).any(-2)
-    slot = role.clamp(min=0).flatten(1)[..., None]
-    member = same.to(q.dtype)
-    own = summaries.gather(1, slot.expand(-1, -1, summaries.shape[-1])).unflatten(1, (blocks, width))
-    sums, sum_values, scalars = own.split([d, D, 3], -1)
-    weight, offset, count = (array[:, :, None] for array in scalars.unbind(-1))
-    inside = within.to(q.dtype)
+    member, inside = same.to(q.dtype), within.to(q.dtype)
     out = inside * logs.exp()[:, :, None]  # what each row takes out
     members = inside @ member
     weight = weight - out @ member
-    inner = q @ sums.mT - offset - (out * (near - logs[:, :, None])) @ member
+    inner = q @ sum_keys.mT - offset - (out * (near - logs[:, :, None])) @ member
     touched = (members > 0.5) & stands[:, :, None]
     left = touched & (count - members > 0.5) & (weight > 0)
     weight = torch.where(left, weight, 1)
-    logits = torch.cat([near.masked_fill(~here, -torch.inf), (inner / weight + weight.log()).masked_fill(~left, -torch.inf)], -1)
-    E, mass = _exponentials(logits)
-    total = E.sum(-1, keepdim=True).clamp(min=torch.finfo(E.dtype).tiny)
-    E = E / total
-    share = E[..., width:]
+    here = within & (role > -2)[:, :, None]
+    keys, others = near.masked_fill(~here, -torch.inf), (inner / weight + weight.log()).masked_fill(~left, -torch.inf)
+    P, mass = _weights(torch.cat([keys, others], -1))
+    share = P[..., width:]
     coefficient = share / weight
-    direct = E[..., :width] - (coefficient @ member.mT) * out
-    found = direct @ values + coefficient @ pad(sum_values, (0, 1))
-    found = torch.cat([found[..., :D], share.sum(-1, keepdim=True)], -1)
-    # what fused attention will have read: the same rounded numbers
-    index = slot + held.kept
-
-    def read(array: Any) -> Any:
-        array = array.to(q.dtype)
-        return array.gather(1, index.expand(-1, -1, array.shape[-1])).unflatten(1, (blocks, width))
-
-    whole = scale * (narrow.to(q.dtype) @ read(held.keys).mT) + read(held.log_weight[..., None])[..., 0][:, :, None]
-    whole = torch.where(touched, (whole - mass[..., None]).exp(), 0)
-    return mass, whole.sum(-1), found - whole @ read(held.values)
+    direct = P[..., :width] - (coefficient @ member.mT) * out
+    found = (direct @ values)[..., :-1] + coefficient @ sum_values
+    return mass, torch.cat([found, share.sum(-1, keepdim=True)], -1), touched
 
 
-def _exponentials(logits: Any) -> tuple[Any, Any]:
-    """Return exponentials relative to the largest of each row, and the logarithms of their sums, -inf of none."""
+def _weights(logits: Any) -> tuple[Any, Any]:
+    """Return the weights of each row, and the logarithms of their sums; zeros and -inf where there are none."""
     top = logits.amax(-1, keepdim=True).detach()
     E = (logits - torch.where(top == -torch.inf, 0, top)).exp()
-    total = E.sum(-1)
+    total = E.sum(-1, keepdim=True)
     there = total > 0
-    return E, torch.where(there, torch.where(there, total, 1).log() + top[..., 0], -torch.inf)
+    total = torch.where(there, total, 1)
+    return E / total, torch.where(there, total.log() + top, -torch.inf)[..., 0]
