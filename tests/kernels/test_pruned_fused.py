@@ -13,7 +13,7 @@ from test_pruned_kernels import mixture
 import naive_attention
 from differences import assert_gradients
 from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, mapped
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 from levattn.attention import pruned_attention
 from libraries import HAS_TORCH
 
@@ -229,6 +229,39 @@ def test_large_logits_leave_no_range(size: float, dtype: str) -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e3, 1e6, 1e9])
+@pytest.mark.parametrize("apart", [0.02, 0.0])
+@pytest.mark.usefixtures("calls")
+def test_no_more_is_taken_out_than_there_is(apart: float, size: float, dtype: str) -> None:
+    """Pairs of keys are summaries, of which rows see both: of what fused attention read all but nothing is left."""
+    rng = np.random.default_rng(5)
+    keys = np.repeat(rng.standard_normal((1, 60, 16)), 2, 1)
+    keys[:, 1::2] *= 1 + apart * rng.standard_normal((1, 60, 16))
+    values = rng.uniform(0.5, 1.0, (1, 120, 4))
+    pairs = (keys, values)
+    sums = [array.reshape(1, 60, 2, -1).sum(2) for array in pairs]
+    count = np.full((1, 60), 2.0)
+    at = np.arange(120)
+    x = tensors(
+        replace(
+            mixture(b=1, s=0, d=16, D=4, R=0),
+            q=(min(size, 1e3) if dtype == "float16" else size) * keys[:, None],
+            keys=keys,
+            values=values,
+            role=at[None] // 2,
+            first=np.maximum(at - 1, 0).tolist(),
+            last=np.minimum(at + 2, 120).tolist(),
+            summaries=Summaries(count, *sums, np.zeros((1, 60)), count),
+        ),
+        dtype,
+    )
+    Y, rest = fused_kernels.mixture(x)
+    room = 8 * ROOM[dtype]
+    assert 0.5 - room <= float(Y.min()) <= float(Y.max()) <= 1 + room
+    assert 0 <= float(rest.min()) <= float(rest.max()) <= 1 + room
+
+
 class Operators(TorchDispatchMode):
     """Names of the operators that were called."""
 
@@ -257,6 +290,7 @@ def test_as_many_operators_for_any_length(form: str) -> None:
     assert len(found[0]) < 400
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_which_tensors_have_fused_attention() -> None:
     away, here = torch.empty(2, device="meta"), torch.empty(2)
     assert fused_kernels.is_fused(away, away)
