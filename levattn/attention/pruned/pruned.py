@@ -206,7 +206,8 @@ def pruned_attention(
     if queries is not None:
         queries = dense_array("queries", queries)
         check_sizes({"queries ": (queries, -2, "s"), "Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
-    call = PrunedCall.of((Q, K, V, given, queries), heads, mask, query_mask, tied=tied, held=held)
+    arrays = Q, K, V, given, queries
+    call = PrunedCall.of(arrays, heads, mask, query_mask, tied=tied, held=held, certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         if causal:
