@@ -126,7 +126,6 @@ build/nvrtc/%/.ready: | .venv-test/.ready
 	    'nvidia-cuda-nvrtc-cu12==$*.*'
 	@touch $@
 
-
 gpu: .venv-gpu/.ready
 	.venv-gpu/bin/python -m tests.gpu $(GPU)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from levattn._kernels.uncached import say_uncached
 
-__all__ = ["key_of", "load", "save"]
+__all__ = ["keep_code", "kept_code", "key_of"]
 
 _DIGEST = 32  # bytes
 
@@ -26,7 +26,7 @@ def key_of(*parts: str) -> str:
     return f"levattn-{_digest(whole).hex()}"
 
 
-def load(key: str) -> tuple[str, bytes] | None:
+def kept_code(key: str) -> tuple[str, bytes] | None:
     """Return the name of the kernel within its code, and the code, or None where they are not kept."""
     folder = _folder()
     if folder is not None:
@@ -39,7 +39,7 @@ def load(key: str) -> tuple[str, bytes] | None:
     return None
 
 
-def save(key: str, name: str, code: bytes) -> None:
+def keep_code(key: str, name: str, code: bytes) -> None:
     """Keep code, in which a kernel has a name; where that cannot be, warn once."""
     folder = _folder()
     if folder is None:

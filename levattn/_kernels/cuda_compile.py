@@ -111,11 +111,11 @@ def loaded(xp: Any, source: str, name: str, device: int) -> Kernel:
     nvrtc = _nvrtc(xp)
     target = architecture(nvrtc, _capability(xp, device))
     key = cuda_cache.key_of(source, name, *OPTIONS, target, str(nvrtc.getVersion()))
-    kept = cuda_cache.load(key)
+    kept = cuda_cache.kept_code(key)
     if kept is None:
         made = compiled(nvrtc, source, (name,), target)
         kept = made.names[name], made.code
-        cuda_cache.save(key, *kept)
+        cuda_cache.keep_code(key, *kept)
     module = xp.cuda.Module()
     module.load(kept[1])
     return Kernel(module.get_function(kept[0]), xp.cuda.driver)
