@@ -55,7 +55,7 @@ def keep_code(key: str, name: str, code: bytes) -> None:
             part.unlink(missing_ok=True)
             raise
     except OSError as error:
-        if load(key) != (name, code):  # Windows replaces no file that another process reads
+        if kept_code(key) != (name, code):  # Windows replaces no file that another process reads
             say_uncached(error.strerror or str(error), "CUPY_CACHE_DIR")
 
 
