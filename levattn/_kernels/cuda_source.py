@@ -7,7 +7,6 @@ that what the tests compile is what can run.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -29,7 +28,6 @@ __all__ = [
     "launch",
     "namespace",
     "on_device",
-    "product_type",
     "shared_limit",
     "text",
     "with_rows",
@@ -153,15 +151,6 @@ def with_rows(array: Any) -> Any:
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return namespace().ascontiguousarray(array)
     return array
-
-
-def product_type(dtype: Any) -> Any:
-    """Return the dtype in which CuPy is to multiply matrices of a dtype: float64 for float32 that it would cut.
-
-    To 11 bits, where CUPY_TF32 asks for that in all products of the process; errors here are counted from 24.
-    """
-    tf32 = np.dtype(dtype) == np.float32 and int(os.environ.get("CUPY_TF32", "0")) > 0
-    return np.dtype(np.float64 if tf32 else dtype)
 
 
 def launch(
