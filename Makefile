@@ -4,6 +4,7 @@
 #   make test    lint, types, tests and the examples of README and documentation
 #   make test-all the same with the thorough tests, two hundred examples a property, and all peers (over an hour)
 #   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices (CUDA_ARCHITECTURES)
+#   make gpu     all that there is for a CUDA device, where there is one: kernels, contract, torch, compute-sanitizer, benchmarks (GPU)
 #   make adversary two minutes of hostile keys over all routes (ADVERSARY: seconds)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries (transformers, kvpress, timm), and on a real decoder
@@ -32,21 +33,35 @@ PROCESSES ?= 2
 SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # For which `make cuda` compiles.
-CUDA_ARCHITECTURES ?= 90,80
+CUDA_ARCHITECTURES ?= 100,90,80
+
+# Older releases of NVRTC, by which it compiles as well. With NVRTC= what needs them is skipped.
+NVRTC ?= 12.0 12.4 12.9
+
+# The CUDA of the driver, 13 or 12 (the CuPy that `make gpu` installs, with what it needs of the toolkit), and options
+# of the run: `make gpu GPU="--only kernels contract"`; `python -m tests.gpu --help` tells all.
+CUDA ?= 13
+GPU ?=
 
 # For how many seconds `make adversary` searches.
 ADVERSARY ?= 120
 
 BENCHMARKS ?= $(filter-out examples/benchmarks/_%, $(sort $(wildcard examples/benchmarks/*.py)))
 
-ENVIRONMENTS := demo lint test bench
+ENVIRONMENTS := demo lint test bench gpu
 extras-demo  := cli
 extras-lint  := lint
 extras-test  := test
 extras-bench := bench
+extras-gpu   := test
 before-test  := $(TORCH)
 before-bench := $(TORCH)
+before-gpu   := $(TORCH)
 beside-test  := $(ENCODER)
+
+# CuPy of the extra `test` has no toolkit beside it, and is for one CUDA alone: two of them in one environment clash.
+after-gpu = $(if $(filter 13,$(CUDA)),,.venv-gpu/bin/python -m pip -qq uninstall --yes cupy-cuda13x &&) \
+    .venv-gpu/bin/python -m pip -qq --disable-pip-version-check install "cupy-cuda$(CUDA)x[ctk]"
 
 PIP_INSTALL = .venv-$*/bin/python -m pip -qq --disable-pip-version-check install
 
@@ -85,7 +100,7 @@ files-of = $(foreach name,$(1),$(or $(wildcard tests/*/$(name).py),$(error no fo
 # What pytest and Python make of a module is kept: each process would else make it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all cuda adversary docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
+.PHONY: demo test test-all cuda gpu adversary docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -94,16 +109,25 @@ test: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED)
 
-test-all: .venv-test/.ready
+test-all: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 	$(call lint-with,.venv-test/bin)
-	OMP_NUM_THREADS=1 CUDA_ARCHITECTURES=100,90,80 \
-	    .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
 	$(MAKE) adversary ADVERSARY=1200
 	$(MAKE) peers
 
-cuda: .venv-test/.ready
+cuda: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 	CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) \
 	    -m "cuda and not thorough" tests/cuda
+
+build/nvrtc/%/.ready: | .venv-test/.ready
+	@echo "Installing NVRTC $* into build/nvrtc/$* ..."
+	@rm -rf build/nvrtc/$*
+	@.venv-test/bin/python -m pip -qq --disable-pip-version-check install --no-deps --target build/nvrtc/$* \
+	    'nvidia-cuda-nvrtc-cu12==$*.*'
+	@touch $@
+
+gpu: .venv-gpu/.ready
+	.venv-gpu/bin/python -m tests.gpu $(GPU)
 
 adversary: .venv-test/.ready
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds $(ADVERSARY)
@@ -196,4 +220,5 @@ $(ENVIRONMENTS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml
 	@$(if $(before-$*), $(PIP_INSTALL) $(before-$*))
 	@$(PIP_INSTALL) --editable '.[$(extras-$*)]'
 	@$(if $(beside-$*), $(PIP_INSTALL) --no-deps $(beside-$*))
+	@$(after-$*)
 	@touch $@

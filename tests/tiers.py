@@ -6,7 +6,7 @@ what it looks for lies in the combinations. Else an item that departs from the f
 thorough. So are storages of which another width is among the rest. Long lists of named keys are dealt out: each test
 of a file has the first and a third of them, and the next test the next third.
 
-Tests of the CUDA kernels and of what else there is for devices, in the folder `cuda`, are
+Tests of the CUDA kernels and of what else there is for devices, in the folders `cuda` and `gpu`, are
 marked `cuda`: `make cuda` runs them. The contract on CuPy arrays, which the emulator runs, is among all others.
 """
 
@@ -39,8 +39,8 @@ FIRST = (
 
 
 def is_of_kernels(path: Path) -> bool:
-    """Whether a file has tests of the CUDA kernels one by one."""
-    return path.parent.name == "cuda"
+    """Whether a file has tests of the CUDA kernels one by one, or of a card."""
+    return path.parent.name in ("cuda", "gpu")
 
 
 def departs(item: Any, first: Any) -> int:

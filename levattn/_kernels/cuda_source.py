@@ -67,9 +67,9 @@ _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "f
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
-    "moments": {"moment_blocks": tuple(product(_KEYS, _REALS)), "add_blocks": ((),)},
+    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
     "products": {
-        "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
+        "square_rows": tuple(product(_KEYS, _REALS)),
         "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
     },
     "tensor": {
@@ -80,7 +80,6 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "scan": {
         "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
         "find_nonfinite": tuple((key,) for key in _KEYS),
-        "read_rows": tuple(product(_KEYS, _REALS)),
     },
     "dense": {"invert_cholesky": ((),)},
     "sketch": {
@@ -157,9 +156,9 @@ def with_rows(array: Any) -> Any:
 
 
 def product_type(dtype: Any) -> Any:
-    """Return the numbers in which CuPy multiplies matrices of a dtype: float64 for float32 that it would cut.
+    """Return the dtype in which CuPy is to multiply matrices of a dtype: float64 for float32 that it would cut.
 
-    That is what CUPY_TF32 asks of it, for all products of a process; errors here are counted from 24 bits.
+    To 11 bits, where CUPY_TF32 asks for that in all products of the process; errors here are counted from 24.
     """
     tf32 = np.dtype(dtype) == np.float32 and int(os.environ.get("CUPY_TF32", "0")) > 0
     return np.dtype(np.float64 if tf32 else dtype)

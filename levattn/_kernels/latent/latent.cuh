@@ -10,17 +10,21 @@ constexpr int WIDEST = 128;  // columns of a block
 __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 
-__device__ inline bool raises(float e) { return __float_as_int(e) < 0; }
-__device__ inline bool raises(double e) { return __double_as_longlong(e) < 0; }
-
-__device__ inline void load_four(const float *from, float (&to)[4]) {
-    const float4 four = *(const float4 *)from;
-    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+template <typename Real>
+__device__ inline bool raises(Real e) {
+    if constexpr (sizeof(Real) == 4) return __float_as_int(e) < 0;
+    else return __double_as_longlong(e) < 0;
 }
 
-__device__ inline void load_four(const double *from, double (&to)[4]) {
-    const double2 low = *(const double2 *)from, high = *(const double2 *)(from + 2);
-    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+template <typename Real>
+__device__ inline void load_four(const Real *from, Real (&to)[4]) {
+    if constexpr (sizeof(Real) == 4) {
+        const float4 four = *(const float4 *)from;
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+        const double2 low = *(const double2 *)from, high = *(const double2 *)(from + 2);
+        to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+    }
 }
 
 // Add up N values over LANES lanes that are APART from each other, and share out the sums: a lane is left with those

@@ -347,13 +347,13 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return namespace_of(array).reshape(array, shape) if is_torch(array) else with_shape(array, shape)
 
 
-def moved(name: str, array: Any, like: Any) -> Any:
+def moved(array: Any, like: Any) -> Any:
     """Return an array in the library and on the device of another."""
     if _home(array) == _home(like):
         return array
     if is_torch(array) and is_torch(like):
         return array.to(like.device)
-    if on_cuda(like) and (shared := as_cupy(array, name)) is not None:
+    if on_cuda(like) and (shared := as_cupy(array)) is not None:
         return shared
     return to_device(to_numpy(array), like)
 
@@ -364,4 +364,4 @@ def _flags(mask: Any, U: int, like: Any) -> Any:
         return mask
     mask = dense_array("mask", mask)
     check_flags("mask", mask, (..., U), "a position that takes part")
-    return moved("mask", mask, like)
+    return moved(mask, like)
