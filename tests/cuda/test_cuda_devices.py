@@ -143,6 +143,63 @@ def test_tensors_of_each_format(tensors: Any, dtype: str) -> None:
     torch.testing.assert_close(found.inner, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("d", [8, 5])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_tokens_of_each_format_and_their_states(
+    tensors: Any, dtype: str, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state stays on the device: each step is one launch, and nothing is sent or waited for."""
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+
+    there, streams, _ = tensors
+    streams.current[1] = 3
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))  # as true tensors are
+    W = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 30, d))).to(getattr(torch, dtype))
+    theta = torch.ones(3, dtype=W.dtype)
+    part, state = tssa(there.CudaTensor(W[:, :, :20], 1), there.CudaTensor(theta, 1), return_state=True)
+    parts = [part]
+    for t in range(20, 30):
+        places.launches.clear()
+        given = there.CudaTensor(W[:, :, t : t + 1], 1), there.CudaTensor(theta, 1)
+        part, state = tssa(*given, state=state, return_state=True)
+        assert places.launches == [(1, 3)]
+        parts.append(part)
+    assert not places.waits
+    assert not places.own
+    found = torch.cat([part.inner for part in parts], 2)
+    assert found.dtype == W.dtype
+    expected = tssa(W, theta)
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6)
+    whole = tssa(there.CudaTensor(W, 1), there.CudaTensor(theta, 1))
+    torch.testing.assert_close(whole.inner, expected, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
+    import torch
+
+    from levattn._kernels.tokens.torch import STATISTICS_BACKWARD
+
+    there, _, made = tensors
+    W, dY = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 2, 3, 30, 8))).to(getattr(torch, dtype))
+    theta, offsets = torch.ones(2, 3), torch.tensor([0, 30])
+    numbers = (True, 2, False, 1e-12, 1e-8, 1.0, 1.0)
+
+    def gradients(dY: Any, W: Any, theta: Any) -> Any:
+        return STATISTICS_BACKWARD(dY, W, theta, None, None, offsets, *(None,) * 5, *numbers)
+
+    expected = gradients(dY.float(), W.float(), theta)
+    with made:
+        found = gradients(*(there.CudaTensor(part, 1) for part in (dY, W, theta)))
+    assert found[0].dtype == W.dtype
+    tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
+    torch.testing.assert_close(found[0].inner.float(), expected[0], rtol=tolerance, atol=1e-5)
+    torch.testing.assert_close(found[1].inner, expected[1], rtol=1e-4, atol=1e-4)
+
+
 def test_arrays_of_cupy_beside_tensors_are_waited_for(tensors: Any, cupy: Any) -> None:
     import torch
 
