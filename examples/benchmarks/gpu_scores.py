@@ -10,7 +10,7 @@ Bars, on an H200:
 The rivals get the heads in parts, at the best of three sizes. Where kvpress is installed its own function is beside
 them.
 
-    python examples/benchmarks/gpu_scores.py [--rows 2000000] [--heads 1024] [--context 8192] [--rounds 15] [--json FILE]
+    python examples/benchmarks/gpu_scores.py [--rows 2000000] [--heads 1024] [--context 8192] [--json FILE]
 """
 
 from __future__ import annotations
