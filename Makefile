@@ -33,7 +33,10 @@ PROCESSES ?= 2
 SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # For which `make cuda` compiles.
-CUDA_ARCHITECTURES ?= 90,80
+CUDA_ARCHITECTURES ?= 100,90,80
+
+# Older releases of NVRTC, by which it compiles as well. With NVRTC= what needs them is skipped.
+NVRTC ?= 12.0 12.4 12.9
 
 # For `make gpu`: the CUDA of the driver, 13 or 12 (CuPy is installed for it, with what it needs of the toolkit), packages
 # that the benchmarks compare with (flash-linear-attention, kvpress), and options: GPU="--only kernels contract".
@@ -107,16 +110,22 @@ test: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED)
 
-test-all: .venv-test/.ready
+test-all: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 	$(call lint-with,.venv-test/bin)
-	OMP_NUM_THREADS=1 CUDA_ARCHITECTURES=100,90,80 \
-	    .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
 	$(MAKE) adversary ADVERSARY=1200
 	$(MAKE) peers
 
-cuda: .venv-test/.ready
+cuda: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 	CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) \
 	    -m "cuda and not thorough" tests/cuda
+
+build/nvrtc/%/.ready: | .venv-test/.ready
+	@echo "Installing NVRTC $* into build/nvrtc/$* ..."
+	@rm -rf build/nvrtc/$*
+	@.venv-test/bin/python -m pip -qq --disable-pip-version-check install --no-deps --target build/nvrtc/$* \
+	    'nvidia-cuda-nvrtc-cu12==$*.*'
+	@touch $@
 
 gpu: .venv-gpu/.ready
 	.venv-gpu/bin/python -m tests.gpu $(GPU)

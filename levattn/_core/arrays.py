@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,12 +28,14 @@ __all__ = [
     "check_flags",
     "float64_beside",
     "from_list",
+    "has_cupy",
     "is_torch",
     "item_entries",
     "nonzero",
     "on_cuda",
     "take_entries",
     "take_rows",
+    "tensor_behind",
     "to_device",
     "to_float64",
     "to_numpy",
@@ -115,38 +118,62 @@ def _in_main_memory(tensor: Any) -> bool:
     return bool(tensor.device.type == "cpu")
 
 
-def as_cupy(array: Any, name: str) -> Any | None:
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def has_cupy() -> bool:
+    """Tell whether tensors on a CUDA device can be handed to CuPy."""
+    return "cupy" in sys.modules or _is_installed("cupy")
+
+
+def as_cupy(array: Any) -> Any | None:
     """Return an array of a CUDA device as CuPy's, on the same memory, or None for others and where there is no CuPy.
 
-    Numbers of bfloat16, which CuPy lacks, come as words. What a stream of torch has yet to compute is waited for
-    by the stream of CuPy, and the other way round where results go back.
+    Numbers of bfloat16, which CuPy lacks, come as words. CuPy works on torch's stream (`device`), so nothing waits.
     """
-    if is_torch(array) and array.device.type == "cuda" and find_spec("cupy") is not None:
-        import cupy
+    if not (is_torch(array) and array.is_cuda and has_cupy()):
+        return array if on_cuda(array) else None
+    import cupy
 
-        torch = sys.modules["torch"]
-        kind = dtype_name(array.dtype)
-        words = {"bool": torch.uint8, "bfloat16": torch.int16}.get(kind)  # DLPack or CuPy lacks these
-        array = cupy.from_dlpack(array if words is None else array.view(words))
-        if words is not None:
-            array = array.view(np.bool_ if kind == "bool" else np.uint16)
-    if not on_cuda(array):
-        return None
-    here = sys.modules["cupy"].cuda.runtime.getDevice()
-    if array.device.id != here:
+    if sys.modules["torch"].cuda.is_current_stream_capturing():
         raise ValueError(
-            f"{name} is on CUDA device {array.device.id}, and the current one is {here}; expected an array of the "
-            f"current device. Call this in `with cupy.cuda.Device({array.device.id}):`"
+            "a tensor came while torch captures a CUDA graph, and kernels take small tables from main memory, which "
+            "the graph would not read again; expected a call outside. Capture what comes before and what comes after"
         )
-    return array
+    kind = dtype_name(array.dtype)
+    dtype = np.dtype(np.uint16 if kind == "bfloat16" else kind)
+    start, device = array.data_ptr(), array.device.index
+    size = array.untyped_storage().nbytes() - array.storage_offset() * dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(start, size, array, device)
+    steps = tuple(step * dtype.itemsize for step in array.stride())
+    return cupy.ndarray(tuple(array.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), steps)
+
+
+def tensor_behind(array: Any) -> Any | None:
+    """Return the torch tensor whose memory an array of CuPy is on, or None if CuPy gave it."""
+    owner = getattr(array.data.mem, "_owner", None)
+    return owner if is_torch(owner) else None
 
 
 def as_tensor(array: Any) -> Any:
-    """Return an array of CuPy as a torch tensor on the same memory."""
+    """Return an array of CuPy as a torch tensor on the same memory.
+
+    Where that is torch's it is torch's in full, so that ``record_stream`` and the like are heeded.
+    """
     torch = sys.modules["torch"]
-    if array.dtype == np.bool_:  # which not all releases hand over
-        return torch.from_dlpack(array.view(np.uint8)).view(torch.bool)
-    return torch.from_dlpack(array)
+    owner = tensor_behind(array)
+    if owner is None:
+        if array.dtype == np.bool_:  # which not all releases hand over
+            return torch.from_dlpack(array.view(np.uint8)).view(torch.bool)
+        return torch.from_dlpack(array)
+    tensor = torch.empty(0, dtype=getattr(torch, array.dtype.name), device=owner.device)
+    if not array.size:
+        return tensor.reshape(array.shape)
+    storage = owner.untyped_storage()
+    start, *steps = (step // array.itemsize for step in (array.data.ptr - storage.data_ptr(), *array.strides))
+    return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
 def _plain_tensor(tensor: Any, name: str) -> Any:
@@ -238,7 +265,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
             f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
             "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
         )
-    shared = as_cupy(array, name)
+    shared = as_cupy(array)
     if shared is None and not isinstance(array, np.ndarray) and not is_torch(array):
         conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
     kind = format_of(array.dtype, name, conversion)
@@ -295,7 +322,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)
     if on_cuda(matrices.data):
-        shared = as_cupy(mask, "mask")
+        shared = as_cupy(mask)
         mask = mask if shared is None else shared
     if array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))

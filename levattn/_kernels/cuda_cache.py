@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
 from levattn._kernels.uncached import say_uncached
 
-__all__ = ["key_of", "load", "save"]
+__all__ = ["keep_code", "kept_code", "key_of"]
 
 _DIGEST = 32  # bytes
 
@@ -26,7 +26,7 @@ def key_of(*parts: str) -> str:
     return f"levattn-{_digest(whole).hex()}"
 
 
-def load(key: str) -> tuple[str, bytes] | None:
+def kept_code(key: str) -> tuple[str, bytes] | None:
     """Return the name of the kernel within its code, and the code, or None where they are not kept."""
     folder = _folder()
     if folder is not None:
@@ -39,7 +39,7 @@ def load(key: str) -> tuple[str, bytes] | None:
     return None
 
 
-def save(key: str, name: str, code: bytes) -> None:
+def keep_code(key: str, name: str, code: bytes) -> None:
     """Keep code, in which a kernel has a name; where that cannot be, warn once."""
     folder = _folder()
     if folder is None:
@@ -47,16 +47,15 @@ def save(key: str, name: str, code: bytes) -> None:
     rest = name.encode() + b"\n" + code
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{key}.", dir=folder)
+        part = folder / f"{key}.{secrets.token_hex(8)}"  # by name, so that it gets the permissions of the user's umask
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_digest(key.encode() + rest) + rest)
-            Path(part).replace(folder / key)
+            part.write_bytes(_digest(key.encode() + rest) + rest)
+            part.replace(folder / key)
         except BaseException:
-            Path(part).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
     except OSError as error:
-        if load(key) != (name, code):  # Windows replaces no file that another process reads
+        if kept_code(key) != (name, code):  # Windows replaces no file that another process reads
             say_uncached(error.strerror or str(error), "CUPY_CACHE_DIR")
 
 

@@ -27,7 +27,7 @@ _LEAST = 80  # the compute capability of the oldest cards served, times ten
 
 @dataclass(frozen=True)
 class Compiled:
-    """What NVRTC made of a source: code for a card, or PTX; the names of kernels in it by their C++ names; its log."""
+    """What NVRTC made of a source: code for a card, or PTX; the kernels' names in it by their C++ names; its log."""
 
     code: bytes
     names: dict[str, str]
@@ -43,7 +43,7 @@ class Kernel:
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
-        """The most bytes of shared memory that were asked for; never lowered, as another thread may need them."""
+        """The most bytes of shared memory asked for so far; never lowered, as another thread may need them."""
         return self._shared
 
     @max_dynamic_shared_size_bytes.setter
@@ -62,8 +62,8 @@ def architecture(nvrtc: Any, capability: int) -> str:
     """Return what to compile for, for a card of a compute capability, times ten.
 
     Code of sm_90 or sm_100, not of sm_90a or sm_100a, whose further instructions no kernel takes. For a card that
-    NVRTC does not know it is PTX of the newest one before it, which the driver translates; PTX of compute_90a would be
-    refused there.
+    NVRTC does not know it is PTX of the newest one before it, which the driver translates; it refuses compute_90a
+    there.
     """
     known = nvrtc.getSupportedArchs()
     if capability in known:
@@ -75,7 +75,7 @@ def compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: S
     """Compile kernels of a source, given by their C++ names, for an architecture; `nvrtc` is `cupy.cuda.nvrtc`.
 
     That is done on a thread of its own: NVRTC 12.0 to 12.5 leave the one that calls them in the locale "C", where
-    files would be read as ASCII from then on.
+    files are read as ASCII from then on.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_compiled, nvrtc, source, names, target, more).result()
@@ -111,11 +111,11 @@ def loaded(xp: Any, source: str, name: str, device: int) -> Kernel:
     nvrtc = _nvrtc(xp)
     target = architecture(nvrtc, _capability(xp, device))
     key = cuda_cache.key_of(source, name, *OPTIONS, target, str(nvrtc.getVersion()))
-    kept = cuda_cache.load(key)
+    kept = cuda_cache.kept_code(key)
     if kept is None:
         made = compiled(nvrtc, source, (name,), target)
         kept = made.names[name], made.code
-        cuda_cache.save(key, *kept)
+        cuda_cache.keep_code(key, *kept)
     module = xp.cuda.Module()
     module.load(kept[1])
     return Kernel(module.get_function(kept[0]), xp.cuda.driver)
@@ -127,8 +127,8 @@ def _nvrtc(xp: Any) -> Any:
         nvrtc.getVersion()
     except (AttributeError, ImportError, RuntimeError, OSError) as error:
         raise ImportError(
-            "the kernels for a CUDA device are compiled by NVRTC, which CuPy does not find: install the CUDA toolkit, "
-            "or pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x[ctk] for CUDA 12), which brings it from CuPy 14 on"
+            "the kernels for a CUDA device are compiled by NVRTC, which CuPy does not find: install the CUDA "
+            "toolkit, or pip install 'cupy-cuda13x[ctk]>=14' (cupy-cuda12x for CUDA 12), which brings it"
         ) from error
     return nvrtc
 
@@ -142,6 +142,6 @@ def _capability(xp: Any, device: int) -> int:
         raise ValueError(
             f"the array is on CUDA device {device}, {card}, of compute capability {found[:-1]}.{found[-1]}; expected "
             "a card of compute capability 8.0 or later (Ampere, 2020). Move the array to main memory, by cupy.asnumpy "
-            "or .cpu() of a tensor"
+            "or by .cpu() of a tensor"
         )
     return int(found)

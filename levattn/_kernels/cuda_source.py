@@ -58,15 +58,18 @@ _REALS = ("float", "double")
 _ONE_REAL = tuple((real,) for real in _REALS)
 _LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
 _TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
-_UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
-_BACK_UNITS = tuple(product(_REALS, ("1", "2")))
+_MULTIPLIED_LATENTS = (("32", "1"), ("32", "2"), ("64", "1"), ("64", "2"), ("128", "1"))  # and tiles of columns
+_HALVES = (("Half", "float"), ("Bfloat", "float"))  # stored and computed in
+_UNITS = (*((real, real, units) for real, most in (("float", "4"), ("double", "2")) for units in ("1", most)),)
+_UNITS += tuple((*pair, "4") for pair in _HALVES)  # channels of a thread
+_BACK_UNITS = (*((real, real, units) for real in _REALS for units in ("1", "2")), *((*pair, "2") for pair in _HALVES))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
-    "moments": {"moment_blocks": tuple(product(_KEYS, _REALS)), "add_blocks": ((),)},
+    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
     "products": {
-        "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
+        "square_rows": tuple(product(_KEYS, _REALS)),
         "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
     },
     "tensor": {
@@ -77,7 +80,6 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "scan": {
         "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
         "find_nonfinite": tuple((key,) for key in _KEYS),
-        "read_rows": tuple(product(_KEYS, _REALS)),
     },
     "dense": {"invert_cholesky": ((),)},
     "sketch": {
@@ -92,9 +94,10 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
-        **dict.fromkeys(("sum_runs", "write_rows"), _TILES),
+        **dict.fromkeys(("sum_runs", "write_rows"), tuple(tile for tile in _TILES if tile[0] == "double")),
         "join_states": ((),),
     },
+    "latent_tensor": dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
     "latent_back": {
         **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
         "trace_runs": _TILES,
@@ -102,7 +105,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "decay": {"scan_decayed": _ONE_REAL},
     "tokens": {
-        **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens"), _UNITS),
+        **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens", "attend_tokens"), _UNITS),
         "scan_tokens": _ONE_REAL,
     },
     "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
@@ -153,9 +156,9 @@ def with_rows(array: Any) -> Any:
 
 
 def product_type(dtype: Any) -> Any:
-    """Return the numbers in which CuPy multiplies matrices of a dtype: float64 for float32 that it would cut.
+    """Return the dtype in which CuPy is to multiply matrices of a dtype: float64 for float32 that it would cut.
 
-    That is what CUPY_TF32 asks of it, for all products of a process; errors here are counted from 24 bits.
+    To 11 bits, where CUPY_TF32 asks for that in all products of the process; errors here are counted from 24.
     """
     tf32 = np.dtype(dtype) == np.float32 and int(os.environ.get("CUPY_TF32", "0")) > 0
     return np.dtype(np.float64 if tf32 else dtype)

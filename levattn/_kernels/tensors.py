@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from levattn._core.arrays import as_cupy, as_tensor
 from levattn._core.checks import check_offsets
+from levattn._core.device import where_arrays_are
 
 __all__ = [
     "bounds_of",
@@ -124,7 +125,7 @@ def memory_of(tensor: Any) -> Any:
         tensor = tensor.contiguous()
     if tensor.device.type == "cpu":
         return tensor.numpy()
-    shared = as_cupy(tensor, "an argument")
+    shared = as_cupy(tensor)
     return tensor if shared is None else shared
 
 
@@ -143,6 +144,7 @@ def without_autocast(like: Any) -> Any:
     return torch.autocast(like.device.type, enabled=False)
 
 
+@where_arrays_are
 def _called(function: Any, *arguments: Any) -> Any:
     """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
     return function(*arguments)
@@ -157,8 +159,14 @@ def __getattr__(name: str) -> Any:
 
 
 def make_operator(name: str, schema: str, run: Any, shape: Any, setup_context: Any, backward: Any) -> Any:
-    """Return a kernel as an operator of torch, with the shapes of its results and its gradient."""
-    operator = torch.library.custom_op(f"levattn::{name}", run, mutates_args=(), schema=schema)
+    """Return a kernel as an operator of torch, with the shapes of its results and its gradient.
+
+    It takes small tables from main memory, which a CUDA graph would not read again.
+    """
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # from torch 2.9 on
+    options = {} if unsafe is None else {"tags": (unsafe,)}
+    run = where_arrays_are(run)
+    operator = torch.library.custom_op(f"levattn::{name}", run, mutates_args=(), schema=schema, **options)
     operator.register_fake(shape)
     operator.register_autograd(backward, setup_context=setup_context)
     return operator

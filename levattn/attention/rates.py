@@ -18,6 +18,7 @@ import numpy as np
 
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import real_number
+from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
@@ -39,6 +40,7 @@ _LEAST = 1e-140  # of ε and of steps
 _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at most about 1e145 eps. Scale {0} down"
 
 
+@where_arrays_are
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the coding rate R of tokens: about how many nats each takes, to be stored up to the distortion ε.
 
@@ -103,6 +105,7 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     return _scalar(_rate(Z, namespace_of(Z).sum(present, axis=1)), call.batch)
 
 
+@where_arrays_are
 def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the coding rate R_c of tokens in groups, each group in a code of its own.
 
@@ -161,6 +164,7 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
     return _scalar(_compression(Z, Pi), call.batch)
 
 
+@where_arrays_are
 def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the bound R_var of the compression rate that token statistics attention descends.
 
@@ -219,6 +223,7 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
     return _scalar(_variational(Z, Pi, U), call.batch)
 
 
+@where_arrays_are
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the rate reduction R − R_c: what is saved by a code for each group.
 
@@ -272,6 +277,7 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     return _scalar(_not_negative(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi)), call.batch)
 
 
+@where_arrays_are
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     r"""Return the coding rates of tokens of unit norm, head by head, summed over the heads.
 
@@ -328,6 +334,7 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     return _scalar(xp.sum(xp.reshape(rates, (b, h)), axis=1), call.batch)
 
 
+@where_arrays_are
 def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> Any:
     r"""Return tokens after a step of token statistics attention with tied outputs: down the gradient of R_var.
 
@@ -405,6 +412,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     return call.give_back(plain - taken / gain)
 
 
+@where_arrays_are
 def largest_step(U: Any, eps: float, /) -> Any:
     r"""Return the step up to which token statistics attention does not raise R_var, for fixed memberships.
 

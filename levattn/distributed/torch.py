@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_float64
 from levattn._core.checks import check_type, needing
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
@@ -85,6 +86,7 @@ class Traffic:
         return self.dense / self.gathered
 
 
+@where_arrays_are
 def universal_set(
     K_local: Any, epsilon: float, /, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
 ) -> tuple[StreamedSet, Traffic]:
@@ -193,6 +195,7 @@ def universal_set(
     return sets, Traffic(shapes, moments, ranks.gathered - shapes - moments, dense)
 
 
+@where_arrays_are
 def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = None) -> SoftmaxState:
     """Softmax state of the positions of all ranks of a process group, or of those of the ranks before this one.
 

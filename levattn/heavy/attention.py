@@ -7,6 +7,7 @@ from typing import Any, get_args
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, float64_beside, take_rows, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
@@ -23,6 +24,7 @@ from levattn.states.block_buffer import in_main_memory
 __all__ = ["heavy_attention"]
 
 
+@where_arrays_are
 def heavy_attention(
     Q: Any,
     K: Any,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.heavy.entries import heavy_places
@@ -153,6 +154,7 @@ class CausalUniversalSet:
         """Number of keys that are held now, of all matrices."""
         return sum(map(len, self._judged)) + self._recent * len(self._judged)
 
+    @where_arrays_are
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
         """Append keys.
 
@@ -278,6 +280,7 @@ class CausalUniversalSet:
         slack = max(TIE, 4 * float(self._factor.error[item]))
         return np.asarray(~(scores < self.epsilon * (1 - slack)) & ~(scores <= 0))
 
+    @where_arrays_are
     def heavy(self, Q: Any) -> Any:
         """Find the heavy entries of queries over all keys so far.
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take_rows, to_device, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
@@ -65,11 +66,17 @@ class HeavyAttention:
     distortion: float = 0.0
 
     @property
+    def _held_array(self) -> Any:
+        return self._figures.normalizers, self.universal
+
+    @property
+    @where_arrays_are
     def entries(self) -> csr_array:
         """The scores A_ij ≥ ε, of exact normalizers: a scipy.sparse.csr_array (m, n) with sorted indices."""
         return self._figures.entries
 
     @property
+    @where_arrays_are
     def normalizers(self) -> Float64:
         """``Σ ⟨q_i, k_l⟩²`` over all keys, float64 (m,); 0 for a query orthogonal to all keys, whose row of A is zero.
 
@@ -78,6 +85,7 @@ class HeavyAttention:
         return self._figures.of_queries[0]
 
     @property
+    @where_arrays_are
     def error(self) -> Float64:
         """Estimated relative error of the normalizer and of the scores of each query, float64 (m,).
 
@@ -90,6 +98,7 @@ class HeavyAttention:
         return to_numpy(self._figures.error)
 
     @property
+    @where_arrays_are
     def captured_mass(self) -> Float64:
         """``Σ A_ij`` over the keys of the universal set, float64 (m,).
 
@@ -98,10 +107,12 @@ class HeavyAttention:
         return self._figures.of_queries[1]
 
     @property
+    @where_arrays_are
     def residual_mass(self) -> Float64:
         """``Σ A_ij`` over the other keys, float64 (m,)."""
         return self._figures.of_queries[2]
 
+    @where_arrays_are
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
         r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy, where
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
 from levattn.linalg.gram import UNIT
@@ -103,6 +104,10 @@ class Factor:
     wide: Wide | None = None
 
     @property
+    def _held_array(self) -> Any:
+        return self.W, self.rows.keys, self.all_columns.keys
+
+    @property
     def all_columns(self) -> Rows:
         """The keys with all their columns, which `rows` has not where they are wide."""
         return self.rows if self.wide is None else self.wide.rows
@@ -118,6 +123,7 @@ class Factor:
         return self.all_columns.shift
 
     @cached_property
+    @where_arrays_are
     def whitening(self) -> Float64:
         """W in main memory, (b, d, d)."""
         return to_numpy(self.W)
@@ -181,6 +187,7 @@ class Factor:
         arithmetic: tuple[Arithmetic, ...] = tuple("double" if a == "single" else a for a in self.arithmetic)
         return replace(self, arithmetic=arithmetic, product_error=np.zeros_like(self.product_error))
 
+    @where_arrays_are
     def forget_keys(self) -> Factor:
         """Return the factor without its hold on the keys.
 
@@ -203,6 +210,7 @@ class Factor:
         """Estimate of the relative error that the factor brings into a normalizer, (b,)."""
         return self.error if self.wide is None else np.zeros(len(self.error))
 
+    @where_arrays_are
     def scores(
         self, *, as_float64: bool = False, member: bool = True, numerical: bool = False
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
@@ -341,6 +349,7 @@ class Factor:
             out[item, : len(N)] = np.ldexp(N, exponents)
         return out
 
+    @where_arrays_are
     def even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
         """Return N with columns scaled to a norm of about 1, and the exponents of the powers of two taken out.
 
@@ -433,6 +442,7 @@ class Factor:
             X = kernels_for("precise", X).precise_products(X, np.ascontiguousarray(self.basis[0].T))
         return blockwise_product(X, np.asarray(W[:, np.any(W != 0, axis=0)]))
 
+    @where_arrays_are
     def witness(self, k: Float64, item: int = 0) -> Float64:
         """Return the query ``G⁺ k`` for a key: no query gives k a larger attention score.
 

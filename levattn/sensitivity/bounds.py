@@ -9,6 +9,7 @@ import numpy as np
 
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
@@ -82,6 +83,7 @@ class Bounds:
     lift: Factor | None  # of the lifted keys, where it was made and holds all their directions
 
 
+@where_arrays_are
 def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: Any = None) -> Any:
     r"""Approximate ℓp Lewis weights: leverage scores of the keys reweighted by themselves.
 
@@ -140,6 +142,7 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     return matrices.wrap(to_device(np.asarray(tau), matrices.data))
 
 
+@where_arrays_are
 def sensitivities(
     K: Any,
     f: Any = 2,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_float64
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Flags, Float64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import Power, Softmax, as_function
@@ -70,6 +71,7 @@ class ExactSensitivities:
     method: str
 
 
+@where_arrays_are
 def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     r"""Sensitivities of a few keys, to nearly full precision.
 

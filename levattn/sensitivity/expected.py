@@ -9,6 +9,7 @@ import numpy as np
 
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
@@ -27,6 +28,7 @@ _SAMPLES = 1024
 _SINGLE_PRODUCTS = 2.0**-23  # estimated error of the norm of all scores' roots up to which products are in float32
 
 
+@where_arrays_are
 def expected_scores(
     K: Any,
     queries: Any,

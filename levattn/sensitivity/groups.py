@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_matrices, take_rows, to_device, to_numpy
 from levattn._core.checks import real_number
+from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64, Int64
@@ -33,6 +34,7 @@ _SIGNATURES = 3 << 20  # that are kept at a time, four bytes each
 _HELD = 1 << 23  # numbers of whitened keys that are kept from round to round
 
 
+@where_arrays_are
 def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     r"""Group leverage scores: the largest attention that any query can give to all keys of a group together.
 
@@ -192,6 +194,7 @@ def _dimensions(factor: Factor) -> int:
     return int(np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0)))
 
 
+@where_arrays_are
 def near_duplicates(
     K: Any,
     /,

@@ -10,6 +10,7 @@ import numpy as np
 
 from levattn._core.arrays import Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
+from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.sparse import Csr
 from levattn._kernels import Rows
@@ -105,6 +106,7 @@ def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
             raise ValueError(f"{name} is {value!r}, but method={method!r} is exact and draws no sketch; leave it out")
 
 
+@where_arrays_are
 def leverage_scores(
     K: Any,
     /,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices
 from levattn._core.checks import real_number
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import float64_rows
@@ -26,6 +27,7 @@ _NONE = -(1 << 20)  # the exponent of no entry
 _ROWS = 4096  # that are looked at together
 
 
+@where_arrays_are
 def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -> Any:
     r"""Online leverage scores of keys: the largest attention that any query can give each key when it comes.
 

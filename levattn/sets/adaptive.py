@@ -9,6 +9,7 @@ import numpy as np
 
 from levattn._core.arrays import as_matrices, to_float64, to_numpy
 from levattn._core.checks import check_type, real_number
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Flags, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function
@@ -71,6 +72,7 @@ class AdaptiveCoverage:
     (2000, True)
     """
 
+    @where_arrays_are
     def __init__(self, K: Any, universal: UniversalSet, /, *, rate: float = 0.02) -> None:
         check_type("universal", universal, UniversalSet, "the result of universal_set with queries and coverage")
         if universal.coverage is None or universal.needs is None or universal.by_size or universal.batch:
@@ -92,6 +94,10 @@ class AdaptiveCoverage:
         self.seen = self.missed = 0
 
     @property
+    def _held_array(self) -> Any:
+        return self._keys.data
+
+    @property
     def size(self) -> int:
         """The number of keys that the next query gets."""
         if self._level >= 1:
@@ -104,6 +110,7 @@ class AdaptiveCoverage:
         """Ascending indices of these keys, int64 (size,)."""
         return np.sort(self._order[: self.size])
 
+    @where_arrays_are
     def update(self, Q: Any, elsewhere: Any = None) -> Flags:
         """Take queries that have been served, one after the other.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
@@ -113,16 +114,22 @@ class UniversalSet:
     _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
 
     @property
+    def _held_array(self) -> Any:
+        return self.mask, self.factor
+
+    @property
     def batch(self) -> tuple[int, ...]:
         """Leading axes of the keys; () for one matrix."""
         return tuple(int(size) for size in self.mask.shape[:-1])
 
     @property
+    @where_arrays_are
     def present(self) -> npt.NDArray[np.bool_]:
         """The keys that took part, bool (..., n): the mask that was given."""
         return np.full(tuple(self.mask.shape), True) if self._present is None else to_numpy(self._present)
 
     @property
+    @where_arrays_are
     def indices(self) -> npt.NDArray[np.int64]:
         """Ascending indices of the keys of the set, int64 (size,), for one matrix.
 
@@ -139,11 +146,13 @@ class UniversalSet:
         return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0])
 
     @property
+    @where_arrays_are
     def sizes(self) -> npt.NDArray[np.int64]:
         """Number of keys in the set of each matrix, int64 (...,)."""
         return flag_counts(self.mask)
 
     @property
+    @where_arrays_are
     def hidden_groups(self) -> npt.NDArray[np.bool_]:
         """Which groups, bool (..., g), can receive at least ε as a whole, though none of their keys can by itself."""
         if self.groups is None:
@@ -170,6 +179,7 @@ class UniversalSet:
         return bound if self.batch else float(bound)
 
     @property
+    @where_arrays_are
     def is_vacuous(self) -> Any:
         """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,).
 
@@ -198,6 +208,7 @@ class UniversalSet:
         return float(xp.max(scores)) if scores.shape[0] else 0.0
 
     @property
+    @where_arrays_are
     def condition(self) -> Any:
         """The condition number of the keys in the 2-norm, on their row space: a float, or an array (...,)."""
         condition = self.factor.condition.reshape(self.batch)
@@ -215,6 +226,7 @@ class UniversalSet:
         """Return the number of keys in the set of one matrix."""
         return len(self.indices)
 
+    @where_arrays_are
     def __repr__(self) -> str:
         """Return the figures on one line."""
         n = self.mask.shape[-1]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type, whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, whole
 from levattn._core.types import Float64, Int64
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
@@ -219,6 +220,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             self._stream = self._stream.settled()
         return self._stream
 
+    @where_arrays_are
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> StreamingUniversalSet:
         """Add a chunk of keys.
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
@@ -35,6 +36,7 @@ _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
 _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")
 
 
+@where_arrays_are
 def universal_set(
     K: Any,
     epsilon: float | None = None,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import check_type, whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.serialize import StoredState, shaped, whole
 from levattn._core.types import Float64
@@ -88,6 +89,7 @@ class Sketch:
             raise ValueError(f"start and stop are {start} and {stop}; expected 0 <= start <= stop <= 2**62")
         return self.distribution.columns(self.seed, start, stop - start) * self.distribution.scale
 
+    @where_arrays_are
     def apply(self, K: Any, /, *, row_start: int = 0, mask: Any = None, dtype: npt.DTypeLike = np.float64) -> Any:
         """Return S K, for rows that are numbered from `row_start` on.
 
@@ -197,6 +199,11 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         self.next_row = 0
         self._sums: Any = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
 
+    @property
+    def _held_array(self) -> Any:
+        return self._sums
+
+    @where_arrays_are
     def update(self, K: Any, row_start: int | None = None, mask: Any = None) -> SketchedRows:
         """Add a chunk of rows.
 
@@ -234,6 +241,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         self._take(sums, matrices.n, int(start) + matrices.n)
         return self
 
+    @where_arrays_are
     def merge(self, other: SketchedRows) -> SketchedRows:
         """Add what another state has seen, which must be other rows.
 
@@ -271,6 +279,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
             raise ValueError("the sums of all rows overflow float64; scale K down. The state is as it was")
         self._sums, self.count, self.next_row = total, self.count + count, max(self.next_row, next_row)
 
+    @where_arrays_are
     def read(self) -> Any:
         """Return S K for all rows so far.
 
@@ -282,6 +291,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         shape = (*self.batch, *self._sums.shape[1:])
         return (self._sums * self.sketch.distribution.scale).reshape(shape)
 
+    @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the sums and what they were drawn by; see `StoredState`."""
         distribution = self.sketch.distribution

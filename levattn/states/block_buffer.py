@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_cupy, as_mask, as_matrices, on_cuda, to_device, to_float64, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
 from levattn.linalg.reading import check_finite
@@ -39,6 +40,7 @@ def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
     return _moved(matrices, as_mask(mask, matrices), "K")
 
 
+@where_arrays_are
 def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
     """Return a chunk of keys of any kind in main memory."""
     matrices = as_matrices(K, name)
@@ -245,7 +247,7 @@ def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> Any:
     if array_api_compat.is_torch_array(payload):
         payload = payload.detach()
         payload = payload.float() if str(payload.dtype) == "torch.bfloat16" else payload  # which holds its numbers
-    array = as_cupy(payload, "payload")
+    array = as_cupy(payload)
     if array is None:
         array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
     if array.shape[: len(batch) + 1] != (*batch, n):

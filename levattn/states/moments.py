@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
@@ -91,10 +92,16 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums = BlockSums(b, self.d)
 
     @property
+    def _held_array(self) -> Any:
+        return self._sums.held if isinstance(self._sums, RunningSums) else None
+
+    @property
+    @where_arrays_are
     def weight(self) -> Any:
         """The sum of the weights."""
         return self._shaped(self._sums.weight())
 
+    @where_arrays_are
     def sums(self) -> tuple[Any, Any]:
         """Return a diagonal moment and the sum of the weights as they are held: not to be written to.
 
@@ -161,6 +168,7 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums.rows = most
         return self
 
+    @where_arrays_are
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
         """Add a chunk of keys.
 
@@ -221,6 +229,7 @@ class Moments(StoredState, name="Moments", version=2):
         self._sums.add(rows, weights, present)
         self.count = self.count + present.reshape(self.batch)
 
+    @where_arrays_are
     def read(self) -> Any:
         """Return the second moment of all rows so far.
 
@@ -231,6 +240,7 @@ class Moments(StoredState, name="Moments", version=2):
         """
         return self._shaped(self._sums.read())
 
+    @where_arrays_are
     def factor(self) -> Factor:
         """Return the factor of the second moment: scores of rows, exact normalizers, and witness queries.
 
@@ -243,6 +253,7 @@ class Moments(StoredState, name="Moments", version=2):
         """
         return self._sums.factor()
 
+    @where_arrays_are
     def merge(self, other: Moments) -> Moments:
         """Add what another state has seen; where sums decay, after what this one has.
 
@@ -291,6 +302,7 @@ class Moments(StoredState, name="Moments", version=2):
             )
         self._sums.check(other._sums)
 
+    @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return the sums and the numbers of keys; see `StoredState`."""
         fields, arrays = self._sums.parts()
@@ -368,7 +380,7 @@ def _weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
     if array_api_compat.is_torch_array(weights):
         weights = weights.detach()
         weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
-    found = as_cupy(weights, "weights") if not isinstance(rows.keys, np.ndarray) else None
+    found = as_cupy(weights) if not isinstance(rows.keys, np.ndarray) else None
     if found is None:
         found = to_numpy(weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
         found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found

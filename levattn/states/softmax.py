@@ -9,6 +9,7 @@ import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, on_cuda, to_numpy
 from levattn._core.checks import check_type, whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.formats import decode_half
 from levattn._core.serialize import StoredState, shaped, whole
 from levattn._kernels import kernels_for
@@ -79,6 +80,10 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         self._held: State | None = None
 
     @property
+    def _held_array(self) -> Any:
+        return self._held
+
+    @property
     def m(self) -> Any:
         """The largest logit of each latent, (..., L); −inf where there is none."""
         return self._sums()[0]
@@ -135,6 +140,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         self.latents, self.d, self.batch, self._held = latents, d, tuple(batch), (m, s, S)
         return self
 
+    @where_arrays_are
     def update(self, logits: Any, V: Any, mask: Any = None) -> SoftmaxState:
         """Add a chunk of positions.
 
@@ -176,6 +182,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         m, s, S = (xp.reshape(part, (*self.batch, *part.shape[2:])) for part in parts)
         return self._join((m, s, S))
 
+    @where_arrays_are
     def merge(self, other: SoftmaxState) -> SoftmaxState:
         """Add what another state has seen.
 
@@ -213,6 +220,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         self._held = kernels_for("latent", other[2]).joined(self._held, other)
         return self
 
+    @where_arrays_are
     def read(self) -> Any:
         """Return the mean of the values under the softmax of each latent.
 
@@ -230,6 +238,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         other._held = self._held  # arrays are never written to
         return other
 
+    @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the three sums, or no array; see `StoredState`."""
         fields: dict[str, Any] = {"latents": self.latents, "d": self.d, "batch": list(self.batch)}

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from levattn._core.checks import check_type
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState
 from levattn.states.common import same_decay
 from levattn.states.moments import Moments
@@ -80,6 +81,7 @@ class TokenState(StoredState, name="TokenState", version=1):
                 )
         self.norms, self.tokens = norms, tokens
 
+    @where_arrays_are
     def merge(self, other: TokenState) -> TokenState:
         """Add what another state has seen; where sums decay, after what this one has.
 
@@ -115,6 +117,10 @@ class TokenState(StoredState, name="TokenState", version=1):
         return self
 
     @property
+    def _held_array(self) -> Any:
+        return self._all
+
+    @property
     def _all(self) -> tuple[Moments | None, Moments | None]:
         return self.norms, self.tokens
 
@@ -134,6 +140,7 @@ class TokenState(StoredState, name="TokenState", version=1):
         held = [part for part in self._all if part is not None]
         return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)
 
+    @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return those of both moments; see `StoredState`."""
         fields: dict[str, Any] = {}

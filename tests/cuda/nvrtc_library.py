@@ -1,7 +1,7 @@
 """NVRTC of any version, loaded by the path of its library: what `cupy.cuda.nvrtc` has, by ctypes.
 
-CuPy finds one NVRTC for a process. Several releases of it can be loaded beside each other, as each keeps its symbols
-to itself.
+CuPy finds one NVRTC for a process, and takes one that is there already: let it load its own first. Then others can be
+loaded beside it, as each keeps its symbols to itself.
 """
 
 from __future__ import annotations
@@ -9,6 +9,32 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+RELEASES = Path(__file__).parents[2] / "build" / "nvrtc"  # where `make cuda` installs some
+
+
+def of_cupy() -> Any:
+    """The NVRTC that CuPy finds; what needs it is skipped where there is none."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"CuPy or NVRTC is not installed: {error}")
+    return nvrtc
+
+
+def release(version: str) -> Nvrtc:
+    """Another release, which `make cuda` installs; what needs it is skipped where it did not."""
+    of_cupy()
+    for path in RELEASES.joinpath(version).glob("nvidia/*/lib/libnvrtc.so.1?"):
+        found = Nvrtc(path)
+        assert ".".join(map(str, found.getVersion())) == version
+        return found
+    pytest.skip(f"NVRTC {version} is not in {RELEASES}: `make cuda` installs it")
 
 
 class NVRTCError(RuntimeError):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_keys import FORMATS, read, rows_of
 
+import emulator
 from emulator import on_host
 from levattn._core.arrays import to_float64
-from levattn._kernels import BLOCK, Rows
+from levattn._kernels import BLOCK, Rows, cuda_source
 from levattn._kernels.factor import cpu as factor_cpu
 from levattn._kernels.factor import cuda as factor_cuda
 from levattn._kernels.gram import cpu as gram_cpu
 from levattn._kernels.gram import cuda as gram_cuda
-from levattn._kernels.gram import cuda_blas
 from levattn._kernels.gram.cuda_tensor import has_tensor_products
 from levattn._kernels.rows import cuda as rows_cuda
+from levattn.linalg.gram import pieces_of
 
 
 @pytest.fixture(params=[0, 1, 7], ids="order{}".format)
@@ -26,8 +28,7 @@ def device(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gram_cuda, cuda_blas):
-        monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(gram_cuda, "BLOCK", 16)
 
 
 KINDS = ("plain", "columns", "every other", "transformed")
@@ -56,8 +57,8 @@ def test_moments(device: None, kind: str, shape: tuple[int, int, int], monkeypat
         X = read(rows)
         for arithmetic, unit in UNITS.items():
             found = gram_cuda.moments(rows, pieces, arithmetic=arithmetic)
-            # A sum of 32 loses up to a unit and a half for each 8 products, one added to others half a unit; without
-            # tensor cores 64 products are summed one after the other
+            # A sum of 32 loses up to a unit and a half for each 8 products, one added to others half a unit; in
+            # double precision 64 products are summed one after the other
             most = 16 + n / 32 if has_tensor_products(rows) else 64
             for G, (_, item, start, stop) in zip(found, pieces, strict=True):
                 part = X[item, start:stop]
@@ -82,6 +83,111 @@ def test_squared_norms(device: None, kind: str, shape: tuple[int, int, int]) -> 
                 assert (np.abs(np.sqrt(out[items]) - np.linalg.norm(X @ W, axis=2)) <= 24 * stored_unit * bound).all()
                 gram_cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic, ceiling=0.5)
                 assert out.max(initial=0) <= 0.5
+
+
+def in_order(terms: Any) -> Any:
+    """The sum of terms, combined like the bits of a binary counter and then from the lowest level upward."""
+    levels: dict[int, Any] = {}
+    for term in terms:
+        level = 0
+        while level in levels:
+            term = levels.pop(level) + term
+            level += 1
+        levels[level] = term
+    total = None
+    for level in sorted(levels):
+        total = levels[level] if total is None else levels[level] + total
+    return 0.0 if total is None else total
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("d", [1, 3, 23])
+def test_blocks_are_added_up_in_one_order(d: int) -> None:
+    counts = (0, 1, 2, 3, 5, 8, 511, 512, 513, 1000) if d < 4 else (9, 0, 130)
+    firsts = np.concatenate([[0], np.cumsum(counts)])
+    rng = np.random.default_rng(d)
+    partial = rng.standard_normal((firsts[-1], d, d)) * np.exp2(rng.integers(-20, 20, (firsts[-1], 1, 1)))
+    partial[:, np.tri(d, d, -1) > 0] = np.nan  # not to be read
+    for longest in (max(counts), 1 << 20, 1):  # by as many threads as that needs
+        out = np.full((len(counts), d, d), np.nan)
+        gram_cuda._add_blocks(partial, firsts, longest, out)
+        for G, low, high in zip(out, firsts[:-1], firsts[1:], strict=True):
+            expected = np.triu(in_order(partial[low:high]) + np.zeros((d, d)))
+            assert np.array_equal(np.triu(G), expected)
+            assert np.array_equal(G, G.T)
+
+
+@pytest.mark.usefixtures("host")
+def test_copies_of_a_row_are_summed_as_precisely_as_promised() -> None:
+    """Their errors have one sign: the products of a whole block, added up one by one, lose more than 96 units."""
+    candidates = np.random.default_rng(0).integers(2**25, 2**26, 500).astype(np.float64)  # whose squares are exact
+    serial = np.zeros(500)
+    for _ in range(BLOCK):
+        serial += candidates**2
+    errors = np.abs(serial / BLOCK / candidates**2 - 1)
+    worst = np.argsort(errors)[-4:]
+    assert (errors[worst] > 96 * 2.0**-53).all()
+    K = np.broadcast_to(candidates[worst], (1, BLOCK, 4))
+    G = gram_cuda.moments(Rows(K, "float64"), np.array([[0, 0, 0, BLOCK]]))[0]
+    assert (np.abs(np.diagonal(G) / BLOCK / candidates[worst] ** 2 - 1) <= 96 * 2.0**-53).all()
+
+
+@pytest.mark.parametrize("d", [20, 70])
+def test_double_precision_has_the_bits_of_the_plain_array(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any layout and format, order of threads, batch and run."""
+    n = 150
+    plain = rows_of("plain", 2, n, d)
+    layouts = [plain, rows_of("columns", 2, n, d), rows_of("every other", 2, n, d)]
+    layouts += [Rows(plain.keys.astype(np.float64), "float64"), replace(plain, mask=np.ones((2, n), np.bool_))]
+    layouts += [replace(plain, weights=np.ones((2, n))), replace(plain, shift=np.zeros((2, d)))]
+    W = np.triu(np.random.default_rng(0).standard_normal((2, d, d)))
+    pieces = np.array([[0, 0, 0, n], [1, 1, 0, n]])
+    found = []
+    for order, rows in enumerate(layouts):
+        on_host(monkeypatch, order)
+        small_blocks(monkeypatch)
+        s = rows.zeros(as_float64=True)
+        gram_cuda.sqnorms(rows, np.arange(2), W, s)
+        found.append((gram_cuda.moments(rows, pieces), s))
+        for part, other in zip(found[-1], found[0], strict=True):
+            assert np.array_equal(part, other)
+    G, s = found[0]
+    alone = plain.item(1)
+    parts = gram_cuda.moments(alone, np.array([[0, 0, 0, 128], [0, 0, 128, n]]))
+    assert np.array_equal(parts[0] + parts[1], G[1])
+    assert np.array_equal(gram_cuda.moments(alone, np.array([[0, 0, 0, n]]))[0], G[1])
+    one = alone.zeros(as_float64=True)
+    gram_cuda.sqnorms(alone, np.zeros(1, np.int64), W[1:], one)
+    assert np.array_equal(one[0], s[1])
+
+
+@pytest.mark.parametrize(("d", "runs"), [(256, 1), (1024, 1), (1500, 3)])
+@pytest.mark.parametrize("arithmetic", UNITS)
+def test_wide_keys_take_few_launches(d: int, runs: int, arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels of the library alone: a product of CuPy's of float32 would obey CUPY_TF32, which drops 13 bits."""
+
+    class Recorder(emulator.Host):
+        def __getattr__(self, name: str) -> Any:
+            assert name in {"empty", "zeros", "asarray", "float64", "int64"}, name
+            return getattr(np, name)
+
+    on_host(monkeypatch)
+    monkeypatch.setattr(cuda_source, "_module", Recorder)
+    launched: list[str] = []
+
+    def note(_source: str, name: str, *_rest: Any, **_options: Any) -> None:
+        launched.append(name)
+
+    monkeypatch.setattr(gram_cuda, "launch", note)
+    n = 60_000
+    rows = Rows(np.broadcast_to(np.float32(0), (1, n, d)), "float32")
+    spans, _ = pieces_of(n, gram_cuda.longest_run(rows, 1))
+    gram_cuda.moments(rows, np.array([[0, 0, *span] for span in spans]), arithmetic=arithmetic)
+    assert launched == runs * ["moment_blocks", "add_blocks"]
+    launched.clear()
+    W = np.broadcast_to(0.0, (1, d, d))
+    gram_cuda.sqnorms(rows, np.zeros(1, np.int64), W, np.broadcast_to(np.float32(0), (1, n)), arithmetic=arithmetic)
+    assert launched == ["square_rows"]
 
 
 @pytest.mark.parametrize("arithmetic", ["double", "compensated"])
@@ -168,6 +274,23 @@ def test_columns(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             rows_cuda.column_figures(rows, largest=False), X.sum(axis=1), rtol=1e-12, atol=1e-12
         )
         assert np.array_equal(rows_cuda.column_figures(rows, largest=True), np.abs(X).max(axis=1, initial=0.0))
+
+
+@pytest.mark.parametrize("d", [5, 64])
+def test_columns_have_the_same_bits_in_any_layout_and_batch(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host(monkeypatch)
+    rows = rows_of("plain", 2, BLOCK + 300, d)
+    sums = rows_cuda.column_figures(rows, largest=False)
+    for order, other in enumerate(
+        (rows_of("columns", 2, BLOCK + 300, d), replace(rows, weights=np.ones(rows.shape[:2])))
+    ):
+        on_host(monkeypatch, order + 2)
+        assert np.array_equal(rows_cuda.column_figures(other, largest=False), sums)
+    assert np.array_equal(rows_cuda.column_figures(rows.item(1), largest=False)[0], sums[1])
+    first, rest = (
+        rows_cuda.column_figures(rows.between(*span), largest=False) for span in ((0, BLOCK), (BLOCK, BLOCK + 300))
+    )
+    assert np.array_equal(first + rest, sums)
 
 
 def test_rows_that_are_not_finite(device: None) -> None:

@@ -157,9 +157,10 @@ def test_a_late_jump_of_all_logits(jump: int, dtype: str) -> None:
     check(x)
 
 
-def test_no_bit_depends_on_heads_sequences_or_how_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = mixture(11, (3, 70, 20, 130), dtype="float32", offsets=[0, 40, 70], mask=True)
-    dY = np.random.default_rng(12).standard_normal(x.V.shape).astype(np.float32)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_no_bit_depends_on_heads_sequences_or_how_work_is_cut(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mixture(11, (3, 70, 20, 130), dtype=dtype, offsets=[0, 40, 70], mask=True)
+    dY = np.random.default_rng(12).standard_normal(x.V.shape).astype(dtype)
     Y, found = forward(x), backward(x, dY)
     monkeypatch.setattr(latent_cuda, "_BUSY", 0)
     np.testing.assert_array_equal(forward(x), Y)
@@ -241,6 +242,53 @@ def test_arrays_of_any_layout() -> None:
     assert_same(backward(other, np.asfortranarray(dY)), found)
     shared = replace(x, V=dY, mask=np.broadcast_to(x.mask[:1], x.mask.shape))
     np.testing.assert_array_equal(forward(shared), forward(replace(shared, V=dY.copy(), mask=shared.mask.copy())))
+
+
+# -- single precision, on tensor cores -------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["causal", "ahead", "sequences", "everywhere, sequences"])
+@pytest.mark.parametrize("scale", [1, 1e4])
+def test_single_precision_keeps_its_digits(kind: str, scale: float) -> None:
+    """Against double precision, with as many latents and columns as a block takes, and logits of any size."""
+    x = mixture(30, (1, 55, 64, 80), scale=scale, dtype="float32", **KINDS[kind])
+    assert np.abs(forward(x) - forward(in_float64(x))).max() < 4e-6
+
+
+@pytest.mark.parametrize("growth", [0.5, 3, 5, 40, 1000])
+def test_logits_that_grow_at_every_position(growth: float) -> None:
+    x = mixture(31, (1, 70, 20, 10), dtype="float32")
+    x.K[:] += (growth * np.arange(70, dtype=np.float32))[:, None]
+    np.testing.assert_allclose(forward(x), definition.forward(in_float64(x)), rtol=5e-6, atol=5e-6)
+
+
+def test_a_value_too_large_for_a_sum_of_two_reaches_the_rows_that_see_it_alone() -> None:
+    x = mixture(32, (1, 40, 5, 4), dtype="float32")
+    before = forward(x)
+    for value in (1e37, np.inf, np.nan):
+        x.V[0, 21, 1] = value
+        Y = forward(x)
+        np.testing.assert_array_equal(Y[0, :21], before[0, :21])
+        assert not (np.abs(Y[0, 21:, 1]) < 1e30).any()
+        np.testing.assert_array_equal(Y[0, 21:, [0, 2, 3]], before[0, 21:, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("L", [5, 40, 100, 130])
+def test_a_row_has_the_same_bits_in_any_batch(L: int, causal: bool) -> None:
+    x = mixture(33, (5, 45, L, 70), dtype="float32", causal=causal)
+    Y = forward(x)
+    one = replace(x, Q=x.Q[3:4], K=x.K[3:4], V=x.V[3:4])
+    np.testing.assert_array_equal(forward(one), Y[3:4])
+
+
+def test_equal_positions_add_up_without_a_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    emulator.on_host(monkeypatch)
+    x = mixture(34, (1, 3000, 3, 2), dtype="float32")
+    x.K[:], x.V[:] = 0.3, 1 / 3
+    for causal in (True, False):
+        np.testing.assert_allclose(forward(replace(x, causal=causal)), 1 / 3, rtol=30 * np.finfo(np.float32).eps)
 
 
 # -- states ----------------------------------------------------------------------------

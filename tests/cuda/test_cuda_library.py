@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,15 +126,6 @@ def test_what_is_not_finite_is_named(cupy: Any) -> None:
     assert stream.update(cupy.asarray(K[4500:5000])).n == 5000
 
 
-def test_keys_of_another_device_are_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.DEVICES:
-        pytest.skip("this device is the current one")
-    K = cupy.asarray(keys(10))
-    monkeypatch.setattr(device.DEVICE, "id", 3, raising=False)
-    with pytest.raises(ValueError, match=r"K is on CUDA device 3, and the current one is 0.*cupy.cuda.Device\(3\)"):
-        levattn.leverage_scores(K)
-
-
 METHODS = ("gram", "qr", "svd")
 SKETCHED = (("countsketch", 256), ("osnap", 128), ("srht", 128), ("jl", 4), ("countsketch", (256, 4)))
 FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
@@ -181,49 +171,6 @@ def test_functions_give_what_they_give_in_main_memory(cupy: Any, name: str) -> N
     expected = as_float64(EVERYTHING[name](K, Q))
     found = as_float64(EVERYTHING[name](*map(cupy.asarray, (K, Q))))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-
-
-class CudaTensor:
-    """A tensor of torch that says it is on a CUDA device; its memory is that of the emulator."""
-
-    device = SimpleNamespace(type="cuda")
-    is_nested = is_meta = False
-    layout = "torch.strided"
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.dtype, self.shape, self.ndim = tensor.dtype, tensor.shape, tensor.ndim
-
-    def element_size(self) -> int:
-        return int(self.tensor.element_size())
-
-    def view(self, dtype: Any) -> CudaTensor:
-        return CudaTensor(self.tensor.view(dtype))
-
-    def detach(self) -> CudaTensor:
-        return self
-
-    resolve_neg = detach
-
-
-@pytest.mark.skipif(bool(device.DEVICES), reason="true tensors are tested on a device")
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_tensors_of_torch_are_handed_over_and_back(cupy: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    is_torch = arrays.is_torch
-    monkeypatch.setattr(arrays, "is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
-    monkeypatch.setattr(cupy, "from_dlpack", lambda t: device.DeviceArray(t.tensor.numpy()), raising=False)
-    monkeypatch.setattr(torch, "from_dlpack", lambda here: CudaTensor(torch.from_numpy(here.get())))
-    K = torch.from_numpy(keys(500, 5)).to(getattr(torch, dtype))
-    mask = torch.arange(500) % 3 > 0
-    found = levattn.leverage_scores(CudaTensor(K), mask=CudaTensor(mask))
-    expected = levattn.leverage_scores(K, mask=mask)
-    assert isinstance(found, CudaTensor)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found.tensor, expected, rtol=1e-5, atol=0)
-    chosen = levattn.universal_set(CudaTensor(K), 0.1)
-    assert isinstance(chosen.mask, CudaTensor)
-    assert torch.equal(chosen.mask.tensor, levattn.universal_set(K, 0.1).mask)
 
 
 def test_the_predicate_is_that_of_cupy() -> None:

@@ -10,11 +10,14 @@ import pytest
 from cuda_keys import read, rows_of, stored
 
 import emulator
+import levattn
+import naive
 from emulator import on_host
 from levattn._kernels import BLOCK, Rows
 from levattn._kernels.cuda_source import text
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.gram import cuda_tensor
+from levattn.datasets import minilm, resampled
 
 FORMATS = ("float32", "float16", "bfloat16")
 UNIT = 2.0**-24
@@ -37,6 +40,15 @@ __global__ void __launch_bounds__(32) multiply(const unsigned short *A, const un
     for (int i = 0; i < 4; ++i) C[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = c[i];
 }
 
+__global__ void __launch_bounds__(32) multiply_doubles(const double *A, const double *B, double *C) {
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    double a[8], b[4], c[4];
+    for (int i = 0; i < 8; ++i) a[i] = A[(g + i % 2 * 8) * 16 + t + i / 2 * 4];
+    for (int i = 0; i < 4; ++i) b[i] = B[(t + 4 * i) * 8 + g], c[i] = C[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    multiply_add(c, a, b);
+    for (int i = 0; i < 4; ++i) C[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = c[i];
+}
+
 __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned int *words, float *out) {
     for (int i = threadIdx.x; i < n; i += 32) {
         words[i] = pack_halves(in[i], -in[i]);
@@ -48,7 +60,7 @@ __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned in
 
 
 def primitive(name: str, *arguments: Any) -> None:
-    names = ("multiply<Half>", "multiply<Bfloat>", "narrow")
+    names = ("multiply<Half>", "multiply<Bfloat>", "multiply_doubles", "narrow")
     emulator.kernel_of_text(PRIMITIVES, names, name, "primitives.cu")((1,), (32,), arguments)
 
 
@@ -59,6 +71,13 @@ class TestPrimitives:
         A, B, C = (rng.integers(-9, 10, shape).astype(np.float64) for shape in ((16, 16), (16, 8), (16, 8)))
         found = C.astype(np.float32)
         primitive(f"multiply<{number}>", stored(A, format), stored(B, format), found)
+        assert np.array_equal(found, C + A @ B)
+
+    def test_products_of_doubles(self) -> None:
+        rng = np.random.default_rng(0)
+        A, B, C = (rng.integers(-(2**20), 2**20, shape).astype(float) for shape in ((16, 16), (16, 8), (16, 8)))
+        found = C.copy()
+        primitive("multiply_doubles", A, B, found)
         assert np.array_equal(found, C + A @ B)
 
     @pytest.mark.usefixtures("main_memory")
@@ -193,15 +212,33 @@ def test_what_is_not_finite_shows(host: None) -> None:
             assert np.isfinite(np.delete(found, 17)).all()
 
 
-def test_where_tensor_cores_multiply(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_heads_of_a_model_are_scored_by_tensor_cores(cupy: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their moments are summed in double precision, and their scores are as precise as is promised of them."""
     launched: list[str] = []
-    launch = cuda_tensor.launch
+    for module in (gram_cuda, cuda_tensor):
+        monkeypatch.setattr(module, "launch", noted(module.launch, launched))
+    heads = minilm().keys
+    K = np.stack(
+        [resampled(heads[layer, head], BLOCK, dtype=dtype, rng=0) for layer, head in ((0, 3), (2, 4), (5, 11))]
+    )
+    found = cupy.asnumpy(levattn.leverage_scores(cupy.asarray(K)))
+    assert set(launched) == {"moment_blocks", "add_blocks", "split_factors", "tensor_squares"}
+    for scores, keys in zip(found, K, strict=True):
+        np.testing.assert_allclose(scores, naive.leverage_svd(keys), rtol=1e-5)
 
-    def noted(source: str, name: str, *rest: Any, **options: Any) -> None:
-        launched.append(name)
+
+def noted(launch: Any, names: list[str]) -> Any:
+    def noted_launch(source: str, name: str, *rest: Any, **options: Any) -> None:
+        names.append(name)
         launch(source, name, *rest, **options)
 
-    monkeypatch.setattr(cuda_tensor, "launch", noted)
+    return noted_launch
+
+
+def test_where_tensor_cores_multiply(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(cuda_tensor, "launch", noted(cuda_tensor.launch, launched))
     for format, d, expected in (("float32", 128, True), ("float32", 129, False), ("float64", 4, False)):
         rows = rows_of("plain", 1, 20, d, format)
         launched.clear()

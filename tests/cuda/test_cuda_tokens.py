@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from definitions import assert_near, assert_same, gradients, in_float64, once
 
+import naive_attention
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
@@ -19,6 +20,7 @@ from levattn._kernels.tokens import cuda as tokens_cuda
 from levattn._kernels.tokens import definition
 from levattn._kernels.tokens.contract import TokenArguments
 from levattn._kernels.tokens.cuda import backward, forward, memberships
+from levattn.attention import tssa
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
 LOGITS = ["none", "norm", "diagonal"]
@@ -322,3 +324,162 @@ def test_squares_are_added_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [*map(cupy.asarray, (X, mask, weights)), decay, tuple(map(cupy.asarray, held))]
     for part, other in zip(tokens_cuda.add_squares(*given), expected, strict=True):
         np.testing.assert_allclose(part.get(), other, rtol=1e-14)
+
+
+# -- sequences of one run, in one launch -------------------------------------------------
+
+SHORT: dict[str, dict[str, Any]] = {
+    "one token": {"shape": (3, 3, 1, 8), "state": True},
+    "one of some": {"shape": (2, 4, 1, 5), "state": True, "mask": True, "decay": True, "offset": True, "mean": True},
+    "a run": {"shape": (2, 3, 16, 8), "state": True, "decay": True, "mask": True},
+    "from nothing": {"shape": (2, 20, 9, 36), "mask": True, "offset": True},
+    "sequences": {"shape": (2, 3, 30, 4), "offsets": [0, 0, 14, 15, 15, 30], "state": True, "decay": True},
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("kind", SHORT)
+def test_one_launch_has_the_bits_of_all_passes(
+    kind: str, logits: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    real = tokens_cuda.launch
+
+    def launch(source: str, name: str, *args: Any, **options: Any) -> None:
+        names.append(name)
+        real(source, name, *args, **options)
+
+    monkeypatch.setattr(tokens_cuda, "launch", launch)
+    x = statistics(23, **SHORT[kind], logits=logits, causal=causal, dtype="float32")
+    check(x)
+    names.clear()
+    (Y, sums), (alone, _) = forward(x, state=True), forward(x)
+    assert names == ["attend_tokens"] * 2
+    monkeypatch.setattr(tokens_cuda._Work, "short", False)
+    passes, others = forward(x, state=True)
+    assert len(names) > 4
+    assert_same([Y, alone, *sums], [passes, passes, *others])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("T", [3, 40])
+def test_tokens_in_shared_memory_change_no_bit(
+    T: int, logits: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = statistics(24, (2, 3, T, 68), dtype="float32", logits=logits, causal=causal, mask=True, offset=True)
+    dY = np.random.default_rng(25).standard_normal(x.W.shape).astype(np.float32)
+    shifted = np.zeros(x.W.size + 1, np.float32)[1:].reshape(x.W.shape)
+    shifted[...] = x.W
+    rooms: list[int] = []
+    real = tokens_cuda._Work._geometry
+
+    def geometry(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        rooms.append(found[2])
+        return found
+
+    monkeypatch.setattr(tokens_cuda._Work, "_geometry", geometry)
+
+    def results(W: Any) -> list[Any]:
+        rooms.clear()
+        given = replace(x, W=W)
+        return [forward(given)[0], memberships(given), *backward(given, dY)]
+
+    expected = results(x.W)
+    twice = T == 3 or causal or logits != "none"  # whether anything is read more than once
+    assert max(rooms) == twice * min(T, 16) * 3 * 68 * 4
+    assert_same(results(shifted), expected)
+    small = 2 * (min(T, 16) * 3 * 68 * 4 + 4096) - 1
+    monkeypatch.setattr(tokens_cuda, "shared_limit", lambda: small)
+    assert_same(results(x.W), expected)
+    assert not any(rooms)
+
+
+# -- tokens of 16 bits -------------------------------------------------------------------
+
+
+def rounded(numbers: Any, kind: str) -> Any:
+    """Numbers of float32 as they are stored in 16 bits."""
+    if kind == "float16":
+        return numbers.astype(np.float16)
+    torch = pytest.importorskip("torch")
+    return torch.from_numpy(np.ascontiguousarray(numbers)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def widened(stored: Any) -> Any:
+    if stored.dtype == np.float16:
+        return stored.astype(np.float32)
+    return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [1, 16, 50])
+def test_tokens_of_16_bits_are_those_of_float32(T: int, causal: bool, kind: str) -> None:
+    x = statistics(26, (2, 3, T, 12), dtype="float32", causal=causal, mask=T > 1, offset=True, state=True)
+    dY = rounded(np.random.default_rng(27).standard_normal(x.W.shape).astype(np.float32), kind)
+    W = rounded(x.W * np.float32(40) ** np.linspace(-3, 1, 12, dtype=np.float32), kind)
+    wide, stored = replace(x, W=widened(W)), replace(x, W=W)
+    (Y, sums), (expected, others) = forward(stored, state=True), forward(wide, state=True)
+    assert Y.dtype == W.dtype
+    np.testing.assert_array_equal(Y, rounded(expected, kind))
+    assert_same([memberships(stored), *sums], [memberships(wide), *others])
+    assert_same(backward(stored, dY), backward(wide, widened(dY)))
+    padded = np.pad(W, [(0, 0)] * 3 + [(0, 1)])[..., :12]  # rows that begin anywhere
+    np.testing.assert_array_equal(forward(replace(x, W=padded))[0], Y)
+    assert_same(backward(replace(x, W=padded), dY), backward(stored, dY))
+
+
+def test_outputs_of_16_bits_are_rounded_to_the_nearest() -> None:
+    """Tokens of which the output is −gain w: with one head, and moments of nothing."""
+    numbers = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    W = numbers[np.isfinite(numbers)].reshape(1, 1, -1, 4)
+    x = TokenArguments(
+        W,
+        np.ones((1, 1), np.float32),
+        None,
+        np.array([0, W.shape[2]]),
+        False,
+        "none",
+        c=1e-30,
+        gain=1.37,
+        ridge=1.0,
+        state=tuple(np.zeros((1, 1, 1, *rest)) for rest in ((4,), (), (4,), ())),
+    )
+    with np.errstate(over="ignore"):
+        expected = (-np.float32(1.37) * W.astype(np.float32)).astype(np.float16)
+    np.testing.assert_array_equal(forward(x)[0].view(np.uint16), expected.view(np.uint16))
+    words = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    words = words[(words & 0x7FFF) < 0x7E80].reshape(1, 1, -1, 4)  # whose outputs are finite
+    found = forward(replace(x, W=words, offsets=np.array([0, words.shape[2]])))[0]
+    np.testing.assert_array_equal(found, rounded(-np.float32(1.37) * widened(words), "bfloat16"))
+
+
+# -- decoding by the public functions ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"membership": "norm"}, {"normalize": "mean", "decay": 0.9}, {"c": 2.0}], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_decoding_is_the_attention_of_all_tokens(options: dict[str, Any], dtype: str, cupy: Any) -> None:
+    rng = np.random.default_rng(28)
+    W = rng.standard_normal((2, 3, 21, 4)).astype(dtype)
+    naive = {
+        "mean" if key == "normalize" else key: True if value == "mean" else value for key, value in options.items()
+    }
+    expected = [naive_attention.token_statistics(item.astype(np.float64), np.ones(3), **naive)[0] for item in W]
+    found, state = tssa(cupy.asarray(W[:, :, :5]), return_state=True, **options)
+    parts = [found]
+    for t in range(5, 21):
+        found, state = tssa(cupy.asarray(W[:, :, t : t + 1]), state=state, return_state=True, **options)
+        parts.append(found)
+    assert all(type(sums) is type(parts[0]) for sums in state.tokens.sums())
+    Y = np.concatenate([part.get() for part in parts], axis=2)
+    assert Y.dtype == dtype
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3}[dtype]
+    np.testing.assert_allclose(Y, np.stack(expected), rtol=0, atol=tolerance)
+    whole = tssa(cupy.asarray(W), **options).get()
+    np.testing.assert_allclose(Y, whole, rtol=0, atol=tolerance)

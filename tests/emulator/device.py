@@ -1,6 +1,7 @@
 """Arrays as strict as CuPy's, on the CPU: the library on a CUDA device, without one.
 
 An array of the device never turns into one of numpy by itself and never mixes with one; kernels run on the emulator.
+There are two devices (`places`): whatever meets an array that is not on the current one is refused.
 """
 
 from __future__ import annotations
@@ -20,27 +21,14 @@ import numpy as np
 import pytest
 
 import emulator
+from emulator import DeviceError
 from levattn._kernels import cuda_source
 
 from .card import CUPY, device_count, on_card
+from .places import CURRENT, Device, allocated, cuda, launches, memory_of, on_memory
 
 DEVICES = device_count()
 AVAILABLE = DEVICES > 0 or (sys.platform == "linux" and shutil.which("g++") is not None)
-
-
-class Device:
-    """The one device that there is."""
-
-    id = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-DEVICE = Device()
 
 
 def refuse_numpy(*values: Any) -> None:
@@ -52,8 +40,10 @@ def refuse_numpy(*values: Any) -> None:
 
 
 def bare(value: Any) -> Any:
-    """What numpy takes for a value in which there may be arrays of the device."""
+    """What numpy takes for a value in which there may be arrays of the current device."""
     if isinstance(value, DeviceArray):
+        if value.device.id != CURRENT.device:
+            raise DeviceError(f"an array on device {value.device.id}, where device {CURRENT.device} is current")
         return value.held
     if isinstance(value, list | tuple):
         return type(value)(bare(entry) for entry in value)
@@ -63,10 +53,15 @@ def bare(value: Any) -> Any:
 def dressed(value: Any) -> Any:
     """What the device gives back for a result of numpy."""
     if isinstance(value, np.ndarray | np.generic):
-        return DeviceArray(np.asarray(value))
+        return DeviceArray(allocated(np.asarray(value)))
     if isinstance(value, tuple):
         return tuple(dressed(entry) for entry in value)
     return value
+
+
+def require_current(device: Any) -> None:
+    if device is not None and device != Device(CURRENT.device):
+        raise DeviceError(f"{device} was asked for, where device {CURRENT.device} is current")
 
 
 def in_cupy(name: str) -> bool:
@@ -95,7 +90,7 @@ def on_numpy(function: Callable[..., Any], owner: str = "", name: str = "") -> C
 
     def called(*args: Any, **options: Any) -> Any:
         refuse_numpy(*args, *options.values())
-        options.pop("device", None)
+        require_current(options.pop("device", None))
         taken = signature(owner, name) if name else None
         if taken is not None:
             taken.bind(*args, **options)  # a TypeError where CuPy takes no such arguments
@@ -107,10 +102,12 @@ def on_numpy(function: Callable[..., Any], owner: str = "", name: str = "") -> C
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of the device, held by an array of numpy."""
 
-    device = DEVICE
-
     def __init__(self, held: np.ndarray) -> None:
-        self.held = held
+        self.held, self.device = held, Device(CURRENT.device)
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.held.ctypes.data, mem=memory_of(self.held))
 
     def __array_namespace__(self, api_version: str | None = None) -> Any:
         return NAMESPACE
@@ -133,38 +130,42 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         return on_numpy(function, "", function.__name__)(*args, **options)
 
     def get(self) -> np.ndarray:
-        return self.held.copy()
+        return np.asarray(bare(self)).copy()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("tobytes", "tofile", "dump"):
             raise AttributeError(name)
         value = getattr(self.held, name)
         if name in ("T", "mT", "real", "imag", "flat"):
-            return dressed(value)
+            return dressed(getattr(bare(self), name))
         return on_numpy(value, "ndarray", name) if callable(value) and name not in ("dtype", "flags") else value
 
     def __getitem__(self, key: Any) -> Any:
         refuse_numpy(key)
-        return dressed(self.held[bare(key)])
+        if all(isinstance(part, slice | type(None)) for part in (key if isinstance(key, tuple) else (key,))):
+            view = DeviceArray(self.held[key])  # which takes no work
+            view.device = self.device
+            return view
+        return dressed(bare(self)[bare(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         refuse_numpy(key, value)
-        self.held[bare(key)] = bare(value)
+        bare(self)[bare(key)] = bare(value)
 
     def __len__(self) -> int:
         return len(self.held)
 
     def __bool__(self) -> bool:
-        return bool(self.held)
+        return bool(bare(self))
 
     def __int__(self) -> int:
-        return int(self.held)
+        return int(bare(self))
 
     def __float__(self) -> float:
-        return float(self.held)
+        return float(bare(self))
 
     def __index__(self) -> int:
-        return self.held.__index__()
+        return int(bare(self).__index__())
 
     def __repr__(self) -> str:
         return f"DeviceArray({self.held!r})"
@@ -181,15 +182,18 @@ class DeviceKernel:
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
         refuse_numpy(*args)
+        launches.append((CURRENT.device, CURRENT.streams[-1]))
         self.kernel(grid, block, bare(args), shared_mem=shared_mem)
 
 
 class Namespace(ModuleType):
     """What the library uses of CuPy, and of the namespaces of array-api-compat."""
 
-    ndarray = type("ndarray", (), {})  # array-api-compat asks the arrays themselves for this namespace
+    cuda = cuda()
 
-    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
+    class ndarray:  # noqa: N801 (which no array is of: array-api-compat asks the arrays themselves for the namespace)
+        def __new__(cls, shape: Any, dtype: Any, memptr: Any, strides: Any = None) -> Any:
+            return DeviceArray(on_memory(shape, dtype, memptr, strides))
 
     def __init__(self) -> None:
         super().__init__("cupy")
@@ -203,11 +207,15 @@ class Namespace(ModuleType):
         value = getattr(standard, name) if value is None else value
         return on_numpy(value, "", name) if callable(value) and not isinstance(value, type) else value
 
-    def asarray(self, array: Any, dtype: Any = None, order: Any = None, **_device: Any) -> DeviceArray:
+    def asarray(
+        self, array: Any, dtype: Any = None, order: Any = None, *, device: Any = None, copy: bool | None = None
+    ) -> Any:
         """Copy an array of numpy to the device; one of the device stays where it is."""
+        require_current(device)
         if isinstance(array, DeviceArray):
-            return dressed(np.asarray(array.held, dtype, order=order))
-        return DeviceArray(np.array(array, dtype, order=order or "K"))
+            found = np.array(bare(array), dtype, order=order or "K", copy=copy)
+            return array if found is array.held else dressed(found)
+        return DeviceArray(allocated(np.array(array, dtype, order=order or "K")))
 
     array = asarray
 

@@ -12,6 +12,7 @@ struct Copy {
 static std::vector<Copy> copies[1024];  // of each thread, which become visible when it waits for them
 static int groups[1024];
 static unsigned int words[32][32][6];  // of each warp and lane, while they are exchanged
+static double numbers[32][32][12];
 static const unsigned char *rows[32][32];
 
 // Sum as on sm_80, the coarsest: of eight products at a time, all cut off one bit after the last place of the largest.
@@ -50,6 +51,21 @@ void multiply_add(Number, float (&c)[4], const unsigned int (&a)[4], unsigned in
         }
         c[i] = host::cut_sum(host::cut_sum(c[i], products), products + 8);
     }
+}
+
+// Sums in order of k, each product and sum rounded once. A device may add up in another order, so that results are
+// compared by bounds of their errors, and their bits only with those of the same machine.
+inline void multiply_add(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
+    const int lane = threadIdx.x % 32;
+    double(&there)[32][12] = host::numbers[threadIdx.x / 32];
+    __syncwarp();
+    for (int i = 0; i < 8; ++i) there[lane][i] = a[i];
+    for (int i = 0; i < 4; ++i) there[lane][8 + i] = b[i];
+    __syncwarp();
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k)
+            c[i] = fma(there[lane / 4 * 4 + k % 4][k / 4 * 2 + i / 2],
+                       there[(lane % 4 * 2 + i % 2) * 4 + k % 4][8 + k / 4], c[i]);
 }
 
 inline void load_transposed(unsigned int (&words)[4], const void *row) {

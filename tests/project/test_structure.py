@@ -51,7 +51,7 @@ COMPILERS = (*VECTOR_CODE, "_kernels.cache", "_kernels.parts")
 HOMES = {
     "numba": COMPILERS,
     "llvmlite": VECTOR_CODE,
-    "cupy": ("_kernels.cuda_source", "_core.arrays"),
+    "cupy": ("_kernels.cuda_source", "_core.arrays", "_core.device"),
     "torch": ("attention.*", *TENSORS, "distributed.*", "nn", "nn.*", "integrations.*", "cli.*"),
     "transformers": ("integrations.*", "cli.*"),
     "timm": ("integrations.timm",),

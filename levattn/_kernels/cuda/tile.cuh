@@ -6,16 +6,3 @@ constexpr int TILE = EACH * SIDE;  // entries along a side
 constexpr int THREADS = SIDE * SIDE;
 constexpr int STAGE = 16;          // terms of each product in shared memory at a time
 constexpr int LOADS = STAGE * TILE / THREADS;
-
-template <typename Real>
-struct alignas(16) Quad {
-    Real entry[EACH];
-};
-
-template <typename Real>
-__device__ inline void add_products(const Quad<Real> &a, const Quad<Real> &b, Real (&sums)[EACH][EACH]) {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) sums[i][j] = fma(a.entry[i], b.entry[j], sums[i][j]);
-}

@@ -14,7 +14,6 @@ import numpy as np
 
 from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
-from levattn._kernels.gram.cuda_blas import WIDE, partial_moments, write_squares
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
@@ -22,8 +21,13 @@ from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 __all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-22  # tensor cores multiply numbers in two parts, of eleven bits each
 
-_TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
-_REALS = {"float": np.float32, "double": np.float64}
+# What moments.cu and products.cu have too
+_TILE = 64  # columns of a tile
+_MOMENT_THREADS = 128
+_MOMENT_SHARED = 8 * (2 * 32 * (_TILE + 4) + 64 * 64)  # two stages of rows, and the sums
+_ADDERS, _FEW, _MOST_PARTS = 512, 8, 16  # threads that add up blocks, blocks of one at a time, threads of an entry
+_SCORE_ROWS = 128  # of a block of threads
+
 _ROOM = 1 << 28  # bytes that are taken at a time beside the keys
 
 
@@ -41,7 +45,6 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             for _, run in _in_basis(rows, item, start, stop, basis[slot], arithmetic):
                 out[t] += moments(run, np.array([[0, 0, 0, run.shape[1]]]))[0]
         return out
-    real = "float" if arithmetic == "single" else "double"
     blocks = -(-(pieces[:, 3] - pieces[:, 2]) // BLOCK)
     firsts = np.concatenate([[0], np.cumsum(blocks)])
     fit = max(1, _ROOM // (8 * d * d))
@@ -55,16 +58,22 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
         tail = [chosen, places, stop - at, BLOCK, partial]
         if arithmetic == "single" and has_tensor_products(rows):
             tensor_moments(rows, [*arguments, *tail], count)
-        elif arithmetic == "double" and d >= WIDE:
-            partial_moments(rows, pieces[at:stop], partial)
         else:
             tiles = -(-d // _TILE)
-            shape = (count, tiles * (tiles + 1) // 2)
-            launch("moments", "moment_blocks", (key_type(rows), real), shape, [*arguments, *tail])
-        grid = (-(-(stop - at) * d * d // THREADS),)
-        launch("moments", "add_blocks", (), grid, [partial, places, stop - at, d, out[at:stop]])
+            grid = (count * (tiles * (tiles + 1) // 2),)
+            sizes = {"threads": _MOMENT_THREADS, "shared": _MOMENT_SHARED}
+            launch("moments", "moment_blocks", (key_type(rows),), grid, [*arguments, *tail], **sizes)
+        _add_blocks(partial, places, int(blocks[at:stop].max()), out[at:stop])
         at = stop
     return out
+
+
+def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
+    """Sum up the blocks of each piece, `longest` or fewer, in pairs, pairs of pairs, and so on."""
+    pieces, d, _ = out.shape
+    parts = min(_MOST_PARTS, 1 << max(0, -(-longest // _FEW) - 1).bit_length())
+    grid = (pieces * -(-d * d // (_ADDERS // parts)),)
+    launch("moments", "add_blocks", (), grid, [partial, firsts, d, parts, out], threads=_ADDERS)
 
 
 def _in_basis(
@@ -95,7 +104,7 @@ def sqnorms(
 ) -> None:
     """Write ``‖k W‖²`` of every key of the matrices `items`."""
     if basis is None:
-        _square_rows(rows, items, W, out, "float" if arithmetic == "single" else "double", ceiling, triangular=True)
+        _square_rows(rows, items, W, out, arithmetic, ceiling, triangular=True)
         return
     for slot, item in enumerate(np.asarray(items).tolist()):
         for low, run in _in_basis(rows, item, 0, rows.shape[1], basis[slot], arithmetic):
@@ -105,21 +114,20 @@ def sqnorms(
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
     """Write ``‖k P‖²`` of every key of the matrices `items`."""
-    _square_rows(rows, items, P, out, "float" if arithmetic == "single" else "double", ceiling, triangular=False)
+    _square_rows(rows, items, P, out, arithmetic, ceiling, triangular=False)
 
 
-def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling: float, *, triangular: bool) -> None:
-    if real == "float" and has_tensor_products(rows, W.shape[2]):
+def _square_rows(
+    rows: Rows, items: Pieces, W: Any, out: Any, arithmetic: Arithmetic, ceiling: float, *, triangular: bool
+) -> None:
+    if arithmetic == "single" and has_tensor_products(rows, W.shape[2]):
         tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
-        return
-    if max(W.shape[1:]) >= WIDE:
-        write_squares(rows, items, W, out, np.dtype(_REALS[real]), ceiling, triangular=triangular)
         return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
-    types = key_type(rows), real, TYPES[out.dtype.name]
+    types = key_type(rows), TYPES[out.dtype.name]
     arguments = key_arguments(rows)
     for before in range(0, len(items), MOST_SLABS):
         tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1)]
-        grid = (-(-n // _TILE), min(MOST_SLABS, len(items) - before))
+        grid = (-(-n // _SCORE_ROWS), min(MOST_SLABS, len(items) - before))
         launch("products", "square_rows", types, grid, [*arguments, *tail])

@@ -20,6 +20,29 @@
 DEFINE_MULTIPLY_ADD(Bfloat, "bf16")
 DEFINE_MULTIPLY_ADD(Half, "f16")
 
+// C (16, 8) += A (16, 16) B (16, 8) in double precision. A lane has
+//   A: entries of row g (even ones) and row g + 8 (odd ones), of columns t, t + 4, t + 8, t + 12;
+//   B: entries of column g, of rows t, t + 4, t + 8, t + 12;
+//   C: as above.
+// sm_80 has no larger product than (8, 4) times (4, 8), whose lanes have the same entries.
+__device__ inline void multiply_add(double (&c)[4], const double (&a)[8], const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+        asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+            : "d"(a[4 * k]), "d"(a[4 * k + 1]), "d"(a[4 * k + 2]), "d"(a[4 * k + 3]), "d"(b[2 * k]), "d"(b[2 * k + 1]));
+#else
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+d"(c[2 * i]), "+d"(c[2 * i + 1])
+                : "d"(a[2 * k + i]), "d"(b[k]));
+#endif
+}
+
 // Four matrices (8, 8) of 16-bit numbers in shared memory, transposed: word i of a lane has column g, rows 2t and
 // 2t + 1 of matrix i. Lane l gives the address of row l % 8 of matrix l / 8, 16 bytes.
 __device__ inline void load_transposed(unsigned int (&words)[4], const void *row) {

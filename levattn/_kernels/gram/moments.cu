@@ -2,107 +2,213 @@
 
 #include "keys.cuh"
 #include "blocks.cuh"
-#include "tile.cuh"
+#include "shared.cuh"
+#include "mma.cuh"
+#include "fragments.cuh"
 
 namespace {
 
-constexpr int APART = THREADS / TILE;
-constexpr int RUN = 64;     // rows whose sum is of type Real before it is added to one of doubles
-constexpr int LEVELS = 48;  // of a binary counter of blocks
+constexpr int THREADS = 128;             // of two pairs of warps; a pair sums up every other sixteen rows
+constexpr int STAGE = 32;                // rows in shared memory at a time
+constexpr int RUN = 4 * STAGE;           // rows, 64 of each pair, whose sums are added to others then
+constexpr int APART = THREADS / TILE;    // of the rows of a stage, a thread brings one column of every such
+constexpr int LOADS = STAGE / APART;
+constexpr int SUMS = 64;                 // of a thread
 
-// The entries of a stage that a thread brings: those of one column, in every APART-th row.
-template <typename Key, typename Real>
-__device__ void fetch(const Column<Key> &column, long long row, long long stop, Real *out) {
+constexpr int ADDERS = 512;  // threads that add up blocks
+constexpr int FEW = 8;       // blocks that one of them adds up at a time
+
+// What a thread brings of a stage, as it is stored: one column of `count` rows.
+template <typename Key>
+__device__ void fetch(const Reader<Key> &reader, long long item, long long start, int count, int column,
+                      Key (&numbers)[LOADS]) {
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) out[i] = row + i * APART < stop ? column.template read<Real>(row + i * APART) : (Real)0;
+    for (int i = 0; i < LOADS; ++i)
+        numbers[i] = i * APART < count && column < reader.d ? reader.stored(item, start + i * APART, column) : Key{};
 }
+
+template <typename Key>
+__device__ void put(const Reader<Key> &reader, long long item, long long start, int count, int column,
+                    const Key (&numbers)[LOADS], double *to) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const bool there = i * APART < count && column < reader.d;
+        to[i * APART * PITCH] = there ? reader.value(numbers[i], item, start + i * APART, column) : 0;
+    }
+}
+
+// Sums that come in order, combined like the bits of a binary counter.
+template <int LEVELS>
+struct Counter {
+    double levels[LEVELS];
+    long long count = 0;
+
+    __device__ void add(double sum) {
+        int level = 0;
+        for (; count >> level & 1; ++level) sum = levels[level] + sum;
+        levels[level] = sum;
+        ++count;
+    }
+
+    // Add what is left to the sum of what comes after, if there is any, from the lowest level upward.
+    __device__ void finish(double &total, bool &begun) const {
+        for (int level = 0; level < LEVELS; ++level)
+            if (count >> level & 1) {
+                total = begun ? levels[level] + total : levels[level];
+                begun = true;
+            }
+    }
+};
 
 }  // namespace
 
-// One block of rows and one tile of the upper triangle of its moment: to `partial`, (blocks, d, d).
-// The grid is (blocks, tiles of the upper triangle).
-template <typename Key, typename Real>
+// One block of rows and one tile of the upper triangle of its moment: to `partial`, (blocks, d, d). The grid is
+// (blocks times tiles of the upper triangle), those of a block next to each other.
+//
+// A warp has sixteen rows of the tile above, and sixteen below, with all columns: on the diagonal each of them has as much of
+// the triangle as the others.
+template <typename Key>
 __global__ void __launch_bounds__(THREADS, 2)
     moment_blocks(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, int block_rows,
                    double *partial) {
-    __shared__ Quad<Real> left[STAGE][SIDE], right[STAGE][SIDE];
+    constexpr bool AHEAD = sizeof(Key) < 8;  // there are registers for the next rows
+    DYNAMIC_SHARED(shared);
+    double *const left = (double *)shared, *const right = left + STAGE * PITCH, *const totals = right + STAGE * PITCH;
     const Reader<Key> reader KEY_READER;
 
-    const Block block(pieces, firsts, count, blockIdx.x, block_rows);
-    const long long item = block.item, start = block.start, stop = block.stop;
-
-    int down = 0, across = blockIdx.y;  // row and column of the tile among those of the upper triangle
-    const int tiles = (d + TILE - 1) / TILE;
+    int tiles = (d + TILE - 1) / TILE;
+    const int triangle = tiles * (tiles + 1) / 2;
+    const long long number = blockIdx.x / triangle;
+    const Block block(pieces, firsts, count, number, block_rows);
+    const int rows = (int)(block.stop - block.start);
+    int down = 0, across = blockIdx.x % triangle;  // row and column of the tile among those of the upper triangle
     while (across >= tiles - down) across -= tiles - down++;
-    across += down;
+    across = (across + down) * TILE;
+    down *= TILE;
+    const bool diagonal = down == across;
 
-    const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-    Real sums[EACH][EACH] = {};
-    double totals[EACH][EACH] = {};
-    Real next_left[LOADS], next_right[LOADS];
-    const int r = threadIdx.x / TILE, c = threadIdx.x % TILE;
-    const Column<Key> from_left(reader, item, down * TILE + c), from_right(reader, item, across * TILE + c);
-    fetch(from_left, start + r, stop, next_left);
-    fetch(from_right, start + r, stop, next_right);
-    for (long long row = start; row < stop; row += STAGE) {
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            left[r + i * APART][c / EACH].entry[c % EACH] = next_left[i];
-            right[r + i * APART][c / EACH].entry[c % EACH] = next_right[i];
-        }
-        __syncthreads();
-        if (row + STAGE < stop) {
-            fetch(from_left, row + STAGE + r, stop, next_left);
-            fetch(from_right, row + STAGE + r, stop, next_right);
-        }
-#pragma unroll 4
-        for (int k = 0; k < STAGE; ++k) add_products(left[k][y], right[k][x], sums);
-        if (sizeof(Real) < sizeof(double) && ((row + STAGE - start) % RUN == 0 || row + STAGE >= stop))
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                for (int j = 0; j < EACH; ++j) {
-                    totals[i][j] += (double)sums[i][j];
-                    sums[i][j] = 0;
-                }
+    const int pair = threadIdx.x / 64, mine = threadIdx.x % 64;
+    const auto row_of = [&](int m) { return m ? 48 - mine / 32 * 16 : mine / 32 * 16; };
+    unsigned int needed = 0;  // which sixteen columns of each sixteen rows
+    for (int m = 0; m < 2; ++m)
+        for (int j = 0; j < 4; ++j)
+            if (down + row_of(m) < d && across + 16 * j < d && (!diagonal || 16 * j >= row_of(m))) needed |= 1u << (4 * m + j);
+
+    double sums[2][4][2][4] = {};
+    const int r = threadIdx.x / TILE, c = threadIdx.x % TILE, there = rows - r;
+    const long long start = block.start + r;
+    double *const to_left = left + r * PITCH + c, *const to_right = right + r * PITCH + c;
+    Key next_left[LOADS], next_right[LOADS];
+    if (AHEAD) {
+        fetch(reader, block.item, start, there, down + c, next_left);
+        if (!diagonal) fetch(reader, block.item, start, there, across + c, next_right);
     }
-    double *const out = partial + (long long)blockIdx.x * d * d;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-            const int r = down * TILE + y * EACH + i, c = across * TILE + x * EACH + j;
-            if (r <= c && c < d)
-                out[(long long)r * d + c] = sizeof(Real) < sizeof(double) ? totals[i][j] : (double)sums[i][j];
+    for (int i = threadIdx.x; i < SUMS * 64; i += THREADS) totals[i] = 0;
+    for (int row = 0; row < rows; row += STAGE) {
+        __syncthreads();
+        if (!AHEAD) fetch(reader, block.item, start + row, there - row, down + c, next_left);
+        put(reader, block.item, start + row, there - row, down + c, next_left, to_left);
+        if (!diagonal) {
+            if (!AHEAD) fetch(reader, block.item, start + row, there - row, across + c, next_right);
+            put(reader, block.item, start + row, there - row, across + c, next_right, to_right);
         }
+        __syncthreads();
+        if (AHEAD) {
+            const int next = row + STAGE;
+            fetch(reader, block.item, start + next, there - next, down + c, next_left);
+            if (!diagonal) fetch(reader, block.item, start + next, there - next, across + c, next_right);
+        }
+        const double *const downs = left + pair * 16 * PITCH, *const acrosses = diagonal ? downs : right + pair * 16 * PITCH;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            double a[8];
+            load_columns(a, downs, row_of(m));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (!(needed >> (4 * m + j) & 1)) continue;
+                double b[8];
+                load_columns(b, acrosses, 16 * j);
+                add_products(sums[m][j], a, b);
+            }
+        }
+        if ((row + STAGE) % RUN != 0 && row + STAGE < rows) continue;
+        for (int turn = 0; turn < 2; ++turn) {
+            if (turn) __syncthreads();
+            if (pair != turn) continue;
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) {
+                if (!(needed >> i / 8 & 1)) continue;
+                double &sum = sums[i / 32][i / 8 % 4][i / 4 % 2][i % 4];
+                totals[i * 64 + mine] += sum;
+                sum = 0;
+            }
+        }
+    }
+    __syncthreads();
+    double *const out = partial + number * d * d;
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll 1
+    for (int i = pair; i < SUMS; i += 2) {
+        const int r = down + row_of(i / 32) + 2 * g + i % 4 / 2, c = across + i / 8 % 4 * 16 + column_of(i / 4 % 2, i % 4);
+        if (r <= c && c < d) out[(long long)r * d + c] = totals[i * 64 + mine];
+    }
 }
 
-// Sum up the blocks of each piece in pairs, pairs of pairs, and so on: to `out` (pieces, d, d), both triangles.
-__global__ void __launch_bounds__(THREADS)
-    add_blocks(const double *partial, const long long *firsts, long long pieces, int d, double *out) {
-    const long long size = (long long)d * d;
-    const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= pieces * size) return;
-    const long long piece = at / size;
-    const int r = (int)(at % size / d), c = (int)(at % d);
-    if (r > c) return;
-    const double *const from = partial + (long long)r * d + c;
-    double levels[LEVELS];
+// Sum up the blocks of each piece in pairs, pairs of pairs, and so on: to `out` (pieces, d, d), both triangles. The grid is
+// (pieces times as many blocks of threads as take all entries of a matrix).
+//
+// `parts` threads, a power of two, share an entry; each adds up FEW blocks, and they add up their sums in pairs.
+__global__ void __launch_bounds__(ADDERS)
+    add_blocks(const double *partial, const long long *firsts, int d, int parts, double *out) {
+    __shared__ double sums[ADDERS];
+    const int lanes = ADDERS / parts, lane = threadIdx.x % lanes, part = threadIdx.x / lanes;
+    const unsigned int size = (unsigned int)d * d, groups = (size + lanes - 1) / lanes;
+    const unsigned int piece = blockIdx.x / groups, low = blockIdx.x % groups * lanes, high = min(low + lanes, size) - 1;
+    if (low / d == high / d && high % d < low / d) return;  // all below the diagonal
+    const unsigned int at = low + lane, r = at / d, c = at % d;
+    const bool there = at < size && r <= c;
     const long long first = firsts[piece], blocks = firsts[piece + 1] - first;
-    for (long long i = 0; i < blocks; ++i) {
-        double sum = from[(first + i) * size];
-        int level = 0;
-        for (; i >> level & 1; ++level) sum = levels[level] + sum;
-        levels[level] = sum;
-    }
+    const double *const from = partial + first * size + at;
+    Counter<40> whole;
     double total = 0;
     bool begun = false;
-    for (int level = 0; level < LEVELS; ++level)
-        if (blocks >> level & 1) {
-            total = begun ? levels[level] + total : levels[level];
-            begun = true;
+    for (long long block = 0; block < blocks; block += parts * FEW) {
+        const long long mine = block + part * FEW;
+        double sum = 0;
+        if (there && mine + FEW <= blocks) {
+            double x[FEW];
+#pragma unroll
+            for (int i = 0; i < FEW; ++i) x[i] = from[(mine + i) * size];
+#pragma unroll
+            for (int step = 1; step < FEW; step *= 2)
+#pragma unroll
+                for (int i = 0; i < FEW; i += 2 * step) x[i] += x[i + step];
+            sum = x[0];
+        } else if (there && mine < blocks) {
+            Counter<3> counter;
+            for (long long i = mine; i < blocks; ++i) counter.add(from[i * size]);
+            bool some = false;
+            counter.finish(sum, some);
         }
-    out[piece * size + (long long)r * d + c] = total;
-    out[piece * size + (long long)c * d + r] = total;
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        if (block + parts * FEW <= blocks) {
+            for (int step = 1; step < parts; step *= 2) {
+                if (part % (2 * step) == 0) sums[threadIdx.x] += sums[threadIdx.x + step * lanes];
+                __syncthreads();
+            }
+            if (part == 0) whole.add(sums[lane]);
+        } else if (part == 0) {
+            const int full = (int)(blocks - block) / FEW;
+            Counter<4> counter;
+            for (int i = 0; i < full; ++i) counter.add(sums[i * lanes + lane]);
+            begun = (blocks - block) % FEW != 0;
+            if (begun) total = sums[full * lanes + lane];
+            counter.finish(total, begun);
+        }
+    }
+    if (part != 0 || !there) return;
+    whole.finish(total, begun);
+    double *const moment = out + (long long)piece * size;
+    moment[at] = moment[c * d + r] = total;
 }

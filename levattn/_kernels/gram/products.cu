@@ -1,54 +1,107 @@
 // Rows times a matrix: squared norms of the products, which are not written, and the products themselves.
 
 #include "keys.cuh"
-#include "tile.cuh"
+#include "copies.cuh"
+#include "mma.cuh"
+#include "fragments.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;  // of eight warps, each with sixteen rows and all columns of a tile
+constexpr int ROWS = 128;     // of a block of threads
+constexpr int STAGE = 16;     // coordinates of keys in shared memory at a time
+constexpr int KEY_PITCH = STAGE + 4;
+constexpr int LOADS = ROWS * STAGE / THREADS;
+
+// What a thread brings of a stage of keys, as it is stored: coordinate k of every sixteenth of `count` rows.
+template <typename Key>
+__device__ void fetch(const Reader<Key> &reader, long long item, long long start, int count, int row, int k,
+                      Key (&numbers)[LOADS]) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+        numbers[i] = row + 16 * i < count && k < reader.d ? reader.stored(item, start + row + 16 * i, k) : Key{};
+}
+
+// Copy a stage of a matrix (d, width), which is there once `finish_copies` was called.
+__device__ inline void bring(const double *matrix, int d, int width, bool triangular, int low, int column, double *to) {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < STAGE * TILE; at += THREADS) {
+        const int l = low + at / TILE, c = column + at % TILE;
+        double *const place = to + at / TILE * PITCH + at % TILE;
+        if (c < width && l < d && !(triangular && l > c)) copy_later(place, matrix + (long long)l * width + c);
+        else *place = 0;
+    }
+}
+
+}  // namespace
 
 // ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`.
 //
-// W is (slots, d, width); if `triangular`, entries below its diagonal are taken to be zero. Products are summed in the
-// precision Real. The grid is (tiles of rows, slots of this launch); `before` slots come before these.
-template <typename Key, typename Real, typename Score>
-__global__ void __launch_bounds__(THREADS, 2)
+// W is (slots, d, width); if `triangular`, entries below its diagonal are taken to be zero. The grid is (tiles of rows,
+// slots of this launch); `before` slots come before these.
+template <typename Key, typename Score>
+__global__ void __launch_bounds__(THREADS, sizeof(Key) < 8 ? 2 : 1)
     square_rows(KEY_PARAMETERS, long long n, const long long *items, long long before, const double *W, int width,
                 bool triangular, double ceiling, Score *out, long long out_stride) {
-    __shared__ Quad<Real> keys_there[STAGE][SIDE], right[STAGE][SIDE];
+    constexpr bool AHEAD = sizeof(Key) < 8;  // there are registers for the next keys
+    __shared__ double keys_there[ROWS * KEY_PITCH];
+    __shared__ __align__(16) double right[2][STAGE * PITCH];
     const Reader<Key> reader KEY_READER;
     const long long slot = before + blockIdx.y, item = items[slot];
-    const long long start = (long long)blockIdx.x * TILE;
+    const long long start = (long long)blockIdx.x * ROWS;
+    const int count = (int)min(n - start, (long long)ROWS);
     const double *const matrix = W + slot * d * width;
-    const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-    Real squares[EACH] = {};
+
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = threadIdx.x / 32 * 16 + g;
+    const int k = threadIdx.x % STAGE, r = threadIdx.x / STAGE;
+    double squares[2] = {};
+    Key next[LOADS];
+    int turn = 0;
+    if (AHEAD) fetch(reader, item, start, count, r, k, next);
+    bring(matrix, d, width, triangular, 0, 0, right[0]);
     for (int column = 0; column < width; column += TILE) {
-        Real sums[EACH][EACH] = {};
+        double sums[4][2][4] = {};
         const int depth = triangular ? min(d, column + TILE) : d;
-        for (int low = 0; low < depth; low += STAGE) {
+        for (int low = 0; low < depth; low += STAGE, turn ^= 1) {
             __syncthreads();
-            for (int i = 0; i < LOADS; ++i) {
-                const int at = threadIdx.x + i * THREADS;
-                const int r = at / STAGE, k = low + at % STAGE;  // keys lie column by column
-                const bool there = start + r < n && k < d;
-                keys_there[at % STAGE][r / EACH].entry[r % EACH] =
-                    there ? reader.template read<Real>(item, start + r, k) : (Real)0;
-                const int c = column + at % TILE, l = low + at / TILE;
-                const bool kept = c < width && l < d && !(triangular && l > c);
-                right[at / TILE][at % TILE / EACH].entry[at % EACH] =
-                    kept ? (Real)matrix[(long long)l * width + c] : (Real)0;
-            }
-            __syncthreads();
+            if (!AHEAD) fetch(reader, item, start, count, r, low + k, next);
 #pragma unroll
-            for (int k = 0; k < STAGE; ++k) add_products(keys_there[k][y], right[k][x], sums);
+            for (int i = 0; i < LOADS; ++i) {
+                const int row = r + 16 * i;
+                const bool there = row < count && low + k < d;
+                keys_there[row * KEY_PITCH + k] = there ? reader.value(next[i], item, start + row, low + k) : 0;
+            }
+            finish_copies();
+            __syncthreads();
+            const bool last = low + STAGE >= depth;
+            const int next_low = last ? 0 : low + STAGE, next_column = last ? column + TILE : column;
+            if (next_column < width) {
+                if (AHEAD) fetch(reader, item, start, count, r, next_low + k, next);
+                bring(matrix, d, width, triangular, next_low, next_column, right[turn ^ 1]);
+            }
+            double a[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) a[i] = keys_there[(first + i % 2 * 8) * KEY_PITCH + t + i / 2 * 4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (column + 16 * j >= width || (triangular && low >= column + 16 * (j + 1))) continue;
+                double b[8];
+                load_columns(b, right[turn], 16 * j);
+                add_products(sums[j], a, b);
+            }
         }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-#pragma unroll
-            for (int j = 0; j < EACH; ++j) squares[i] = fma(sums[i][j], sums[i][j], squares[i]);
+        for (int i = 0; i < 32; ++i) {
+            const double sum = sums[i / 8][i / 4 % 2][i % 4];
+            squares[i % 4 / 2] = fma(sum, sum, squares[i % 4 / 2]);
+        }
     }
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        Real total = squares[i];
-        for (int lane = SIDE / 2; lane; lane /= 2) total += __shfl_xor_sync(0xffffffffu, total, lane);
-        const long long row = start + y * EACH + i;
-        if (x == 0 && row < n) out[item * out_stride + row] = (Score)((double)total > ceiling ? ceiling : (double)total);
+    for (int i = 0; i < 2; ++i) {
+        double total = squares[i];
+        for (int far = 1; far < 4; far *= 2) total += __shfl_xor_sync(0xffffffffu, total, far);
+        const int row = first + 8 * i;
+        if (t == 0 && row < count) out[item * out_stride + start + row] = (Score)(total > ceiling ? ceiling : total);
     }
 }
 
@@ -58,9 +111,8 @@ template <typename Key, bool exact>
 __global__ void __launch_bounds__(THREADS)
     rows_in_basis(KEY_PARAMETERS, long long n, long long item, long long start, const double *basis, double *out) {
     const Reader<Key> reader KEY_READER;
-    const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= n * d) return;
-    const long long row = at / d;
+    const unsigned int at = blockIdx.x * blockDim.x + threadIdx.x, row = at / d;
+    if (row >= n) return;
     const int column = (int)(at % d);
     double total = 0, low = 0;
     for (int k = 0; k <= column; ++k) {

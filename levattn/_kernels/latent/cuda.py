@@ -1,9 +1,10 @@
-"""Latent attention on a CUDA device: launches of latent.cu, latent_back.cu and decay.cu.
+"""Latent attention on a CUDA device: launches of latent.cu, latent_tensor.cu, latent_back.cu and decay.cu.
 
 Sequences are cut into runs, of which a block of threads takes one, with
 up to 128 latents and columns. Where the cuts are follows from the numbers of positions before them alone: short runs
 at first, so that few positions keep many blocks busy, and longer ones later, as each leaves a state behind. So no bit
-of a row depends on what comes after it, nor on the other sequences or heads.
+of a row depends on what comes after it, nor on the other sequences or heads. Forward, single precision is multiplied
+on tensor cores, and double precision is not; gradients are summed up position by position in both.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ _EIGHTH = 8  # a run is this part of the positions before it, between these two
 _STRETCH = 256  # rows of a block where all see the same
 _BUSY = 528  # blocks of threads below which a block of a forward pass takes fewer columns
 _EVERYTHING = 1 << 62  # sees a row that is not causal
+
+# What latent_tensor.cu has too
+_MULTIPLIED = (32, 64, 128)  # latents of a block
+_MULTIPLIERS = 128  # threads of a block
+_TILE = 64  # columns of a block, one of which or two
+_CHUNK = 16  # steps that are taken together
+_APART = 8  # numbers between lines
+_PAIRS = 2 * 16 * 20 + 4 * 16  # numbers beside lines: weights of pairs of steps, and the scales of rows
 
 # What latent.cuh and latent.cu have too
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
@@ -183,7 +192,10 @@ class _Work:
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(_FOLLOWED):
             arguments = [*self.positions, *runs.arguments, self.L, self.D, maxima, sums, states]
-            self._walk("sum_runs", runs, self._block(len(runs)), arguments, _Shared(2, 2, 3))
+            if self.real == "float":
+                self._multiply("multiply_runs", runs, arguments, latents=3)
+            else:
+                self._walk("sum_runs", runs, self._block(len(runs)), arguments, _Shared(2, 2, 3))
         before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
         whole: Any = [None] * 3
@@ -226,8 +238,11 @@ class _Work:
         out = namespace().empty((self.b, self.slices, self.T, self.D), self.dtype)
         arguments = [*self.positions, *_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments]
         arguments += [*runs.arguments, self.L, self.D, self.T, out]
-        held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
-        self._walk("write_rows", runs, self._block(len(runs)), arguments, held)
+        if self.real == "float":
+            self._multiply("multiply_rows", runs, arguments, latents=7, others=_PAIRS)
+        else:
+            held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
+            self._walk("write_rows", runs, self._block(len(runs)), arguments, held)
         return _summed(out)
 
     # -- gradients ---------------------------------------------------------------------
@@ -307,6 +322,16 @@ class _Work:
 
     def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
+
+    def _multiply(self, name: str, runs: _Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
+        """Launch a kernel that takes runs by products, with so many lines of latents for each step of a chunk."""
+        width = next((width for width in _MULTIPLIED if width >= self.L), _MULTIPLIED[-1])
+        tiles = 2 if self.D > _TILE and width < _MULTIPLIED[-1] else 1  # what the registers hold
+        lines = latents * (width + _APART) + 2 * (tiles * _TILE + _APART)
+        shared = 4 * (_CHUNK * lines + 3 * width + 8 + others)
+        grid = (len(runs) * self.b, max(1, -(-self.D // (tiles * _TILE))), self.slices)
+        types = (str(width), str(tiles))
+        launch("latent_tensor", name, types, grid, arguments, threads=_MULTIPLIERS, shared=shared)
 
     def _walk(
         self, name: str, runs: _Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str

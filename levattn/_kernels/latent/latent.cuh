@@ -1,56 +1,30 @@
-// What the kernels of latent attention share: runs, the part of a state that a thread holds, and the scan of logits.
+// Runs position by position on the plain units: the part of a state that a thread holds, and the scan of logits.
 //
-// A run is a stretch of a sequence that one block takes step by step: a position enters, then a row is written, or one
-// of the two alone. The sums of a latent are kept relative to a reference, which rises at a position whose logit is
-// larger by more than SLACK. So no row depends on a later position, and no exponential exceeds e^SLACK. In shared memory
-// and in arrays of exponentials E, a position that raises the reference has −a in place of its 1, where a < 1 is what
-// the sums before it are multiplied by; the sign of −0 counts.
+// In shared memory and in arrays of exponentials E, a position that raises the reference has −a in place of its 1, where
+// a < 1 is what the sums before it are multiplied by; the sign of −0 counts.
 
 namespace {
 
 constexpr int WIDEST = 128;  // columns of a block
-constexpr int FIELDS = 8;    // of a run
-constexpr int FOLLOWED = 7;  // which of them
-constexpr float SLACK = 4;
-constexpr unsigned int ALL = 0xffffffffu;
-
-struct Run {
-    long long sequence;
-    long long slot;       // of the state that it begins with
-    long long position;   // the first of its positions
-    long long row;        // the first of its rows
-    long long seen;       // the last position that this row sees, counted from the beginning of the sequence
-    int positions, rows;  // as many of both, or none of one of them
-    bool followed;        // by another run of the sequence, which needs what this one sums up
-
-    __device__ Run(const long long *runs, long long number) {
-        const long long *const fields = runs + number * FIELDS;
-        sequence = fields[0], slot = fields[1], position = fields[2], row = fields[3], seen = fields[4];
-        positions = (int)fields[5], rows = (int)fields[6], followed = fields[FOLLOWED];
-    }
-
-    __device__ int steps() const { return max(positions, rows); }
-};
 
 __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 
 template <typename Real>
-__device__ inline Real nothing() {
-    return (Real)__int_as_float(0xff800000);  // −∞
+__device__ inline bool raises(Real e) {
+    if constexpr (sizeof(Real) == 4) return __float_as_int(e) < 0;
+    else return __double_as_longlong(e) < 0;
 }
 
-__device__ inline bool raises(float e) { return __float_as_int(e) < 0; }
-__device__ inline bool raises(double e) { return __double_as_longlong(e) < 0; }
-
-__device__ inline void load_four(const float *from, float (&to)[4]) {
-    const float4 four = *(const float4 *)from;
-    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-}
-
-__device__ inline void load_four(const double *from, double (&to)[4]) {
-    const double2 low = *(const double2 *)from, high = *(const double2 *)(from + 2);
-    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+template <typename Real>
+__device__ inline void load_four(const Real *from, Real (&to)[4]) {
+    if constexpr (sizeof(Real) == 4) {
+        const float4 four = *(const float4 *)from;
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+        const double2 low = *(const double2 *)from, high = *(const double2 *)(from + 2);
+        to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+    }
 }
 
 // Add up N values over LANES lanes that are APART from each other, and share out the sums: a lane is left with those
@@ -212,28 +186,6 @@ struct Tile {
     }
 };
 
-// Bring rows to shared memory, `pitch` apart: on their way until `finish_copies`.
-template <typename Real>
-__device__ inline void bring(Real *to, int pitch, const Real *from, long long step, int rows, int columns) {
-    for (int row = 0; row < rows; ++row)
-        for (int column = threadIdx.x; column < columns; column += blockDim.x)
-            copy_later(to + row * pitch + column, from + row * step + column);
-}
-
-// Which of at most 32 positions take part: one bit each. For the first warp.
-__device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long step, int positions) {
-    const int lane = threadIdx.x;
-    const unsigned int taken = __ballot_sync(ALL, lane < positions && (!mask || mask[lane * step]));
-    if (lane == 0) *to = taken;
-}
-
-// Collect the bits of all threads.
-__device__ inline void collect(unsigned int *to, unsigned int bits) {
-#pragma unroll
-    for (int far = 16; far; far /= 2) bits |= __shfl_xor_sync(ALL, bits, far);
-    if (threadIdx.x % 32 == 0 && bits) atomicOr(to, bits);
-}
-
 template <typename Real>
 __device__ inline void fill_zeros(Real *from, Real *to) {
     for (Real *at = from + threadIdx.x; at < to; at += blockDim.x) *at = 0;
@@ -272,17 +224,6 @@ __device__ inline void scan_logits(Real *K, unsigned int taken, int steps, int l
     collect(flags, seen);
     collect(flags + 1, raised);
 }
-
-// Logits and values of positions, which may be masked.
-template <typename Real>
-struct Positions {
-    const Real *K;
-    long long k_item, k_row;
-    const Real *V;
-    long long v_item, v_row;
-    const unsigned char *mask;
-    long long mask_item, mask_row;
-};
 
 // A block of threads on its way through a run, with some of its latents and columns. Shared memory holds logits and values
 // of two chunks of STEPS steps, one of which arrives while the block works on the other; then `numbers` that the kernel
@@ -363,12 +304,3 @@ struct Walk {
 };
 
 }  // namespace
-
-// The parameters of kernels that read positions, and of those that begin with states (b, slots, L[, D]).
-#define POSITION_PARAMETERS                                                                                         \
-    const Real *K, long long k_item, long long k_row, const Real *V, long long v_item, long long v_row,             \
-        const unsigned char *mask, long long mask_item, long long mask_row
-
-#define POSITIONS Positions<Real>{K, k_item, k_row, V, v_item, v_row, mask, mask_item, mask_row}
-
-#define START_PARAMETERS const Real *references, const Real *sums, const Real *states, long long slots

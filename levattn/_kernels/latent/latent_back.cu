@@ -11,6 +11,7 @@
 
 #include "shared.cuh"
 #include "copies.cuh"
+#include "runs.cuh"
 #include "latent.cuh"
 
 namespace {

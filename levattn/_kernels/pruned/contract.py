@@ -58,6 +58,8 @@ class PrunedArguments:
         c ≥ 0: attended where near, and then taken out of summary c.
     log_weight: (b, n), log w of the members of summaries; or None for 0.
     power: None for a softmax, else p: weights are abs(x)^p.
+    narrow: the dtype of 16 bits that queries, keys and values came in, and the scale of the queries, if products may
+        be of numbers of this dtype; or None.
     """
 
     q: Any
@@ -72,6 +74,7 @@ class PrunedArguments:
     role: Any
     log_weight: Any
     power: float | None
+    narrow: tuple[Any, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,10 @@ def key_arguments(rows: Rows) -> list[Any]:
     """Return the keys and what is done to them as arguments of a kernel."""
     shift, scale, weights = (on_device(array, np.float64) for array in (rows.shift, rows.scale, rows.weights))
     mask = with_steps(on_device(rows.mask, np.bool_), 1)
-    return [*with_steps(rows.keys, 3), *mask, shift, scale, *with_steps(weights, 1), rows.shape[2]]
+    keys, item, *within = with_steps(rows.keys, 3)
+    # torch hands a batch of one over with any step, by which kernels would take aligned rows for unaligned ones
+    keys = [keys, item if rows.shape[0] > 1 else 0, *within]
+    return [*keys, *mask, shift, scale, *with_steps(weights, 1), rows.shape[2]]
 
 
 def sum_in_pairs(terms: Any) -> Any:
@@ -43,9 +46,10 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
     blocks = -(-n // BLOCK)
     partial = xp.zeros((b, blocks, d))
     types, arguments = (key_type(rows), "true" if largest else "false"), key_arguments(rows)
+    together = min(THREADS, max(32, 1 << (d - 1).bit_length()))  # columns of a block of threads
     for before in range(0, b, MOST_SLABS):
-        grid = (blocks, -(-d // THREADS), min(MOST_SLABS, b - before))
-        launch("scan", "scan_columns", types, grid, [*arguments, n, before, BLOCK, partial])
+        grid = (blocks, -(-d // together), min(MOST_SLABS, b - before))
+        launch("scan", "scan_columns", types, grid, [*arguments, n, before, BLOCK, together, partial])
     if largest and blocks:
         return to_numpy(partial.max(axis=1))
     return to_numpy(sum_in_pairs(partial))

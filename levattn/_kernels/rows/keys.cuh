@@ -38,17 +38,29 @@ struct Reader {
         return !mask || mask[item * mask_stride + row];
     }
 
-    // One coordinate of a key in the precision Real, which is exact for keys as they are stored or Real = double.
-    template <typename Real>
-    __device__ Real read(long long item, long long row, int column) const {
-        if (!takes_part(item, row)) return (Real)0;
-        const Key stored = keys[item * item_stride + row * row_stride + column * column_stride];
-        if (!shift && !scale && !weights) return (Real)widen(stored);
-        double x = (double)widen(stored);
+    // One coordinate of a key as it is stored, zero where it takes no part.
+    __device__ Key stored(long long item, long long row, int column) const {
+        if (!takes_part(item, row)) return Key{};
+        return keys[item * item_stride + row * row_stride + column * column_stride];
+    }
+
+    // What a coordinate stands for.
+    __device__ double value(Key number, long long item, long long row, int column) const {
+        double x = (double)widen(number);
+        if (!shift && !scale && !weights) return x;
+        if (!takes_part(item, row)) return 0;
         if (shift) x -= shift[item * d + column];
         if (scale) x *= scale[item * d + column];
         if (weights) x *= weights[item * weight_stride + row];
-        return (Real)x;
+        return x;
+    }
+
+    // A coordinate in the precision Real, which is exact for keys as they are stored or Real = double.
+    template <typename Real>
+    __device__ Real read(long long item, long long row, int column) const {
+        const Key number = stored(item, row, column);
+        if (!shift && !scale && !weights) return (Real)widen(number);
+        return (Real)value(number, item, row, column);
     }
 };
 
@@ -71,12 +83,21 @@ struct Column {
         if (keys && reader.scale) scale = reader.scale[item * reader.d + column];
     }
 
+    // As a reader has them.
+    __device__ Key stored(long long row) const {
+        return keys && (!mask || mask[row]) ? keys[row * row_stride] : Key{};
+    }
+
+    __device__ double value(Key number, long long row) const {
+        if (plain) return (double)widen(number);
+        if (!keys || (mask && !mask[row])) return 0;
+        const double x = ((double)widen(number) - shift) * scale;
+        return weights ? x * weights[row] : x;
+    }
+
     template <typename Real>
     __device__ Real read(long long row) const {
-        if (!keys || (mask && !mask[row])) return (Real)0;
-        const Key stored = keys[row * row_stride];
-        if (plain) return (Real)widen(stored);
-        const double x = ((double)widen(stored) - shift) * scale;
-        return (Real)(weights ? x * weights[row] : x);
+        const Key number = stored(row);
+        return plain ? (Real)widen(number) : (Real)value(number, row);
     }
 };

@@ -10,23 +10,33 @@ constexpr int THREADS = 256;
 
 // Sums of the columns of a block of rows, or if `largest` their largest magnitudes: to `partial` (b, blocks, d).
 //
-// The grid is (blocks, columns / THREADS rounded up, matrices of this launch); `before` matrices come before these.
+// Of `together` threads, a power of two of at least 32, each has a column; others have the same columns of other rows, and
+// what they find is combined in pairs. The grid is (blocks, columns / together rounded up, matrices of this launch);
+// `before` matrices come before these.
 template <typename Key, bool largest>
 __global__ void __launch_bounds__(THREADS)
-    scan_columns(KEY_PARAMETERS, long long n, long long before, int block_rows, double *partial) {
+    scan_columns(KEY_PARAMETERS, long long n, long long before, int block_rows, int together, double *partial) {
+    __shared__ double found[THREADS];
     const Reader<Key> reader KEY_READER;
-    const int place = blockIdx.y * THREADS + threadIdx.x;
-    if (place >= d) return;
+    const int place = blockIdx.y * together + threadIdx.x % together, apart = THREADS / together;
     const long long item = before + blockIdx.z;
     const Column<Key> column(reader, item, place);
     const long long start = (long long)blockIdx.x * block_rows, stop = min(start + block_rows, n);
-    double found = 0;
-    for (long long row = start; row < stop; ++row) {
+    // NaN is taken over, and stays
+    const auto combined = [](double a, double b) { return !largest ? a + b : a != a || b <= a ? a : b; };
+    double mine = 0;
+#pragma unroll 4
+    for (long long row = start + threadIdx.x / together; row < stop; row += apart) {
         const double x = column.template read<double>(row);
-        if (!largest) found += x;
-        else if (found == found && !(fabs(x) <= found)) found = fabs(x);  // NaN is taken over, and stays
+        mine = combined(mine, largest ? fabs(x) : x);
     }
-    partial[(item * gridDim.x + blockIdx.x) * d + place] = found;
+    found[threadIdx.x] = mine;
+    for (int step = THREADS / 2; step >= together; step /= 2) {
+        __syncthreads();
+        if (threadIdx.x < step) found[threadIdx.x] = combined(found[threadIdx.x], found[threadIdx.x + step]);
+    }
+    if (threadIdx.x < together && place < d)
+        partial[(item * gridDim.x + blockIdx.x) * d + place] = found[threadIdx.x];
 }
 
 // Which rows of one matrix hold NaN or infinity, and are not masked: 1 in `out` (n,).
@@ -43,13 +53,4 @@ __global__ void __launch_bounds__(THREADS) find_nonfinite(KEY_PARAMETERS, long l
     }
     const bool any = __any_sync(0xffffffffu, bad);
     if (lane == 0) out[row] = any;
-}
-
-// Rows of one matrix as they are read, to `out` (n, d).
-template <typename Key, typename Real>
-__global__ void __launch_bounds__(THREADS)
-    read_rows(KEY_PARAMETERS, long long n, long long item, long long start, Real *out) {
-    const Reader<Key> reader KEY_READER;
-    const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at < n * d) out[at] = reader.template read<Real>(item, start + at / d, (int)(at % d));
 }

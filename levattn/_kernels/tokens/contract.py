@@ -33,7 +33,8 @@ class TokenArguments:
     Tokens that a mask leaves out are as if they were not there; their output is 0, and so are their memberships.
 
     W: (b, h, T, d), float32 or float64, as are all arrays but those named otherwise; with any strides along the first
-        three axes, and contiguous along the last.
+        three axes, and contiguous along the last. On a CUDA device, where d is a multiple of 4, also float16, or words
+        of bfloat16; then the others are of float32, and outputs and dY are stored as W is, but not the gradients.
     temperature: (b, h), of any strides.
     offset: (b, h, T), of any strides (0 among them), or None.
     logits, mean, least: as above; least > 0.

@@ -1,16 +1,21 @@
 """Token statistics attention on a CUDA device: launches of tokens.cu and tokens_back.cu.
 
-A sequence is cut into runs of 16 tokens, counted from its first one, of which
-a block of threads takes all heads and channels. What runs sum up is combined in float64, in an order that depends on
-the runs before alone, so that no bit of a causal token depends on what comes after it, nor on the other sequences, and
-so that the error in single precision does not grow with the number of tokens.
+A sequence is cut into runs of 16 tokens, counted from its first one, of which a block of threads takes all heads and
+channels. What runs sum up is combined in float64, in an order that depends on the runs before alone, so that no bit of
+a causal token depends on what comes after it, nor on the other sequences, and so that the error in single precision
+does not grow with the number of tokens. Where no sequence has more than one run, as when a token is decoded, one
+launch does all of it, with the same bits.
 
-Each pass over the tokens reads them once. Forward there are three with the logits "diagonal" (sums of squares,
-memberships and what they weigh, output), two with others, and the last one writes as many numbers as it reads. What
-runs sum up is written and read once more each before and after it is combined, which adds an eighth to that. Passes
-go forwards and backwards in turn, so that of some ten megabytes of tokens most are still in the cache. Gradients take
-the same passes but for the last one, and then two that read tokens and dY, of which the second writes dW; with
-"diagonal" a third one reads the tokens and dW and writes dW again.
+Else each pass over the tokens reads them once, and a block that needs them again keeps them in shared memory. Forward
+there are three passes with the logits "diagonal" (sums of squares, memberships and what they weigh, output), two with
+others, and the last one writes as many numbers as it reads. Fewer would not do: a pass needs the sums of all runs
+before, which other blocks have found, and blocks do not wait for each other. What runs sum up, a sixteenth of the
+tokens, is written and read once more each before and after it is combined. Passes go forwards and backwards in turn,
+so that of some ten megabytes of tokens most are still in the cache. Gradients take the same passes but for the last
+one, and then two that read tokens and dY, of which the second writes dW; with "diagonal" a third one reads the tokens
+and dW and writes dW again.
+
+Tokens of float16 and bfloat16 (words) are widened as they are read, and outputs rounded as they are written.
 """
 
 from __future__ import annotations
@@ -33,11 +38,14 @@ _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
+_STATIC = 4096  # bytes of shared memory that a kernel has room for besides, at most
 
 
 def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
     """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
     work = _Work(x)
+    if work.short:
+        return work.attend(state=state)
     squares, A, n = work.squares(whole=state)
     P, _, sums = work.weigh(squares, sums=work.adds and (state or work.begins))
     starts, M, N = work.weighted(sums, whole=state)
@@ -66,22 +74,45 @@ class _Work:
         self.x = x
         self.b, self.h, self.T, self.d = x.W.shape
         self.n = len(x.offsets) - 1
-        self.dtype = x.W.dtype
+        self.key = TYPES["bfloat16" if x.W.dtype == np.uint16 else x.W.dtype.name]
+        self.dtype = x.temperature.dtype  # that it is computed in
         self.real = TYPES[self.dtype.name]
-        self.firsts = np.append(0, np.cumsum(-(-np.diff(x.offsets) // _RUN))).astype(np.int64)
+        lengths = np.diff(x.offsets)
+        self.longest = int(lengths.max(initial=0))
+        self.firsts = np.append(0, np.cumsum(-(-lengths // _RUN))).astype(np.int64)
         self.runs = int(self.firsts[-1])
         self.adds = x.causal or x.state is None  # to sums; else all are given
         self.pitch = -(-(self.h * self.d + self.h) // 4) * 4
-        self.W = with_rows(x.W)
-        offsets, firsts = on_device(np.stack([x.offsets, self.firsts]))
-        self._counts = [firsts, self.n]
+        self.W = self._readable(x.W)
         self._rates = on_device(x.decay, np.float64)
-        self._tokens = [*with_steps(self.W, 3), *with_steps(x.mask, 2), offsets, *self._counts, self._rates]
-        self._tokens += [self.h, self.d, self.pitch, x.causal]
         least = max(x.least, float(np.finfo(self.dtype).tiny))
         self._logits = [LOGITS.index(x.logits), x.mean, least]
         self._output = [x.gain, x.c, x.ridge, self.T]
-        self._temperature = with_steps(x.temperature, 2)
+        self._sizes = [self.h, self.d, self.pitch, x.causal]
+        self._weighing = [*with_steps(x.temperature, 2), *with_steps(x.offset, 3), *self._logits]
+
+    # -- sequences of one run ----------------------------------------------------------
+
+    @cached_property
+    def short(self) -> bool:
+        """Whether a block sees all of a sequence, and has room for what it sums up."""
+        if self.longest > _RUN:
+            return False
+        return self._geometry(self._units(self.W), rows=2, scores=True, parts=_RUN)[1] + _STATIC <= shared_limit()
+
+    def attend(self, *, state: bool) -> tuple[Any, TokenSums | None]:
+        """Return the output, and if `state` the sums after all tokens of each sequence."""
+        x = self.x
+        before = self._states(x.state) if x.state is not None else (None,) * 4
+        after = (*self._empty_sums(), *self._empty_sums()) if state and self.adds else (None,) * 4
+        V, Y = self._units(self.W), self._like_tokens(x.W.dtype)
+        threads, shared, room = self._geometry(V, rows=2, scores=True, parts=_RUN, reads=3)
+        offsets = None if self.n == 1 else on_device(x.offsets)
+        given = [*with_steps(self.W, 3), *with_steps(x.mask, 2), offsets, None, self.n, self._rates, *self._sizes]
+        given += [room, *before, self.adds, *self._weighing, *self._output, *with_steps(Y, 3), *after]
+        types = (self.key, self.real, str(V))
+        launch("tokens", "attend_tokens", types, (self.b * self.n,), given, threads=threads, shared=shared)
+        return Y, (after if self.adds else before) if state else None
 
     # -- forward -----------------------------------------------------------------------
 
@@ -91,7 +122,7 @@ class _Work:
         needed = self.x.logits == "diagonal" and self.begins
         if self.adds and (whole or needed):
             sums = self._sums()
-            self._pass("tokens", "sum_tokens", self._units(self.W), [sums])
+            self._pass("tokens", "sum_tokens", self._units(self.W), [self._counts, sums])
         if not needed and not whole:
             return None, None, None
         return self._scan(sums, None if self.x.state is None else self.x.state[:2], whole=whole)
@@ -101,9 +132,9 @@ class _Work:
         P = self._memberships()
         multiplied = self._memberships() if levels else None
         weighted = self._sums() if sums else None
-        offset = with_steps(self.x.offset, 3)
-        arguments = [squares, *self._temperature, *offset, *self._logits, self.T, P, multiplied, weighted]
-        self._pass("tokens", "weigh_tokens", self._units(self.W), arguments, scores=True, parts=_RUN)
+        arguments = [squares, *self._weighing, self.T, self._counts, P, multiplied, weighted]
+        reads = (self.x.logits != "none") + sums
+        self._pass("tokens", "weigh_tokens", self._units(self.W), arguments, reads=reads, scores=True, parts=_RUN)
         return P, multiplied, weighted
 
     def weighted(self, sums: Any, *, whole: bool = False) -> tuple[Any, Any, Any]:
@@ -114,7 +145,7 @@ class _Work:
 
     def write(self, P: Any, starts: Any) -> Any:
         """Return the output."""
-        Y = self._like_tokens()
+        Y = self._like_tokens(self.x.W.dtype)
         self._pass("tokens", "write_tokens", self._units(self.W), [starts, P, *self._output, *with_steps(Y, 3)])
         return Y
 
@@ -123,7 +154,7 @@ class _Work:
     def gradients(self, dY: Any, squares: Any, starts: Any, P: Any, levels: Any) -> tuple[Any, Any, Any]:
         """Return the gradients of W, temperature and offset."""
         xp, x = namespace(), self.x
-        dY, dW = with_rows(dY), self._like_tokens()
+        dY, dW = self._readable(dY), self._like_tokens(self.dtype)
         V = min(_BACK_UNITS, self._units(self.W), self._units(dY))
         through = self.adds and self.begins  # whether anything flows from run to run
         diagonal = x.logits == "diagonal"
@@ -138,13 +169,15 @@ class _Work:
         temperatures = xp.empty((self.b, self.runs, self.h))
         e = self._memberships() if diagonal else None
         flows = self._sums() if diagonal and through else None
-        arguments = [squares, starts, coming, P, levels, *with_steps(dY, 3), *self._temperature, *self._logits]
+        temperature = with_steps(x.temperature, 2)
+        arguments = [squares, starts, coming, P, levels, *with_steps(dY, 3), *temperature, *self._logits]
         arguments += [*self._output, *with_steps(dW, 3), doffset, temperatures, e, flows]
-        self._pass("tokens_back", "spread_tokens", V, arguments, scores=True, parts=_RUN)
+        reads = 1 + x.causal + (x.logits == "norm" or flows is not None)
+        self._pass("tokens_back", "spread_tokens", V, arguments, reads=reads, scores=True, parts=_RUN)
         if diagonal:
             coming = self._scan(flows, backwards=True)[0] if through else None
             arguments = [squares, coming, e, self._logits[2], self.T, *with_steps(dW, 3)]
-            self._pass("tokens_back", "finish_tokens", V, arguments)
+            self._pass("tokens_back", "finish_tokens", V, arguments, reads=1 + x.causal)
         return dW, sum_in_pairs(temperatures).astype(self.dtype), doffset
 
     # -- between passes ----------------------------------------------------------------
@@ -159,57 +192,76 @@ class _Work:
     ) -> tuple[Any, Any, Any]:
         """Return what runs begin with, or sequences if all tokens see the same, and if `whole` the sums of all."""
         xp = namespace()
-        before = [on_device(part, np.float64) for part in first or (None, None)]
-        totals = None
-        counts = self._counts
+        before = self._states(first or (None, None))
+        totals, firsts = None, self._places[1]
         if sums is None:  # there are no runs: sequences end with what they begin with
-            counts = [xp.zeros(self.n + 1, np.int64), counts[1]]
+            firsts = xp.zeros(self.n + 1, np.int64)
         if not self.x.causal:
             totals = xp.empty((self.b, self.n, self.pitch), self.dtype)
-        after: Any = [None, None]
-        if whole:
-            after = [xp.empty((self.b, self.h, self.n, *rest)) for rest in ((self.d,), ())]
-        sizes = [self.h, self.d, self.pitch, self.x.causal, backwards]
+        after = self._empty_sums() if whole else (None, None)
         grid = (self.b * self.n, -(-(self.h * self.d + self.h) // _COLUMNS))
-        arguments = [*counts, *self._kept, *before, *sizes, sums, totals, *after]
+        arguments = [firsts, self.n, self._rates, self._counts, *before, *self._sizes, backwards, sums, totals, *after]
         launch("tokens", "scan_tokens", (self.real,), grid, arguments, threads=_COLUMNS * _LINES)
         return sums if self.x.causal else totals, after[0], after[1]
 
     @cached_property
-    def _kept(self) -> list[Any]:
-        """Return what a run multiplies the sums before it by, (1 or b, runs, h), and the numbers of an item."""
-        if self.x.decay is None:
-            return [None, 0]
-        xp, lengths = namespace(), np.diff(self.x.offsets)
-        counts = np.diff(self.firsts)
-        place = np.arange(self.runs) - np.repeat(self.firsts[:-1], counts)
-        starts = np.repeat(self.x.offsets[:-1], counts) + _RUN * place
-        tokens = np.minimum(np.repeat(lengths, counts) - _RUN * place, _RUN)
-        present = on_device(tokens[None, :])
-        if self.x.mask is not None:
-            sums = xp.cumsum(self.x.mask.astype(np.int64), axis=1)
-            sums = xp.concatenate([xp.zeros((self.b, 1), np.int64), sums], axis=1)
-            present = sums[:, on_device(starts + tokens)] - sums[:, on_device(starts)]
-        kept = on_device(self._rates[None, None, :] ** present[:, :, None])
-        return [kept, self.runs * self.h if self.x.mask is not None else 0]
+    def _counts(self) -> Any:
+        """Return room for the number of tokens of each run that take part, where sums decay; a pass writes it."""
+        return None if self._rates is None else namespace().empty((self.b, self.runs), np.int32)
+
+    def _states(self, sums: Any) -> tuple[Any, ...]:
+        return tuple(on_device(part, np.float64) for part in sums)
+
+    def _empty_sums(self) -> tuple[Any, Any]:
+        """Return room for a sum of each sequence, and its weight."""
+        xp, shape = namespace(), (self.b, self.h, self.n)
+        return xp.empty((*shape, self.d)), xp.empty(shape)
 
     # -- geometry ----------------------------------------------------------------------
 
-    def _pass(
-        self, source: str, name: str, V: int, arguments: list[Any], *, scores: bool = False, parts: int = 0
-    ) -> None:
-        """Launch a kernel with a block of threads for each run; `scores` and `parts` are what it shares."""
+    @cached_property
+    def _places(self) -> tuple[Any, Any]:
+        """Return where sequences begin, and which are their first runs."""
+        offsets, firsts = on_device(np.stack([self.x.offsets, self.firsts]))
+        return offsets, firsts
+
+    def _geometry(
+        self, V: int, *, rows: int = 0, scores: bool = False, parts: int = 0, reads: int = 1
+    ) -> tuple[int, int, int]:
+        """Return the threads of a block, the bytes that it shares, and those of them that hold tokens.
+
+        It holds tokens that it reads more than once where two blocks have room for them: a single one would wait for
+        each of its reads.
+        """
         units = self.h * self.d // V
         rounds = -(-units // _MOST)
         threads = 32 * -(-units // (32 * rounds))
-        numbers = scores * self.h * (_RUN + 1) + parts * (threads + 1)
-        shared = numbers * self.dtype.itemsize
-        if shared + 4096 > shared_limit():
-            most = (shared_limit() - 4096) // self.dtype.itemsize // (_RUN + 1) - _MOST - 1
+        numbers = rows * self.pitch + scores * self.h * (_RUN + 1) + parts * (threads + 1)
+        shared, room = numbers * self.dtype.itemsize, 0
+        if reads > 1:
+            room = -(-min(self.longest, _RUN) * self.h * self.d * self.W.itemsize // 16) * 16
+            room = room if 2 * (shared + room + _STATIC) <= shared_limit() else 0
+        return threads, shared + room, room
+
+    def _pass(
+        self, source: str, name: str, V: int, arguments: list[Any], *, reads: int | None = None, **shares: Any
+    ) -> None:
+        """Launch a kernel with a block of threads for each run; `reads` of those that may hold tokens."""
+        threads, shared, room = self._geometry(V, reads=reads or 0, **shares)
+        if shared + _STATIC > shared_limit():
+            most = (shared_limit() - _STATIC) // self.dtype.itemsize // (_RUN + 1) - _MOST - 1
             raise ValueError(f"W has {self.h} heads; expected at most {most} in {self.dtype.name} on this device")
-        types = (self.real, str(V))
-        given = [*self._tokens, *arguments]
+        offsets, firsts = self._places
+        given = [*with_steps(self.W, 3), *with_steps(self.x.mask, 2), offsets, firsts, self.n, self._rates]
+        given += [*self._sizes, *([] if reads is None else [room]), *arguments]
+        types = (self.key, self.real, str(V))
         launch(source, name, types, (self.b * self.runs,), given, threads=threads, shared=shared)
+
+    def _readable(self, array: Any) -> Any:
+        """Return an array like W whose channels are next to each other, of 16 bits also those of a thread."""
+        array = with_rows(array)
+        halves = array.itemsize == 2 and self._units(array) == 1
+        return namespace().ascontiguousarray(array) if halves else array
 
     def _units(self, array: Any) -> int:
         """Return how many channels next to each other a thread can take of an array like W."""
@@ -223,8 +275,8 @@ class _Work:
     def _memberships(self) -> Any:
         return namespace().empty((self.b, self.h, self.T), self.dtype)
 
-    def _like_tokens(self) -> Any:
+    def _like_tokens(self, dtype: Any) -> Any:
         """Return an array for as many numbers as W has, with the heads of a token side by side if W's are."""
         if self.W.strides[1] < self.W.strides[2]:
-            return namespace().empty((self.b, self.T, self.h, self.d), self.dtype).transpose(0, 2, 1, 3)
-        return namespace().empty((self.b, self.h, self.T, self.d), self.dtype)
+            return namespace().empty((self.b, self.T, self.h, self.d), dtype).transpose(0, 2, 1, 3)
+        return namespace().empty((self.b, self.h, self.T, self.d), dtype)

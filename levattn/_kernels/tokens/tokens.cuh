@@ -1,10 +1,22 @@
 // What the kernels of token statistics attention share: runs of tokens, units of channels, and softmax over heads.
+// Tokens are stored as Key, and everything else is of the type Real that they are computed in.
 //
 // A block of threads takes a run, all heads and channels of up to RUN tokens of a sequence. A unit is V channels of a
 // head, next to each other; the units of a token are shared out over the threads, in rounds if there are more. Sums
 // along a run are those of a thread in order. What a run begins with lies in a row of `pitch` numbers, as do the sums
 // of a run: the channels of all heads, and then one weight of each head. Causal tokens have a row for each run, others
 // one for each sequence.
+
+#include "keys.cuh"
+
+#include "narrow.cuh"
+
+__device__ inline void narrow(float x, float &to) { to = x; }
+__device__ inline void narrow(double x, double &to) { to = x; }
+__device__ inline void narrow(float x, Bfloat &to) {
+    const unsigned int bits = __float_as_uint(x), up = bits + 0x7fff + (bits >> 16 & 1);
+    to.bits = (unsigned short)((x == x ? up : bits | 0x400000) >> 16);
+}
 
 namespace {
 
@@ -26,6 +38,15 @@ struct Run {
     int tokens;
     unsigned int present;  // a bit for each token that takes part
 
+    // All of a sequence of at most RUN tokens, by its number from all items; without offsets there is one of `all`.
+    __device__ Run(const long long *offsets, int n, long long all, const unsigned char *mask, long long mask_item,
+                   long long mask_row) {
+        item = blockIdx.x / n, sequence = number = blockIdx.x % n;
+        first = offsets ? offsets[sequence] : 0;
+        tokens = (int)((offsets ? offsets[sequence + 1] : all) - first);
+        look(mask, mask_item, mask_row);
+    }
+
     __device__ Run(const long long *offsets, const long long *firsts, int n, const unsigned char *mask,
                    long long mask_item, long long mask_row, bool downwards) {
         const long long block = downwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x, count = firsts[n];
@@ -39,6 +60,10 @@ struct Run {
         sequence = low;
         first = offsets[low] + (number - firsts[low]) * RUN;
         tokens = (int)min(offsets[low + 1] - first, (long long)RUN);
+        look(mask, mask_item, mask_row);
+    }
+
+    __device__ void look(const unsigned char *mask, long long mask_item, long long mask_row) {
         const int lane = threadIdx.x % 32;
         present = __ballot_sync(
             ALL, lane < tokens && (!mask || mask[item * mask_item + (first + lane) * mask_row]));
@@ -55,45 +80,39 @@ struct Run {
     }
 };
 
-template <int V>
-__device__ inline bool is_whole(const void *address, int bytes) {
-    return (unsigned long long)address % (V * bytes) == 0;
-}
+template <typename Key, int V>
+struct alignas(V * sizeof(Key)) Vector {
+    Key keys[V];
+};
 
 // V numbers next to each other; `whole` if they lie as a vector has to.
-template <int V, typename Real>
-__device__ inline void load(const Real *from, bool whole, Real (&to)[V]) {
+template <int V, typename Key, typename Real>
+__device__ inline void load(const Key *from, bool whole, Real (&to)[V]) {
     if constexpr (V > 1) {
         if (whole) {
-            if constexpr (V == 2 && sizeof(Real) == 8) {
-                const double2 both = *(const double2 *)from;
-                to[0] = both.x, to[1] = both.y;
-            } else if constexpr (V == 2) {
-                const float2 both = *(const float2 *)from;
-                to[0] = both.x, to[1] = both.y;
-            } else {
-                const float4 all = *(const float4 *)from;
-                to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
-            }
+            const Vector<Key, V> vector = *(const Vector<Key, V> *)from;
+#pragma unroll
+            for (int v = 0; v < V; ++v) to[v] = widen(vector.keys[v]);
             return;
         }
     }
 #pragma unroll
-    for (int v = 0; v < V; ++v) to[v] = from[v];
+    for (int v = 0; v < V; ++v) to[v] = widen(from[v]);
 }
 
-template <int V, typename Real>
-__device__ inline void store(Real *to, bool whole, const Real (&from)[V]) {
+template <int V, typename Key, typename Real>
+__device__ inline void store(Key *to, bool whole, const Real (&from)[V]) {
     if constexpr (V > 1) {
         if (whole) {
-            if constexpr (V == 2 && sizeof(Real) == 8) *(double2 *)to = make_double2(from[0], from[1]);
-            else if constexpr (V == 2) *(float2 *)to = make_float2(from[0], from[1]);
-            else *(float4 *)to = make_float4(from[0], from[1], from[2], from[3]);
+            Vector<Key, V> vector;
+#pragma unroll
+            for (int v = 0; v < V; ++v) narrow(from[v], vector.keys[v]);
+            *(Vector<Key, V> *)to = vector;
             return;
         }
     }
 #pragma unroll
-    for (int v = 0; v < V; ++v) to[v] = from[v];
+    for (int v = 0; v < V; ++v) narrow(from[v], to[v]);
 }
 
 template <int V, typename Real>
@@ -102,15 +121,24 @@ __device__ inline void fill(Real value, Real (&to)[V]) {
     for (int v = 0; v < V; ++v) to[v] = value;
 }
 
-// DEEP tokens of a unit, `step` apart; zeros for those that take no part.
-template <int DEEP, int V, typename Real>
-__device__ inline void bring(const Real *from, long long step, unsigned int present, bool whole, Real (&to)[DEEP][V]) {
+// Tokens of a unit, `step` apart: where they lie, or where their thread has put them in shared memory.
+template <typename Key, int V>
+struct Unit {
+    const Key *from;
+    long long step;
+    bool whole;
+
+    // Some tokens from a place on; zeros for those that take no part.
+    template <int COUNT, typename Real>
+    __device__ void bring(int low, unsigned int present, Real (&to)[COUNT][V]) const {
+        const Key *next = from + low * step;
 #pragma unroll
-    for (int t = 0; t < DEEP; ++t, from += step) {
-        fill<V>((Real)0, to[t]);
-        if (present >> t & 1) load<V>(from, whole, to[t]);
+        for (int t = 0; t < COUNT; ++t, next += step) {
+            fill<V>((Real)0, to[t]);
+            if (present >> low + t & 1) load<V>(next, whole, to[t]);
+        }
     }
-}
+};
 
 // And numbers of a head's tokens.
 template <int DEEP, typename Real>
@@ -126,12 +154,61 @@ __device__ inline void begin(const Real *row, int place, Real (&to)[V]) {
     else fill<V>((Real)0, to);
 }
 
-// The channels of a unit in an array with the steps `of_item`, `of_head` and `of_row`, from the first token of a run.
-template <typename Real>
-__device__ inline Real *channels(Real *array, long long of_item, long long of_head, long long of_row, const Run &run,
-                                 int head, int channel) {
-    return array + run.item * of_item + head * of_head + run.first * of_row + channel;
-}
+// An array (b, h, T, d) with any steps along the first three axes, from the first token of a run on.
+template <typename Key, int V>
+struct Channels {
+    Key *from;
+    long long of_head, of_row;
+    int each, units;  // of a head, of all
+
+    __device__ Channels(Key *array, long long of_item, long long of_head, long long of_row, const Run &run, int h, int d)
+        : from(array + run.item * of_item + run.first * of_row), of_head(of_head), of_row(of_row), each(d / V),
+          units(h * each) {}
+
+    __device__ Key *of(int unit) const { return from + unit / each * of_head + unit % each * V; }
+};
+
+// The same to be read, once from where it lies, or more than once from shared memory.
+template <typename Key, int V>
+struct Tokens : Channels<const Key, V> {
+    bool whole;
+    const Key *held = nullptr;  // (RUN, h d)
+
+    __device__ Tokens(const Key *array, long long of_item, long long of_head, long long of_row, const Run &run, int h,
+                      int d)
+        : Channels<const Key, V>(array, of_item, of_head, of_row, run, h, d),
+          whole((unsigned long long)array % (V * sizeof(Key)) == 0) {}
+
+    __device__ Unit<Key, V> unit(int unit) const {
+        if (held) return {held + unit * V, (long long)this->units * V, true};
+        return {this->of(unit), this->of_row, whole};
+    }
+
+    // Bring all tokens of a run to `room`, if there is any: a thread those of its units, which no other one reads.
+    __device__ void hold(const Run &run, unsigned char *room) {
+        if (!room) return;
+        Key *const to = (Key *)room;
+        for (int unit = threadIdx.x; unit < this->units; unit += blockDim.x) {
+            const Key *next = this->of(unit);
+#pragma unroll 1
+            for (int low = 0; low < run.tokens; low += DEEP) {
+                Vector<Key, V> together[DEEP];
+#pragma unroll
+                for (int t = 0; t < DEEP; ++t, next += this->of_row) {
+                    if (!run.has(low + t)) continue;
+                    if (whole) together[t] = *(const Vector<Key, V> *)next;
+                    else
+#pragma unroll
+                        for (int v = 0; v < V; ++v) together[t].keys[v] = next[v];
+                }
+#pragma unroll
+                for (int t = 0; t < DEEP; ++t)
+                    if (run.has(low + t)) ((Vector<Key, V> *)to)[(low + t) * this->units + unit] = together[t];
+            }
+        }
+        held = to;
+    }
+};
 
 // The rates at which sums of a head decay.
 template <typename Real>
@@ -186,7 +263,7 @@ __device__ inline Real join_threads(Real value, Real (*shared)[RUN], Join join) 
 }  // namespace
 
 #define TOKEN_PARAMETERS                                                                                            \
-    const Real *W, long long w_item, long long w_head, long long w_row, const unsigned char *mask,                  \
+    const Key *W, long long w_item, long long w_head, long long w_row, const unsigned char *mask,                   \
         long long mask_item, long long mask_row, const long long *offsets, const long long *firsts, int n,          \
         const double *rates, int h, int d, int pitch, bool causal
 

@@ -39,23 +39,22 @@ __device__ inline void copy(const Real (&from)[V], Real (&to)[V]) {
 
 // Σ Γ and Σ ⟨Γ, m⟩ of each run as they come to the run before it, to `flows` (b, runs, pitch). `starts` are Σ Π w² and
 // Σ Π. The grid is (runs · b).
-template <typename Real, int V>
+template <typename Key, typename Real, int V>
 __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
-    trace_tokens(TOKEN_PARAMETERS, const Real *starts, const Real *memberships, const Real *dY, long long dy_item,
+    trace_tokens(TOKEN_PARAMETERS, const Real *starts, const Real *memberships, const Key *dY, long long dy_item,
                  long long dy_head, long long dy_row, double gain, double c, double ridge, long long T, Real *flows) {
     DYNAMIC_SHARED(shared);
     Real *const parts = (Real *)shared;
     const Run run = THIS_RUN(false);
-    const int each = d / V, units = h * each;
-    const bool whole = is_whole<V>(W, sizeof(Real)), whole_dy = is_whole<V>(dY, sizeof(Real));
+    const Tokens<Key, V> tokens(W, w_item, w_head, w_row, run, h, d), given(dY, dy_item, dy_head, dy_row, run, h, d);
+    const int each = tokens.each, units = tokens.units;
     const Real *const row = starts ? starts + run.begins(causal, firsts, n, pitch) : nullptr;
     flows += run.ends(firsts, n, pitch);
     for (int base = 0; base < units; base += blockDim.x) {
         const int unit = base + threadIdx.x;
         if (unit < units) {
-            const int head = unit / each, channel = unit % each * V;
-            const Real *const from = channels(W, w_item, w_head, w_row, run, head, channel);
-            const Real *const down = channels(dY, dy_item, dy_head, dy_row, run, head, channel);
+            const int head = unit / each;
+            const Unit<Key, V> from = tokens.unit(unit), down = given.unit(unit);
             const Real *const weights = memberships + (run.item * h + head) * T + run.first;
             const Real rate = rate_of<Real>(rates, head);
             Real M[V], flow[V], N = row ? row[h * d + head] : 0, counted = 0, kept = 1;
@@ -64,8 +63,8 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
 #pragma unroll 1
             for (int low = 0; low < run.tokens; low += DEEP) {
                 Real w[DEEP][V], dy[DEEP][V], P[DEEP];
-                bring(from + low * w_row, w_row, run.present >> low, whole, w);
-                bring(down + low * dy_row, dy_row, run.present >> low, whole_dy, dy);
+                from.bring(low, run.present, w);
+                down.bring(low, run.present, dy);
                 bring(weights + low, run.present >> low, P);
 #pragma unroll
                 for (int t = 0; t < DEEP; ++t) {
@@ -99,21 +98,24 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
 // Those of tokens, to dW of any strides: all of them for the logits NONE and NORM; else without what comes through the
 // logits, for which there are e (b, h, T), and the sums of e x / A² of each run as they come to the run before it, to
 // `flows` (b, runs, pitch). `squares` are what runs begin with of Σ w², `starts` of Σ Π w², and `coming` what P and p
-// end with. The grid is (runs · b).
-template <typename Real, int V>
+// end with. Tokens stay in `room` bytes of shared memory, if there are any. The grid is (runs · b).
+template <typename Key, typename Real, int V>
 __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
-    spread_tokens(TOKEN_PARAMETERS, const Real *squares, const Real *starts, const Real *coming,
-                  const Real *memberships, const Real *levels, const Real *dY, long long dy_item, long long dy_head,
+    spread_tokens(TOKEN_PARAMETERS, int room, const Real *squares, const Real *starts, const Real *coming,
+                  const Real *memberships, const Real *levels, const Key *dY, long long dy_item, long long dy_head,
                   long long dy_row, const Real *temperature, long long temperature_item, long long temperature_head,
                   int logits, bool mean, double least, double gain, double c, double ridge, long long T, Real *dW,
                   long long dw_item, long long dw_head, long long dw_row, Real *offsets_to, double *temperatures_to,
                   Real *e, Real *flows) {
     DYNAMIC_SHARED(shared);
     __shared__ Real joined[MOST / 32][RUN];
-    Real *const scores = (Real *)shared, *const parts = scores + h * LINE;
+    Real *const scores = (Real *)(shared + room), *const parts = scores + h * LINE;
     const Run run = THIS_RUN(true);
-    const int each = d / V, units = h * each;
-    const bool whole = is_whole<V>(W, sizeof(Real)), whole_dy = is_whole<V>(dY, sizeof(Real));
+    Tokens<Key, V> tokens(W, w_item, w_head, w_row, run, h, d);
+    const Tokens<Key, V> given(dY, dy_item, dy_head, dy_row, run, h, d);
+    const Channels<Real, V> out(dW, dw_item, dw_head, dw_row, run, h, d);
+    const int each = tokens.each, units = tokens.units;
+    tokens.hold(run, room ? shared : nullptr);
     const long long place = run.begins(causal, firsts, n, pitch);
     const Real *const row = starts ? starts + place : nullptr, *const ahead = coming ? coming + place : nullptr;
     const Real *const before = squares ? squares + place : nullptr;
@@ -121,10 +123,9 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
     for (int base = 0; base < units; base += blockDim.x) {
         const int unit = base + threadIdx.x;
         if (unit < units) {
-            const int head = unit / each, channel = unit % each * V;
-            const Real *const from = channels(W, w_item, w_head, w_row, run, head, channel);
-            const Real *const down = channels(dY, dy_item, dy_head, dy_row, run, head, channel);
-            Real *const to = channels(dW, dw_item, dw_head, dw_row, run, head, channel);
+            const int head = unit / each;
+            const Unit<Key, V> from = tokens.unit(unit), down = given.unit(unit);
+            Real *const to = out.of(unit);
             const Real *const weights = memberships + (run.item * h + head) * T + run.first;
             const Real rate = rate_of<Real>(rates, head);
             Real M[PARTS][V], N[PARTS];  // before each part of the run
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
             for (int part = 0; part + 1 < PARTS; ++part) {
                 const unsigned int present = causal ? run.present >> part * PART : 0;
                 Real w[PART][V], P[PART];
-                bring(from + part * PART * w_row, w_row, present, whole, w);
+                from.bring(part * PART, causal ? run.present : 0, w);
                 bring(weights + part * PART, present, P);
                 copy<V>(M[part], M[part + 1]);
                 N[part + 1] = N[part];
@@ -142,14 +143,14 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
                 for (int t = 0; t < PART; ++t)
                     if (present >> t & 1) add_token<V>(rate, P[t], w[t], M[part + 1], N[part + 1]);
             }
-            Real flow[V], counted = ahead && channel == 0 ? ahead[h * d + head] : 0;  // once for each head
+            Real flow[V], counted = ahead && unit % each == 0 ? ahead[h * d + head] : 0;  // once for each head
             begin<V>(ahead, unit * V, flow);
 #pragma unroll 1
             for (int part = PARTS - 1; part >= 0; --part) {
                 const unsigned int present = run.present >> part * PART;
                 Real w[PART][V], dy[PART][V], P[PART], r[PART][V], weight[PART];
-                bring(from + part * PART * w_row, w_row, present, whole, w);
-                bring(down + part * PART * dy_row, dy_row, present, whole_dy, dy);
+                from.bring(part * PART, run.present, w);
+                down.bring(part * PART, run.present, dy);
                 bring(weights + part * PART, present, P);
 #pragma unroll
                 for (int t = 0; t < PART; ++t) {
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
                     }
                     const int place = part * PART + t;
                     parts[place * (blockDim.x + 1) + threadIdx.x] = sum;
-                    if (place < run.tokens) store<V>(to + place * dw_row, true, g);
+                    if (place < run.tokens) store<V>(to + place * out.of_row, true, g);
                 }
             }
         }
@@ -221,9 +222,9 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
     __syncthreads();
     if (flows) flows += run.ends(firsts, n, pitch);
     for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
-        const int head = unit / each, channel = unit % each * V;
-        const Real *const from = channels(W, w_item, w_head, w_row, run, head, channel);
-        Real *const to = channels(dW, dw_item, dw_head, dw_row, run, head, channel);
+        const int head = unit / each;
+        const Unit<Key, V> from = tokens.unit(unit);
+        Real *const to = out.of(unit);
         const Real rate = rate_of<Real>(rates, head);
         Real A[V], flow[V], kept = 1;
         begin<V>(before, unit * V, A);
@@ -231,17 +232,17 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
 #pragma unroll 1
         for (int low = 0; low < run.tokens; low += DEEP) {
             Real w[DEEP][V];
-            bring(from + low * w_row, w_row, run.present >> low, whole, w);
+            from.bring(low, run.present, w);
 #pragma unroll
             for (int k = 0; k < DEEP; ++k) {
                 if (!run.has(low + k)) continue;
                 const Real back = scores[head * LINE + low + k];
                 if (logits == NORM) {
                     Real g[V];
-                    load<V>(to + (low + k) * dw_row, true, g);
+                    load<V>(to + (low + k) * out.of_row, true, g);
 #pragma unroll
                     for (int v = 0; v < V; ++v) g[v] = fma(2 * back, w[k][v], g[v]);
-                    store<V>(to + (low + k) * dw_row, true, g);
+                    store<V>(to + (low + k) * out.of_row, true, g);
                     continue;
                 }
                 if (causal) kept *= rate;
@@ -259,21 +260,25 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
         for (int head = threadIdx.x; head < h; head += blockDim.x) flows[h * d + head] = 0;
 }
 
-// Add to dW what comes through the logits: e / A for each channel, and B, of which `coming` is what it ends with.
+// Add to dW what comes through the logits: e / A for each channel, and B, of which `coming` is what it ends with. Tokens
+// stay in `room` bytes of shared memory, if there are any.
 // The grid is (runs · b).
-template <typename Real, int V>
+template <typename Key, typename Real, int V>
 __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
-    finish_tokens(TOKEN_PARAMETERS, const Real *squares, const Real *coming, const Real *e, double least, long long T,
+    finish_tokens(TOKEN_PARAMETERS, int room, const Real *squares, const Real *coming, const Real *e, double least, long long T,
                   Real *dW, long long dw_item, long long dw_head, long long dw_row) {
+    DYNAMIC_SHARED(shared);
     const Run run = THIS_RUN(false);
-    const int each = d / V, units = h * each;
-    const bool whole = is_whole<V>(W, sizeof(Real));
+    Tokens<Key, V> tokens(W, w_item, w_head, w_row, run, h, d);
+    const Channels<Real, V> out(dW, dw_item, dw_head, dw_row, run, h, d);
+    tokens.hold(run, room ? shared : nullptr);
     const long long place = run.begins(causal, firsts, n, pitch);
     const Real *const before = squares ? squares + place : nullptr, *const ahead = coming ? coming + place : nullptr;
-    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
-        const int head = unit / each, channel = unit % each * V;
-        const Real *const from = channels(W, w_item, w_head, w_row, run, head, channel);
-        Real *const to = channels(dW, dw_item, dw_head, dw_row, run, head, channel);
+    for (int unit = threadIdx.x; unit < tokens.units; unit += blockDim.x) {
+        const int head = unit / tokens.each;
+        const Unit<Key, V> from = tokens.unit(unit);
+        const Unit<Real, V> halfway{out.of(unit), dw_row, true};  // what there is of dW
+        Real *const to = out.of(unit);
         const Real *const backs = e + (run.item * h + head) * T + run.first;
         const Real rate = rate_of<Real>(rates, head);
         Real A[PARTS][V], flow[V];  // before each part of the run
@@ -283,7 +288,7 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
         for (int part = 0; part + 1 < PARTS; ++part) {
             const unsigned int present = causal ? run.present >> part * PART : 0;
             Real w[PART][V];
-            bring(from + part * PART * w_row, w_row, present, whole, w);
+            from.bring(part * PART, causal ? run.present : 0, w);
             copy<V>(A[part], A[part + 1]);
 #pragma unroll
             for (int t = 0; t < PART; ++t) {
@@ -296,8 +301,8 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
         for (int part = PARTS - 1; part >= 0; --part) {
             const unsigned int present = run.present >> part * PART;
             Real w[PART][V], g[PART][V], back[PART], inverse[PART][V];  // negative where A is less than the least
-            bring(from + part * PART * w_row, w_row, present, whole, w);
-            bring(to + part * PART * dw_row, dw_row, present, true, g);
+            from.bring(part * PART, run.present, w);
+            halfway.bring(part * PART, run.present, g);
             bring(backs + part * PART, present, back);
 #pragma unroll
             for (int t = 0; t < PART; ++t)

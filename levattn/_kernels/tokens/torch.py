@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from levattn._core.arrays import to_numpy
+from levattn._core.arrays import on_cuda, to_numpy
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.tensors import (
     bounds_of,
@@ -35,7 +35,8 @@ def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums |
         if has_kernels(x.W) and is_plain(tensors):
             return _laid_out(Y), sums
     if follows_definition(tensors):
-        held = replace(x, offsets=_bounds(x), state=_state_on(x.W, x.state))
+        W = x.W.to(x.temperature.dtype)
+        held = replace(x, W=W, offsets=_bounds(x), state=_state_on(W, x.state))
         return definition.forward(held)[0], sums
     if is_plain(tensors):
         held = _in_memory(x)
@@ -56,7 +57,9 @@ def _table(x: TokenArguments) -> TokenKernels:
 
 def _laid_out(array: Any) -> Any:
     """Return what a kernel made as a tensor, laid out as it is."""
-    return torch.from_numpy(array) if isinstance(array, np.ndarray) else tensor_of(array)
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    return tensor_of(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else tensor_of(array)
 
 
 def _in_memory(x: TokenArguments) -> TokenArguments:
@@ -77,15 +80,28 @@ def _state_on(array: Any, state: TokenSums | None) -> TokenSums | None:
     if isinstance(array, torch.Tensor):
         found = [torch.from_numpy(to_numpy(part)).to(array.device) for part in state]
     else:
-        found = [memory_of(tensor_of(part).to(tensor_of(array[:0]).device)) for part in state]
+        found = [part if _is_beside(part, array) else _sent(part, array) for part in state]
     return found[0], found[1], found[2], found[3]
+
+
+def _is_beside(part: Any, array: Any) -> bool:
+    return on_cuda(part) and part.device == array.device
+
+
+def _sent(part: Any, array: Any) -> Any:
+    return memory_of(tensor_of(part).to(tensor_of(array[:0]).device))
+
+
+def _followed(part: Any) -> Any:
+    """Return a sum as a tensor: on a device where it is, as reading it would wait."""
+    return tensor_of(part) if on_cuda(part) else torch.from_numpy(np.array(to_numpy(part)))
 
 
 def _arguments(x: TokenArguments) -> tuple[Any, ...]:
     """Return the arguments of the operator."""
     offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
     decay = None if x.decay is None else torch.from_numpy(x.decay)
-    state = (None,) * 4 if x.state is None else tuple(torch.from_numpy(np.array(to_numpy(part))) for part in x.state)
+    state = (None,) * 4 if x.state is None else tuple(map(_followed, x.state))
     numbers = (x.causal, LOGITS.index(x.logits), x.mean, x.least, x.ridge, x.c, x.gain)
     return (x.W, x.temperature, x.offset, x.mask, offsets, decay, *state, *numbers)
 
@@ -94,7 +110,7 @@ def _read(W: Any, temperature: Any, offset: Any, mask: Any, offsets: Any, decay:
     """Return the arguments of the operator as the kernels read them."""
     *state, causal, kind, mean, least, ridge, c, gain = others
     rates = None if decay is None else decay.numpy()
-    A, n, M, N = (None if part is None else part.numpy() for part in state)
+    A, n, M, N = map(memory_of, state)
     sums = None if A is None else (A, n, M, N)
     logits = LOGITS[kind]
     return _in_memory(
@@ -125,7 +141,8 @@ def _backward(dY: Any, W: Any, *others: Any) -> Any:
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, W, *others))
     x = _read(W, *others)
     gradients = cast(TokenGradients, kernels_for("tokens", x.W)).backward(x, memory_of(dY))
-    return tuple(W.new_empty(0) if gradient is None else _laid_out(gradient) for gradient in gradients)
+    dW, *rest = (W.new_empty(0) if gradient is None else _laid_out(gradient) for gradient in gradients)
+    return dW.to(W.dtype), *rest
 
 
 def _like_gradients(_dY: Any, W: Any, temperature: Any, offset: Any, *_others: Any) -> Any:

@@ -121,13 +121,18 @@ def _agree(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
 
 
 def stack_arguments(
-    arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None
+    arguments: dict[str, tuple[Any, int]],
+    *,
+    like: str,
+    mask: tuple[Any, int] | None = None,
+    stored: str | None = None,
 ) -> Stacks:
     """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
 
     `arguments` names each array and its number of axes behind the leading ones; an array may be None. `like` is the
     one whose dtype results have. `mask` is what the caller gave and the number of positions; one from elsewhere is
-    brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous.
+    brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous, but for the array
+    that `stored` names, of 16 bits, which stays as it is unless another one is of float64.
     """
     arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
     first, flags = next(iter(arrays)), None
@@ -143,9 +148,12 @@ def stack_arguments(
             flags = _flags(*mask, arrays[first][0])
             leading["mask"] = tuple(flags.shape[:-1])
         batch = _broadcast(leading)
+    numbers = {
+        name: array if name == stored and not double else promoted(array, double)
+        for name, (array, _) in arrays.items()
+    }
     stacks = [
-        None if given is None else _stacked(promoted(arrays[name][0], double), batch, axes)
-        for name, (given, axes) in arguments.items()
+        None if given is None else _stacked(numbers[name], batch, axes) for name, (given, axes) in arguments.items()
     ]
     return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like][0].dtype)
 
@@ -339,13 +347,13 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return namespace_of(array).reshape(array, shape) if is_torch(array) else with_shape(array, shape)
 
 
-def moved(name: str, array: Any, like: Any) -> Any:
+def moved(array: Any, like: Any) -> Any:
     """Return an array in the library and on the device of another."""
     if _home(array) == _home(like):
         return array
     if is_torch(array) and is_torch(like):
         return array.to(like.device)
-    if on_cuda(like) and (shared := as_cupy(array, name)) is not None:
+    if on_cuda(like) and (shared := as_cupy(array)) is not None:
         return shared
     return to_device(to_numpy(array), like)
 
@@ -356,4 +364,4 @@ def _flags(mask: Any, U: int, like: Any) -> Any:
         return mask
     mask = dense_array("mask", mask)
     check_flags("mask", mask, (..., U), "a position that takes part")
-    return moved("mask", mask, like)
+    return moved(mask, like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.arrays import is_torch
+from levattn._core.device import where_arrays_are
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import dense_arrays, reshaped, stack_arguments
 from levattn.attention.common.packed import cumulative, refuse_packed
@@ -16,6 +17,7 @@ _STEEPEST = 1000.0  # the slope of the square root near 0, where it has none
 _POWER = 8.0  # of the decay, as in Griffin
 
 
+@where_arrays_are
 def rg_lru(
     x: Any,
     gate_x: Any,
@@ -131,6 +133,7 @@ def rg_lru(
     return out, _detached(_batched(xp.concat([last, begun], axis=1), given.batch))
 
 
+@where_arrays_are
 def causal_conv(
     x: Any,
     weight: Any,

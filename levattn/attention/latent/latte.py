@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import (
     cumulative,
     dense_arrays,
@@ -19,6 +20,7 @@ from levattn.states import SoftmaxState
 __all__ = ["latte"]
 
 
+@where_arrays_are
 def latte(
     q_logits: Any,
     k_logits: Any,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from levattn._core.checks import whole_number
+from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import (
     dense_arrays,
     latent_attention,
@@ -84,12 +85,17 @@ class MacchiatoState:
     positions: int
 
     @property
+    def _held_array(self) -> Any:
+        return self.latents, self.V
+
+    @property
     def size(self) -> int:
         """Number of floats that the state holds."""
         ring: int = sum(math.prod(part.shape) for part in (self.k, self.V, self.logits) if part is not None)
         return ring + math.prod(self.latents.batch) * self.latents.latents * (self.latents.d + 2)
 
 
+@where_arrays_are
 def macchiato(
     q: Any,
     k: Any,

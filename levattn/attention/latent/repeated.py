@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_numpy
 from levattn._core.checks import whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
@@ -19,6 +20,7 @@ from levattn.attention.common.space import without_gradient
 __all__ = ["repeated_mass"]
 
 
+@where_arrays_are
 def repeated_mass(
     q_logits: Any,
     k_logits: Any,

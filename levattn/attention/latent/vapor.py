@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.checks import positive_number
+from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import dense_array, moved, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 
 __all__ = ["rotate_values"]
 
 
+@where_arrays_are
 def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: bool = False) -> Any:
     r"""Turn pairs of channels by angles that grow with the position.
 
@@ -78,7 +80,7 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     if not _is_real(places):
         raise TypeError(f"positions has dtype {places.dtype}; expected whole numbers or real floats")
     numbers = namespace_of(places)
-    places = moved("positions", numbers.astype(without_gradient(places), numbers.float64), stack)
+    places = moved(numbers.astype(without_gradient(places), numbers.float64), stack)
     if not places.shape or places.shape[-1] != V.shape[-2]:
         raise ValueError(
             f"positions has shape {tuple(places.shape)}; expected (..., {V.shape[-2]}), one entry a row of V"

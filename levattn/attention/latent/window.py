@@ -11,6 +11,7 @@ import numpy as np
 
 from levattn._core.arrays import is_torch
 from levattn._core.checks import positive_number, real_number, whole_number
+from levattn._core.device import where_arrays_are
 from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
@@ -24,6 +25,7 @@ _MANY_PAIRS = 1 << 24  # the same where logits are not written, or on a device, 
 _LEAST = 32  # rows of a block: smaller products cost more than the pairs that they spare
 
 
+@where_arrays_are
 def window_attention(
     q: Any,
     k: Any,

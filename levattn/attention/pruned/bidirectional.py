@@ -36,7 +36,7 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
         rule = rule_for(K.shape[1])
         most = max(most, min(rule.slots.total, K.shape[1]))
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
-        arrays, flags = _spread(rule, factor, (q, K, V, scores, sample), near, certified)
+        arrays, flags = _spread(rule, factor, (q, K, V, scores, sample), near, certified, call.narrow)
         if certified:
             xp = namespace_of(flags)
             kept.append((rows, None, (at_places(xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1]),)))
@@ -51,11 +51,12 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
 
 
 def _spread(
-    rule: SelectionRule, factor: float, arrays: Any, near: tuple[list[int], list[int]], certified: bool
+    rule: SelectionRule, factor: float, arrays: Any, near: tuple[list[int], list[int]], certified: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], Any]:
     """Return outputs, bounds if `certified`, and which keys are kept (b, n): on several threads if it is worth it.
 
     arrays: queries before they are scaled, keys, values, scores or None, and those that the selection goes by.
+    narrow: of the call.
     """
     q, _, V, *_ = arrays
     numpy, all_items = isinstance(q, np.ndarray), slice(0, q.shape[0])
@@ -67,6 +68,7 @@ def _spread(
             q, K, V, sample = (array[items, ...] for array in (q, K, V, sample))
             scores = scores if scores is None else scores[items, ...]
         x, flags = _planned(rule, q * factor, K, V, scores, sample * factor, near)
+        x = x if narrow is None else replace(x, narrow=(narrow, factor))
         y, rest = kernels_for("pruned", q).mixture(x, None, Y if Y is None else Y[items])
         if not certified:
             return (y,), flags

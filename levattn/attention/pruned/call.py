@@ -27,7 +27,8 @@ class PrunedCall:
 
     q: (b, g, m, d). K, V: (b, n, d), (b, n, D). scores: (b, n) or None. sample: (b, g or 1, s, d) queries that the
     selection goes by, or None for q. present, asking: (b, n) and (b, m) flags of numpy, or None for all. torch: what
-    knows tensors, if they came in. in_memory: whether stacks are their memory.
+    knows tensors, if they came in. in_memory: whether stacks are their memory. narrow: the dtype of 16 bits that Q, K
+    and V all are of and whose products will do, or None.
     """
 
     q: Any
@@ -41,6 +42,7 @@ class PrunedCall:
     given: Stacks
     torch: Any
     in_memory: bool
+    narrow: Any
 
     @classmethod
     def of(
@@ -52,25 +54,32 @@ class PrunedCall:
         *,
         tied: bool,
         held: tuple[PrunedPart, ...],
+        certified: bool,
     ) -> PrunedCall:
-        """Return the call with Q, K, V, scores and queries, where `tied` says that a key's mask is its query's too."""
+        """Return the call with Q, K, V, scores and queries, where `tied` says that a key's mask is its query's too.
+
+        held: what a state has. certified: whether rounding counts, which is bounded for wide products.
+        """
         Q, K, V, scores, queries = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
         named |= {"queries": (None if queries is None else heads.per_query("queries", queries, 2), 3)}
         given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]))
-        stacks, torch, in_memory = given.stacks, None, False
+        stacks, torch, in_memory, narrow = given.stacks, None, False, None
         if is_torch(stacks[0]):
             from levattn._kernels import tensors
 
             torch = tensors
             in_memory = torch.in_memory((*stacks, *(array for part in held for array in arrays_of(part))))
             stacks = tuple(map(torch.memory_of, stacks)) if in_memory else stacks
+            # a state may hold numbers that came in another dtype
+            if Q.dtype == K.dtype == V.dtype and V.dtype.itemsize == 2 and not held and not certified:
+                narrow = V.dtype
         present = None if given.mask is None else to_numpy(given.mask)
         asking = present if tied else None
         if query_mask is not None:
             asking = _query_flags(query_mask, given.batch, stacks[0].shape[2])
         q, k, v, scores, sample = stacks
-        return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory)
+        return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory, narrow)
 
     def full_precision(self) -> Any:
         """Return a block in which torch makes no products of half precision: sums over members would not bear it."""

@@ -43,7 +43,7 @@ def causal_attention(
     after = []
     for part, rows, places in _parts(call, rule, state):
         q, K, V, scores = call.taken(rows, places, places)
-        arrays, part = _spread(rule, part, factor, (q, K, V, scores), certified, return_state)
+        arrays, part = _spread(rule, part, factor, (q, K, V, scores), certified, return_state, call.narrow)
         pieces.append((rows, places, arrays))
         after.append(converted(part, call.as_given) if return_state else part)
     Y, *bounds = call.results(pieces)
@@ -92,7 +92,7 @@ def _kinds(K: Any, V: Any) -> str:
 
 
 def _spread(
-    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool
+    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return what `_stepped` does, on several threads if each has items of its own."""
     q, _, V, _ = arrays
@@ -102,7 +102,7 @@ def _spread(
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
-        return _stepped(rule, own, factor, q, K, V, scores, certified, goes_on, into)
+        return _stepped(rule, own, (factor, narrow), q, K, V, scores, certified, goes_on, into)
 
     alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
@@ -116,7 +116,7 @@ def _spread(
 def _stepped(
     rule: SelectionRule,
     part: PrunedPart,
-    factor: float,
+    scale: tuple[float, Any],
     q: Any,
     K: Any,
     V: Any,
@@ -127,10 +127,11 @@ def _stepped(
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the output (b, g, T, D) for the next T positions, with its bounds if `certified`, and the part after.
 
-    q: (b, g, T, d). scores: (b, T), where they are given. goes_on: whether the part is read again. into: where the
-    output may be written.
+    scale: of queries, and the dtype of products if it is narrow. q: (b, g, T, d). scores: (b, T), where they are
+    given. goes_on: whether the part is read again. into: where the output may be written.
     """
-    xp, T = namespace_of(q), K.shape[1]
+    xp, T, (factor, kind) = namespace_of(q), K.shape[1], scale
+    narrow = None if kind is None else (kind, factor)
     read = [K, V, scores]
     if part.recent.shape[1]:
         held = part.recent, part.recent_values, part.recent_scores
@@ -143,7 +144,9 @@ def _stepped(
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
         keys, values, more = (array if array is None else array[:, recent, ...] for array in read)
         to = None if into is None else into[:, :, low:high, :]
-        piece, part = _between(rule, part, q[:, :, low:high, :] * factor, keys, values, more, certified, room, to)
+        piece, part = _between(
+            rule, part, q[:, :, low:high, :] * factor, keys, values, more, certified, narrow, room, to
+        )
         pieces.append(piece)
         low = high
         if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):
@@ -175,6 +178,7 @@ def _between(
     values: Any,
     scores: Any,
     certified: bool,
+    narrow: Any,
     room: Any,
     into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
@@ -196,6 +200,7 @@ def _between(
         role=None,
         log_weight=None,
         power=rule.power,
+        narrow=narrow,
     )
     Y, rest = kernels_for("pruned", q).mixture(x, room, into)
     bounds: tuple[Any, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, Literal
 
+from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
 from levattn.attention.latent.window import check_scale
@@ -18,6 +19,7 @@ from levattn.functions import Power
 __all__ = ["pruned_attention"]
 
 
+@where_arrays_are
 def pruned_attention(
     Q: Any,
     K: Any,
@@ -204,7 +206,8 @@ def pruned_attention(
     if queries is not None:
         queries = dense_array("queries", queries)
         check_sizes({"queries ": (queries, -2, "s"), "Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
-    call = PrunedCall.of((Q, K, V, given, queries), heads, mask, query_mask, tied=tied, held=held)
+    arrays = Q, K, V, given, queries
+    call = PrunedCall.of(arrays, heads, mask, query_mask, tied=tied, held=held, certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         if causal:

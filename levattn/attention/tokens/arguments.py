@@ -13,7 +13,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import is_torch, to_device, to_numpy
+from levattn._core.arrays import is_torch, on_cuda, to_device, to_numpy
 from levattn._core.checks import positive_number
 from levattn._kernels import TokenArguments, TokenSums
 from levattn.attention.common.arguments import (
@@ -123,7 +123,10 @@ def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, 
     if bias is not None:  # multiplied before it is repeated for each of the batch
         bias = d * promoted(bias, is_double("bias", bias))
     logits = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    given = stack_arguments({"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T))
+    stored = "W" if name != "leverage" and _is_read_as_stored(W) else None
+    given = stack_arguments(
+        {"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T), stored=stored
+    )
     stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))
@@ -159,6 +162,17 @@ def _with_heads(W: Any) -> Any:
     if not W.shape[-3]:
         raise ValueError(f"W has shape {tuple(W.shape)}; expected at least one head (its last axis but two)")
     return W
+
+
+def _is_read_as_stored(W: Any) -> bool:
+    """Tell whether kernels of a device read tokens of 16 bits, and write their outputs."""
+    if W.dtype.itemsize != 2 or W.shape[-1] % 4:
+        return False
+    if not is_torch(W):
+        return on_cuda(W)
+    from levattn._kernels.tensors import has_kernels
+
+    return bool(W.device.type == "cuda" and has_kernels(W))
 
 
 def _least_normal(array: Any) -> float:

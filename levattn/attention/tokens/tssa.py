@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from levattn._core.device import where_arrays_are
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.packed import untraced
@@ -15,6 +16,7 @@ from levattn.states import TokenState
 __all__ = ["memberships", "tssa"]
 
 
+@where_arrays_are
 def tssa(
     W: Any,
     temperature: Any = 1.0,
@@ -154,6 +156,7 @@ def tssa(
     return _answer(*arguments)
 
 
+@where_arrays_are
 def memberships(
     W: Any,
     temperature: Any = 1.0,

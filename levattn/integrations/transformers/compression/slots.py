@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned.contract import mapped
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.common.space import device_of, namespace_of
@@ -71,6 +72,7 @@ class HeadSlots:
         return found
 
 
+@where_arrays_are
 def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any, Any, Any]:
     """Return keys (G, s, d), values, log-weights and places of a context's light heads, s at most `count`.
 

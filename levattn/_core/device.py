@@ -1,0 +1,191 @@
+"""Where a call works: on the CUDA device of its arrays, and for torch on its current stream, in memory of torch's.
+
+Whatever takes or holds arrays enters by `where_arrays_are`. The device, stream and allocator of CuPy are those of one
+thread, so each way in enters by itself: public calls, and operators, which autograd calls in threads of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from levattn._core.arrays import has_cupy, is_torch, on_cuda, tensor_behind
+
+__all__ = ["where_arrays_are"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Kind(Enum):
+    TENSOR = auto()
+    CUPY = auto()
+    TUPLE = auto()
+    HOLDER = auto()
+
+
+_NOTHING = {np.ndarray, type(None), bool, int, float, str}  # types of values that are never on a device
+_KINDS: dict[type, _Kind] = {}  # of other types
+
+_entered = threading.local()  # `stream`: the device and torch's stream of it that this thread works on
+
+
+def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function work on the CUDA device of the arrays among its arguments.
+
+    Arguments are looked at as they are, and within tuples. An object that holds arrays has an attribute
+    ``_held_array``: one of them, or what holds one. A generator, which works later, cannot be made so.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        torch = sys.modules.get("torch")
+        if sys.modules.get("cupy") is None and (torch is None or not torch.cuda.is_initialized()):
+            return function(*args, **options)  # no array can be there
+        # torch's compiler takes operators of torch for the work, and these enter when they run
+        place = None if torch is not None and torch.compiler.is_compiling() else _place(function, args, options)
+        if place is None:
+            return function(*args, **options)
+        with place:
+            return function(*args, **options)
+
+    return call
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    """Return what has to be done with values of this type, None for nothing, and keep it."""
+    kind = type(value)
+    if is_torch(value):
+        _KINDS[kind] = _Kind.TENSOR
+    elif on_cuda(value):
+        _KINDS[kind] = _Kind.CUPY
+    elif isinstance(value, tuple):
+        _KINDS[kind] = _Kind.TUPLE
+    elif hasattr(kind, "_held_array"):
+        _KINDS[kind] = _Kind.HOLDER
+    else:
+        _NOTHING.add(kind)
+    return _KINDS.get(kind)
+
+
+def _array_in(value: Any) -> Any:
+    """Return an array on a CUDA device that a value is or holds, or None."""
+    if type(value) in _NOTHING:
+        return None
+    kind = _KINDS.get(type(value)) or _kind_of(value)
+    if kind is _Kind.TENSOR:
+        return value if value.is_cuda else None
+    if kind is _Kind.CUPY:
+        return value
+    if kind is _Kind.TUPLE:
+        return next((found for part in value if (found := _array_in(part)) is not None), None)
+    found = _array_in(value._held_array) if kind is _Kind.HOLDER else None
+    # what was made of a tensor goes on as torch does, by whichever library it is held
+    behind = tensor_behind(found) if found is not None and on_cuda(found) else None
+    return found if behind is None else behind
+
+
+def _device_of(array: Any) -> int:
+    return int(array.device.index if is_torch(array) else array.device.id)
+
+
+def _place(
+    function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
+) -> AbstractContextManager[Any] | None:
+    """Return the place of the arrays among the arguments, or None if that is here; raise if there are two."""
+    if _NOTHING.issuperset(map(type, args)) and _NOTHING.issuperset(map(type, options.values())):
+        return None
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
+    arrays = {where: array for where, value in given if (array := _array_in(value)) is not None}
+    if not arrays or not has_cupy():  # torch without CuPy finds its way
+        return None
+    first, *others = arrays.values()
+    device = _device_of(first)
+    if any(_device_of(array) != device for array in others):
+        _refuse(function, args, arrays)
+    if any(map(is_torch, arrays.values())):
+        stream = device, sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        if getattr(_entered, "stream", None) == stream:
+            return None
+        return _by_torch(*stream, wait=not all(map(is_torch, arrays.values())))
+    here = sys.modules["cupy"].cuda.runtime.getDevice() == device
+    return None if here else first.device
+
+
+def _refuse(function: Callable[..., Any], args: tuple[Any, ...], arrays: dict[int | str, Any]) -> None:
+    """Raise, and name two arrays on different devices."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+
+    def name(where: int | str) -> str:
+        if isinstance(where, str):
+            return where
+        found = names[where] if where < len(names) else f"argument {where}"
+        return f"this {type(args[0]).__name__}" if found == "self" else found
+
+    (mine, first), *others = ((name(where), array) for where, array in arrays.items())
+    here = _device_of(first)
+    theirs, other = next(pair for pair in others if _device_of(pair[1]) != here)
+    moved = (
+        f"{theirs}.to('cuda:{here}')"
+        if is_torch(other)
+        else f"cupy.asarray({theirs}) in `with cupy.cuda.Device({here}):`"
+    )
+    raise ValueError(
+        f"{mine} is on CUDA device {here} and {theirs} on CUDA device {_device_of(other)}; expected all arrays of a "
+        f"call on one device. Move one of them, e.g. {moved}"
+    )
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A stream of torch by the CUDA stream protocol, which torch's own keep from 2.9 on."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _memory_of_torch(size: int) -> Any:
+    """Return memory of torch's on the current device, for CuPy; it goes back to torch when CuPy lets go of it.
+
+    Torch gives it to others in the order of the stream that is current now, on which CuPy works as well.
+    """
+    cuda, torch = sys.modules["cupy"].cuda, sys.modules["torch"]
+    device = cuda.runtime.getDevice()
+    tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+    return cuda.MemoryPointer(cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device), 0)
+
+
+@contextmanager
+def _by_torch(device: int, handle: int, *, wait: bool) -> Iterator[None]:
+    """Let CuPy work as torch does: on a device, on torch's stream with that handle, in memory that torch gives.
+
+    wait: whether arrays of CuPy take part, whose stream and torch's are to wait for each other.
+    """
+    from cupy import cuda
+
+    before = getattr(_entered, "stream", None)
+    with cuda.Device(device):
+        own = cuda.get_current_stream()
+        # CuPy 14 has the first, and warns of the second
+        make = getattr(cuda.Stream, "from_external", None)
+        stream = cuda.ExternalStream(handle, device) if make is None else make(_Handle(handle))
+        if wait:
+            stream.wait_event(own.record())
+        _entered.stream = device, handle
+        try:
+            with stream, cuda.using_allocator(_memory_of_torch):
+                yield
+        finally:
+            _entered.stream = before
+        if wait:
+            own.wait_event(stream.record())

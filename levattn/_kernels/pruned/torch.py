@@ -1,0 +1,334 @@
+"""Pruned attention of tensors: on a device by torch's own fused attention, in main memory by the definitions.
+
+A slot with the logarithm b of a weight has the logit scale ⟨q, k⟩ + b. Here b is a product as well, of columns that
+queries and keys have more: so no kernel needs a mask, and any fused one will do, with its gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from levattn._kernels.pruned import definition
+from levattn._kernels.pruned.contract import PrunedArguments
+from levattn._kernels.pruned.definition import cluster, levels, merged, places, radii, renewed, row_moments
+from levattn._kernels.tensors import has_tangent, is_transformed
+
+__all__ = [
+    "cluster",
+    "levels",
+    "merged",
+    "mixture",
+    "places",
+    "radii",
+    "renewed",
+    "row_moments",
+]
+
+_PARTS = 3  # of a logarithm: 8 bits each for bfloat16 and TF32, 11 for float16
+# What columns of logarithms are multiplied by on the other side: float16 has a narrow range
+_LIFT = {torch.float16: 1024.0}
+# Each part of a logarithm that hides a slot; finite, as gradients read it
+_ABSENT, _FAR = {torch.float16: -60000.0}, -1e30
+_RANGE = 2.0**-20, 2.0**20  # of scales, as columns are divided by them
+_COLUMNS = 8  # fused kernels take rows whose width is a multiple of this
+_ITEMS = 65535  # matrices of a batch that a fused kernel takes
+_ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and where no kernel is fused
+_LEAST = 16  # positions of a block
+_REMAINS = 0.25  # at least, where a half must remain, but for rounding
+
+
+def is_fused(*tensors: Any) -> bool:
+    """Tell whether fused attention takes tensors: those of a device, with no more than gradients in reverse mode."""
+    return tensors[0].device.type != "cpu" and not any(map(is_transformed, tensors)) and not has_tangent(tensors)
+
+
+def attended_slots(
+    q: Any, keys: Any, values: Any, log_weight: Any, scale: float, *, causal: bool = False, own: Any = None
+) -> Any:
+    """Return softmax attention (b, H, m, D) to slots with log-weights: one call of fused attention.
+
+    q: (b, H, m, d), keys, values: (b, G, s, d) and (b, G, s, D), H a multiple of G, all of one dtype. scale: within
+        _RANGE.
+    log_weight: (b, G, s), added to the logits, -inf for a slot that is hidden (whose values must be finite); or None.
+    causal: row i reads the slots up to s - m + i only.
+    own: (b, H, m) or None; row i gives the last slot this logit, whatever else is said of it.
+
+    A logarithm b is held to 2^-24 abs(b), in float16 also to scale 2^-15; there it is cut off beyond 10^7 scale.
+    Rows that read hidden slots alone return a mean of their values.
+    """
+    b, H, m, _ = q.shape
+    G, s, D = values.shape[1:]
+    rows, slots = [q], [keys]
+    lift = _LIFT.get(q.dtype, 1.0)
+    if log_weight is not None:
+        parts = _parts(log_weight / (scale * lift), q.dtype)
+        rows.append(q.new_full((), lift).expand(*q.shape[:3], parts.shape[-1]))
+        slots.append(parts)
+    if own is not None:
+        parts = _parts(own / (scale * lift), q.dtype)
+        rows.append(parts)
+        last = (torch.arange(s, device=q.device) == s - 1).to(q.dtype) * lift
+        slots.append(last[:, None].expand(*keys.shape[:3], parts.shape[-1]))
+    width = -(-max(sum(part.shape[-1] for part in rows), D) // _COLUMNS) * _COLUMNS
+    q, keys = (_joined(parts, width) for parts in (rows, slots))
+    values = _joined([values], width)
+    mask = None
+    if causal and m > 1:
+        if m == s:
+            keys, values = (array.repeat_interleave(H // G, 1) for array in (keys, values))
+            return _fused(q, keys, values, scale, is_causal=True)[..., :D]
+        place = torch.arange(s, device=q.device)
+        mask = (place <= place[s - m :, None]).repeat(H // G, 1)
+    # the rows of all queries that share slots
+    found = _fused(q.reshape(b, G, H // G * m, width), keys, values, scale, attn_mask=mask)
+    return found.reshape(b, H, m, width)[..., :D]
+
+
+def _parts(logarithms: Any, dtype: Any) -> Any:
+    """Return numbers (...) as sums of few (..., parts) that narrow dtypes hold; -inf as numbers far below."""
+    if dtype == torch.float64:
+        return torch.where(logarithms == -torch.inf, _FAR, logarithms).to(dtype)[..., None]
+    least = _ABSENT.get(dtype, _FAR)
+    kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    left, found = logarithms.float().clamp(_PARTS * least, -_PARTS * least), []
+    for _ in range(_PARTS):
+        part = left.clamp(least, -least).to(kind)
+        found.append(part)
+        left = left - part.float()
+    return torch.stack(found, -1).to(dtype)
+
+
+def _joined(parts: list[Any], width: int) -> Any:
+    """Return columns side by side, filled up with zeros."""
+    missing = width - sum(part.shape[-1] for part in parts)
+    if missing:
+        parts = [*parts, parts[0].new_zeros(()).expand(*parts[0].shape[:-1], missing)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _fused(q: Any, keys: Any, values: Any, scale: float, **options: Any) -> Any:
+    """Return the attention of torch, in pieces where one call would not be taken, or hold too many logits."""
+    step = _ITEMS
+    if q.dtype == torch.float64 and q.device.type != "cpu":  # for which no kernel is fused
+        step = max(1, min(step, _ENTRIES // max(1, math.prod(q.shape[1:3]) * keys.shape[2])))
+    parts = [
+        scaled_dot_product_attention(q[i : i + step], keys[i : i + step], values[i : i + step], scale=scale, **options)
+        for i in range(0, len(q), step)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slots:
+    """Kept keys and summaries as slots, (b, s, ·), in the dtype of products. values: also which are summaries."""
+
+    keys: Any
+    values: Any
+    log_weight: Any
+    kept: int
+
+
+def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
+    """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
+    (b, _, m, _), first, last = x.q.shape, list(map(int, x.first)), list(map(int, x.last))
+    near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
+    slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
+    if x.power is not None or not is_fused(x.q, x.keys, x.values) or not b * m * (slots + near):
+        return definition.mixture(x)
+    q, scale = x.q, 1.0
+    if x.narrow is not None and _RANGE[0] < x.narrow[1] < _RANGE[1]:
+        dtype, scale = x.narrow
+        q = (q / scale).to(dtype)
+    held = _slots(x, q.dtype)
+    D = x.values.shape[-1]
+    if not near or _is_causal(x, first, last):
+        keys, values, weight = held.keys, held.values, held.log_weight
+        if near:
+            low = first[0]
+            recent = pad(x.values[:, low:].to(q.dtype), (0, 1))
+            keys = torch.cat([keys, x.keys[:, low:].to(q.dtype)], 1)
+            values = torch.cat([values, recent], 1)
+            weight = None if weight is None else pad(weight, (0, recent.shape[1]))
+        weight = None if weight is None else weight[:, None]
+        found = attended_slots(q, keys[:, None], values[:, None], weight, scale, causal=near > 0).to(x.q.dtype)
+        return found[..., :D], found[..., D]
+    return _with_near(x, q, scale, held, first, last)
+
+
+def _is_causal(x: PrunedArguments, first: list[int], last: list[int]) -> bool:
+    """Tell whether keys near a query are all up to one that goes on with it, the last of them for the last query."""
+    end = x.keys.shape[1] - len(last) + 1
+    return x.role is None and first == [first[0]] * len(first) and last == list(range(end, end + len(last)))
+
+
+def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
+    """Return what all queries of an item read."""
+    s, kind = x.kept_keys.shape[1], x.q.dtype
+    keys, values, weight = x.kept_keys, pad(x.kept_values, (0, 1)), None
+    if x.kept_count is not None:
+        there = torch.arange(s, device=x.q.device) < x.kept_count[:, None]
+        values = torch.where(there[..., None], values, 0)
+        weight = torch.zeros_like(there, dtype=kind).masked_fill(~there, -torch.inf)
+    if x.summaries is not None:
+        held = x.summaries
+        there = (held.count > 0.5) & (held.weight > 0)
+        total = torch.where(there, held.weight, 1)
+        logs = torch.where(there, total.log() - held.offset / total, -torch.inf).to(kind)
+        means, mean_values = (array / total[..., None] for array in (held.keys, held.values))
+        mean_values = torch.where(there[..., None], mean_values, 0)
+        keys = torch.cat([keys, means.to(kind)], 1)
+        values = torch.cat([values, pad(mean_values.to(kind), (0, 1), value=1.0)], 1)
+        weight = torch.cat([logs.new_zeros((len(logs), s)) if weight is None else weight, logs], 1)
+    return _Slots(keys.to(dtype), values.to(dtype), weight, s)
+
+
+def _with_near(
+    x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
+) -> tuple[Any, Any]:
+    """Return the same where members of summaries are near queries: these are taken out of what fused attention sums.
+
+    With the mass A of what a query reads besides (near keys, and summaries without them), M of all slots as they are,
+    and C ≤ A of the summaries that it must not read so, outputs are (M y + A a − C c) / (M + A − C). Fused attention
+    sees one slot more, of mass A: it returns M y / (M + A) and A / (M + A). As C ≤ M and C ≤ A nothing cancels, as
+    M + A − C is at least half of M + A: by the log-sum inequality a summary never counts for more than some members
+    and a summary of the others.
+    """
+    D = x.values.shape[-1]
+    mass, gone, change = _near(x, q, scale, held, first, last)
+    nothing = held.keys.new_zeros((len(q), 1, held.keys.shape[-1]))
+    keys = torch.cat([held.keys, nothing], 1)
+    more = torch.arange(D + 2, device=q.device).eq(D + 1).to(q.dtype).expand(len(q), 1, -1)
+    values = torch.cat([pad(held.values, (0, 1)), more], 1)
+    weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
+    found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass).to(x.q.dtype)
+    share = found[..., D + 1 :]
+    found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None]).clamp(min=_REMAINS)
+    return found[..., :D], found[..., D].clamp(min=0)
+
+
+def _near(
+    x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
+) -> tuple[Any, Any, Any]:
+    """Return log A (b, g, m), C / A (b, g, m), and (A a - C c) / A with its share of summaries, (b, g, m, D + 1).
+
+    Positions are cut into blocks, each with the keys near one of its positions.
+    """
+    b, g, m, _ = q.shape
+    step = max(_LEAST, *(high - low for low, high in zip(first, last, strict=True)))
+    blocks = -(-m // step)
+    edges = np.zeros((3, blocks * step), np.int64)
+    edges[:2, :m] = first, last
+    begins = edges[0, ::step]
+    ends = edges[1, np.minimum(np.arange(1, blocks + 1) * step, m) - 1]
+    width = max(1, int(np.max(ends - begins)))
+    edges[2] = np.repeat(begins, step)
+    bounds = torch.from_numpy(edges).to(q.device).unflatten(1, (blocks, step))
+    summaries = None
+    if x.summaries is not None:
+        parts = (x.summaries.keys, x.summaries.values, *(vars(x.summaries)[name][..., None] for name in _SCALARS))
+        summaries = torch.cat([part.to(x.q.dtype) for part in parts], -1)
+    rows = tuple(_blocks(array, blocks, step) for array in (x.q, q))
+    each = max(1, _ENTRIES // (b * max(g * step, width) * 2 * width))
+    pieces = []
+    for low in range(0, blocks, each):
+        part = slice(low, low + each)
+        pieces.append(
+            _of_blocks(x, [array[:, part] for array in rows], scale, held, summaries, bounds[:, part], width)
+        )
+    found = pieces[0] if len(pieces) == 1 else [torch.cat(parts, 1) for parts in zip(*pieces, strict=True)]
+    mass, gone, change = (array.unflatten(2, (g, step)).transpose(1, 2).flatten(2, 3)[:, :, :m] for array in found)
+    return mass, gone, change
+
+
+_SCALARS = ("weight", "offset", "count")
+
+
+def _blocks(q: Any, blocks: int, step: int) -> Any:
+    """Return queries (b, g, m, d) by blocks of positions, (b, blocks, g · step, d)."""
+    q = pad(q, (0, 0, 0, blocks * step - q.shape[2]))
+    return q.unflatten(2, (blocks, step)).transpose(1, 2).flatten(2, 3)
+
+
+def _of_blocks(
+    x: PrunedArguments, rows: list[Any], scale: float, held: _Slots, summaries: Any, bounds: Any, width: int
+) -> tuple[Any, Any, Any]:
+    """Return the same for some blocks, (b, blocks, rows, ...). rows: queries, and those that fused attention takes."""
+    q, narrow = rows
+    blocks, step = bounds.shape[1:]
+    place = bounds[2, :, :1] + torch.arange(width, device=q.device)
+    within = (bounds[0, :, :, None] <= place[:, None]) & (place[:, None] < bounds[1, :, :, None])
+    within = within.repeat(1, q.shape[2] // step, 1)
+    flat = place.clamp(max=x.keys.shape[1] - 1).flatten()
+
+    def taken(array: Any) -> Any:
+        return array.index_select(1, flat).unflatten(1, (blocks, width))
+
+    near, values = q @ taken(x.keys).mT, pad(taken(x.values), (0, 1))
+    if x.role is None or summaries is None:
+        here = within if x.role is None else within & (taken(x.role) > -2)[:, :, None]
+        P, mass = _weights(near.masked_fill(~here, -torch.inf))
+        return mass, torch.zeros_like(mass), P @ values
+    role = taken(x.role)
+    logs = torch.zeros_like(near[:, :, 0]) if x.log_weight is None else taken(x.log_weight)
+    slot = role.clamp(min=0).flatten(1)[..., None]
+
+    def of_slots(array: Any, first: int) -> Any:
+        found = array.gather(1, (slot + first).expand(-1, -1, array.shape[-1]))
+        return found.unflatten(1, (blocks, width))
+
+    mass, found, touched = _without_members(q, near, values, within, role, logs, of_slots(summaries, 0))
+    # What fused attention will have read: the same rounded numbers
+    keys, values, weight = (
+        of_slots(array.to(q.dtype), held.kept) for array in (held.keys, held.values, held.log_weight[..., None])
+    )
+    logits = scale * (narrow.to(q.dtype) @ keys.mT) + weight.mT - mass[..., None]
+    P, gone = _weights(logits.masked_fill(~touched, -torch.inf))
+    gone = gone.clamp(max=0).exp()  # C ≤ A, but for rounding
+    return mass, gone, found - gone[..., None] * (P @ values)
+
+
+def _without_members(
+    q: Any, near: Any, values: Any, within: Any, role: Any, logs: Any, sums: Any
+) -> tuple[Any, Any, Any]:
+    """Return log A, a with its share of summaries, and which summaries have members near a row.
+
+    Each near key has a column (b, blocks, rows, width) for itself, and one for its summary, unless that of an earlier
+    key of the block stands for this already. near: logits of keys. sums: of the summaries, side by side.
+    """
+    (D, width), d = values.shape[-1:] + near.shape[-1:], q.shape[-1]
+    sum_keys, sum_values, scalars = sums.split([d, D - 1, 3], -1)
+    weight, offset, count = (array[:, :, None] for array in scalars.unbind(-1))
+    same = (role[..., :, None] == role[..., None, :]) & (role >= 0)[..., None]
+    stands = (role >= 0) & ~same.triu(1).any(-2)
+    member, inside = same.to(q.dtype), within.to(q.dtype)
+    out = inside * logs.exp()[:, :, None]  # what each row takes out
+    members = inside @ member
+    weight = weight - out @ member
+    inner = q @ sum_keys.mT - offset - (out * (near - logs[:, :, None])) @ member
+    touched = (members > 0.5) & stands[:, :, None]
+    left = touched & (count - members > 0.5) & (weight > 0)
+    weight = torch.where(left, weight, 1)
+    here = within & (role > -2)[:, :, None]
+    keys, others = near.masked_fill(~here, -torch.inf), (inner / weight + weight.log()).masked_fill(~left, -torch.inf)
+    P, mass = _weights(torch.cat([keys, others], -1))
+    share = P[..., width:]
+    coefficient = share / weight
+    direct = P[..., :width] - (coefficient @ member.mT) * out
+    found = (direct @ values)[..., :-1] + coefficient @ sum_values
+    return mass, torch.cat([found, share.sum(-1, keepdim=True)], -1), touched
+
+
+def _weights(logits: Any) -> tuple[Any, Any]:
+    """Return the weights of each row, and the logarithms of their sums; zeros and -inf where there are none."""
+    top = logits.amax(-1, keepdim=True).detach()
+    E = (logits - torch.where(top == -torch.inf, 0, top)).exp()
+    total = E.sum(-1, keepdim=True)
+    there = total > 0
+    total = torch.where(there, total, 1)
+    return E / total, torch.where(there, total.log() + top, -torch.inf)[..., 0]

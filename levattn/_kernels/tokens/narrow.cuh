@@ -1,0 +1,1 @@
+__device__ inline void narrow(float x, Half &to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }

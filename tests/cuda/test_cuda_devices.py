@@ -1,0 +1,260 @@
+"""Arrays on a CUDA device that is not the current one, and tensors of torch on its stream and in its memory."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cuda_library import EVERYTHING, keys
+
+import levattn
+from emulator import device, places
+from levattn._core.device import where_arrays_are
+from levattn._kernels.cuda_source import with_steps
+from levattn._kernels.gram import cuda as gram_cuda
+from levattn._kernels.rows.contract import Rows
+from levattn._kernels.rows.cuda import key_arguments
+from levattn.attention import latte, tssa
+from levattn.sketch import CountSketch, Sketch, SketchedRows
+from levattn.states import Moments, SoftmaxState
+from strategies import as_float64
+
+pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
+needs_two = pytest.mark.skipif(device.DEVICES == 1, reason="there is one CUDA device")
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if not device.DEVICES:
+        device.library_on_device(monkeypatch)
+    import cupy
+
+    return cupy
+
+
+def state_of(K: Any, _Q: Any) -> Any:
+    merged = SoftmaxState(8, 8).update(K[:700], K[:700]).merge(SoftmaxState(8, 8).update(K[700:], K[700:]))
+    return SoftmaxState.from_bytes(merged.to_bytes()).read()
+
+
+def sketch_of(K: Any, _Q: Any) -> Any:
+    S = Sketch(CountSketch(64))
+    return SketchedRows(S, 8).update(K[:700]).merge(SketchedRows(S, 8).update(K[700:], 700)).read()
+
+
+MORE: dict[str, Callable[..., Any]] = {
+    "a set's figures": lambda K, _: np.concatenate([(u := levattn.universal_set(K, 0.05)).indices, u.sizes[None]]),
+    "softmax state": state_of,
+    "diagonal": lambda K, _: Moments(8, diagonal=True).update(K[:700]).update(K[700:]).read(),
+    "moments": lambda K, _: Moments(8).update(K).read(),
+    "sketch": sketch_of,
+    "stream": lambda K, _: levattn.StreamingUniversalSet(0.05).update(K).result().scores,
+    "latte": lambda K, _: latte(K[None], K[None], K[None]),
+    "tssa": lambda K, _: tssa(K[None]),
+    "output": lambda K, Q: levattn.heavy_attention(Q, K, 0.2).apply(K)[0],
+}
+CALLS = {name: call for name, call in {**EVERYTHING, **MORE}.items() if name != "expected scores, softmax"}  # divides
+
+
+@needs_two
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_works_where_its_arrays_are(cupy: Any, name: str) -> None:
+    arrays = keys(1500), keys(40, seed=1)
+    here = CALLS[name](*map(cupy.asarray, arrays))
+    with cupy.cuda.Device(1):
+        there = tuple(map(cupy.asarray, arrays))
+    found = CALLS[name](*there)
+    assert cupy.cuda.runtime.getDevice() == 0
+    if hasattr(found, "device") and not isinstance(found, np.ndarray):
+        assert found.device == there[0].device
+        with found.device:
+            found = found.get()
+    assert np.array_equal(as_float64(found), as_float64(here), equal_nan=True)
+
+
+@needs_two
+def test_arrays_on_two_devices_are_named(cupy: Any) -> None:
+    K = cupy.asarray(keys(100))
+    with cupy.cuda.Device(1):
+        mask = cupy.asarray(np.ones(100, np.bool_))
+    with pytest.raises(ValueError, match=r"K is on CUDA device 0 and mask on CUDA device 1; .*cupy.asarray\(mask\)"):
+        levattn.leverage_scores(K, mask=mask)
+    state = SoftmaxState(8, 8).update(K, K)
+    with cupy.cuda.Device(1):
+        other = cupy.asarray(keys(100))
+    with pytest.raises(ValueError, match="this SoftmaxState is on CUDA device 0 and logits on CUDA device 1"):
+        state.update(other, other)
+
+
+@pytest.fixture
+def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Torch with two devices of the emulator: its streams, and what makes tensors."""
+    pytest.importorskip("torch")
+    if device.DEVICES:
+        pytest.skip("the emulator's tensors stand in for those of a card")
+    from emulator import tensors
+
+    streams = tensors.torch_on_devices(monkeypatch)
+    with tensors.Devices() as made:
+        for happened in (places.launches, places.waits, places.own):
+            happened.clear()
+        yield tensors, streams, made
+
+
+TENSOR_CALLS: dict[str, Callable[..., Any]] = {
+    "scores": levattn.leverage_scores,
+    "mask": lambda K: levattn.universal_set(K, 0.1).mask,
+    "latte": lambda K: latte(K, K, K),
+    "tssa": tssa,
+}
+
+
+@pytest.mark.parametrize("name", TENSOR_CALLS)
+def test_tensors_take_the_stream_and_the_memory_of_torch(tensors: Any, name: str) -> None:
+    import torch
+
+    there, streams, made = tensors
+    streams.current[1] = 7
+    K = torch.from_numpy(keys(500, 8, np.float64)[None])
+    found = TENSOR_CALLS[name](there.CudaTensor(K, 1))
+    assert isinstance(found, there.CudaTensor)
+    assert found.device == torch.device("cuda", 1)
+    assert set(places.launches) == {(1, 7)}
+    assert made.asked
+    assert not places.own
+    assert not places.waits
+    assert places.CURRENT.device == 0
+    torch.testing.assert_close(found.inner, TENSOR_CALLS[name](K), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_tensors_of_each_format(tensors: Any, dtype: str) -> None:
+    import torch
+
+    K, mask = torch.from_numpy(keys(500, 5)).to(getattr(torch, dtype)), torch.arange(500) % 3 > 0
+    cuda = tensors[0].CudaTensor
+    found = levattn.leverage_scores(cuda(K, 0), mask=cuda(mask, 0))
+    expected = levattn.leverage_scores(K, mask=mask)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.inner, expected, rtol=1e-5, atol=0)
+
+
+def test_arrays_of_cupy_beside_tensors_are_waited_for(tensors: Any, cupy: Any) -> None:
+    import torch
+
+    there, streams, _ = tensors
+    streams.current[0] = 5
+    K = there.CudaTensor(torch.from_numpy(keys(500, 8)), 0)
+    levattn.leverage_scores(K, mask=cupy.asarray(np.ones(500, np.bool_)))
+    assert places.waits == [(5, 0), (0, 5)]
+
+
+def test_operators_enter_in_threads_of_their_own(tensors: Any) -> None:
+    import torch
+
+    there, streams, made = tensors
+    x = there.CudaTensor(torch.from_numpy(keys(300, 8))[None], 1)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        streams.current[1] = 9
+        try:
+            with made:
+                torch.ops.levattn.decayed_scan(x, x, None, False)
+        except BaseException as error:
+            failed.append(error)
+
+    latte(x, x, x)
+    places.launches.clear()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert set(places.launches) == {(1, 9)}
+
+
+def test_a_graph_is_not_captured(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    K = tensors[0].CudaTensor(torch.from_numpy(keys(500, 8)), 0)
+    with pytest.raises(ValueError, match="CUDA graph"):
+        levattn.leverage_scores(K)
+
+
+def test_operators_tell_that_a_graph_cannot_hold_them() -> None:
+    torch = pytest.importorskip("torch")
+    from levattn._kernels.latent import torch as latent_torch
+
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if unsafe is None:
+        pytest.skip("this torch has no such tag")
+    assert unsafe in latent_torch.ATTENTION._opoverload.tags
+
+
+def test_the_step_over_a_batch_of_one_does_not_matter(cupy: Any) -> None:
+    """DLPack of torch up to 2.9 gives it as 1 number."""
+    held = keys(300, 64)
+    plain = Rows(cupy.asarray(held[None]), "float32")
+    odd = np.lib.stride_tricks.as_strided(held, (1, *held.shape), (held.itemsize, *held.strides))
+    if device.DEVICES:
+        pytest.skip("CuPy makes the steps of its arrays itself")
+    rows = Rows(device.DeviceArray(odd), "float32")
+    assert with_steps(rows.keys, 3)[1] == 1
+    assert key_arguments(rows)[1:4] == key_arguments(plain)[1:4] == [0, 64, 1]
+    pieces = np.array([[0, 0, 0, 300]])
+    for arithmetic in ("double", "single"):
+        found, expected = (gram_cuda.moments(each, pieces, arithmetic=arithmetic) for each in (rows, plain))
+        assert np.array_equal(found, expected)
+
+
+# -- that no public call is left out -------------------------------------------------------------
+
+ENTERED = where_arrays_are(lambda: None).__code__
+PACKAGES = (
+    *("levattn", "levattn.attention", "levattn.attention.rates", "levattn.linalg", "levattn.states", "levattn.sketch"),
+    "levattn.distributed.torch",
+)
+# What takes arrays and does not enter, and why
+ELSEWHERE = {
+    "Moments.from_arrays": "it holds them as they are",
+    "SoftmaxState.from_arrays": "it holds them as they are",
+    "Distribution.add": "it is called by those that entered",
+    "Moments.add": "it is called by those that entered",
+    "Softmax.contains": "arrays of numpy",
+    "Softmax.__call__": "arrays of numpy",
+    "Factor.whitened": "arrays of numpy; W comes by `whitening`",
+    "factor_of": "sums in main memory",
+    "factor_of_sum": "sums in main memory",
+}
+
+
+def public_calls() -> dict[str, Any]:
+    """Functions and methods of the packages that take an array, by what their docstrings say."""
+    found: dict[str, Any] = {}
+    for package in PACKAGES:
+        module = pytest.importorskip(package)
+        for name in module.__all__:
+            member = getattr(module, name)
+            if inspect.isclass(member):
+                inside = {f"{name}.{key}": value for key, value in vars(member).items() if not key.startswith("_")}
+                found |= {key: getattr(value, "__func__", value) for key, value in inside.items()}
+            else:
+                found[name] = member
+    return {name: member for name, member in found.items() if inspect.isfunction(member) and _takes_arrays(member)}
+
+
+def _takes_arrays(function: Any) -> bool:
+    _, _, behind = (function.__doc__ or "").partition("Parameters\n")
+    return " : array" in behind.partition("Returns\n")[0].partition("Raises\n")[0]
+
+
+def test_every_public_call_that_takes_arrays_enters() -> None:
+    calls = public_calls()
+    assert len(calls) > 25
+    outside = {name for name, member in calls.items() if member.__code__ is not ENTERED}
+    assert outside - ELSEWHERE.keys() == set()

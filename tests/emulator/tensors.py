@@ -1,0 +1,110 @@
+"""Tensors of torch that say they are on a CUDA device of the emulator, where neither torch nor the machine has one.
+
+They hold a tensor in main memory, on which torch's own functions run; operators of the library run as they would on a
+device. There are no gradients: torch's engine asks for a true device.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+
+class CudaTensor(torch.Tensor):  # type: ignore[misc]
+    """A tensor on a device of the emulator."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: int) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device("cuda", device),
+        )
+        self.inner = inner.detach()
+        return self
+
+    def data_ptr(self) -> int:
+        return int(self.inner.data_ptr())
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def set_(self, *where: Any) -> Any:
+        """A tensor that lies there: the shape of this one cannot change."""
+        return CudaTensor(torch.empty(0, dtype=self.dtype, device="cpu").set_(*where), self.device.index)
+
+    def __repr__(self, **_options: Any) -> str:
+        return f"CudaTensor({self.inner!r}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+        return on_devices(function, args, options or {})
+
+
+def on_devices(function: Any, args: Any, options: dict[str, Any]) -> Any:
+    """What a function returns for tensors of the emulator's devices, on their device or where it is told."""
+    if function.namespace == "levattn":
+        with Devices.last:  # torch leaves it while it calls this
+            return OPDEFS[function._schema.name]._init_fn(*args, **options)
+    devices: list[int] = []
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, CudaTensor):
+            devices.append(value.device.index)
+            return value.inner
+        return value
+
+    args, options = tree_map(bare, (args, options))
+    assert len(set(devices)) < 2, "torch was given tensors of two devices"
+    if options.get("device") is not None:
+        asked = torch.device(options["device"])
+        devices, options["device"] = ([asked.index] if asked.type == "cuda" else []), "cpu"
+    result = function(*args, **options)
+    return tree_map(lambda x: CudaTensor(x, devices[0]) if devices and isinstance(x, torch.Tensor) else x, result)
+
+
+class Devices(TorchDispatchMode):  # type: ignore[misc]
+    """Within it torch makes tensors on the emulator's devices; `asked` are the bytes that it was asked for."""
+
+    last: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        Devices.last = self
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+        result = on_devices(function, args, options or {})
+        if function is torch.ops.aten.empty.memory_format and isinstance(result, CudaTensor):
+            self.asked.append(result.inner.nbytes)
+        return result
+
+
+class Streams(threading.local):
+    """Torch's current stream of each device, for a thread: by its handle."""
+
+    def __init__(self) -> None:
+        self.current = {0: 0, 1: 0}
+
+
+def torch_on_devices(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Let torch say that it has CUDA devices, until the test ends; return its current streams."""
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    current = lambda device: SimpleNamespace(cuda_stream=streams.current[device])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    return streams

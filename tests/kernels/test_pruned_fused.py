@@ -1,0 +1,344 @@
+"""Pruned attention by torch's fused attention, as tensors of a device have it, on tensors in main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_pruned_kernels import mixture
+
+import naive_attention
+from differences import assert_gradients
+from levattn._kernels.pruned import definition
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
+from levattn.attention import pruned_attention
+from libraries import HAS_TORCH
+
+if not HAS_TORCH:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from levattn._kernels.pruned import torch as fused_kernels
+
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+# of outputs, relative to the largest value: a few roundings of logits and weights
+ROOM = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"counted": True},
+    {"labeled": False},
+    {"d": 1, "D": 1, "n": 3, "m": 3},
+    {"g": 3, "m": 50, "n": 50},
+    {"g": 7, "m": 1, "n": 9},
+    {"m": 200, "n": 90, "window": 0},
+    {"m": 97, "n": 97, "window": 40},
+    {"m": 9, "n": 9, "window": 30},
+    {"s": 0},
+    {"R": 0},
+    {"R": 0, "counted": True, "window": 0},
+    {"R": 1, "s": 1, "d": 16, "D": 33},
+    {"s": 40, "R": 37, "d": 64, "D": 64},
+    {"s": 0, "R": 0},
+    {"s": 0, "R": 0, "window": 0},
+    {"s": 0, "R": 2, "window": 61},
+    {"b": 0},
+    {"m": 0, "n": 5},
+]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The dtypes that fused attention was called with: by all tensors, as if they were of a device."""
+    found: list[Any] = []
+    real = fused_kernels.scaled_dot_product_attention
+
+    def recorded(q: Any, *args: Any, **options: Any) -> Any:
+        found.append(q.dtype)
+        return real(q, *args, **options)
+
+    monkeypatch.setattr(fused_kernels, "is_fused", lambda *_: True)
+    monkeypatch.setattr(fused_kernels, "scaled_dot_product_attention", recorded)
+    return found
+
+
+def tensors(x: PrunedArguments, dtype: str = "float64") -> PrunedArguments:
+    """The same of tensors, of numbers that a dtype has, which products of 16 bits are asked for if it has so many."""
+    kind = getattr(torch, dtype)
+    wide = torch.promote_types(kind, torch.float32)
+
+    def tensor(array: Any) -> Any:
+        found = torch.from_numpy(np.ascontiguousarray(array))
+        return found.to(kind).to(wide) if found.is_floating_point() else found
+
+    x = (
+        mapped(replace(x, summaries=None), tensor)
+        if x.summaries is None
+        else replace(
+            mapped(replace(x, summaries=None), tensor),
+            summaries=mapped(x.summaries, lambda array: torch.from_numpy(array).to(wide)),
+        )
+    )
+    return x if kind == wide else replace(x, q=x.q / 2, narrow=(kind, 0.5))
+
+
+def as_wide(x: PrunedArguments) -> PrunedArguments:
+    return replace(mapped(x, lambda array: array.double() if array.is_floating_point() else array), narrow=None)
+
+
+def causal(x: PrunedArguments) -> PrunedArguments:
+    """The last positions of a stream, whose summaries have no member near."""
+    n, m = x.keys.shape[1], x.q.shape[2]
+    return replace(x, first=[0] * m, last=[n - m + 1 + i for i in range(m)], role=None, log_weight=None)
+
+
+def agree(x: PrunedArguments, dtype: str) -> None:
+    found, expected = fused_kernels.mixture(x), definition.mixture(as_wide(x))
+    size = max(1.0, float(x.values.abs().max())) if x.values.numel() else 1.0
+    for one, two in zip(found, expected, strict=True):
+        assert one.dtype == x.q.dtype
+        torch.testing.assert_close(one.double(), two, rtol=0, atol=ROOM[dtype] * size)
+
+
+@over_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_mixtures_are_their_definition(shape: dict[str, Any], dtype: str, calls: list[Any]) -> None:
+    x = tensors(mixture(**shape), dtype)
+    agree(x, dtype)
+    read = x.q.numel() and x.kept_keys.shape[1] + x.keys.shape[1] * (max(x.last) > 0) + (x.summaries is not None)
+    assert set(calls) == ({getattr(torch, dtype)} if read else set())
+
+
+@over_dtypes
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"m": 20, "g": 3}, {"m": 1}, {"s": 0, "R": 0}, {"R": 0, "s": 0, "g": 2, "m": 9}, {"counted": True}],
+    ids=str,
+)
+@pytest.mark.usefixtures("calls")
+def test_causal_mixtures_are_their_definition(shape: dict[str, Any], dtype: str) -> None:
+    agree(tensors(causal(mixture(**shape)), dtype), dtype)
+
+
+@pytest.mark.usefixtures("calls")
+def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tensors(mixture(b=3, g=2))
+    whole = fused_kernels.mixture(x)
+    monkeypatch.setattr(fused_kernels, "_ENTRIES", 1)
+    monkeypatch.setattr(fused_kernels, "_ITEMS", 2)
+    for one, two in zip(fused_kernels.mixture(x), whole, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["window", "causal", "first", "none", "kept"])
+def test_gradients_are_those_of_the_definition(kind: str, calls: list[Any]) -> None:
+    x = mixture(g=2, m=30, n=30, window=0 if kind == "none" else 3, counted=kind == "window")
+    if kind in ("causal", "first"):
+        x = causal(mixture(g=2, m=20 if kind == "causal" else 30, n=30, s=4 if kind == "causal" else 0, R=3))
+    if kind == "first":
+        x = replace(x, summaries=None)
+    if kind == "kept":  # so that some rows read no near key
+        assert x.role is not None
+        x.role[:, :15] = -2
+    leaves: list[Any] = []
+
+    def leaf(array: Any) -> Any:
+        leaves.append(array.requires_grad_() if array.is_floating_point() else array)
+        return leaves[-1]
+
+    found = mapped(tensors(x), leaf)
+    leaves = [array for array in leaves if array.requires_grad]
+    rng = torch.Generator().manual_seed(0)
+    weights = [torch.randn(part.shape, generator=rng, dtype=torch.float64) for part in definition.mixture(found)]
+    gradients = []
+    for kernels in (fused_kernels, definition):
+        total = sum((part * weight).sum() for part, weight in zip(kernels.mixture(found), weights, strict=True))
+        gradients.append(torch.autograd.grad(total, leaves, materialize_grads=True))
+    assert calls
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.usefixtures("calls")
+def test_gradients_are_those_of_differences() -> None:
+    x = tensors(mixture(g=2, m=24, n=24, d=3, D=2))
+    names = "q", "keys", "values", "kept_keys", "kept_values", "log_weight"
+
+    def run(*arrays: Any) -> Any:
+        Y, rest = fused_kernels.mixture(replace(x, **dict(zip(names, arrays, strict=True))))
+        return torch.cat([Y, rest[..., None]], -1)
+
+    assert_gradients(run, [getattr(x, name).clone().requires_grad_() for name in names])
+
+
+def slots_by_loops(q: Any, K: Any, V: Any, logs: Any, scale: float) -> Any:
+    """Softmax attention of (b, H, m, d) to slots (b, G, s, ·) with log-weights, row by row."""
+    q, K, V, logs = (array.double().numpy() for array in (q, K, V, logs))
+    Y = np.zeros((*q.shape[:3], V.shape[3]))
+    for i, h, t in np.ndindex(q.shape[:3]):
+        j = h * K.shape[1] // q.shape[1]
+        Y[i, h, t] = naive_attention.softmax(scale * (K[i, j] @ q[i, h, t]) + logs[i, j]) @ V[i, j]
+    return Y
+
+
+@over_dtypes
+@pytest.mark.parametrize("level", [0.0, 1e4, -1e4])
+@pytest.mark.parametrize("scale", [1e-3, 0.25, 30.0])
+def test_slots_with_logarithms(scale: float, level: float, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    rng = torch.Generator().manual_seed(1)
+    q, K, V = (
+        torch.randn(2, *shape, generator=rng, dtype=torch.float64).to(kind)
+        for shape in ((6, 5, 8), (2, 9, 8), (2, 9, 3))
+    )
+    q = (q / (30 * scale if scale > 1 else 1)).to(kind)
+    logs = level + torch.randn(2, 2, 9, generator=rng, dtype=torch.float64)
+    logs[:, 0, 4] = -torch.inf  # a weight of zero
+    logs[:, 1, 2] = -1e4
+    logs = logs.to(torch.promote_types(kind, torch.float32))
+    found = fused_kernels.attended_slots(q, K, V, logs, scale)
+    # a logarithm is held to 2^-24 of its size, and sums of float32 to so many units
+    room = (0 if dtype == "float64" else 2.0**-21 * abs(level)) + (scale * 2.0**-14 if dtype == "float16" else 0)
+    size = float(V.abs().max())
+    np.testing.assert_allclose(
+        found.double(), slots_by_loops(q, K, V, logs, scale), rtol=0, atol=(ROOM[dtype] + room) * size
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
+@pytest.mark.usefixtures("calls")
+def test_large_logits_leave_no_range(size: float, dtype: str) -> None:
+    x = tensors(mixture(g=2, window=7, n=150, m=150), dtype)
+    x = replace(x, q=x.q * size if dtype != "float16" else x.q * min(size, 1e4))
+    leaves = [x.q.requires_grad_(), x.keys.requires_grad_(), x.values.requires_grad_()]
+    Y, rest = fused_kernels.mixture(x)
+    most = max(float(part.detach().abs().max()) for part in (x.values, x.kept_values))
+    assert x.summaries is not None
+    means = x.summaries.values / x.summaries.weight[..., None]
+    most = max(most, float(means.nan_to_num().abs().max()))
+    # a mean of values with weights that are positive, but for rounding
+    assert float(Y.detach().abs().max()) <= most * (1 + 8 * ROOM[dtype])
+    assert 0 <= float(rest.detach().min()) <= float(rest.detach().max()) <= 1 + 8 * ROOM[dtype]
+    for gradient in torch.autograd.grad(Y.sum() + rest.sum(), leaves):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e3, 1e6, 1e9])
+@pytest.mark.parametrize("apart", [0.02, 0.0])
+@pytest.mark.usefixtures("calls")
+def test_no_more_is_taken_out_than_there_is(apart: float, size: float, dtype: str) -> None:
+    """Pairs of keys are summaries, of which rows see both: of what fused attention read all but nothing is left."""
+    rng = np.random.default_rng(5)
+    keys = np.repeat(rng.standard_normal((1, 60, 16)), 2, 1)
+    keys[:, 1::2] *= 1 + apart * rng.standard_normal((1, 60, 16))
+    values = rng.uniform(0.5, 1.0, (1, 120, 4))
+    pairs = (keys, values)
+    sums = [array.reshape(1, 60, 2, -1).sum(2) for array in pairs]
+    count = np.full((1, 60), 2.0)
+    at = np.arange(120)
+    x = tensors(
+        replace(
+            mixture(b=1, s=0, d=16, D=4, R=0),
+            q=(min(size, 1e3) if dtype == "float16" else size) * keys[:, None],
+            keys=keys,
+            values=values,
+            role=at[None] // 2,
+            first=np.maximum(at - 1, 0).tolist(),
+            last=np.minimum(at + 2, 120).tolist(),
+            summaries=Summaries(count, *sums, np.zeros((1, 60)), count),
+        ),
+        dtype,
+    )
+    Y, rest = fused_kernels.mixture(x)
+    room = 8 * ROOM[dtype]
+    assert 0.5 - room <= float(Y.min()) <= float(Y.max()) <= 1 + room
+    assert 0 <= float(rest.min()) <= float(rest.max()) <= 1 + room
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["window", "none", "causal"])
+@pytest.mark.usefixtures("calls")
+def test_as_many_operators_for_any_length(form: str) -> None:
+    found = []
+    for n, R in ((512, 8), (2048, 8), (512, 64), (2048, 64)):
+        x = mixture("float32", g=2, n=n, m=64 if form == "causal" else n, R=R, window=0 if form == "none" else 8)
+        x = tensors(causal(x) if form == "causal" else x, "float32")
+        with Operators() as operators:
+            fused_kernels.mixture(x)
+        found.append(operators.names)
+        for name in operators.names:  # none that a host waits for
+            assert not any(wait in name for wait in ("_local_scalar_dense", "nonzero", "item", "equal.default"))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len(found[0]) < 400
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_which_tensors_have_fused_attention() -> None:
+    away, here = torch.empty(2, device="meta"), torch.empty(2)
+    assert fused_kernels.is_fused(away, away)
+    assert not fused_kernels.is_fused(here)
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(fused_kernels.is_fused(x)), x)[1])(away)
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(fused_kernels.is_fused(away, torch.autograd.forward_ad.make_dual(away, away.clone())))
+    assert seen == [False, False]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {"size": 5, "summaries": 4, "window": 2},
+    "no-window": {"size": 4, "summaries": 5},
+    "dropped": {"size": 6, "window": 1, "sinks": 2},
+    "summaries-alone": {"size": 0, "summaries": 6},
+    "wide": {"size": 2, "summaries": 3, "window": 40},
+    "everything": {"size": 24, "summaries": 0},
+}
+
+
+@over_dtypes
+@pytest.mark.parametrize("chunk", [None, 7, 24])
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_equal_the_loop_over_queries(form: str, chunk: int | None, dtype: str, calls: list[Any]) -> None:
+    rng = np.random.default_rng(3)
+    kind = getattr(torch, dtype)
+    arrays = (rng.standard_normal(shape) for shape in ((4, 24, 5), (2, 24, 5), (2, 24, 3)))
+    Q, K, V = (torch.from_numpy(array).to(kind).requires_grad_() for array in arrays)
+    options = FORMS[form] | ({} if chunk is None else {"causal": True, "chunk": chunk})
+    Y = pruned_attention(Q, K, V, **options)
+    assert Y.dtype == kind
+    assert set(calls) == {kind}
+    oracle = {{"summaries": "R"}.get(name, name): value for name, value in FORMS[form].items()} | {"chunk": chunk}
+    wide = [array.detach().double().numpy() for array in (Q, K, V)]
+    expected = np.concatenate(
+        [naive_attention.pruned(wide[0][2 * j : 2 * j + 2], wide[1][j], wide[2][j], **oracle)[0] for j in range(2)]
+    )
+    size = float(V.detach().abs().max())
+    np.testing.assert_allclose(Y.detach().double(), expected, rtol=0, atol=4 * ROOM[dtype] * size)
+    for gradient in torch.autograd.grad(Y.sum(), (Q, K, V)):
+        assert gradient.isfinite().all()
+
+
+def test_certificates_come_from_wide_products(calls: list[Any]) -> None:
+    rng = np.random.default_rng(4)
+    Q, K, V = (torch.from_numpy(array).bfloat16().requires_grad_() for array in rng.standard_normal((3, 2, 40, 6)))
+    Y, certificate = pruned_attention(Q, K, V, size=6, summaries=5, window=2, return_certificate=True)
+    assert Y.dtype == torch.bfloat16
+    assert set(calls) == {torch.float32}
+    assert bool((certificate.captured_lower <= certificate.captured_upper).all())
