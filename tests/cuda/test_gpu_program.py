@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,46 @@ def test_what_is_not_there_is_skipped_by_name(tmp_path: Path, missing: str) -> N
 
 def test_the_default_run_leaves_the_tests_of_a_card_out() -> None:
     assert tiers.is_of_kernels(program.ROOT / "tests/gpu/test_torch.py")
+
+
+def benchmark(name: str, *arguments: str) -> str:
+    """What a benchmark prints where there is no card."""
+    script = program.ROOT / "examples/benchmarks" / name
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(program.ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_benchmarks_without_a_card_say_so_in_a_line() -> None:
+    told = benchmark("gpu_attention.py").splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("nothing is measured")
+
+
+def test_benchmarks_keep_their_figures(main: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "figures.json"
+    sizes = ["--rounds", "1", "--rows", str(1 << 20), "--columns", "8"]
+    told = benchmark("gpu_streaming.py", "--device", "cpu", *sizes, "--json", str(path))
+    figures = json.loads(path.read_text())
+    assert figures["options"] == {"rounds": 1, "rows": 1 << 20, "columns": 8, "device": "cpu"}
+    assert len(figures["times"]) == len(figures["bars"]) == len(figures["notes"]) == 4
+    assert all(bar["met"] == (bar["figure"] >= bar["bar"]) for bar in figures["bars"])
+    assert all("16 keys, the same" in note for note in figures["notes"].values())
+    assert {"Gaussian", "like MiniLM's"} == {times["case"].rpartition(", ")[2] for times in figures["times"]}
+    for times in figures["times"]:
+        assert times["case"] in told
+        assert all(figure > 0 for figure in times["milliseconds"].values())
+    step = Step(
+        "benchmarks", "benchmarks/one", (sys.executable, "-c", WRITE, str(path), json.dumps(figures), "0"), path
+    )
+    assert main([step]) == 0
+    assert sum(held(tmp_path)["steps"]["benchmarks/one"]["counts"].values()) == 4
 
 
 def test_a_run_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
