@@ -38,9 +38,10 @@ CUDA_ARCHITECTURES ?= 100,90,80
 # Older releases of NVRTC, by which it compiles as well. With NVRTC= what needs them is skipped.
 NVRTC ?= 12.0 12.4 12.9
 
-# The CUDA of the driver, 13 or 12 (the CuPy that `make gpu` installs, with what it needs of the toolkit), and options
-# of the run: `make gpu GPU="--only kernels contract"`; `python -m tests.gpu --help` tells all.
+# For `make gpu`: the CUDA of the driver, 13 or 12 (CuPy is installed for it, with what it needs of the toolkit), packages
+# that the benchmarks compare with (flash-linear-attention, kvpress), and options: GPU="--only kernels contract".
 CUDA ?= 13
+RIVALS ?=
 GPU ?=
 
 # For how many seconds `make adversary` searches.
@@ -61,7 +62,7 @@ beside-test  := $(ENCODER)
 
 # CuPy of the extra `test` has no toolkit beside it, and is for one CUDA alone: two of them in one environment clash.
 after-gpu = $(if $(filter 13,$(CUDA)),,.venv-gpu/bin/python -m pip -qq uninstall --yes cupy-cuda13x &&) \
-    .venv-gpu/bin/python -m pip -qq --disable-pip-version-check install "cupy-cuda$(CUDA)x[ctk]"
+    .venv-gpu/bin/python -m pip -qq --disable-pip-version-check install "cupy-cuda$(CUDA)x[ctk]" $(RIVALS)
 
 PIP_INSTALL = .venv-$*/bin/python -m pip -qq --disable-pip-version-check install
 

@@ -9,20 +9,16 @@ attention over the cache of their keys and values.
 Bars: forward at least 1.2 times as fast as chunk_gla, and faster than flash attention from T = 4096 on. Beside them
 the milliseconds that flash-linear-attention publishes for a GB200, forward.
 
-    python examples/benchmarks/gpu_latte.py [--rounds 11] [--decoding 16384]
+    python examples/benchmarks/gpu_latte.py [--rounds 11] [--decoding 16384] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
-from _gpu import cupy_or_exit, device_name, interleaved_on_device
-from _rivals import table, verdict
-from gpu_attention import torch_or_exit
+from _gpu import Bench, Calls, flash, forward_and_backward, has
 
 from levattn.attention import latte
 
@@ -38,13 +34,6 @@ GLA_BAR = 1.2
 FLASH_BAR, FLASH_FROM = 1.0, 4096
 
 
-def flash(torch: Any, q: Any, k: Any, v: Any, *, causal: bool = True) -> Any:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
 def normalized(torch: Any, Q: Any, K: Any, V: Any) -> tuple[Any, ...]:
     """What chunk_gla takes, (B, T, H, ·): weights of latents, keys e^(K − Z), values, and the decays of log sums Z."""
     Z = torch.logcumsumexp(K.double(), dim=-2)
@@ -54,80 +43,63 @@ def normalized(torch: Any, Q: Any, K: Any, V: Any) -> tuple[Any, ...]:
     return tuple(part.to(kind).transpose(1, 2).contiguous() for part, kind in zip(parts, kinds, strict=True))
 
 
-def routes(torch: Any, shape: tuple[int, ...]) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+def tensors_of(bench: Bench, B: int, T: int, H: int, D: int) -> tuple[Any, ...]:
+    return tuple(bench.normal(3, B, H, T, D, dtype="bfloat16"))
+
+
+def routes(bench: Bench, tensors: tuple[Any, ...], *, gla: bool) -> dict[str, tuple[Callable[..., Any], Any]]:
     """Each way to attend, and the tensors that it takes."""
-    B, T, H, D = shape
-    Q, K, V = (torch.randn((B, H, T, D), device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    found: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-        OURS: (latte, [Q, K, V]),
-        WIDE: (latte, [part.float() for part in (Q, K, V)]),
-        FLASH: (partial(flash, torch), [Q, K, V]),
+    found: dict[str, tuple[Callable[..., Any], Any]] = {
+        OURS: (latte, tensors),
+        WIDE: (latte, tuple(part.float() for part in tensors)),
+        FLASH: (partial(flash, bench.torch, causal=True), tensors),
     }
-    if find_spec("fla") is not None:
+    if gla:
         from fla.ops.gla import chunk_gla
 
-        found[GLA] = (lambda q, k, v, g: chunk_gla(q, k, v, g, scale=1.0)[0], [*normalized(torch, Q, K, V)])
+        gift = normalized(bench.torch, *tensors)
+        found[GLA] = (lambda q, k, v, g: chunk_gla(q, k, v, g, scale=1.0)[0], gift)
     return found
 
 
-def forward_and_backward(torch: Any, route: Callable[..., Any], tensors: list[Any]) -> Any:
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    Y = route(*leaves)
-    return torch.autograd.grad(Y, leaves, torch.ones_like(Y))
-
-
-def prefill(cp: Any, torch: Any, rounds: int) -> None:
-    rows, bars = [], []
+def prefill(bench: Bench) -> None:
+    gla = has("fla")
     for shape in SHAPES:
-        found = routes(torch, shape)
-        calls: dict[str, Callable[[], object]] = {}
+        B, full, H, D = shape
+        T = bench.sized(full)
+        found = routes(bench, tensors_of(bench, B, T, H, D), gla=gla)
+        calls: Calls = {}
         for name, (route, tensors) in found.items():
             calls[name] = partial(route, *tensors)
-            calls[f"{name}, with gradients"] = partial(forward_and_backward, torch, route, tensors)
-        times = interleaved_on_device(cp, calls, rounds)
-        gla, other = PUBLISHED[shape]
-        published = {GLA: gla, FLASH: other}
-        for name in found:
-            both = times[f"{name}, with gradients"]
-            cells = (f"{1e3 * times[name]:.3f}", f"{1e3 * both:.3f}", f"{times[name] / times[OURS]:.2f}")
-            rows.append([f"{shape}: {name}", *cells, str(published.get(name, ""))])
-        if GLA in found:
-            bars.append(f"{shape}, chunk_gla / ours: {verdict(times[GLA] / times[OURS], GLA_BAR)}")
-        if shape[1] >= FLASH_FROM:
-            bars.append(f"{shape}, flash attention / ours: {verdict(times[FLASH] / times[OURS], FLASH_BAR)}")
-    table(["(B, T, H, D)", "forward, ms", "and backward, ms", "/ ours", "GB200, ms"], rows)
-    for line in bars:
-        print(line)
+            calls[f"{name}, with gradients"] = partial(forward_and_backward, bench.torch, route, tensors)
+        case = f"B = {B}, T = {T}, H = {H}, D = {D}"
+        times = bench.times(case, calls, OURS)
+        print("published for a GB200, ms: chunk_gla {}, flash attention {}".format(*PUBLISHED[shape]))
+        if gla:
+            bench.bar(f"{case}, chunk_gla / ours", times[GLA] / times[OURS], GLA_BAR)
+            one, other = (route(*tensors) for route, tensors in (found[WIDE], found[GLA]))
+            difference = (one - other.transpose(1, 2).float()).abs().max().item()
+            bench.note(f"{case}, the largest difference between chunk_gla and ours in float32", difference)
+        if full >= FLASH_FROM:
+            bench.bar(f"{case}, flash attention / ours", times[FLASH] / times[OURS], FLASH_BAR)
 
 
-def decoding(cp: Any, torch: Any, T: int, rounds: int) -> None:
-    rows = []
+def decoding(bench: Bench, T: int) -> None:
     for B, H, D in ((1, 16, 64), (32, 16, 64), (32, 16, 128)):
-        Q, K, V = (torch.randn((B, H, T, D), device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        Q, K, V = tensors_of(bench, B, T, H, D)
         state = latte(Q, K, V, return_state=True)[1]
         one = tuple(part[..., -1:, :] for part in (Q, K, V))
-        calls: dict[str, Callable[[], object]] = {
+        calls: Calls = {
             OURS: partial(latte, *one, state=state, return_state=True),
-            FLASH: partial(flash, torch, one[0], K, V, causal=False),
+            FLASH: partial(flash, bench.torch, one[0], K, V, causal=False),
         }
-        times = interleaved_on_device(cp, calls, rounds)
-        cells = (f"{1e3 * times[OURS]:.3f}", f"{1e3 * times[FLASH]:.3f}", f"{times[FLASH] / times[OURS]:.2f}")
-        rows.append([f"{B}, {H}, {D}", *cells])
-    print(f"\none step after {T} positions, with the state after it; ms")
-    table(["B, H, D", OURS, FLASH, "ratio"], rows)
+        bench.times(f"one step after {T} positions, with the state after it, B = {B}, H = {H}, D = {D}", calls, OURS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--decoding", type=int, default=16384, help="positions before the step that is measured")
-    options = parser.parse_args()
-    cp, torch = cupy_or_exit(), torch_or_exit()
-    print(device_name(cp))
-    if find_spec("fla") is None:
-        print("chunk_gla is not measured: this needs flash-linear-attention")
-    prefill(cp, torch, options.rounds)
-    decoding(cp, torch, options.decoding, options.rounds)
+    bench = Bench(__file__, __doc__, rounds=11, decoding=16384)
+    prefill(bench)
+    decoding(bench, bench.sized(bench.options.decoding))
 
 
 if __name__ == "__main__":

@@ -7,26 +7,26 @@ Bars, on an H200:
   float32, Cholesky, triangular solve), and at least 3 times as fast as what kvpress' LeverageScorePress computes at
   its defaults (48 random combinations of the centered columns, a ridge of 0.01), which is not exact.
 
-The rivals get the heads in parts, at the best of three sizes. torch is needed, as it has bfloat16.
+The rivals get the heads in parts, at the best of three sizes. Where kvpress is installed its own function is beside
+them.
 
-    python examples/benchmarks/gpu_scores.py [--rows 2000000] [--heads 1024] [--context 8192] [--rounds 15]
+    python examples/benchmarks/gpu_scores.py [--rows 2000000] [--heads 1024] [--context 8192] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-from _gpu import COPY, copier, copy_bandwidth, cupy_or_exit, device_name, interleaved_on_device
-from _rivals import table, verdict
+from _gpu import COPY, Bench, Calls, copy_bandwidth, has
 
 import levattn
 
 PARTS = (16, 64, 256)  # heads that a rival takes at a time
-OURS = "levattn"
+OURS, TORCH, COMBINATIONS, KVPRESS = "levattn", "torch", "48 combinations", "kvpress"
+READS_BAR, BARS = 1.6, {TORCH: 5.0, COMBINATIONS: 3.0, KVPRESS: 3.0}
 
 
 def by_torch(torch: Any, K: Any) -> Any:
@@ -44,81 +44,58 @@ def by_combinations(torch: Any, K: Any) -> Any:
     return (X * torch.cholesky_solve(X.mT, factor).mT).sum(-1)
 
 
+def by_kvpress(_torch: Any, K: Any) -> Any:
+    from kvpress import LeverageScorePress
+
+    return LeverageScorePress.compute_leverage_scores(K[None], 48)
+
+
 def in_parts(score: Callable[[Any, Any], Any], torch: Any, K: Any, size: int) -> list[Any]:
     return [score(torch, K[start : start + size]) for start in range(0, len(K), size)]
 
 
 def error(scores: Any, K: Any) -> float:
-    """The largest relative error of the scores of some keys, against float64."""
+    """The largest relative error of the scores of some keys, against float64 in main memory."""
     X = K.double()
-    exact = (X[:4096] @ inverse_gram(X)).mul(X[:4096]).sum(-1)
+    some, inverse = X[:4096], X.new_tensor(np.linalg.inv((X.mT @ X).cpu().numpy()))
+    exact = (some @ inverse).mul(some).sum(-1)
     return float(((scores[:4096].double() - exact).abs() / exact).max())
 
 
-def inverse_gram(X: Any) -> Any:
-    """The inverse of the Gram matrix, by float64 in main memory."""
-    gram = (X.mT @ X).cpu().numpy()
-    return X.new_tensor(np.linalg.inv(gram))
-
-
-def one_matrix(cp: Any, torch: Any, n: int, rounds: int) -> None:
-    rows = []
+def one_matrix(bench: Bench, n: int) -> None:
     for d in (64, 128):
-        for dtype in (torch.bfloat16, torch.float32):
-            K = torch.randn(n, d, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(dtype)
-            nbytes = K.numel() * K.element_size()
-            routes: dict[str, Callable[[], object]] = {
-                OURS: partial(levattn.leverage_scores, K),
-                "torch": partial(by_torch, torch, K),
-                COPY: copier(cp, nbytes),
-            }
-            times = interleaved_on_device(cp, routes, rounds)
-            speed = copy_bandwidth(nbytes, times[COPY])
-            ratio = times[OURS] / (2 * nbytes / speed)
-            rows.append(
-                [
-                    f"{d}, {str(dtype).removeprefix('torch.')}",
-                    *(f"{1e3 * times[name]:.3f}" for name in (OURS, "torch")),
-                    f"{speed / 1e12:.2f}",
-                    verdict(ratio, 1.6, at_least=False),
-                    *(f"{error(score(), K):.1e}" for score in (routes[OURS], routes["torch"])),
-                ]
-            )
-            del K, routes
-    print(f"\none matrix, n = {n}; ms")
-    table(["d, dtype", OURS, "torch", "copy TB/s", "ours / two reads", "error", "error of torch"], rows)
+        for dtype in ("bfloat16", "float32"):
+            for kind, K in bench.keys(n, d, dtype):
+                nbytes = K.numel() * K.element_size()
+                ours, theirs = partial(levattn.leverage_scores, K), partial(by_torch, bench.torch, K)
+                case = f"one matrix, n = {n}, d = {d}, {dtype}, {kind}"
+                times = bench.times(case, {OURS: ours, TORCH: theirs, COPY: bench.copier(nbytes)}, OURS)
+                bench.note(f"{case}, a copy, TB/s", round(copy_bandwidth(nbytes, times[COPY]) / 1e12, 3))
+                # a copy reads and writes each byte once, which is as much as two reads
+                bench.bar(f"{case}, ours / two reads", times[OURS] / times[COPY], READS_BAR, at_least=False)
+                bench.note(f"{case}, error of ours", error(ours(), K))
+                bench.note(f"{case}, error of torch", error(theirs(), K))
 
 
-def many_heads(cp: Any, torch: Any, heads: int, context: int, rounds: int) -> None:
-    K = torch.randn(heads, context, 128, device="cuda", dtype=torch.bfloat16)
-    routes: dict[str, Callable[[], object]] = {OURS: partial(levattn.leverage_scores, K)}
-    for size in PARTS:
-        routes[f"torch, {size}"] = partial(in_parts, by_torch, torch, K, size)
-        routes[f"48 combinations, {size}"] = partial(in_parts, by_combinations, torch, K, size)
-    times = interleaved_on_device(cp, routes, rounds)
-    print(f"\nheads ({heads}, {context}, 128), bfloat16; ms")
-    table(["route, heads at a time", "ms"], [[name, f"{1e3 * seconds:.2f}"] for name, seconds in times.items()])
-    for rival, bar in (("torch", 5), ("48 combinations", 3)):
-        best = min(seconds for name, seconds in times.items() if name.startswith(rival))
-        print(f"{rival} / {OURS}:", verdict(best / times[OURS], bar))
+def many_heads(bench: Bench, heads: int, context: int, *, kvpress: bool) -> None:
+    rivals = {TORCH: by_torch, COMBINATIONS: by_combinations, **({KVPRESS: by_kvpress} if kvpress else {})}
+    for kind, flat in bench.keys(heads * context, 128, "bfloat16"):
+        K = flat.view(heads, context, 128)
+        calls: Calls = {OURS: partial(levattn.leverage_scores, K)}
+        for name, score in rivals.items():
+            calls |= {f"{name}, {size}": partial(in_parts, score, bench.torch, K, size) for size in PARTS}
+        case = f"heads ({heads}, {context}, 128), bfloat16, {kind}"
+        times = bench.times(f"{case}; of rivals the heads at a time", calls, OURS)
+        for name in rivals:
+            best = min(times[f"{name}, {size}"] for size in PARTS)
+            bench.bar(f"{case}, {name} / {OURS}", best / times[OURS], BARS[name])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--heads", type=int, default=1024)
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    cp = cupy_or_exit()
-    try:
-        import torch
-    except ImportError:
-        print("nothing is measured: this needs torch")
-        return
-    print(device_name(cp))
-    one_matrix(cp, torch, options.rows, options.rounds)
-    many_heads(cp, torch, options.heads, options.context, options.rounds)
+    bench = Bench(__file__, __doc__, rounds=15, rows=2_000_000, heads=1024, context=8192)
+    options = bench.options
+    one_matrix(bench, bench.sized(options.rows))
+    many_heads(bench, bench.sized(options.heads, 4), bench.sized(options.context, 512), kvpress=has("kvpress"))
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ once, as the fastest forward pass must; gradients have to read the tokens and dY
 Bars: faster than the formulas, with gradients too, and forward within 2 times a copy where there are 64 MiB of tokens
 or more; of fewer a copy is over before all kernels are launched.
 
-    python examples/benchmarks/gpu_tssa.py [--rounds 11] [--decoding 16384]
+    python examples/benchmarks/gpu_tssa.py [--rounds 11] [--decoding 16384] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from _gpu import COPY, copier, copy_bandwidth, cupy_or_exit, device_name, interleaved_on_device
-from _rivals import table, verdict
-from gpu_attention import torch_or_exit
+from _gpu import COPY, Bench, Calls, copy_bandwidth, flash, forward_and_backward
 
 from levattn.attention import tssa
 
@@ -28,6 +25,7 @@ OURS, NORM, FORMULAS, COMPILED, FLASH = "ours", "ours, norm", "formulas", "formu
 SHAPES = ((8, 1024, 12, 64), (8, 8192, 12, 64), (1, 131072, 12, 64), (64, 256, 16, 64))  # B, T, h, d
 COPY_BAR, COPY_FROM = 2.0, 64 << 20  # bytes of tokens
 FORMULAS_BAR = 1.0
+FLASH_UP_TO = 32768  # tokens; of more it takes seconds
 
 
 def causal_formulas(W: Any, temperature: Any) -> Any:
@@ -47,105 +45,72 @@ def bidirectional_formulas(W: Any, temperature: Any) -> Any:
     return -P * W / (1 + moment)
 
 
-def flash(torch: Any, W: Any, *, causal: bool) -> Any:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(W, W, W, is_causal=causal)
-
-
-def side_by_side(torch: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def side_by_side(bench: Bench, shape: tuple[int, ...], dtype: str = "float32") -> Any:
     """Tokens (B, h, T, d) at random whose heads lie next to each other."""
-    return torch.randn(shape, device="cuda", dtype=dtype).transpose(1, 2)
+    return bench.normal(*shape, dtype=dtype).transpose(1, 2)
 
 
-def routes(
-    torch: Any, shape: tuple[int, ...], *, causal: bool
-) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+def routes(bench: Bench, shape: tuple[int, ...], *, causal: bool) -> dict[str, tuple[Callable[..., Any], Any]]:
     """Each way to attend, and the tensors that it takes."""
-    W, temperature = side_by_side(torch, shape, torch.float32), torch.ones(shape[2], device="cuda")
+    tokens = side_by_side(bench, shape), bench.torch.ones(shape[2], device=bench.device)
     formulas = causal_formulas if causal else bidirectional_formulas
-    return {
-        OURS: (partial(tssa, causal=causal), (W, temperature)),
-        NORM: (partial(tssa, causal=causal, membership="norm"), (W, temperature)),
-        FORMULAS: (formulas, (W, temperature)),
-        COMPILED: (torch.compile(formulas, dynamic=False), (W, temperature)),
-        FLASH: (partial(flash, torch, causal=causal), (side_by_side(torch, shape, torch.bfloat16),)),
+    found: dict[str, tuple[Callable[..., Any], Any]] = {
+        OURS: (partial(tssa, causal=causal), tokens),
+        NORM: (partial(tssa, causal=causal, membership="norm"), tokens),
+        FORMULAS: (formulas, tokens),
+        COMPILED: (bench.torch.compile(formulas, dynamic=False), tokens),
     }
+    if shape[1] <= FLASH_UP_TO:
+        half = side_by_side(bench, shape, "bfloat16")
+        found[FLASH] = partial(flash, bench.torch, causal=causal), (half, half, half)
+    return found
 
 
-def forward_and_backward(torch: Any, route: Callable[..., Any], tensors: tuple[Any, ...]) -> Any:
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    Y = route(*leaves)
-    return torch.autograd.grad(Y, leaves, torch.ones_like(Y))
-
-
-def agree(torch: Any, found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> str:
+def agree(torch: Any, found: dict[str, tuple[Callable[..., Any], Any]]) -> str:
     """The largest difference between ours and the formulas in float64, in the output and in the gradient of W."""
     (ours, tensors), (formulas, _) = found[OURS], found[FORMULAS]
     wide = tuple(tensor.double() for tensor in tensors)
     output = (ours(*tensors) - formulas(*wide)).abs().max().item()
     dW, exact = (forward_and_backward(torch, *call)[0] for call in ((ours, tensors), (formulas, wide)))
-    return f"differences from float64: output {output:.1e}, gradient {(dW - exact).abs().max().item():.1e}"
+    return f"output {output:.1e}, gradient {(dW - exact).abs().max().item():.1e}"
 
 
-def whole_sequences(cp: Any, torch: Any, rounds: int, *, causal: bool) -> None:
-    rows, bars = [], []
-    for shape in SHAPES:
-        found, nbytes = routes(torch, shape, causal=causal), 4 * shape[0] * shape[1] * shape[2] * shape[3]
-        bars.append(f"{shape}, {agree(torch, found)}")
-        calls: dict[str, Callable[[], object]] = {COPY: copier(cp, nbytes)}
+def whole_sequences(bench: Bench, *, causal: bool) -> None:
+    for full in SHAPES:
+        shape = (full[0], bench.sized(full[1]), *full[2:])
+        found, nbytes = routes(bench, shape, causal=causal), 4 * shape[0] * shape[1] * shape[2] * shape[3]
+        case = f"(B, T, h, d) = {shape}, {'causal' if causal else 'bidirectional'}"
+        calls: Calls = {COPY: bench.copier(nbytes)}
         for name, (route, tensors) in found.items():
-            if name == FLASH and shape[1] > 32768:
-                continue  # seconds
             calls[name] = partial(route, *tensors)
-            calls[f"{name}, with gradients"] = partial(forward_and_backward, torch, route, tensors)
-        times = interleaved_on_device(cp, calls, rounds)
-        for name in found:
-            if name not in times:
-                continue
-            both = times[f"{name}, with gradients"]
-            cells = (f"{1e3 * times[name]:.3f}", f"{1e3 * both:.3f}", f"{times[name] / times[COPY]:.2f}")
-            rows.append([f"{shape}: {name}", *cells, f"{both / times[COPY]:.2f}"])
-        bars.append(f"{shape}, a copy: {copy_bandwidth(nbytes, times[COPY]) / 1e12:.2f} TB/s")
+            calls[f"{name}, with gradients"] = partial(forward_and_backward, bench.torch, route, tensors)
+        times = bench.times(case, calls, COPY)
+        bench.note(f"{case}, differences from float64", agree(bench.torch, found))
+        bench.note(f"{case}, a copy, TB/s", round(copy_bandwidth(nbytes, times[COPY]) / 1e12, 3))
         if nbytes >= COPY_FROM:
-            ratio = times[OURS] / times[COPY]
-            bars.append(f"{shape}, ours / a copy: {verdict(ratio, COPY_BAR, at_least=False)}")
+            bench.bar(f"{case}, ours / a copy", times[OURS] / times[COPY], COPY_BAR, at_least=False)
         for which in ("", ", with gradients"):
             ratio = times[COMPILED + which] / times[OURS + which]
-            bars.append(f"{shape}, formulas, compiled / ours{which}: {verdict(ratio, FORMULAS_BAR)}")
-    print(f"\n{'causal' if causal else 'bidirectional'}")
-    table(["(B, T, h, d)", "forward, ms", "and backward, ms", "/ copy", "both / copy"], rows)
-    for line in bars:
-        print(line)
+            bench.bar(f"{case}, formulas, compiled / ours{which}", ratio, FORMULAS_BAR)
 
 
-def decoding(cp: Any, torch: Any, T: int, rounds: int) -> None:
-    rows = []
+def decoding(bench: Bench, T: int) -> None:
+    print("\nsteps of decoding, with the state after them; the formulas compute all tokens anew")
     for B, h, d in ((1, 12, 64), (32, 12, 64), (32, 32, 128)):
-        W, temperature = side_by_side(torch, (B, T, h, d), torch.float32), torch.ones(h, device="cuda")
+        W, temperature = side_by_side(bench, (B, T, h, d)), bench.torch.ones(h, device=bench.device)
         state = tssa(W, temperature, return_state=True)[1]
-        one = W[..., -1:, :]
-        calls: dict[str, Callable[[], object]] = {
-            OURS: partial(tssa, one, temperature, state=state, return_state=True),
-            FORMULAS: lambda W=W, temperature=temperature: causal_formulas(W, temperature)[..., -1:, :],
+        calls: Calls = {
+            OURS: partial(tssa, W[..., -1:, :], temperature, state=state, return_state=True),
+            FORMULAS: partial(causal_formulas, W, temperature),
         }
-        times = interleaved_on_device(cp, calls, rounds)
-        rows.append([f"{B}, {h}, {d}", f"{1e3 * times[OURS]:.3f}", f"{1e3 * times[FORMULAS]:.3f}"])
-    print(f"\none step after {T} tokens, with the state after it; the formulas compute all of it anew; ms")
-    table(["B, h, d", OURS, FORMULAS], rows)
+        bench.times(f"one step after {T} tokens, B = {B}, h = {h}, d = {d}", calls, OURS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--decoding", type=int, default=16384, help="tokens before the step that is measured")
-    options = parser.parse_args()
-    cp, torch = cupy_or_exit(), torch_or_exit()
-    print(device_name(cp))
+    bench = Bench(__file__, __doc__, rounds=11, decoding=16384)
     for causal in (True, False):
-        whole_sequences(cp, torch, options.rounds, causal=causal)
-    decoding(cp, torch, options.decoding, options.rounds)
+        whole_sequences(bench, causal=causal)
+    decoding(bench, bench.sized(bench.options.decoding))
 
 
 if __name__ == "__main__":

@@ -129,8 +129,9 @@ def run(steps: list[Step], path: Path, kept: dict[str, Any], now: str, options: 
         }
         record.save(path, kept)
         well &= came["state"] in (record.PASSED, record.SKIPPED)
-        told = ", ".join(f"{count} {what}" for what, count in came["counts"].items() if count) or came["told"]
-        print(f"{step.name}: {came['state']} ({told})", flush=True)
+        counts = ", ".join(f"{count} {what}" for what, count in came["counts"].items() if count)
+        told = f"{step.name}: {came['state']}" + (f" ({counts})" if counts else "")
+        print(f"{told}: {came['told']}" if came["told"] else told, flush=True)
     return well
 
 

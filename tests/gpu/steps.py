@@ -14,7 +14,7 @@ from .environment import EMULATOR
 PARTS = ("environment", "kernels", "contract", "torch", "sanitizer", "benchmarks")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND_FAULTS = 99  # what compute-sanitizer exits with
-# Few tests that launch every kernel of a folder once or more; those that take the library along have memory from CuPy
+# A few tests of every folder of kernels; those that take the library along have memory from CuPy
 SANITIZED = {
     "test_cuda.py": ("test_sums_are_those_of_the_cpu_in_pairs", "test_compensated_products_are_rounded_once"),
     "test_cuda_tensor.py": ("test_columns_and_rows_of_all_sizes",),
