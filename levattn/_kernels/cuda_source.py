@@ -87,6 +87,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "select": {
         **dict.fromkeys(("count_listed", "fill_listed", "count_digits", "choose_digit"), _ONE_REAL),
+        "find_places": ((),),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},

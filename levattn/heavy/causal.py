@@ -259,11 +259,11 @@ class _Prefix:
 
     def _still(self, keys: Float64) -> npt.NDArray[np.bool_] | None:
         """Tell which keys may have a score of at least ε, or None where the moments are not good enough to tell."""
-        W, pivot, inverse_norm_bound = kernels_for("factor", self._G).inverse_cholesky(self._G[None])
-        error = (32 + self._chunks) * UNIT * float(inverse_norm_bound[0])
-        if not (pivot[0] > 0 and error <= _SCORE_ERROR):
+        found = kernels_for("factor", self._G).inverse_cholesky(self._G[None])
+        error = (32 + self._chunks) * UNIT * float(found.bound[0])
+        if not (found.pivot[0] > 0 and error <= _SCORE_ERROR):
             return None
-        in_basis = keys @ W[0]
+        in_basis = keys @ found.W[0]
         return self._may_be_heavy(np.einsum("ij,ij->i", in_basis, in_basis), error)
 
     def _still_by_factor(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -249,7 +249,7 @@ class Factor:
             )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         kernels = kernels_for("gram", self.rows.keys)
-        out = self.rows.zeros(as_float64=as_float64)
+        out = self.rows.zeros(as_float64=as_float64, written=True)
         for arithmetic in dict.fromkeys(self.arithmetic):
             items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
             if arithmetic == "compensated" and self.basis is not None and self.correction is not None:

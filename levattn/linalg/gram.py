@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_numpy
 from levattn._core.serialize import shaped
 from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
@@ -27,18 +25,14 @@ __all__ = [
     "diagonals",
     "pieces_of",
     "second_moments",
-    "sharpened",
     "span_arrays",
     "spans_of",
-    "spectral_norm",
 ]
 
 UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
 PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
 SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
-_STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
-_WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
 LARGEST_EXPONENT = 1024  # of a column
 Exponents = npt.NDArray[np.int32]
 
@@ -89,37 +83,6 @@ def second_moments(
                 whole.add(parts[:, index], level)
         total = whole.total(tail)
     return np.zeros((len(items), d, d)) if total is None else total
-
-
-def spectral_norm(A: Float64, steps: int = _STEPS) -> float:
-    """Return the 2-norm of A, by power iteration: 30 steps give it to a few per cent."""
-    x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
-    size = 0.0
-    for _ in range(steps):
-        # from there on BLAS would leave threads spinning beside LAPACK and the next pass, for a tenth of a second
-        y = A.T @ (A @ x) if len(A) < _WIDE else np.einsum("ij,i->j", A, np.einsum("ij,j->i", A, x))
-        size = math.sqrt(float(y @ y))
-        if size == 0:
-            return 0.0
-        x, size = y / size, math.sqrt(size / math.sqrt(float(x @ x)))
-    return size
-
-
-def sharpened(bound: Float64, W: Any, G: Any, limits: Float64) -> Float64:
-    """Return bounds (b,) of the squared norm of each W for equilibrated columns, better ones where above a limit.
-
-    bound: of `inverse_cholesky`; infinite where there is no W.
-    G: the moments, (b, d, d).
-    """
-    far = (bound > limits) & (bound < math.inf)
-    if not far.any():
-        return bound
-    bound, wide = bound.copy(), W.shape[2] >= _WIDE
-    for item in np.flatnonzero(far).tolist():
-        even = np.sqrt(to_numpy(G[item].diagonal()))[:, None] * to_numpy(W[item])
-        norm = spectral_norm(even, _FEW_STEPS if wide else _STEPS)
-        bound[item] = min(bound[item], norm**2 * (_SHORT if wide else 1.0))
-    return bound
 
 
 def diagonals(G: Float64) -> Float64:
@@ -196,9 +159,9 @@ class DoubleDouble:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
-        W, _, bound = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
-        limits = np.full(len(chosen), SETTLED / PLAIN_NOISE)
-        errors[chosen] = PLAIN_NOISE * sharpened(bound, W, self.high[chosen], limits)
+        kernels = kernels_for("factor", self.high)
+        found = kernels.inverse_cholesky(self.high[chosen], limit=SETTLED / PLAIN_NOISE)
+        errors[chosen] = PLAIN_NOISE * found.bound
         return errors
 
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
+from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.factor import column_norms, upper_form
-from levattn.linalg.gram import PLAIN_NOISE, UNIT, spectral_norm
+from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.span import Span
 
 __all__ = ["ROUNDING", "SURE_CONDITION", "MatrixFactor", "MomentsInBasis", "decompose", "precondition", "resolve"]
@@ -129,18 +130,20 @@ def precondition(
         basis, H = begun
 
     for _ in range(_ROUNDS):
-        C, pivot, inverse_norm_bound = kernels_for("factor", H).inverse_cholesky(H[None])
-        good = bool(pivot[0] > 0) and noise <= UNIT and ROUNDING * float(inverse_norm_bound[0]) <= target
+        factored = kernels_for("factor", H).inverse_cholesky(H[None])
+        bound = float(factored.bound[0])
+        good = bool(factored.pivot[0] > 0) and noise <= UNIT and ROUNDING * bound <= target
         shift = 16 * d * noise
         while not good:
-            C, pivot, _ = kernels_for("factor", H).inverse_cholesky(H[None], shift)
-            if pivot[0] > 0:
+            factored = kernels_for("factor", H).inverse_cholesky(H[None], shift)
+            if factored.pivot[0] > 0:
                 break
             shift *= 100
-        W = C[0] if basis is None else _multiply(basis, C[0])
+        C = factored.W[0]
+        W = C if basis is None else _multiply(basis, C)
         lost = _lost_directions(c[:, None] * W, cut * largest)
         if basis is not None:  # columns on which the keys vanish although the basis does not
-            vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
+            vanished = ~np.any(C != 0, axis=0) & np.any(basis != 0, axis=0)
             lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
         if lost.shape[1]:
             null_directions = _orthonormal(np.hstack([null_directions, lost]))
@@ -155,7 +158,7 @@ def precondition(
         H = moments_in(basis, "double") + _penalty_in_basis(basis, penalty)
         noise = UNIT
     condition = float(largest * spectral_norm(c[:, None] * W))
-    return _finish(moments_in, W, c, null_directions, penalty, condition, limit, float(inverse_norm_bound[0]))
+    return _finish(moments_in, W, c, null_directions, penalty, condition, limit, bound)
 
 
 def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
@@ -207,11 +210,12 @@ def _finish(
     if inverse_norm_bound is not None and not fine:
         return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
     G = moments_in(W, "compensated" if fine else "double")
-    C, pivot, again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
-    if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
+    again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
+    C = again.W[0]
+    if not (again.pivot[0] > 0 and np.array_equal(np.any(C != 0, axis=0), kept)):  # W is no whitening at all
         return MatrixFactor(W, W, None, rank, np.inf, null_directions, c)
-    whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding
-    return MatrixFactor(whitening, W if fine else whitening, C[0] if fine else None, rank, error, null_directions, c)
+    whitening, error = _multiply(W, C), PLAIN_NOISE * float(again.bound[0]) + rounding
+    return MatrixFactor(whitening, W if fine else whitening, C if fine else None, rank, error, null_directions, c)
 
 
 def _orthonormal(A: Float64) -> Float64:

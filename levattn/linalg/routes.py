@@ -15,8 +15,10 @@ from levattn._core.arrays import to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn._kernels.factor.contract import Inverses
+from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.factor import Factor, column_norms, float64_rows
-from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble, second_moments, sharpened, spectral_norm
+from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble, second_moments
 from levattn.linalg.preconditioned import (
     ROUNDING,
     SURE_CONDITION,
@@ -132,10 +134,10 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
     found = {}
     with np.errstate(over="ignore", invalid="ignore"):
         G = _moments(rows.between(start, start + BLOCK), range(b))
-        W, _, bound = kernels_for("factor", G).inverse_cholesky(G)
-        bound = sharpened(bound, W, G, np.full(b, least))
+        made = kernels_for("factor", G).inverse_cholesky(G, limit=least)
+        bound = made.bound
         for item in np.flatnonzero((bound > least) & (bound < _RESOLVED) & ~quick).tolist():
-            B = W[item]
+            B = made.W[item]
             if not (B.diagonal() > 0).all():
                 continue
             H, R = _moments_of(rows, item)(B, "double"), dtrtri(B)[0]
@@ -147,8 +149,8 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
 
 def _first_sums(
     rows: Rows, target: float, single: str, *, plain: bool
-) -> tuple[Rows, Any, npt.NDArray[np.bool_], dict[int, tuple[Float64, Float64, Float64]]]:
-    """Return the rows in range, their moments, which of these are of float32 sums, and what `_begun` found of others.
+) -> tuple[Any, npt.NDArray[np.bool_], dict[int, tuple[Float64, Float64, Float64]]]:
+    """Return the moments, which of them are of float32 sums, and what `_begun` found of others.
 
     plain: whether nothing is added to the moments and their rank is decided in the usual way.
     """
@@ -166,22 +168,22 @@ def _first_sums(
         G[rest] = parts
         for item, (_, _, moments) in begun.items():
             G[item] = moments
-    rows, G = _in_range(rows, G, quick, short and single != "no")
-    return rows, G, quick, begun
+    return G, quick, begun
 
 
-def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) -> tuple[Rows, Any]:
+def _in_range(
+    rows: Rows, G: Any, extremes: tuple[Float64, Float64], quick: npt.NDArray[np.bool_], narrow: bool
+) -> tuple[Rows, Any]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
     The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys. The range
-    is that of float32 if anything is to be multiplied in it (`narrow`).
+    is that of float32 if anything is to be multiplied in it (`narrow`). `extremes` are of the diagonals.
     """
-    n = rows.shape[1]
-    diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     low, high = _RANGE if narrow else (2.0**-900, 2.0**1000)
-    low *= max(n, 1)
-    if diagonal.min(initial=high) >= low and diagonal.max(initial=low) <= high:
+    low *= max(rows.shape[1], 1)
+    if extremes[0].min(initial=high) >= low and extremes[1].max(initial=low) <= high:
         return rows, G
+    diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     odd = ~np.all((diagonal >= low) & (diagonal <= high), axis=1)
     require_finite(rows, diagonal)
     largest = np.where(odd[:, None], rows.column_maxima(), 1.0)
@@ -192,6 +194,38 @@ def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) ->
     G = G.copy()
     G[to_device(items, G)] = _plain_moments(rows, items.tolist(), quick)
     return rows, G
+
+
+def _factored(
+    rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: float, narrow: bool
+) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
+    """Return the rows in range, their moments, which are still `quick`, the penalty of a ridge, and inverse factors.
+
+    The factor is made before the range of its moments is looked at, as what is known of both then comes at once.
+    """
+    b, _, d = rows.shape
+    kernels, limits = kernels_for("factor", G), np.where(quick, _SINGLE_SUMS, target / ROUNDING)
+    made = penalty = None
+    if ridge:
+        diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))
+        extremes = diagonal.min(axis=1, initial=np.inf), diagonal.max(axis=1, initial=-np.inf)
+    else:
+        made = kernels.inverse_cholesky(G, limit=limits)
+        extremes = made.extremes()
+    rows, sums = _in_range(rows, G, extremes, quick, narrow)
+    if ridge:
+        scale = np.ones((b, d)) if rows.scale is None else rows.scale
+        penalty = _penalty(ridge, np.sqrt(to_numpy(sums.diagonal(axis1=1, axis2=2))), scale)
+    if made is None or sums is not G:
+        made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
+    again = np.flatnonzero(quick & ~(made.bound <= _SINGLE_SUMS))
+    if len(again):  # some rows had told otherwise
+        quick = quick & (made.bound <= _SINGLE_SUMS)
+        sums = sums.copy()
+        sums[to_device(again, sums)] = _moments(rows, again.tolist())
+        limits = np.where(quick, _SINGLE_SUMS, target / ROUNDING)
+        made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
+    return rows, sums, quick, penalty, made
 
 
 def _scaled(rows: Rows, largest: Float64, limit: int) -> Rows:
@@ -233,17 +267,15 @@ class _Batch:
             self.arithmetic[item] = "compensated"
         self.found[item] = found
 
-    def multiply_in_single(self, G: Any, allowed: list[bool]) -> None:
+    def multiply_in_single(self, made: Inverses, allowed: list[bool]) -> None:
         """Let scores come from products in float32 where that is allowed and precise enough.
 
         With equilibrated columns and their moment H, products k W that are rounded like a random walk change a score
         by about u √tr H⁻¹ at most: the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖² for H_ii = 1.
-        G are the moments, (b, d, d).
         """
         if not any(allowed):
             return
-        trace = to_numpy(((self.W * self.W).sum(axis=2) * G.diagonal(axis1=1, axis2=2)).sum(axis=1))
-        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(trace)
+        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(made.spreads())
         chosen = np.array(allowed) & (error <= _SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)
         self.arithmetic = ["single" if ok else "double" for ok in chosen.tolist()]
@@ -300,25 +332,10 @@ def factor_moments(
     precision = rows.format if single == "yes" else "float64"  # normalizers need more than scores
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
-    rows, G, quick, begun = _first_sums(rows, target, single, plain=not ridge and rtol is None)
     short = rows.format != "float64"
-    penalty = None
-    if ridge:
-        scale = np.ones((b, d)) if rows.scale is None else rows.scale
-        penalty = _penalty(ridge, np.sqrt(to_numpy(G.diagonal(axis1=1, axis2=2))), scale)
-
-    penalized = _penalized(G, penalty)
-    W, _, bound = kernels_for("factor", G).inverse_cholesky(penalized)
-    bound = sharpened(bound, W, penalized, np.where(quick, _SINGLE_SUMS, target / ROUNDING))
-    again = np.flatnonzero(quick & ~(bound <= _SINGLE_SUMS))
-    if len(again):  # some rows had told otherwise
-        quick = quick & (bound <= _SINGLE_SUMS)
-        here = to_device(again, G)
-        G, W = G.copy(), W.copy()
-        G[here] = _moments(rows, again.tolist())
-        penalized = _penalized(G, penalty)
-        W[here], _, better = kernels_for("factor", G).inverse_cholesky(penalized[here])
-        bound[again] = sharpened(better, W[here], penalized[here], np.full(len(again), target / ROUNDING))
+    G, quick, begun = _first_sums(rows, target, single, plain=not ridge and rtol is None)
+    rows, G, quick, penalty, made = _factored(rows, G, quick, target, ridge, short and single != "no")
+    bound = made.bound
     # whether no singular value can be below the cut, and moments are precise enough
     sound = [
         i not in begun and x * (d * cut * cut) < 1 and (q or ROUNDING * x <= target)
@@ -326,10 +343,10 @@ def factor_moments(
     ]
     # float32 sums are rounded, or cut off by tensor cores
     error = np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound
-    batch = _Batch(rows, W, _rank(W), error, np.zeros(b), ["double"] * b)
+    batch = _Batch(rows, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     if single != "no" and short:
         least = math.inf if n >= BLOCK else _SINGLE_SUMS
-        batch.multiply_in_single(penalized, [ok and x <= least for x, ok in zip(bound.tolist(), sound, strict=True)])
+        batch.multiply_in_single(made, [ok and x <= least for x, ok in zip(bound.tolist(), sound, strict=True)])
     batch.counts_null_directions = rtol is None and ridge == 0
     for item in (i for i, ok in enumerate(sound) if not ok):
         moments_in, moments = _moments_of(rows, item), to_numpy(G[item])
@@ -357,16 +374,16 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
-    W, pivot, bound = kernels_for("factor", moments.high).inverse_cholesky(moments.high)
+    made = kernels_for("factor", moments.high).inverse_cholesky(moments.high, limit=target / ROUNDING)
+    b, bound = len(made.W), made.bound
     diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
-    bound = sharpened(bound, W, moments.high, np.full(len(W), target / ROUNDING))
-    whole = (pivot > 0) & (bound * (d * cut * cut) < 1)
+    whole = (made.pivot > 0) & (bound * (d * cut * cut) < 1)
     done = whole & ((ROUNDING * bound <= target) | ~moments.double_double)
     error = np.minimum(PLAIN_NOISE * bound, PLAIN_ERROR)
-    batch = _Batch(like, W, _rank(W), error, np.zeros(len(W)), ["double"] * len(W))
+    batch = _Batch(like, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
     if like.format != "float64":
-        batch.multiply_in_single(moments.high, (done & narrow).tolist())
+        batch.multiply_in_single(made, (done & narrow).tolist())
     for item in np.flatnonzero(~done).tolist():
 
         def moments_in(basis: Float64, _: Arithmetic, item: int = item) -> Float64:
@@ -443,11 +460,6 @@ def _penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
     largest = np.max(true, axis=1, keepdims=True, initial=0.0)
     relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
     return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * (largest * scale) ** 2)
-
-
-def _rank(W: Any) -> npt.NDArray[np.int64]:
-    """Return the number of columns that are not left out, (b,)."""
-    return np.asarray((to_numpy(W.diagonal(axis1=1, axis2=2)) != 0).sum(axis=1))
 
 
 def _penalized(G: Any, penalty: Float64 | None) -> Any:

@@ -329,8 +329,9 @@ def test_inverse_cholesky(device: None, how: str, monkeypatch: pytest.MonkeyPatc
         sure = slice(0, 3)
         size = np.sqrt(np.diagonal(G, axis1=1, axis2=2))[sure, :, None]
         for shift in (0.0, 1e-3):
-            W, pivot, bound = factor_cuda.inverse_cholesky(G, shift)
-            expected = factor_cpu.inverse_cholesky(G, shift)
+            found, other = factor_cuda.inverse_cholesky(G, shift), factor_cpu.inverse_cholesky(G, shift)
+            W, pivot, bound = found.W, found.pivot, found.bound
+            expected = other.W, other.pivot, other.bound
             assert np.array_equal(pivot[:4] > 0, expected[1][:4] > 0)
             assert (pivot[sure] > 0).all()
             if "blocks" not in how:  # which tell no more of a pivot than its sign
@@ -338,15 +339,41 @@ def test_inverse_cholesky(device: None, how: str, monkeypatch: pytest.MonkeyPatc
             np.testing.assert_allclose(bound[sure], expected[2][sure], rtol=1e-9)
             np.testing.assert_allclose(size * W[sure], size * expected[0][sure], atol=1e-9)
             assert np.array_equal(W[1] != 0, expected[0][1] != 0)
+            assert np.array_equal(found.ranks()[sure], other.ranks()[sure])
+            assert np.array_equal(found.extremes(), other.extremes())
+            np.testing.assert_allclose(found.spreads()[sure], other.spreads()[sure], rtol=1e-9)
             if d > 1 and pivot[4] > 0:
                 assert bound[4] > (1e12 if not shift else 1e2)
+
+
+@pytest.mark.parametrize("how", ["shared", "blocks of 7"])
+def test_bounds_above_a_limit_are_norms(device: None, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FACTORED[how].items():
+        monkeypatch.setattr(factor_cuda, name, value)
+    A = np.random.default_rng(7).standard_normal((3, 50, 17)) * np.geomspace(1, 1e-3, 17)
+    A[1, :, 5] = 0
+    G = np.swapaxes(A, 1, 2) @ A
+    before = factor_cuda.inverse_cholesky(G)
+    norms = np.linalg.norm(np.sqrt(np.diagonal(G, axis1=1, axis2=2))[:, :, None] * before.W, 2, axis=(1, 2)) ** 2
+    for limit in (1.0, np.array([1.0, 1.0, np.inf])):
+        bound, far = factor_cuda.inverse_cholesky(G, limit=limit).bound, np.broadcast_to(limit, 3) < np.inf
+        assert np.array_equal(bound[~far], before.bound[~far])
+        assert (bound[far] <= np.minimum(before.bound, norms * (1 + 1e-9))[far]).all()
+        assert (bound[far] >= 0.9 * norms[far]).all()
+        np.testing.assert_allclose(bound, factor_cpu.inverse_cholesky(G, limit=limit).bound, rtol=1e-6)
 
 
 def test_what_cannot_be_factored_says_so(device: None) -> None:
     G = np.array(
         [[[1.0, 2.0], [2.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, np.nan], [np.nan, 1.0]], np.zeros((2, 2))]
     )
-    W, pivot, bound = factor_cuda.inverse_cholesky(G)
+    found = factor_cuda.inverse_cholesky(G)
+    W, pivot, bound = found.W, found.pivot, found.bound
+    assert found.extremes()[0].tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert found.ranks()[[1, 3]].tolist() == [2, 0]
+    H = np.array([[[1.0, 0.0], [0.0, np.nan]]])
+    least, most = factor_cuda.inverse_cholesky(H).extremes()
+    assert not (least[0] > -np.inf and most[0] < np.inf)
     assert not pivot[0] > 0
     assert not pivot[2] > 0
     assert pivot[1] == bound[1] == 1

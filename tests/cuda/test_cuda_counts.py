@@ -35,10 +35,10 @@ def of_heads(function: Callable[[Any], Any], kind: str = "sound", dtype: Any = n
 
 
 CASES = {
-    "universal_set of heads": Case(of_heads(lambda K: levattn.universal_set(K, 0.05)), 17, 5, 5),
-    "leverage_scores of heads": Case(of_heads(levattn.leverage_scores), 13, 4, 3),
+    "universal_set of heads": Case(of_heads(lambda K: levattn.universal_set(K, 0.05)), 8, 2, 4),
+    "leverage_scores of heads": Case(of_heads(levattn.leverage_scores), 6, 1, 3),
     "universal_set of ill-conditioned heads": Case(
-        of_heads(lambda K: levattn.universal_set(K, 0.05), "ill-conditioned"), 26, 12, 13
+        of_heads(lambda K: levattn.universal_set(K, 0.05), "ill-conditioned"), 21, 6, 12
     ),
 }
 

@@ -6,6 +6,11 @@ namespace {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
+constexpr int STEPS = 30;  // of power iteration
+
+enum { PIVOT, BOUND, RANK, LEAST, MOST, SPREAD, FIGURES };  // what is known of a matrix
+
+__device__ inline double infinite() { return __longlong_as_double(0x7ff0000000000000ll); }
 
 __device__ double largest_of(double mine, double *shared) {
     __syncthreads();
@@ -18,33 +23,84 @@ __device__ double largest_of(double mine, double *shared) {
     return shared[0];
 }
 
+__device__ double sum_of(double mine, double *shared) {
+    __syncthreads();
+    shared[threadIdx.x] = mine;
+    for (int half = THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+    }
+    __syncthreads();
+    return shared[0];
+}
+
+// The square of the 2-norm of the lower triangle of A without the rows and columns whose `scale` is not positive, by power
+// iteration. `x` and `y` have room for d numbers, and each thread has a row and a column.
+__device__ double squared_norm(const double *A, int pitch, int d, const double *scale, double *x, double *y) {
+    const int i = threadIdx.x;
+    const bool live = i < d && scale[i] > 0;
+    double before = 0, after = 0;
+    if (i < d) x[i] = live ? cos((i + 1.0) * (i + 1.0)) : 0.0;
+    __syncthreads();
+    for (int j = 0; j < d; ++j) before = fma(x[j], x[j], before);
+    for (int step = 0; step < STEPS; ++step) {
+        const double length = step ? sqrt(after) : 1.0;
+        double sum = 0;
+        if (live)
+            for (int j = i; j < d; ++j)
+                if (scale[j] > 0) sum = fma(A[(long long)j * pitch + i], x[j], sum);
+        if (i < d) y[i] = sum / length;
+        __syncthreads();
+        sum = 0;
+        if (live)
+            for (int j = 0; j <= i; ++j)
+                if (scale[j] > 0) sum = fma(A[(long long)i * pitch + j], y[j], sum);
+        if (i < d) x[i] = sum;
+        __syncthreads();
+        if (step) before = 1.0;
+        after = 0;
+        for (int j = 0; j < d; ++j) after = fma(x[j], x[j], after);
+        if (!(after > 0)) return 0;
+    }
+    return sqrt(after / before);
+}
+
 }  // namespace
 
-// The contract of `inverse_cholesky`: G and W are (b, d, d), `pivot` and `inverse_norm_bound` (b,). A block of threads takes one
-// matrix, in 2 d doubles of dynamic shared memory and d (d | 1) more, or as many for each in `room` if that is given: an
-// odd width spreads a column over the banks.
+// The contract of `inverse_cholesky`: G and W are (b, d, d), `figures` (b, FIGURES), and `limits` (b,), or `limit` for all
+// without it, those of the bounds. A block of threads takes one matrix, of at most as many columns as it has threads, in
+// 2 d doubles of dynamic shared memory and d (d | 1) more, or as many for each in `room` if that is given: an odd width
+// spreads a column over the banks.
 //
 // The scaled matrix is eliminated in place, forwards: left of the column that is eliminated the lower triangle of A holds
 // the inverse of the factor, from it on what is left of the matrix.
 __global__ void __launch_bounds__(THREADS, 1)
-    invert_cholesky(const double *G, int d, double shift, double *room, double *W, double *pivot,
-                    double *inverse_norm_bound) {
+    invert_cholesky(const double *G, int d, double shift, double limit, const double *limits, double *room, double *W,
+                    double *figures) {
     DYNAMIC_SHARED(memory);
     __shared__ double reduced[THREADS];
     const long long item = blockIdx.x, size = (long long)d * d;
     const double *const from = G + item * size;
     double *const scale = reinterpret_cast<double *>(memory), *const step = scale + d;
     double *const A = room ? room + item * d * (d | 1) : step + d, *const out = W + item * size;
+    double *const known = figures + item * FIGURES;
     const int pitch = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    double rank = 0, least = -infinite(), most = -infinite();  // the least with its sign changed
     for (int i = threadIdx.x; i < d; i += THREADS) {
-        const double c = sqrt(from[(long long)i * d + i]);
+        const double square = from[(long long)i * d + i], c = sqrt(square);
         scale[i] = c > 0 ? 1.0 / c : 0.0;
+        rank += scale[i] > 0;
+        least = fmax(least, square == square ? -square : infinite());
+        most = fmax(most, square == square ? square : infinite());
     }
+    rank = sum_of(rank, reduced);
+    least = -largest_of(least, reduced);
+    most = largest_of(most, reduced);
     __syncthreads();
     for (int i = warp; i < d; i += WARPS)
         for (int j = lane; j <= i; j += 32)  // the square of a rounded root may miss the diagonal
             A[(long long)i * pitch + j] = i == j ? 1.0 + shift : from[(long long)i * d + j] * scale[i] * scale[j];
-    double smallest = 1.0 / 0.0;
+    double smallest = infinite();
     for (int k = 0; k < d; ++k) {
         __syncthreads();
         if (!(scale[k] > 0)) continue;  // a column of zeros is left out
@@ -63,16 +119,29 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) pivot[item] = smallest;
-    if (!(smallest > 0)) {
-        if (threadIdx.x == 0) inverse_norm_bound[item] = 1.0 / 0.0;
-        return;
+    const bool made = smallest > 0;
+    if (threadIdx.x == 0) {
+        known[PIVOT] = smallest;
+        known[BOUND] = known[SPREAD] = infinite();
+        known[RANK] = rank;
+        known[LEAST] = least;
+        known[MOST] = most;
     }
-    double tallest = 0, widest = 0;
+    for (int i = warp; i < d; i += WARPS)
+        for (int j = lane; j < d; j += 32) {
+            const bool kept = made && i <= j && scale[i] > 0 && scale[j] > 0;
+            out[(long long)i * d + j] = kept ? A[(long long)j * pitch + i] * scale[i] : 0.0;
+        }
+    if (!made) return;
+    double tallest = 0, widest = 0, spread = 0;
     for (int i = threadIdx.x; i < d; i += THREADS) {
         double across = 0, down = 0;
         if (scale[i] > 0) {
-            for (int j = 0; j <= i; ++j) across += scale[j] > 0 ? fabs(A[(long long)i * pitch + j]) : 0.0;
+            for (int j = 0; j <= i; ++j) {
+                const double entry = scale[j] > 0 ? A[(long long)i * pitch + j] : 0.0;
+                across += fabs(entry);
+                spread = fma(entry, entry, spread);
+            }
             for (int j = i; j < d; ++j) down += scale[j] > 0 ? fabs(A[(long long)j * pitch + i]) : 0.0;
         }
         tallest = fmax(tallest, across);
@@ -80,10 +149,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     tallest = largest_of(tallest, reduced);
     widest = largest_of(widest, reduced);
-    if (threadIdx.x == 0) inverse_norm_bound[item] = tallest * widest;
-    for (int i = warp; i < d; i += WARPS)
-        for (int j = lane; j < d; j += 32) {
-            const bool kept = i <= j && scale[i] > 0 && scale[j] > 0;
-            out[(long long)i * d + j] = kept ? A[(long long)j * pitch + i] * scale[i] : 0.0;
-        }
+    spread = sum_of(spread, reduced);
+    double bound = tallest * widest;
+    if (bound > (limits ? limits[item] : limit) && bound < infinite())
+        bound = fmin(bound, squared_norm(A, pitch, d, scale, step, reduced));
+    if (threadIdx.x) return;
+    known[BOUND] = bound;
+    known[SPREAD] = spread;
 }

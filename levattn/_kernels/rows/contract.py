@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace
+from levattn._core.arrays import array_namespace, on_cuda
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels.dispatch import kernels_for
@@ -48,13 +48,17 @@ class Rows:
         b, n, d = self.keys.shape
         return int(b), int(n), int(d)
 
-    def zeros(self, *, as_float64: bool = False) -> Any:
-        """Return an array beside the keys for one score a key, (b, n), or for one figure in float64."""
+    def zeros(self, *, as_float64: bool = False, written: bool = False) -> Any:
+        """Return an array beside the keys for one score a key, (b, n), or for one figure in float64.
+
+        On a device `written` says that kernels write all of it, so that nothing fills it before.
+        """
         kind = "float64" if as_float64 or self.format == "float64" else "float32"
         if isinstance(self.keys, np.ndarray | Csr):
             return np.zeros(self.shape[:2], kind)
         xp = array_namespace(self.keys)
-        return xp.zeros(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
+        make = xp.empty if written and on_cuda(self.keys) else xp.zeros
+        return make(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
 
     def column_sums(self) -> Float64:
         """Return the sums of the columns, (b, d), block by block and combined pairwise."""

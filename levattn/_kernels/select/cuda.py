@@ -33,13 +33,13 @@ def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int6
     """Return which scores are at least `high`, and list those in doubt."""
     xp, (b, n), real = namespace(), scores.shape, TYPES[scores.dtype.name]
     chosen, tiles = xp.empty(scores.shape, np.bool_), -(-n // _TILE)
-    bounds = [on_device(bound, np.float64) for bound in (low, high)]
-    arguments = [on_device(scores), on_device(present, np.bool_), *bounds, n, tiles]
-    counts, offsets = xp.empty(b * tiles, np.int64), xp.zeros(b * tiles + 1, np.int64)
+    here = isinstance(low, np.ndarray) and isinstance(high, np.ndarray)  # then both are one copy to the device
+    bounds = on_device(np.stack([low, high]), np.float64) if here else [on_device(x, np.float64) for x in (low, high)]
+    arguments = [on_device(scores), on_device(present, np.bool_), bounds[0], bounds[1], n, tiles]
+    counts, offsets, begins = (xp.empty(size, np.int64) for size in (b * tiles, b * tiles + 1, b + 1))
     launch("select", "count_listed", (real,), (b * tiles,), [*arguments, chosen, counts])
-    if counts.size:
-        offsets[1:] = xp.cumsum(counts)
-    starts = to_numpy(offsets[::tiles] if tiles else xp.zeros(b + 1, np.int64))
+    launch("select", "find_places", (), (1,), [counts, b, tiles, offsets, begins])
+    starts = to_numpy(begins)
     indices = xp.empty(int(starts[-1]), np.int64)
     grid = (b * tiles if len(indices) else 0,)
     launch("select", "fill_listed", (real,), grid, [*arguments, offsets, indices])

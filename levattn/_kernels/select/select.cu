@@ -81,6 +81,33 @@ __global__ void __launch_bounds__(THREADS)
     counts[blockIdx.x] = total;
 }
 
+// Where the entries of each tile go, to `offsets` (items · tiles + 1,), and where those of each matrix begin, to `starts`
+// (items + 1,). One block of threads adds up as many consecutive counts each.
+__global__ void __launch_bounds__(THREADS)
+    find_places(const long long *counts, long long items, long long tiles, long long *offsets, long long *starts) {
+    __shared__ long long sums[THREADS];
+    const long long all = items * tiles, own = (all + THREADS - 1) / THREADS;
+    const long long first = min(threadIdx.x * own, all), last = min(first + own, all);
+    long long total = 0;
+    for (long long i = first; i < last; ++i) total += counts[i];
+    sums[threadIdx.x] = total;
+    for (int step = 1; step < THREADS; step *= 2) {
+        __syncthreads();
+        const long long before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += before;
+    }
+    long long place = sums[threadIdx.x] - total;  // its own sum, which no other thread changes any more
+    for (long long i = first; i < last; ++i) {
+        offsets[i] = place;
+        if (i % tiles == 0) starts[i / tiles] = place;
+        place += counts[i];
+    }
+    if (threadIdx.x < THREADS - 1) return;
+    offsets[all] = starts[items] = place;
+    for (long long item = 0; item < items && !tiles; ++item) starts[item] = 0;
+}
+
 // The numbers within their matrix of the entries that were counted, to places from `offsets` on.
 template <typename Real>
 __global__ void __launch_bounds__(THREADS)
