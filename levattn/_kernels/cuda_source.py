@@ -89,6 +89,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         **dict.fromkeys(("count_listed", "fill_listed", "count_digits", "choose_digit"), _ONE_REAL),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
+    "far": {"far_rows": _ONE_REAL},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
