@@ -90,6 +90,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "find_places": ((),),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
+    "far": {"far_rows": _ONE_REAL},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),

@@ -102,6 +102,7 @@ if TYPE_CHECKING:  # that tables keep their contracts
     from levattn._kernels.latent import torch as latent_torch
     from levattn._kernels.precise import cpu as precise_cpu
     from levattn._kernels.pruned import cpu as pruned_cpu
+    from levattn._kernels.pruned import cuda as pruned_cuda
     from levattn._kernels.pruned import definition as pruned_definition
     from levattn._kernels.pruned import torch as pruned_torch
     from levattn._kernels.rows import cpu as rows_cpu
@@ -131,4 +132,4 @@ if TYPE_CHECKING:  # that tables keep their contracts
     _LATENT_STEPS: LatentSteps = latent_cpu
     _TOKENS: tuple[TokenKernels, ...] = (tokens_definition, tokens_torch)
     _TOKENS_GRADIENTS: tuple[TokenGradients, ...] = (tokens_cpu, tokens_cuda)
-    _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_definition, pruned_torch)
+    _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_cuda, pruned_definition, pruned_torch)

@@ -15,6 +15,8 @@ from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, 
 
 __all__ = [
     "cluster",
+    "far_rows",
+    "from_rows",
     "lengths",
     "levels",
     "merged",
@@ -24,6 +26,7 @@ __all__ = [
     "renewed",
     "row_moments",
     "sample_step",
+    "weighted_mean",
 ]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
@@ -64,25 +67,43 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
 
     X: (b, n, d). weight: (b, n), at least 0.
     """
+    return from_rows(X, weight, far_rows(X, weight, R), iterations)
+
+
+def far_rows(X: Any, weight: Any, R: int) -> Any:
+    """Return the rows that clusters begin as, (b, R) int64, see `cluster`."""
     xp = array_namespace(X)
     (b, n, d), device = X.shape, array_api_compat.device(X)
-    squares = xp.sum(X * X, axis=-1)
-    total = xp.sum(weight, axis=1)[:, None]
-    mean = xp.sum(weight[..., None] * X, axis=1) / xp.where(total > 0, total, xp.ones_like(total))
     step = sample_step(n, R)
     some, here = X[:, ::step, :], weight[:, ::step] > 0
     items = xp.arange(b, device=device) * some.shape[1]
     flat = xp.reshape(some, (b * some.shape[1], d))
     none = xp.asarray(-1.0, dtype=X.dtype, device=device)
-    away = xp.where(here, xp.sum((some - mean[:, None, :]) ** 2, axis=-1), none)
+    away = xp.where(here, xp.sum((some - weighted_mean(X, weight)[:, None, :]) ** 2, axis=-1), none)
     nearest = xp.full_like(away, math.inf)
     chosen = []
     for _ in range(R):
-        pick = xp.take(flat, xp.argmax(away, axis=1) + items, axis=0)[:, None, :]
-        chosen.append(pick)
+        chosen.append(xp.argmax(away, axis=1))
+        pick = xp.take(flat, chosen[-1] + items, axis=0)[:, None, :]
         nearest = xp.minimum(nearest, xp.sum((some - pick) ** 2, axis=-1))
         away = xp.where(here, nearest, none)
-    centers = xp.concat(chosen, axis=1)
+    return xp.stack(chosen, axis=1) * step
+
+
+def weighted_mean(X: Any, weight: Any) -> Any:
+    """Return the mean row (b, d); zeros where nothing has a weight."""
+    xp = array_namespace(X)
+    total = xp.sum(weight, axis=1)[:, None]
+    return xp.sum(weight[..., None] * X, axis=1) / xp.where(total > 0, total, xp.ones_like(total))
+
+
+def from_rows(X: Any, weight: Any, rows: Any, iterations: int) -> tuple[Any, Any]:
+    """Return the clusters that begin as some rows (b, R), see `cluster`."""
+    xp = array_namespace(X)
+    (b, n, d), R = X.shape, rows.shape[1]
+    squares = xp.sum(X * X, axis=-1)
+    flat = xp.reshape(rows + xp.arange(b, device=array_api_compat.device(X))[:, None] * n, (b * R,))
+    centers = xp.reshape(xp.take(xp.reshape(X, (b * n, d)), flat, axis=0), (b, R, d))
     labels, distance = _assigned(xp, X, squares, centers)
     for _ in range(iterations):
         sums, weights = _sums(xp, labels, weight, X, R)

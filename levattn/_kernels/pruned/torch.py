@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from levattn._kernels.pruned import definition
+from levattn._kernels.pruned import cuda, definition
 from levattn._kernels.pruned.contract import PrunedArguments
-from levattn._kernels.pruned.definition import cluster, levels, merged, places, radii, renewed, row_moments
-from levattn._kernels.tensors import has_tangent, is_transformed
+from levattn._kernels.pruned.definition import from_rows, levels, merged, places, radii, renewed, row_moments
+from levattn._kernels.tensors import has_kernels, has_tangent, is_transformed, memory_of, tensor_of
 
 __all__ = [
     "cluster",
@@ -132,6 +132,15 @@ class _Slots:
     values: Any
     log_weight: Any
     kept: int
+
+
+def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
+    """Return the cluster of each row, (b, n), and its squared distance to the center."""
+    if X.device.type != "cuda" or not has_kernels(X) or is_transformed(X) or torch.compiler.is_compiling():
+        return definition.cluster(X, weight, R, iterations)
+    with torch.cuda.device_of(X):
+        picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
+    return from_rows(X, weight, picks, iterations)
 
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
