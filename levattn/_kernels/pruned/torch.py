@@ -40,6 +40,7 @@ _COLUMNS = 8  # fused kernels take rows whose width is a multiple of this
 _ITEMS = 65535  # matrices of a batch that a fused kernel takes
 _ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and where no kernel is fused
 _LEAST = 16  # positions of a block
+_SCALARS = ("weight", "offset", "count")  # of summaries
 _REMAINS = 0.25  # at least, where a half must remain, but for rounding
 
 
@@ -253,9 +254,6 @@ def _near(
     found = pieces[0] if len(pieces) == 1 else [torch.cat(parts, 1) for parts in zip(*pieces, strict=True)]
     mass, gone, change = (array.unflatten(2, (g, step)).transpose(1, 2).flatten(2, 3)[:, :, :m] for array in found)
     return mass, gone, change
-
-
-_SCALARS = ("weight", "offset", "count")
 
 
 def _blocks(q: Any, blocks: int, step: int) -> Any:
