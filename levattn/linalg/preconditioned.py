@@ -1,8 +1,12 @@
-"""One hard matrix at a time: a basis in which its keys are well-conditioned, and the factor that follows from it."""
+"""Hard matrices: a basis in which the keys are well-conditioned, and the factor that follows from it.
+
+A factorization is a generator that yields what it asks for: a basis, and the arithmetic in which the moments of its
+keys in that basis are to be summed. So those of a batch run side by side, and ask for moments at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +19,16 @@ from levattn.linalg.factor import column_norms, upper_form
 from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.span import Span
 
-__all__ = ["ROUNDING", "SURE_CONDITION", "MatrixFactor", "MomentsInBasis", "decompose", "precondition", "resolve"]
+__all__ = [
+    "ROUNDING",
+    "SURE_CONDITION",
+    "MatrixFactor",
+    "MomentsInBasis",
+    "answered",
+    "decompose",
+    "precondition",
+    "resolve",
+]
 
 ROUNDING = 2 * UNIT  # of moments summed in float64
 SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
@@ -25,7 +38,8 @@ _ROUNDS = 40  # three are enough for any condition number up to the cut, and for
 _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
 
-MomentsInBasis = Callable[[Float64, Arithmetic], Float64]  # gives the moments of the keys of one matrix in a basis
+# gives the moments of the keys of some matrices of a few, (k,), in a basis of each, (k, d, d)
+MomentsInBasis = Callable[[list[int], Float64, Arithmetic], Float64]
 
 
 @dataclass(frozen=True)
@@ -56,9 +70,31 @@ class MatrixFactor:
         )
 
 
-def decompose(
-    moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, keys: Rows | None = None
-) -> MatrixFactor:
+Steps = Generator[tuple[Float64, Arithmetic], Float64, MatrixFactor]
+
+
+def answered(steps: Sequence[Steps], moments_in: MomentsInBasis) -> list[MatrixFactor]:
+    """Return what factorizations find that run side by side; what they ask for in a round is summed at once."""
+    found: dict[int, MatrixFactor] = {}
+    answers: dict[int, Float64] = {}
+    left = list(range(len(steps)))
+    while left:
+        asked: dict[Arithmetic, dict[int, Float64]] = {}
+        for i in left:
+            try:
+                basis, arithmetic = steps[i].send(answers[i]) if i in answers else next(steps[i])
+            except StopIteration as done:
+                found[i] = done.value
+            else:
+                asked.setdefault(arithmetic, {})[i] = basis
+        for arithmetic, bases in asked.items():
+            moments = moments_in(list(bases), np.stack(list(bases.values())), arithmetic)
+            answers.update(zip(bases, moments, strict=True))
+        left = [i for i in left if i not in found]
+    return [found[i] for i in range(len(steps))]
+
+
+def decompose(R: Float64, penalty: Float64, cut: float, keys: Rows | None = None) -> Steps:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
 
     Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
@@ -70,26 +106,29 @@ def decompose(
     some = np.asarray(c > 0)
     if not some.all():
         penalty = np.zeros(np.count_nonzero(some))
-        return decompose(_of_columns(moments_in, some), R[:, some], penalty, cut, keys).embedded(some)
+        return (yield from _of_columns(decompose(R[:, some], penalty, cut, keys), some))
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
     if keys is not None and live.any() and s[live].min() < _NOISE * s.max():
         live &= np.arange(len(s)) < Span.of(keys).rank
     W = upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
-    return _finish(moments_in, W, c, _complement(Vt[live]), penalty, condition, SURE_CONDITION)
+    return (yield from _finish(W, c, _complement(Vt[live]), penalty, condition, SURE_CONDITION))
 
 
-def _of_columns(moments_in: MomentsInBasis, some: npt.NDArray[np.bool_]) -> MomentsInBasis:
-    """Return what gives the moments of some columns of the keys in another basis."""
+def _of_columns(steps: Steps, some: npt.NDArray[np.bool_]) -> Steps:
+    """Factor some columns of the keys; the others are zero."""
     places = np.ix_(some, some)
-
-    def in_basis(basis: Float64, arithmetic: Arithmetic) -> Float64:
-        whole = np.zeros((len(some), len(some)))
-        whole[places] = basis
-        return moments_in(whole, arithmetic)[places]
-
-    return in_basis
+    try:
+        basis, arithmetic = next(steps)
+        while True:
+            whole = np.zeros((len(some), len(some)))
+            whole[places] = basis
+            moments = yield whole, arithmetic
+            basis, arithmetic = steps.send(moments[places])
+    except StopIteration as done:
+        found: MatrixFactor = done.value
+        return found.embedded(some)
 
 
 def _complement(V: Float64) -> Float64:
@@ -99,7 +138,6 @@ def _complement(V: Float64) -> Float64:
 
 
 def precondition(
-    moments_in: MomentsInBasis,
     G: Float64,
     penalty: Float64,
     noise: float,
@@ -107,7 +145,7 @@ def precondition(
     cut: float,
     limit: float,
     begun: tuple[Float64, Float64] | None = None,
-) -> MatrixFactor:
+) -> Steps:
     """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
 
     `begun` may give a basis of all its columns to begin with, and the moments of its keys in it, known up to rounding.
@@ -122,7 +160,7 @@ def precondition(
     some: npt.NDArray[np.bool_] = c > 0
     if not some.all():
         part = G[np.ix_(some, some)], penalty[some]
-        return precondition(_of_columns(moments_in, some), *part, noise, target, cut, limit).embedded(some)
+        return (yield from _of_columns(precondition(*part, noise, target, cut, limit), some))
     largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
     null_directions = np.zeros((d, 0))
     basis: Float64 | None = None
@@ -155,17 +193,16 @@ def precondition(
             break
         else:
             basis = W
-        H = moments_in(basis, "double") + _penalty_in_basis(basis, penalty)
+        H = (yield basis, "double") + _penalty_in_basis(basis, penalty)
         noise = UNIT
     condition = float(largest * spectral_norm(c[:, None] * W))
-    return _finish(moments_in, W, c, null_directions, penalty, condition, limit, bound)
+    return (yield from _finish(W, c, null_directions, penalty, condition, limit, bound))
 
 
 def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
     """Factor a matrix again with compensated products from the beginning, which resolve smaller directions."""
-    return precondition(
-        lambda B, _: moments_in(B, "compensated"), G, np.zeros(len(G)), noise, target, _FINE_CUT, limit
-    )
+    steps = precondition(G, np.zeros(len(G)), noise, target, _FINE_CUT, limit)
+    return answered([steps], lambda which, B, _: moments_in(which, B, "compensated"))[0]
 
 
 def _lost_directions(W: Float64, cut: float) -> Float64:
@@ -191,7 +228,6 @@ def _penalty_in_basis(basis: Float64, penalty: Float64) -> Float64 | float:
 
 
 def _finish(
-    moments_in: MomentsInBasis,
     W: Float64,
     c: Float64,
     null_directions: Float64,
@@ -199,7 +235,7 @@ def _finish(
     condition: float,
     limit: float,
     inverse_norm_bound: float | None = None,
-) -> MatrixFactor:
+) -> Steps:
     """Accept W where the norm of its inverse is bounded, or correct it through moments of the keys in that basis.
 
     These are formed with compensated products where the condition is above the limit.
@@ -209,7 +245,7 @@ def _finish(
     rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
     if inverse_norm_bound is not None and not fine:
         return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
-    G = moments_in(W, "compensated" if fine else "double")
+    G = yield W, "compensated" if fine else "double"
     again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
     C = again.W[0]
     if not (again.pivot[0] > 0 and np.array_equal(np.any(C != 0, axis=0), kept)):  # W is no whitening at all

@@ -14,12 +14,12 @@ from emulator import device
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
 
-HEADS, N, D = 2, 4096, 64  # of how many heads there are depends no count
+HEADS, N, D = 2, 4096, 64  # of how many heads there are depends no count of sound ones
 
 
-def heads(kind: str = "sound", dtype: Any = np.float32) -> Any:
+def heads(kind: str = "sound", dtype: Any = np.float32, count: int = HEADS) -> Any:
     rng = np.random.default_rng(0)
-    K = rng.standard_normal((HEADS, N, D))
+    K = rng.standard_normal((count, N, D))
     if kind == "ill-conditioned":
         K *= np.geomspace(1, 1e-5, D)
         K = K @ np.linalg.qr(rng.standard_normal((D, D)))[0]
@@ -38,7 +38,7 @@ CASES = {
     "universal_set of heads": Case(of_heads(lambda K: levattn.universal_set(K, 0.05)), 8, 2, 4),
     "leverage_scores of heads": Case(of_heads(levattn.leverage_scores), 6, 1, 3),
     "universal_set of ill-conditioned heads": Case(
-        of_heads(lambda K: levattn.universal_set(K, 0.05), "ill-conditioned"), 21, 6, 12
+        of_heads(lambda K: levattn.universal_set(K, 0.05), "ill-conditioned"), 20, 4, 12
     ),
 }
 
@@ -48,6 +48,15 @@ def test_calls_launch_wait_and_copy_no_more_than_stated(name: str) -> None:
     case = CASES[name]
     with measured(case) as counts:
         assert counts.figures == (case.launches, case.waits, case.copies), str(counts)
+
+
+def test_waits_of_ill_conditioned_heads_do_not_grow_with_their_number() -> None:
+    def make(cupy: Any) -> Callable[[], Any]:
+        K = cupy.asarray(heads("ill-conditioned", count=5))
+        return lambda: levattn.universal_set(K, 0.05)
+
+    with measured(Case(make, 0, 0, 0)) as counts:
+        assert len(counts.waits) == CASES["universal_set of ill-conditioned heads"].waits
 
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

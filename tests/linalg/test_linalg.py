@@ -15,7 +15,9 @@ import levattn
 import naive
 import strategies
 from levattn._kernels import Rows
-from levattn.linalg import Factor, routes
+from levattn.linalg import Factor
+from levattn.linalg import sums as moment_sums
+from levattn.linalg.gram import PLAIN_ERROR
 from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance
 
 ROUTES = {
@@ -247,7 +249,7 @@ def test_a_line_of_keys_met_in_one_example() -> None:
 
 def test_scores_in_float32_of_copied_keys_err_by_what_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in float32 of equal rows drift by up to 25 units; here all are so summed, whatever some rows say."""
-    monkeypatch.setattr(routes, "_isotropic", lambda rows: np.ones(rows.shape[0], np.bool_))
+    monkeypatch.setattr(moment_sums, "_isotropic", lambda rows: np.ones(rows.shape[0], np.bool_))
     sums = []
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -344,7 +346,7 @@ def _long_keys(kind: str) -> Any:
 @pytest.mark.parametrize("power", [-44, -40, -38, -36, -34, 48])
 def test_a_first_basis_and_a_scale_do_not_meet(power: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns whose squares hardly have the range of float32 are scaled, and then all is found under that scale."""
-    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
     keys = (_long_keys("all alike") * 2.0**power).astype("f4")
     exact = naive.leverage_exact(keys.astype(float))
     for single in ("scores", "yes"):
@@ -354,9 +356,11 @@ def test_a_first_basis_and_a_scale_do_not_meet(power: int, monkeypatch: pytest.M
 
 def test_keys_that_a_few_rows_call_isotropic_have_the_same_bits_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the first of 2048 rows in the middle say so, and the others are ill-conditioned."""
-    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
     keys, rng = _long_keys("all alike").astype("f4"), np.random.default_rng(0)
-    keys[LONG // 2 : LONG // 2 + routes._SAMPLE] = rng.standard_normal((routes._SAMPLE, keys.shape[1])) * 1e-7
+    keys[LONG // 2 : LONG // 2 + moment_sums._SAMPLE] = (
+        rng.standard_normal((moment_sums._SAMPLE, keys.shape[1])) * 1e-7
+    )
     others = _long_keys("another condition").astype("f4")
     alone = factor_moments(Rows(keys[None], "float32"))
     beside = factor_moments(Rows(np.stack([keys, others]), "float32"))
@@ -379,7 +383,7 @@ def test_keys_that_a_few_rows_call_isotropic_have_the_same_bits_beside_others(mo
 )
 def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is like the other rows or not; beside a neighbor that needs none, and on the way without it."""
-    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
     keys = _long_keys(kind)
     neighbor = np.random.default_rng(4).standard_normal(keys.shape)
     both = Rows(np.stack([keys, neighbor]), "float64")
@@ -387,7 +391,7 @@ def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: p
     assert np.array_equal(scores[0], factor_moments(both.item(0), single="no").scores(numerical=True)[0][0])
     np.testing.assert_allclose(scores[0], naive.leverage_exact(keys), rtol=1e-10, atol=1e-20)
     np.testing.assert_allclose(scores[1], naive.leverage_svd(neighbor), rtol=1e-12)
-    monkeypatch.setattr(routes, "_PIECE_FROM", LONG + 1)
+    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG + 1)
     before = np.asarray(factor_moments(both, single="no").scores(numerical=True)[0])
     np.testing.assert_allclose(scores, before, rtol=1e-10)
 
@@ -397,13 +401,13 @@ def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: p
 def test_a_block_that_lacks_a_direction_gives_no_basis(kind: str, center: bool) -> None:
     """Where the mean is taken off, columns of zeros are alike but for rounding; and one direction is the mean's."""
     rows = centered(Rows(_long_keys(kind)[None], "float64"), center=center)
-    begun = routes._begun(rows, routes.PLAIN_ERROR, np.array([False]))
+    begun = moment_sums._begun(rows, PLAIN_ERROR, np.array([False]))
     assert bool(begun) == (kind == "all alike" or (kind == "a block without a direction" and center))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_rows_that_are_not_finite_are_named_behind_a_first_basis(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
     keys = _long_keys("all alike")
     keys[11, 3] = bad
     with pytest.raises(levattn.NonFiniteError, match="11"):

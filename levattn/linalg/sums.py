@@ -1,0 +1,220 @@
+"""Second moments of keys for a factor: in float32 where some rows tell that it would do, in range, and factored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import on_cuda, to_device, to_numpy
+from levattn._core.sparse import Csr
+from levattn._core.types import Float64
+from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn._kernels.factor.contract import Inverses
+from levattn.linalg.gram import second_moments
+from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
+from levattn.linalg.reading import require_finite
+
+__all__ = [
+    "SINGLE_SUMS",
+    "factored_in_range",
+    "first_sums",
+    "moments_in_bases",
+    "moments_of_items",
+    "ridge_penalty",
+    "scaled_columns",
+]
+
+_SAMPLED_FROM = 4 * BLOCK  # rows from which some tell whether sums in float32 would do
+_SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # how many, and the figure up to which they say so
+SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
+_PIECE_FROM = 16 * BLOCK  # rows from which a block tells what is ill-conditioned,
+_HARD = 4.0  # by so many times the limit, up to a squared norm of the inverse that rounding cannot have made:
+_RESOLVED = 2.0**46  # a block that lacks a direction of the keys says nothing of it
+_RANGE = 2.0**-80, 2.0**110  # of squares in float32, for each row
+
+
+def moments_of_items(
+    rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
+) -> Any:
+    """Return what `second_moments` does; the threads share sparse keys by columns, so their rows stay in one piece."""
+    if isinstance(rows.keys, Csr):
+        whole = np.array([[0, 0, 0, rows.shape[1]]])
+        return np.asarray(kernels_for("gram", rows.keys).moments(rows, whole, basis=basis, arithmetic=arithmetic))
+    return second_moments(rows, items, basis=basis, arithmetic=arithmetic)
+
+
+def _plain_moments(rows: Rows, items: list[int], quick: npt.NDArray[np.bool_]) -> Any:
+    """Return the moments of some matrices, in float32 blocks of those that `quick`, a flag for each matrix, names."""
+    places = np.flatnonzero(quick[items])
+    if len(places) == len(items) > 0:
+        return moments_of_items(rows, items, arithmetic="single")
+    G = moments_of_items(rows, items)
+    if len(places):
+        G[to_device(places, G)] = moments_of_items(rows, [items[place] for place in places], arithmetic="single")
+    return G
+
+
+def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return which matrices have rows in the middle that are about as long in every direction, (b,).
+
+    With columns scaled to unit norm and moment C of m rows, ‖C‖²/d − d/m is about 1 for them; keys of real heads,
+    which have a mean and directions that they prefer, were at 1.5 to 9.
+    """
+    _, n, d = rows.shape
+    start = n // 2 // BLOCK * BLOCK
+    G = to_numpy(moments_of_items(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single"))
+    with np.errstate(all="ignore"):  # what is not finite is not isotropic
+        diagonal = np.diagonal(G, axis1=1, axis2=2)
+        inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column of zeros here says nothing
+        # threads of BLAS would go on spinning beside the pass of moments
+        squares = (inverse * np.einsum("bij,bj->bi", np.square(G), inverse)).sum(axis=1)
+    return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
+
+
+def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int, tuple[Float64, Float64, Float64]]:
+    """Return a basis B and the moments H of K B, of matrices too ill-conditioned for plain ones, and those of K.
+
+    A block in the middle tells. B whitens that block, and so about all rows where they are alike, which saves the pass
+    of plain moments. Matrices that are `quick`, whose block lacks directions, or whose squares leave the range of
+    `_in_range`, are not among them.
+    """
+    from scipy.linalg.lapack import dtrtri
+
+    b, n, _ = rows.shape
+    start, least = n // 2 // BLOCK * BLOCK, _HARD * target / ROUNDING
+    low, high = n * _RANGE[0], _RANGE[1]
+    found = {}
+    with np.errstate(over="ignore", invalid="ignore"):
+        G = moments_of_items(rows.between(start, start + BLOCK), range(b))
+        made = kernels_for("factor", G).inverse_cholesky(G, limit=least)
+        bound = made.bound
+        for item in np.flatnonzero((bound > least) & (bound < _RESOLVED) & ~quick).tolist():
+            B = made.W[item]
+            if not (B.diagonal() > 0).all():
+                continue
+            H, R = moments_in_bases(rows, [item])([0], B[None], "double")[0], dtrtri(B)[0]
+            moments = R.T @ H @ R
+            if moments.diagonal().min() >= low and moments.diagonal().max() <= high:
+                found[item] = B, H, moments
+    return found
+
+
+def first_sums(
+    rows: Rows, target: float, single: str, *, plain: bool
+) -> tuple[Any, npt.NDArray[np.bool_], dict[int, tuple[Float64, Float64, Float64]]]:
+    """Return the moments, which of them are of float32 sums, and what `_begun` found of others.
+
+    plain: whether nothing is added to the moments and their rank is decided in the usual way.
+    """
+    b, n, d = rows.shape
+    short = rows.format != "float64"
+    # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
+    may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
+    quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
+    may_begin = plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not quick.all()
+    begun = _begun(rows, target, quick) if may_begin else {}
+    rest = [item for item in range(b) if item not in begun]
+    G = _plain_moments(rows, rest, quick)
+    if begun:
+        parts, G = G, np.empty((b, d, d))
+        G[rest] = parts
+        for item, (_, _, moments) in begun.items():
+            G[item] = moments
+    return G, quick, begun
+
+
+def _in_range(
+    rows: Rows, G: Any, extremes: tuple[Float64, Float64], quick: npt.NDArray[np.bool_], narrow: bool
+) -> tuple[Rows, Any]:
+    """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
+
+    The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys. The range
+    is that of float32 if anything is to be multiplied in it (`narrow`). `extremes` are of the diagonals.
+    """
+    low, high = _RANGE if narrow else (2.0**-900, 2.0**1000)
+    low *= max(rows.shape[1], 1)
+    if extremes[0].min(initial=high) >= low and extremes[1].max(initial=low) <= high:
+        return rows, G
+    diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
+    odd = ~np.all((diagonal >= low) & (diagonal <= high), axis=1)
+    require_finite(rows, diagonal)
+    largest = np.where(odd[:, None], rows.column_maxima(), 1.0)
+    rows = scaled_columns(rows, largest, 30 if narrow else 400)
+    if rows.scale is None:
+        return rows, G
+    items = np.flatnonzero(np.any(rows.scale != 1, axis=1))
+    G = G.copy()
+    G[to_device(items, G)] = _plain_moments(rows, items.tolist(), quick)
+    return rows, G
+
+
+def factored_in_range(
+    rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: float, narrow: bool
+) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
+    """Return the rows in range, their moments, which are still `quick`, the penalty of a ridge, and inverse factors.
+
+    The factor is made before the range of its moments is looked at, as what is known of both then comes at once.
+    """
+    b, _, d = rows.shape
+    kernels, limits = kernels_for("factor", G), np.where(quick, SINGLE_SUMS, target / ROUNDING)
+    made = penalty = None
+    if ridge:
+        diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))
+        extremes = diagonal.min(axis=1, initial=np.inf), diagonal.max(axis=1, initial=-np.inf)
+    else:
+        made = kernels.inverse_cholesky(G, limit=limits)
+        extremes = made.extremes()
+    rows, sums = _in_range(rows, G, extremes, quick, narrow)
+    if ridge:
+        scale = np.ones((b, d)) if rows.scale is None else rows.scale
+        penalty = ridge_penalty(ridge, np.sqrt(to_numpy(sums.diagonal(axis1=1, axis2=2))), scale)
+    if made is None or sums is not G:
+        made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
+    again = np.flatnonzero(quick & ~(made.bound <= SINGLE_SUMS))
+    if len(again):  # some rows had told otherwise
+        quick = quick & (made.bound <= SINGLE_SUMS)
+        sums = sums.copy()
+        sums[to_device(again, sums)] = moments_of_items(rows, again.tolist())
+        limits = np.where(quick, SINGLE_SUMS, target / ROUNDING)
+        made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
+    return rows, sums, quick, penalty, made
+
+
+def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:
+    """Return the rows with columns divided by powers of two, of matrices with columns beyond 2^±limit."""
+    exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
+    odd = np.asarray(np.any(np.abs(exponent) > limit, axis=1))
+    if not odd.any():
+        return rows
+    return replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
+
+
+def moments_in_bases(rows: Rows, items: list[int]) -> MomentsInBasis:
+    """Return what gives the moments of the rows of some items in other bases."""
+
+    def moments_in(which: list[int], basis: Float64, arithmetic: Arithmetic) -> Float64:
+        there = to_device(basis, rows.keys) if on_cuda(rows.keys) else basis
+        return to_numpy(moments_of_items(rows, [items[i] for i in which], basis=there, arithmetic=arithmetic))
+
+    return moments_in
+
+
+def ridge_penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
+    """Return the ridge λ = ridge ‖K‖²/d in the coordinates of the scaled columns, whose norms are given."""
+    true = norms / scale
+    largest = np.max(true, axis=1, keepdims=True, initial=0.0)
+    relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
+    return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * (largest * scale) ** 2)
+
+
+def _penalized(G: Any, penalty: Float64 | None) -> Any:
+    if penalty is None:
+        return G
+    out = G.copy()
+    b, d, _ = out.shape
+    out.reshape(b, d * d)[:, :: d + 1] += to_device(penalty, out)
+    return out
