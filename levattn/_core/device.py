@@ -87,7 +87,8 @@ def _array_in(value: Any) -> Any:
         return value
     if kind is _Kind.TUPLE:
         return next((found for part in value if (found := _array_in(part)) is not None), None)
-    found = _array_in(value._held_array) if kind is _Kind.HOLDER else None
+    # an object that is being made holds none yet
+    found = _array_in(getattr(value, "_held_array", None)) if kind is _Kind.HOLDER else None
     # what was made of a tensor goes on as torch does, by whichever library it is held
     behind = tensor_behind(found) if found is not None and on_cuda(found) else None
     return found if behind is None else behind
