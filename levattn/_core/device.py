@@ -48,10 +48,15 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         torch = sys.modules.get("torch")
-        if sys.modules.get("cupy") is None and (torch is None or not torch.cuda.is_initialized()):
+        compiler = getattr(torch, "compiler", None)  # another thread may be importing torch
+        # torch's compiler takes operators of torch for the work, and these enter when they run. It is asked first, as
+        # that of earlier releases cannot trace what follows
+        if compiler is not None and compiler.is_compiling():
+            return function(*args, **options)
+        initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+        if sys.modules.get("cupy") is None and (initialized is None or not initialized()):
             return function(*args, **options)  # no array can be there
-        # torch's compiler takes operators of torch for the work, and these enter when they run
-        place = None if torch is not None and torch.compiler.is_compiling() else _place(function, args, options)
+        place = _place(function, args, options)
         if place is None:
             return function(*args, **options)
         with place:
@@ -188,5 +193,5 @@ def _by_torch(device: int, handle: int, *, wait: bool) -> Iterator[None]:
                 yield
         finally:
             _entered.stream = before
-        if wait:
-            own.wait_event(stream.record())
+            if wait:
+                own.wait_event(stream.record())

@@ -67,4 +67,8 @@ def _folder() -> Path | None:
     if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
         return None
     named = os.environ.get("CUPY_CACHE_DIR")
-    return Path(named) if named else Path("~/.cupy/kernel_cache").expanduser()
+    if named:
+        return Path(named)
+    with suppress(RuntimeError):  # there may be no home
+        return Path("~/.cupy/kernel_cache").expanduser()
+    return None

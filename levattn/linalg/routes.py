@@ -47,7 +47,7 @@ __all__ = ["centered", "factor_moments", "factor_qr", "factor_sum", "rank_tolera
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
 _SURE_COLUMNS = 48
-_TOGETHER = 64  # ill-conditioned matrices that are factored side by side on a device
+_TOGETHER, _ROOM = 64, 1 << 25  # ill-conditioned matrices that a device has side by side, and their entries at most
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
@@ -198,7 +198,7 @@ def factor_moments(
     batch.counts_null_directions = rtol is None and ridge == 0
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~np.array(sound, np.bool_))
-    step = _TOGETHER if on_cuda(G) else 1
+    step = max(1, min(_TOGETHER, _ROOM // d**2)) if on_cuda(G) else 1
     for first in range(0, len(hard), step):
         items = hard[first : first + step]
         moments, moments_in = to_numpy(take_entries(G, items)), moments_in_bases(rows, items.tolist())

@@ -412,3 +412,12 @@ def test_rows_that_are_not_finite_are_named_behind_a_first_basis(bad: float, mon
     keys[11, 3] = bad
     with pytest.raises(levattn.NonFiniteError, match="11"):
         levattn.leverage_scores(keys)
+
+
+@pytest.mark.parametrize("size", [1e160, 1e200])
+def test_many_columns_whose_squares_overflow_are_scaled_without_a_warning(size: float) -> None:
+    K = np.random.default_rng(0).standard_normal((600, 512))
+    assert np.array_equal(levattn.leverage_scores(K * size) > 0.8, levattn.leverage_scores(K) > 0.8)
+    K[3, 5] = np.inf
+    with pytest.raises(levattn.NonFiniteError, match="row"):
+        levattn.leverage_scores(K)

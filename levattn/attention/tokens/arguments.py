@@ -166,13 +166,13 @@ def _with_heads(W: Any) -> Any:
 
 def _is_read_as_stored(W: Any) -> bool:
     """Tell whether kernels of a device read tokens of 16 bits, and write their outputs."""
-    if W.shape[-1] % 4:
-        return False
     if not is_torch(W):
-        return on_cuda(W) and bool(W.dtype.itemsize == 2)
+        return on_cuda(W) and bool(W.dtype.itemsize == 2 and W.shape[-1] % 4 == 0)
+    if W.device.type != "cuda" or W.dtype.itemsize != 2 or W.shape[-1] % 4:
+        return False
     from levattn._kernels.tensors import has_kernels
 
-    return bool(W.device.type == "cuda" and W.dtype.itemsize == 2 and has_kernels(W))
+    return bool(has_kernels(W))
 
 
 def _least_normal(array: Any) -> float:
