@@ -157,12 +157,13 @@ def factored_in_range(
 ) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
     """Return the rows in range, their moments, which are still `quick`, the penalty of a ridge, and inverse factors.
 
-    The factor is made before the range of its moments is looked at, as what is known of both then comes at once.
+    On a device the factor is made before the range of its moments is looked at, as what is known of both then comes
+    at once.
     """
     b, _, d = rows.shape
     kernels, limits = kernels_for("factor", G), np.where(quick, SINGLE_SUMS, target / ROUNDING)
     made = penalty = None
-    if ridge:
+    if ridge or not on_cuda(G):
         diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))
         extremes = diagonal.min(axis=1, initial=np.inf), diagonal.max(axis=1, initial=-np.inf)
     else:

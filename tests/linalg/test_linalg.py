@@ -421,3 +421,8 @@ def test_many_columns_whose_squares_overflow_are_scaled_without_a_warning(size: 
     K[3, 5] = np.inf
     with pytest.raises(levattn.NonFiniteError, match="row"):
         levattn.leverage_scores(K)
+
+
+def test_few_keys_whose_squares_overflow_are_scaled_without_a_warning() -> None:
+    K = np.array([[0.0, -4e-7, 6e-7], [0.0, 0.0, 0.0], [7e192, 0.0, 0.0]])
+    assert levattn.leverage_scores(K).tolist() == [1, 0, 1]

@@ -38,9 +38,8 @@ def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, invers
             continue
         part = np.ix_(live, live) if len(live) < len(c) else (slice(None), slice(None))
         scale = 1 / c[live]
-        with np.errstate(invalid="ignore"):  # what is out of range is looked at afterwards
-            scaled = moment[part] * scale
-            scaled *= scale[:, None]
+        scaled = moment[part] * scale
+        scaled *= scale[:, None]
         np.fill_diagonal(scaled, 1.0 + shift)
         R, failed = dpotrf(scaled.T, overwrite_a=True)  # symmetric, and in the order of LAPACK
         if failed:
