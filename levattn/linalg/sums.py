@@ -14,6 +14,7 @@ from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor.contract import Inverses
+from levattn._kernels.factor.norms import extremes_of
 from levattn.linalg.gram import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
@@ -164,8 +165,7 @@ def factored_in_range(
     kernels, limits = kernels_for("factor", G), np.where(quick, SINGLE_SUMS, target / ROUNDING)
     made = penalty = None
     if ridge or not on_cuda(G):
-        diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))
-        extremes = diagonal.min(axis=1, initial=np.inf), diagonal.max(axis=1, initial=-np.inf)
+        extremes = extremes_of(to_numpy(G.diagonal(axis1=1, axis2=2)))
     else:
         made = kernels.inverse_cholesky(G, limit=limits)
         extremes = made.extremes()

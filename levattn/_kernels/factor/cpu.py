@@ -8,7 +8,7 @@ import numpy as np
 
 from levattn._core.types import Float64, Int64
 from levattn._kernels.factor.cholesky import cholesky_tasks
-from levattn._kernels.factor.norms import sharpened
+from levattn._kernels.factor.norms import extremes_of, sharpened
 from levattn._kernels.gram.blas import LAPACK_COLUMNS, lapack_cholesky
 from levattn._kernels.tasks import share
 
@@ -28,8 +28,7 @@ class _Inverses:
 
     def extremes(self) -> tuple[Float64, Float64]:
         """Return the least and the largest entry of the diagonals."""
-        diagonal = self.G.diagonal(axis1=1, axis2=2)
-        return diagonal.min(axis=1, initial=np.inf), diagonal.max(axis=1, initial=-np.inf)
+        return extremes_of(self.G.diagonal(axis1=1, axis2=2))
 
     def spreads(self) -> Float64:
         """Return the sum of the squares of W for equilibrated columns."""

@@ -8,10 +8,15 @@ import numpy as np
 
 from levattn._core.types import Float64
 
-__all__ = ["sharpened", "spectral_norm"]
+__all__ = ["extremes_of", "sharpened", "spectral_norm"]
 
 _STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
 _WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
+
+
+def extremes_of(diagonals: Float64) -> tuple[Float64, Float64]:
+    """Return the least and the largest entry of each of some diagonals (b, d)."""
+    return diagonals.min(axis=1, initial=np.inf), diagonals.max(axis=1, initial=-np.inf)
 
 
 def spectral_norm(A: Float64, steps: int = _STEPS) -> float:
