@@ -1,0 +1,130 @@
+"""A linter for the prose of pages, docstrings and messages: `python -m tests.prose`, part of `make lint`.
+
+Its rules are those of the Google developer style guide that a program can check: short sentences, named subjects and
+objects, American spelling, and no passive whose agent stands beside it. Code, tables, formulas and links' targets are
+no prose.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 25  # words of a sentence
+
+# Passages that may break a rule: (rule, what stands in them): why
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+PATTERNS = {
+    # The clause names nobody and nothing: "what it reads" for "the rows that it reads"
+    "noun": r"(?<![\w-])(?:[Ww]hat (?!is |are |does |do |can |if |should )(?=\w)|[Tt]hat of |[Tt]hose (?:of|which|that|in|from|with|for) )",
+    "spelling": r"(?i)\b(?:colour|behaviour|favour|neighbour|centre[ds]?|metre|analyse[ds]?|grey|labelled|modelled|cancelled|"
+    r"travelled|whilst|amongst|programme|catalogue|artefact|licence|defence|towards|afterwards|"
+    r"(?:normal|general|real|recogn|organ|optim|minim|maxim|summar|regular|equal|initial|serial|visual|util|special|symmetr|penal)is(?:e|ed|es|ing|ation))\b",
+    "passive": r"(?i)\b(?:is|are|was|were|be|been|being) (?:\w+ly )?(?:\w+ed|made|found|read|held|kept|given|taken|written|shown|done|built|chosen|"
+    r"drawn|sent|put|run|cut|left|known|told) by (?!hand|default|step|themselves|itself|one)",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph of prose and where it begins."""
+
+    path: Path
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rule that a paragraph breaks."""
+
+    text: Text
+    rule: str
+    passage: str
+
+    def __str__(self) -> str:
+        return f"{self.text.path.relative_to(ROOT)}:{self.text.line}: {self.rule}: {self.passage}"
+
+
+def plain(text: str) -> str:
+    """Markdown or reStructuredText without its marks: code becomes a word."""
+    text = re.sub(r"\{[\w:]+\}`~?([^`<]*?)(?:\s*<[^`]*>)?`", "name", text)
+    text = re.sub(r":[\w:]+:`[^`]*`|``[^`]*``|`[^`]*`", "name", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\$[^$]*\$", "x", text)
+    text = re.sub(r"https?://\S+", "link", text)
+    return re.sub(r"\s+", " ", re.sub(r"[*_|]", "", text)).strip()
+
+
+def paragraphs(page: str, path: Path, first: int = 1) -> Iterator[Text]:
+    """The paragraphs and items of lists of a page, without blocks of code, tables, headings and directives."""
+    page = re.sub(r"^(```|~~~|\$\$).*?^\1[ \t]*$", lambda m: "\n" * m[0].count("\n"), page, flags=re.M | re.S)
+    page = re.sub(r"<!--.*?-->", lambda m: "\n" * m[0].count("\n"), page, flags=re.S)
+    held: list[str] = []
+    start = first
+    for number, line in enumerate([*page.splitlines(), ""], first):
+        skipped = re.match(r"\s*(\||#|:::|:[\w-]+:|\.\. |>>>|\.\.\. |---|===|\+--)", line)
+        item = re.match(r"\s*(?:[-*]|\d+\.) ", line)
+        if held and (not line.strip() or skipped or item):
+            yield Text(path, start, plain(" ".join(held)))
+            held = []
+        if not line.strip() or skipped:
+            continue
+        if not held:
+            start = number
+        held.append(line[item.end() :] if item else line)
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a paragraph; a colon or a semicolon ends none."""
+    return [each for each in re.split(r"(?<=[.!?])[\"')]*\s+(?=[A-Z\"'(])", text) if each]
+
+
+def faults_of(text: Text) -> Iterator[Fault]:
+    for each in sentences(text.text):
+        words = re.findall(r"[^\W\d_][\w'’-]*", each)
+        if len(words) > LONGEST:
+            yield Fault(text, f"sentence of {len(words)} words", each)
+    for rule, pattern in PATTERNS.items():
+        for found in re.finditer(pattern, text.text):
+            yield Fault(text, rule, text.text[max(0, found.start() - 30) : found.end() + 30])
+
+
+def docstrings(path: Path) -> Iterator[Text]:
+    """The docstrings of a module, and the texts of the errors that it raises."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found = ast.get_docstring(node, clean=True)
+            if found:
+                text = re.sub(r"\n *\n?References\n *-+\n.*", "", found, flags=re.S)
+                text = re.sub(r"^\w[\w*, ]* : .*$", "", text, flags=re.M)
+                yield from paragraphs(text, path, node.body[0].lineno)
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            parts = [n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            yield Text(path, node.lineno, plain("x".join(parts)))
+
+
+def texts() -> Iterator[Text]:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    for path in sorted(p for p in pages if "generated" not in p.parts and p.relative_to(ROOT).parts[:2] != ("docs", "gallery")):
+        yield from paragraphs(path.read_text("utf-8"), path)
+    for path in sorted((ROOT / "levattn").rglob("*.py")):
+        yield from docstrings(path)
+
+
+def main() -> int:
+    faults = [fault for text in texts() for fault in faults_of(text)]
+    for fault in faults:
+        print(fault)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
