@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 project = "levattn"
 author = "The levattn contributors"
@@ -11,7 +15,7 @@ release = version = metadata.version("levattn")
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
+    "mathml",
     "sphinx.ext.viewcode",
     "numpydoc",
     "myst_parser",
@@ -19,6 +23,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
+html_math_renderer = "mathml"
 smartquotes = False  # quotes in code are code
 exclude_patterns = ["**/GALLERY_HEADER.rst"]
 default_role = "autolink"  # `universal_set` in a docstring links to it where it is a name, and is text elsewhere

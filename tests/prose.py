@@ -22,7 +22,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 PATTERNS = {
     # The clause names nobody and nothing: "what it reads" for "the rows that it reads"
-    "noun": r"(?<![\w-])(?:[Ww]hat (?!is |are |does |do |can |if |should )(?=\w)|[Tt]hat of |[Tt]hose (?:of|which|that|in|from|with|for) )",
+    "noun": r"(?<![\w-])(?:[Ww]hat (?!is |are |does |do |can |if |should |to )(?=\w)|[Tt]hat of |[Tt]hose (?:of|which|that|in|from|with|for) )",
     "spelling": r"(?i)\b(?:colour|behaviour|favour|neighbour|centre[ds]?|metre|analyse[ds]?|grey|labelled|modelled|cancelled|"
     r"travelled|whilst|amongst|programme|catalogue|artefact|licence|defence|towards|afterwards|"
     r"(?:normal|general|real|recogn|organ|optim|minim|maxim|summar|regular|equal|initial|serial|visual|util|special|symmetr|penal)is(?:e|ed|es|ing|ation))\b",
@@ -54,8 +54,8 @@ class Fault:
 
 def plain(text: str) -> str:
     """Markdown or reStructuredText without its marks: code becomes a word."""
-    text = re.sub(r"\{[\w:]+\}`~?([^`<]*?)(?:\s*<[^`]*>)?`", "name", text)
-    text = re.sub(r":[\w:]+:`[^`]*`|``[^`]*``|`[^`]*`", "name", text)
+    text = re.sub(r"\{[\w:]+\}`~?([^`<]*?)(?:\s*<[^`]*>)?`", "Name", text)
+    text = re.sub(r":[\w:]+:`[^`]*`|``[^`]*``|`[^`]*`", "Name", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"\$[^$]*\$", "x", text)
     text = re.sub(r"https?://\S+", "link", text)
