@@ -51,6 +51,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "remove_config_comments": True,
     "show_memory": False,
+    "write_computation_times": False,  # a page of its own, with scripts from elsewhere
     "min_reported_time": 0,
     "capture_repr": (),
     "within_subsection_order": "FileNameSortKey",
