@@ -75,11 +75,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+_PACKAGES = (
+    "attention",
+    "datasets",
+    "distributed",
+    "integrations",
+    "nn",
+    "plots",
+)  # each is imported once it is named
+
+
 def __getattr__(name: str) -> Any:
-    if name == "datasets":
-        return importlib.import_module("levattn.datasets")
+    if name in _PACKAGES:
+        return importlib.import_module(f"levattn.{name}")
     raise AttributeError(f"module 'levattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_PACKAGES})

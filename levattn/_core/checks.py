@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "TIE",
     "check_offsets",
     "check_type",
     "fraction",
@@ -21,6 +22,8 @@ __all__ = [
     "shown",
     "whole_number",
 ]
+
+TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from levattn.cli.output import (
     table_of,
 )
 from levattn.io import replace_file
+from levattn.sets.views import saved_arrays
 
 __all__ = ["Request", "SetMethod", "find_sets"]
 
@@ -240,17 +241,7 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
         arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
         of_keys = ("indices", "scores")
         return arrays | {name: np.concatenate([getattr(item, name) for item in sets.items]) for name in of_keys}
-    of_all = ("mask", "scores", "sizes")
-    names = (*of_all, "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition")
-    arrays = {name: np.asarray(getattr(sets, name)) for name in names}
-    if sets.coverage is not None:
-        arrays |= {name: np.asarray(value) for name, value in _of_coverage(sets).items() if value is not None}
-        arrays["needs"] = np.asarray(sets.needs)
-    arrays = {name: array for name, array in arrays.items() if array.dtype != object}  # no ε, for a set by mass
-    arrays["f"] = np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)
-    if sets.groups is not None:
-        arrays |= {"groups": np.asarray(sets.groups), "group_scores": np.asarray(sets.group_scores)}
-    return arrays | {"indices": sets.indices} if sets.mask.ndim == 1 else arrays
+    return saved_arrays(sets) | {"f": np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)}
 
 
 def _of_coverage(sets: levattn.UniversalSet | levattn.StreamedSet) -> dict[str, Any]:

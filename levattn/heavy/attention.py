@@ -7,6 +7,7 @@ from typing import Any, get_args
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, float64_beside, take_rows, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
@@ -16,7 +17,7 @@ from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention
 from levattn.heavy.squares import NormalizerMethod, of_squares
-from levattn.sensitivity.leverage import TIE, check_epsilon, refuse_randomness
+from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
 from levattn.sets.result import UniversalSet, require_set_of
 from levattn.sets.universal import set_of
 from levattn.states.block_buffer import in_main_memory

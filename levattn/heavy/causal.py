@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
+from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.heavy.normalizers import (
@@ -24,7 +25,6 @@ from levattn.heavy.normalizers import (
 )
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.leverage import TIE
 
 __all__ = ["CHUNK", "Causal", "CausalChunk"]
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
+from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
@@ -30,7 +31,7 @@ from levattn.heavy.normalizers import (
 from levattn.linalg.accumulator import GramAccumulator
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite
-from levattn.sensitivity.leverage import TIE, check_epsilon
+from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import ChunkForm
 from levattn.sets.candidates import Candidates
 from levattn.sets.result import rescored

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices
+from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.heavy.normalizers import LEAST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
-from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lifted_sums
 from levattn.sensitivity.sums import (
     LEAST_POSITIVE,

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import UNIT, Factor, even_basis, normalizer_rounding
 from levattn.linalg.gram import Exponents
 from levattn.linalg.span import zero_products
-from levattn.sensitivity.leverage import TIE
 
 __all__ = [
     "LEAST",

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take_rows, to_device, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
@@ -20,7 +21,6 @@ from levattn.heavy.causal import CHUNK, Causal
 from levattn.heavy.normalizers import LEAST, LOWEST
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
-from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.sums import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet, flag_counts
 from levattn.states.block_buffer import in_main_memory

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, to_device, to_float64, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
@@ -28,7 +29,6 @@ from levattn.heavy.recovery import estimated_normalizers, recovered_entries, rec
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
 from levattn.linalg.factor import UNIT
 from levattn.sensitivity.approximate import FAILURE
-from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.sums import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet
 from levattn.sketch import jl_size

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.arrays import to_numpy
+from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn.plots.common import BLUE, GRAY, RED, Display, Ints, log_positions
-from levattn.sensitivity.leverage import TIE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from levattn.sets.result import UniversalSet
 
 
 class LeverageSpectrumDisplay(Display):
@@ -113,6 +116,40 @@ class LeverageSpectrumDisplay(Display):
             The display, drawn.
         """
         return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
+
+    @classmethod
+    def from_set(cls, universal: UniversalSet, *, ax: Axes | None = None) -> LeverageSpectrumDisplay:
+        """Draw the scores that a universal set was made by.
+
+        Parameters
+        ----------
+        universal : UniversalSet
+            A set by leverage scores or by certified bounds, of one matrix or of a batch.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        LeverageSpectrumDisplay
+            The display, drawn.
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> from levattn.plots import LeverageSpectrumDisplay
+        >>> universal = levattn.universal_set(np.eye(3), 0.5)
+        >>> LeverageSpectrumDisplay.from_set(universal).sizes
+        array([3])
+        """
+        by_size = universal.by_size or universal.epsilon is None
+        return cls.from_scores(
+            to_numpy(universal.scores),
+            epsilon=None if by_size else universal.epsilon,
+            rank=None if by_size else universal.total_bound,
+            sizes=universal.sizes,
+            certified=universal.certificate != ("leverage",),
+            ax=ax,
+        )
 
     def _draw(self, ax: Axes) -> None:
         self._plot_scores(ax)

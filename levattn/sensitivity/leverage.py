@@ -21,7 +21,6 @@ from levattn.linalg.wide import Wide
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 
 __all__ = [
-    "TIE",
     "ScoreMethod",
     "check_epsilon",
     "check_method",
@@ -32,7 +31,6 @@ __all__ = [
 ]
 
 ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
-TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
 _EXACT = ("auto", "gram", "qr", "svd")
 

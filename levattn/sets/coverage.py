@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, as_mask, as_numbers, to_device, to_numpy
-from levattn._core.checks import fraction, whole_number
+from levattn._core.checks import TIE, fraction, whole_number
 from levattn._core.types import Flags, Float64, Int64
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.sensitivity.expected import mean_shares
-from levattn.sensitivity.leverage import TIE, factorize
+from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import as_queries, of_sample
 from levattn.sensitivity.shares import share_blocks
 from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of

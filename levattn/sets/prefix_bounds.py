@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Rows
@@ -24,7 +25,6 @@ from levattn.linalg.accumulator import GramAccumulator, Terms
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble
 from levattn.linalg.reading import as_read
-from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
 from levattn.sets.screen import Screen
 from levattn.states import factor_of, factor_of_sum

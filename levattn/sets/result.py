@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
+from levattn.io.write import replace_file
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.leverage import TIE
+from levattn.sets.views import frame_of, html_of, line_of, part_of, saved_arrays
+
+if TYPE_CHECKING:
+    from levattn.plots.spectrum import LeverageSpectrumDisplay
 
 __all__ = [
     "Guarantee",
@@ -214,35 +222,115 @@ class UniversalSet:
         condition = self.factor.condition.reshape(self.batch)
         return condition if self.batch else float(condition)
 
-    @property
-    def _wish(self) -> str:
-        """What a set with coverage was asked for."""
-        by = "" if self.epsilon is None or np.ndim(self.epsilon) else f"epsilon={self.epsilon:.6g}, "
-        by = by if self.mass is None else f"mass={self.mass:.6g}, "
-        count = 0 if self.needs is None else self.needs.shape[-1]
-        return f"{by}coverage={self.coverage:.6g}, {count} queries"
-
     def __len__(self) -> int:
         """Return the number of keys in the set of one matrix."""
         return len(self.indices)
 
+    def __contains__(self, key: object) -> bool:
+        """Tell whether a key, by its number, is in the set of one matrix."""
+        return key in self.indices.tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        """Give the indices of the keys in the set of one matrix."""
+        return iter(self.indices.tolist())
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> UniversalSet:
+        """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
+        return part_of(self, index)
+
     @where_arrays_are
     def __repr__(self) -> str:
-        """Return the figures on one line."""
-        n = self.mask.shape[-1]
-        if self.batch:
-            sizes = self.sizes
-            span = f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
-            wish = "" if self.coverage is None else f", {self._wish}"
-            return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r}{wish})"
-        if self.coverage is not None:
-            return f"UniversalSet({len(self)} of {n} keys, guarantee='coverage', {self._wish})"
-        vacuous = ", vacuous" if self.is_vacuous else ""
-        hidden = f", {self.hidden_groups.sum()} hidden groups" if self.groups is not None else ""
-        return (
-            f"UniversalSet({len(self)} of {n} keys, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}, "
-            f"rank={self.rank}, bound={self.size_bound:.6g}{vacuous}{hidden})"
-        )
+        """Return the figures on one line; of a batch their least and largest values."""
+        return line_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+    def to_frame(self) -> Any:
+        """Return the keys of the set as a table of pandas.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each key of the set: the place of its matrix in the batch (``axis_0``, ...), ``key`` and
+            ``score``.
+
+        Raises
+        ------
+        ImportError
+            If pandas is not installed (the extra ``frame``).
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> table = levattn.universal_set(np.eye(2), 0.5).to_frame()  # doctest: +SKIP
+        """
+        return frame_of(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the set and the scores of all keys to an ``.npz`` file, which appears whole or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            The file, whose name ends in ``.npz``.
+
+        Raises
+        ------
+        ValueError
+            If the name ends otherwise.
+        OSError
+            If the file cannot be written.
+
+        Notes
+        -----
+        The arrays are mask, scores, sizes, epsilon, guarantee, rank, size_bound, is_vacuous, condition and f, for one
+        matrix indices, and those of groups and coverage where there are any. ``numpy.load(path)`` reads them without
+        pickle. The factor is not among them: a set for `heavy_attention` is made anew from the keys.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile, numpy as np, levattn
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "set.npz")
+        ...     levattn.universal_set(np.eye(2), 0.5).save(path)
+        ...     with np.load(path) as saved:
+        ...         saved["indices"]
+        array([0, 1])
+        """
+        if Path(path).suffix != ".npz":
+            raise ValueError(f"path is {os.fspath(path)!r}; expected a name that ends in .npz")
+        with replace_file(path) as stream:
+            np.savez(stream, allow_pickle=False, **saved_arrays(self))
+
+    def plot(self, ax: Any = None) -> LeverageSpectrumDisplay:
+        """Draw the scores of all keys in descending order, with ε and the bound on the size.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        levattn.plots.LeverageSpectrumDisplay
+            The display, drawn.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed (the extra ``plot``).
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> display = levattn.universal_set(np.eye(3), 0.5).plot()
+        >>> display.size_bound
+        6.0
+        """
+        from levattn.plots.spectrum import LeverageSpectrumDisplay
+
+        return LeverageSpectrumDisplay.from_set(self, ax=ax)
 
 
 def result_of(

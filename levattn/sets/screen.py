@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_device
+from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, DoubleDouble
-from levattn.sensitivity.leverage import TIE
 
 __all__ = ["Screen"]
 

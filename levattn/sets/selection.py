@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, to_numpy
+from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn._kernels.select.contract import SelectKernels
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.leverage import TIE
 from levattn.sets.result import flag_counts
 
 __all__ = ["at_least", "largest_scores", "rescored_all"]

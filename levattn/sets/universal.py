@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
-from levattn._core.checks import whole_number
+from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
@@ -23,7 +23,7 @@ from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
-from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, refuse_randomness, rows_of
+from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
 from levattn.sets.coverage import Covered, covering_set
 from levattn.sets.result import Guarantee, UniversalSet, keys_at, known_by, reaches, rescored, result_of
 from levattn.sets.selection import at_least, largest_scores, rescored_all

@@ -846,7 +846,7 @@ def test_misses_are_counted_by_brute_force() -> None:
 def test_version_help_and_status_of_a_real_process(file: Path) -> None:
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "levattn.cli", *arguments], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "levattn", *arguments], capture_output=True, text=True, check=False
         )
 
     shown = run("--version")  # in this process: the others show that there is a program
@@ -860,7 +860,7 @@ def test_version_help_and_status_of_a_real_process(file: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     closed = subprocess.run(
-        [sys.executable, "-m", "levattn.cli", "universal-set", str(file), "--size", "3"],
+        [sys.executable, "-m", "levattn", "universal-set", str(file), "--size", "3"],
         stdout=writing,
         stderr=subprocess.PIPE,
         check=False,

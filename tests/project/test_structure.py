@@ -25,15 +25,16 @@ ROOT = Path(levattn.__file__).parent
 # The folders. A module imports from its own and from lower levels.
 LAYERS = {
     0: ("_core", "exceptions"),
-    1: ("_kernels", "functions"),
+    1: ("_kernels", "functions", "plots"),
     2: ("linalg", "sketch", "io"),
     3: ("states",),
     4: ("sensitivity",),
     5: ("sets",),
-    6: ("heavy", "attention", "distributed", "plots"),
+    6: ("heavy", "attention", "distributed"),
     7: ("", "nn"),  # levattn/__init__.py: the public names
     8: ("integrations",),
     9: ("cli",),
+    10: ("__main__",),
 }
 LEVEL = {name: level for level, names in LAYERS.items() for name in names}
 
@@ -63,6 +64,7 @@ HOMES = {
     "zarr": ("io.*",),
     "pyarrow": ("io.*",),
     "matplotlib": ("plots.*",),
+    "pandas": ("sets.views",),
     "sklearn": ("integrations.sklearn",),
     "typer": ("cli", "cli.*"),
     "rich": ("_core.progress", "cli", "cli.*"),
@@ -432,7 +434,7 @@ PLANTED = [
     (upward_imports, "sensitivity/leverage.py", "from .. import sets", "level 4 imports levattn.sets of level"),
     (upward_imports, "sketch/sizes.py", "from ..sets.universal import f", "level 2 imports levattn.sets.universal"),
     (upward_imports, "sketch/sizes.py", "def f():\n    import levattn.sets", "sketch.sizes, line 2"),
-    (upward_imports, "heavy/causal.py", "import levattn.plots", "level 6 imports levattn.plots of level 6"),
+    (upward_imports, "heavy/causal.py", "import levattn.attention", "level 6 imports levattn.attention of level 6"),
     (upward_imports, "sensitivity/leverage.py", "import levattn", "imports levattn of level 7"),
     (upward_imports, "sensitivity/leverage.py", "from levattn import universal_set", "imports levattn of level 7"),
     (upward_imports, "sensitivity/leverage.py", "from levattn import datasets", "stands beside the library"),

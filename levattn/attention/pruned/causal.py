@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.checks import TIE
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
@@ -16,7 +17,6 @@ from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
-from levattn.sensitivity.leverage import TIE
 
 __all__ = ["causal_attention"]
 

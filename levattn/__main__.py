@@ -1,0 +1,6 @@
+"""``python -m levattn`` is the program ``levattn``."""
+
+from levattn.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,0 @@
-"""``python -m levattn.cli``."""
-
-from levattn.cli import main
-
-main()
