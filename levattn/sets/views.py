@@ -84,7 +84,7 @@ def saved_arrays(universal: UniversalSet) -> dict[str, npt.NDArray[Any]]:
     """Return what a set says as arrays, none of which needs pickling."""
     names = ["mask", "scores", "sizes", "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition"]
     if universal.coverage is not None:
-        names = [name for name in names if name != "size_bound"] + ["coverage", "mass", "needs", "threshold_queries"]
+        names += ["coverage", "mass", "needs", "threshold_queries"]
     if universal.groups is not None:
         names += ["groups", "group_scores"]
     if not universal.batch:

@@ -44,7 +44,7 @@ def citation() -> dict[str, Any]:
 
 def test_the_version_is_written_in_the_package_alone() -> None:
     assert "version" not in TABLE
-    assert TABLE["dynamic"] == ["version"]
+    assert TABLE["dynamic"] == ["version", "readme"]
     assert WHOLE["tool"]["hatch"]["version"]["path"] == "levattn/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", levattn.__version__)
 
@@ -95,7 +95,7 @@ def test_tools_check_code_for_the_oldest_python() -> None:
 
 def test_license_and_readme_are_there() -> None:
     assert TABLE["license"] == "Apache-2.0"
-    assert all((ROOT / name).is_file() for name in [*TABLE["license-files"], TABLE["readme"]])
+    assert all((ROOT / name).is_file() for name in [*TABLE["license-files"], "README.md"])
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 

@@ -34,7 +34,6 @@ LAYERS = {
     7: ("", "nn"),  # levattn/__init__.py: the public names
     8: ("integrations",),
     9: ("cli",),
-    10: ("__main__",),
 }
 LEVEL = {name: level for level, names in LAYERS.items() for name in names}
 
@@ -151,7 +150,7 @@ class Module:
 
     @property
     def head(self) -> str:
-        return self.name.partition(".")[0]
+        return "cli" if self.name == "__main__" else self.name.partition(".")[0]  # `python -m levattn` is the program
 
     def at(self, line: int) -> str:
         return f"levattn.{self.name or '__init__'}, line {line}"
@@ -225,7 +224,7 @@ def upward_imports(modules: list[Module]) -> Iterator[str]:
         level = LEVEL.get(module.head, SIDE.get(module.head, 0))
         for item in module.imports:
             target = item.own.partition(".")[0]
-            if item.package != "levattn" or target == module.head:
+            if item.package != "levattn" or target == module.head or item.typing_only:  # a display names what it draws
                 continue
             if target in SIDE and module.head not in USERS_OF_SIDE:
                 yield f"{module.at(item.line)}: {item.target} stands beside the library; cli and plots use it"
@@ -446,7 +445,7 @@ PLANTED = [
     (misplaced_packages, "distributed/torch.py", "import torch", "import torch inside the function"),
     (misplaced_packages, "_core/arrays.py", "importlib.import_module('cupy')", "import cupy inside the function"),
     (misplaced_packages, "io/safetensors.py", "if x:\n    import safetensors", "import safetensors inside"),
-    (misplaced_packages, "io/__init__.py", "def f():\n    import pandas", "pandas is no dependency"),
+    (misplaced_packages, "io/__init__.py", "def f():\n    import polars", "polars is no dependency"),
     (misplaced_packages, "cli/__init__.py", "def f():\n    import matplotlib.pyplot", "only in plots"),
     (stray_jit, "_kernels/gram/compiled.py", "@numba.njit(parallel=True)\ndef f(): ...", "numba.njit"),
     (stray_jit, "_kernels/gram/compiled.py", "from numba import njit", "numba.njit"),
