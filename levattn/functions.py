@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -15,6 +16,7 @@ __all__ = [
     "FAMILIES",
     "INSIDE",
     "L1L2",
+    "NAMES",
     "AttentionFunction",
     "Fair",
     "Huber",
@@ -22,6 +24,7 @@ __all__ = [
     "Softmax",
     "Tukey",
     "as_function",
+    "function_named",
     "is_square",
     "scale_of",
 ]
@@ -464,8 +467,43 @@ def scale_of(f: AttentionFunction) -> float:
     return float(getattr(f, "scale", 1.0))
 
 
+NAMES = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax[:radius]"
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    **{name.lower(): family for name, family in FAMILIES.items() if name != "Power"},
+    "softmax": Softmax,
+}
+
+
+def function_named(text: str) -> AttentionFunction | Softmax:
+    """Return the function that a text such as "huber:0.5" names; a number p is |x|^p."""
+    name, colon, parameter = text.partition(":")
+    family = _BY_NAME.get(name)
+    if family is None:
+        return Power(_number_in(text, "there is no such function"))
+    if colon and family is L1L2:
+        raise ValueError("l1l2 takes no number")
+    function = family(*([_number_in(parameter, f"{parameter!r} is not a number")] if colon else []))
+    return cast(AttentionFunction | Softmax, function)
+
+
+def _number_in(text: str, otherwise: str) -> float:
+    """Return the number that a text is; if it is none, raise an error that says `otherwise`."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(otherwise) from None
+    return positive_number("the number", number)
+
+
 def as_function(f: Any) -> AttentionFunction | Softmax:
-    """Return f, or `Power` of it if it is a number; raise if the theory does not admit it."""
+    """Return f, or the function that a number or a name stands for; raise if the theory does not admit it."""
+    if isinstance(f, str):
+        try:
+            return function_named(f)
+        except ValueError as error:
+            raise ValueError(f"f is {f!r}: {error}. Expected {NAMES}") from None
+    if isinstance(f, type):
+        raise TypeError(f"f is the class {f.__name__}; expected one of its functions, such as {f.__name__}()")
     if isinstance(f, (*FAMILIES.values(), Softmax)):
         return cast(AttentionFunction | Softmax, f)
     if isinstance(f, int | float | np.integer | np.floating) and not isinstance(f, bool):

@@ -1,20 +1,12 @@
 """Attention functions as text: what ``--function`` takes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import levattn
-from levattn._core.checks import positive_number
-from levattn.functions import FAMILIES, is_square
+from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 
 __all__ = ["ALLOWED", "Function", "parse_function"]
 
-ALLOWED = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax:radius (softmax with --queries)"
-_BY_NAME: dict[str, Callable[..., Any]] = {
-    **{name.lower(): family for name, family in FAMILIES.items() if name != "Power"},
-    "softmax": levattn.Softmax,
-}
+ALLOWED = f"{NAMES} (without a radius only with --queries)"
 
 
 @dataclass(frozen=True)
@@ -22,12 +14,12 @@ class Function:
     """An attention function and the text that named it."""
 
     text: str
-    f: Any
+    f: AttentionFunction | Softmax
 
     @property
     def is_square(self) -> bool:
         """Whether it is x², whose scores are leverage scores."""
-        return self.f == 2 or is_square(self.f)
+        return is_square(self.f)
 
 
 def parse_function(text: str, *, for_queries: bool = False) -> Function:
@@ -37,27 +29,11 @@ def parse_function(text: str, *, for_queries: bool = False) -> Function:
     """
     import typer
 
-    name, colon, parameter = text.partition(":")
     try:
-        if name not in _BY_NAME:
-            return Function(text, _number(text, "there is no such function"))
-        if colon and name == "l1l2":
-            raise ValueError("l1l2 takes no number")
-        if not colon and name == "softmax" and not for_queries:
+        if text == "softmax" and not for_queries:
             raise ValueError(
                 "softmax needs the largest norm of a query, as in softmax:4, or a sample of the queries with --queries"
             )
-        return Function(
-            text, _BY_NAME[name](*([_number(parameter, f"{parameter!r} is not a number")] if colon else []))
-        )
+        return Function(text, function_named(text))
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}. Allowed are {ALLOWED}", param_hint="--function") from None
-
-
-def _number(text: str, otherwise: str) -> float:
-    """Return the number that `text` is; if it is none, raise an error that says `otherwise`."""
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError(otherwise) from None
-    return positive_number("the number", number)

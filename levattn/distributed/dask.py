@@ -338,7 +338,7 @@ def universal_set_of_files(
         As in `universal_set`.
     tensor : str, optional
         Name of the array, where a file holds several.
-    f : float or AttentionFunction, default 2
+    f : float, str or AttentionFunction, default 2
         As in `universal_set`.
     memory : int, optional
         Number of bytes of keys that a task may hold at a time; 32 MiB by default.

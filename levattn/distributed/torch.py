@@ -111,7 +111,7 @@ def universal_set(
     group : torch.distributed.ProcessGroup, optional
         The group, with a backend that has all_gather and broadcast, such as gloo or NCCL (which uses the current
         CUDA device); all processes if left out.
-    f : float or AttentionFunction, default 2
+    f : float, str or AttentionFunction, default 2
         As in `levattn.StreamingUniversalSet`, the same on all ranks.
 
     Returns

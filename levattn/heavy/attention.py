@@ -56,7 +56,7 @@ def heavy_attention(
     epsilon : float in (0, 1]
         Smallest score that counts as heavy. A score within 1e-9 (relative) of ε, or within four times its error
         (`HeavyAttention.error`) where that is more, counts as at least ε.
-    f : float, AttentionFunction or Softmax, default 2
+    f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
         The universal set of the same keys for ε or less, if it is known already: then nothing of size n is touched

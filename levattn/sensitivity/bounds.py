@@ -164,7 +164,7 @@ def sensitivities(
     ----------
     K : array of shape (..., n, d)
         Keys, as in `leverage_scores`.
-    f : float, AttentionFunction or Softmax, default 2
+    f : float, str, AttentionFunction or Softmax, default 2
         The attention function; a number p is abs(x)^p.
     method : {"auto", "leverage", "lewis", "lift", "block", "jensen", "ball"}
         "leverage": for abs(x)^p from the leverage scores τ alone, :math:`\tau_{\max}^{1-p/2} \tau_j^{p/2}` for p ≤

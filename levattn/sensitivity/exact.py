@@ -93,7 +93,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     ----------
     K : array of shape (n, d)
         Keys, one a row, with n up to 2000; kinds and dtypes as in `leverage_scores`.
-    f : float, Power or Softmax, default 2
+    f : float, str, Power or Softmax, default 2
         An exponent p > 0, `Power` of one, or `Softmax`; for other functions no exact method is known.
 
     Returns

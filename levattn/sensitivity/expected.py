@@ -70,7 +70,7 @@ def expected_scores(
         their second moments, as `levattn.states.Moments` sums them over chunks and workers: of q for x², of q and a
         last column of ones for other functions, which need the mean. Or their mean (..., d) and covariance
         (..., d, d).
-    f : float, AttentionFunction or Softmax, default 2
+    f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. `Softmax` needs no radius here.
     method : {"auto", "normal", "mean"}
         "normal": the queries are normal; for x² of mean zero, with the second moment of the queries given, which

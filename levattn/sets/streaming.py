@@ -149,7 +149,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     ----------
     epsilon : float in (0, 1]
         Smallest attention score that counts as large.
-    f : float, AttentionFunction, default 2
+    f : float, str, AttentionFunction, default 2
         Attention function with a bound that never rises as keys are added: x² (exact), even powers (the leverage
         scores of the products of p/2 coordinates; a superset), and functions of at most quadratic growth (their
         block bound, see `sensitivities`; a superset, which depends on the order of the rows). Others are refused.

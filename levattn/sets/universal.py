@@ -90,7 +90,7 @@ def universal_set(
     size : int in [0, n]
         Instead of `epsilon`: that many keys of the largest scores, of equal ones those of lower index. The set then
         tells the ε that it certifies.
-    f : float, AttentionFunction or Softmax, default 2
+    f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius, which is
         not read with `queries`.

@@ -79,7 +79,7 @@ def test_functions_that_the_theory_does_not_admit(f: Any, message: str) -> None:
         as_function(f)
 
 
-@pytest.mark.parametrize("f", ["softmax", None, True, np.ones(3), lambda x: x, [2]])
+@pytest.mark.parametrize("f", [None, True, np.ones(3), lambda x: x, [2]])
 def test_what_is_no_function(f: Any) -> None:
     with pytest.raises(TypeError, match=r"\bf\b"):
         as_function(f)
@@ -160,3 +160,35 @@ def test_rounding_relative_to_the_largest_entry_is_no_negative_eigenvalue() -> N
     assert f.contains(np.array([[1.0, 0.0], [1.0, 1e-14]])).all()
     with pytest.raises(ValueError, match="negative eigenvalue"):
         levattn.Softmax(1.0, np.array([[1.0, 1e-3], [1e-3, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("1.5", levattn.Power(1.5)),
+        ("huber", levattn.Huber()),
+        ("huber:0.5", levattn.Huber(0.5)),
+        ("tukey:2", levattn.Tukey(2)),
+        ("fair", levattn.Fair()),
+        ("l1l2", levattn.L1L2()),
+        ("softmax", levattn.Softmax()),
+        ("softmax:4", levattn.Softmax(4)),
+    ],
+)
+def test_a_name_stands_for_a_function(name: str, f: Any) -> None:
+    assert as_function(name) == f
+
+
+@pytest.mark.parametrize(
+    ("f", "error", "message"),
+    [
+        ("hubert", ValueError, r"'hubert': there is no such function\. Expected a number p .*huber\[:delta\]"),
+        ("huber:x", ValueError, "'x' is not a number"),
+        ("huber:-1", ValueError, "above 0"),
+        ("l1l2:3", ValueError, "l1l2 takes no number"),
+        (levattn.Huber, TypeError, r"the class Huber; .* such as Huber\(\)"),
+    ],
+)
+def test_what_names_no_function_is_refused(f: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        levattn.universal_set(np.eye(3), 0.5, f=f)
