@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
@@ -236,7 +238,8 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
             )
         held = from_csr(array, name)
         return Matrices(held, (), held.values.dtype.name, np.asarray)
-    data, kind, give_back = _dense(array, name)
+    cached = cached_keys(array) if name == "K" else None
+    data, kind, give_back = _dense(array if cached is None else cached, name)
     if data.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(data.shape)}; expected (..., n, d), rows last but one. "
@@ -263,7 +266,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
     if not known or isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
-            "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
+            f"namespace of the array-API standard). {_remedy(array, name)}"
         )
     shared = as_cupy(array)
     if shared is None and not isinstance(array, np.ndarray) and not is_torch(array):
@@ -287,6 +290,15 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         return to_device(result, array) if isinstance(result, np.ndarray) else result
 
     return array, kind, to_library
+
+
+def _remedy(array: Any, name: str) -> str:
+    """Return how an array comes of something that is none."""
+    if isinstance(array, str | os.PathLike):
+        return f"Open a file of keys first: {name} = levattn.open_keys({os.fspath(array)!r})"
+    if hasattr(array, "to_numpy"):
+        return f"Convert it first: {name}.to_numpy()"
+    return "Convert it first, and give rows that do not count by mask="
 
 
 def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from levattn._core.arrays import has_cupy, is_torch, on_cuda, tensor_behind
+from levattn._core.caches import layers_of
 
 __all__ = ["where_arrays_are"]
 
@@ -30,6 +31,7 @@ class _Kind(Enum):
     CUPY = auto()
     TUPLE = auto()
     HOLDER = auto()
+    CACHE = auto()
 
 
 _NOTHING = {np.ndarray, type(None), bool, int, float, str}  # types of values that are never on a device
@@ -76,6 +78,8 @@ def _kind_of(value: Any) -> _Kind | None:
         _KINDS[kind] = _Kind.TUPLE
     elif hasattr(kind, "_held_array"):
         _KINDS[kind] = _Kind.HOLDER
+    elif layers_of(value) is not None:
+        _KINDS[kind] = _Kind.CACHE
     else:
         _NOTHING.add(kind)
     return _KINDS.get(kind)
@@ -92,6 +96,8 @@ def _array_in(value: Any) -> Any:
         return value
     if kind is _Kind.TUPLE:
         return next((found for part in value if (found := _array_in(part)) is not None), None)
+    if kind is _Kind.CACHE:
+        return _array_in(tuple(layers_of(value) or ())[:1])
     # an object that is being made holds none yet
     found = _array_in(getattr(value, "_held_array", None)) if kind is _Kind.HOLDER else None
     # what was made of a tensor goes on as torch does, by whichever library it is held

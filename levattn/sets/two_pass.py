@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices
+from levattn._core.caches import layers_of
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.serialize import pack, shaped, unpack, whole
@@ -115,7 +116,11 @@ def as_source(K: Any) -> Source | None:
             f"K is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers use "
             "levattn.distributed.dask.universal_set"
         )
-    if isinstance(K, list | tuple | str | bytes | dict) or hasattr(K, "shape"):
+    if (
+        isinstance(K, list | tuple | str | bytes | dict | os.PathLike)
+        or hasattr(K, "shape")
+        or layers_of(K) is not None
+    ):
         return None
     if isinstance(K, Iterator):
         raise TypeError(
