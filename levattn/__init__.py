@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from levattn._core.threads import thread_limit
-from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFiniteError, RecallWarning
+from levattn.exceptions import AxesWarning, CacheWarning, KeyFileError, LevattnError, NonFiniteError, RecallWarning
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import heavy_attention
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
@@ -36,6 +36,7 @@ __all__ = [
     "L1L2",
     "AdaptiveCoverage",
     "AttentionFunction",
+    "AxesWarning",
     "CacheWarning",
     "CausalUniversalSet",
     "ExactSensitivities",

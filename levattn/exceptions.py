@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError", "RecallWarning"]
+__all__ = ["AxesWarning", "CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError", "RecallWarning"]
 
 
 class LevattnError(Exception):
@@ -15,6 +15,10 @@ class NonFiniteError(LevattnError, ValueError):
 
 class KeyFileError(LevattnError, ValueError):
     """A file of keys is damaged, of another kind, or does not hold what was asked for."""
+
+
+class AxesWarning(UserWarning):
+    """The axes of the keys look exchanged: few keys in each of many matrices, where (..., n, d) is expected."""
 
 
 class CacheWarning(UserWarning):

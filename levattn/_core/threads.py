@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -45,8 +45,7 @@ def num_threads() -> int:
     return _limit.get() or _available()
 
 
-@contextmanager
-def thread_limit(n: SupportsIndex) -> Iterator[None]:
+def thread_limit(n: SupportsIndex) -> AbstractContextManager[None]:
     """Limit the CPU kernels to `n` threads inside a ``with`` block.
 
     The limit holds for the current thread (or task) only. Without it the kernels use every core that the
@@ -58,9 +57,10 @@ def thread_limit(n: SupportsIndex) -> Iterator[None]:
     n : int
         Largest number of threads, at least 1.
 
-    Yields
-    ------
-    None
+    Returns
+    -------
+    context manager
+        The limit, for a ``with`` block.
 
     Raises
     ------
@@ -77,7 +77,12 @@ def thread_limit(n: SupportsIndex) -> Iterator[None]:
     ...     levattn.leverage_scores(K)
     array([1., 1., 1., 1.])
     """
-    token = _limit.set(whole_number("n", n, what="a whole number of threads"))
+    return _limited(whole_number("n", n, what="a whole number of threads"))
+
+
+@contextmanager
+def _limited(n: int) -> Iterator[None]:
+    token = _limit.set(n)
     try:
         yield
     finally:

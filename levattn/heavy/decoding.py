@@ -141,6 +141,12 @@ class CausalUniversalSet:
         self._keys: npt.NDArray[Any] = np.zeros((0, 0, 1))
         self._beside: tuple[npt.NDArray[Any], ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        form = self._form
+        shape = "no key yet" if form is None else f"n={self.n}, held={self.held}, batch={form.batch}, d={form.d}"
+        return f"CausalUniversalSet(epsilon={self.epsilon:.6g}, {shape})"
+
     @property
     def n(self) -> int:
         """Number of rows so far, masked ones among them."""

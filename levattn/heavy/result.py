@@ -23,6 +23,7 @@ from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
 from levattn.sensitivity.sums import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet, flag_counts
+from levattn.sets.views import span
 from levattn.states.block_buffer import in_main_memory
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = ["Figures", "HeavyAttention", "PreciseQueries", "Products"]
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeavyAttention:
     """The heavy part of attention with f(x) = x²; the result of `heavy_attention`.
 
@@ -68,6 +69,14 @@ class HeavyAttention:
     @property
     def _held_array(self) -> Any:
         return self._figures.normalizers, self.universal
+
+    @where_arrays_are
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        m, n = self.entries.shape
+        keys = f"in a set of {len(self.universal)}" if self.universal is not None else "causal"
+        mass = f", captured_mass {span(self.captured_mass)}" if m else ""
+        return f"HeavyAttention({self.entries.nnz} entries of {m} queries x {n} keys, {keys}{mass})"
 
     @property
     @where_arrays_are

@@ -203,6 +203,12 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
         self._stream: CandidateStore | None = None  # not before the first chunk tells the shape
 
+    def __repr__(self) -> str:
+        """Return the figures on one line; nothing is computed for it."""
+        stream = self._stream
+        shape = "no chunk yet" if stream is None else f"n={self.n}, batch={stream.batch}, d={stream.d}"
+        return f"StreamingUniversalSet(epsilon={self.epsilon:.6g}, f={self.f!r}, {shape})"
+
     @property
     def n(self) -> int:
         """Number of rows so far, masked ones among them."""

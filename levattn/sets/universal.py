@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
+from levattn.exceptions import AxesWarning
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor
@@ -158,6 +161,11 @@ def universal_set(
     ImportError
         If `progress` is True and rich is not installed.
 
+    Warns
+    -----
+    AxesWarning
+        If the axes of the keys look exchanged: n ≤ d, and more than d matrices along the axis before.
+
     See Also
     --------
     heavy_attention : The large attention scores themselves.
@@ -228,6 +236,7 @@ def universal_set(
             )
         K = K.load()
     matrices = as_matrices(K, "K", sparse=square)
+    _warn_of_axes(matrices)
     labels = None if groups is None else as_labels(groups, matrices)
     if labels is not None and (not square or approximate or epsilon is None):
         raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
@@ -300,9 +309,23 @@ class _Asked:
         return _Asked(epsilon, size, self.method, self.center, self.mask)
 
 
-def set_of(matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any) -> UniversalSet:
+def _warn_of_axes(matrices: Matrices) -> None:
+    """Warn where the axis before the keys looks like the one that counts them."""
+    if matrices.batch and matrices.n <= matrices.d < matrices.batch[-1]:
+        warnings.warn(
+            f"K has shape {(*matrices.batch, matrices.n, matrices.d)}: {matrices.n} keys of {matrices.d} columns in "
+            f"each of {math.prod(matrices.batch)} matrices, so that each set may hold all its keys. Where the axes "
+            "are (..., keys, heads, columns), give K.swapaxes(-3, -2)",
+            AxesWarning,
+            stacklevel=4,
+        )
+
+
+def set_of(
+    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any = None, *, center: bool = False
+) -> UniversalSet:
     """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
-    asked = _Asked(epsilon, mask=mask)
+    asked = _Asked(epsilon, center=center, mask=mask)
     return _exact(matrices, asked, None) if is_square(f) else _bounded(matrices, f, asked)
 
 

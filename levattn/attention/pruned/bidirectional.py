@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.arrays import as_matrices
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, mapped
 from levattn.attention.common.arguments import reshaped
@@ -16,8 +17,9 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
+from levattn.functions import Power
 from levattn.sensitivity.leverage import leverage_scores
-from levattn.sets.universal import universal_set
+from levattn.sets.universal import set_of
 
 __all__ = ["whole_attention"]
 
@@ -153,7 +155,8 @@ def _leverage(rule: SelectionRule, K: Any, ones: Any) -> Any:
     if rule.epsilon is None:
         return leverage_scores(K, center=rule.center)
     xp = namespace_of(K)
-    inside = universal_set(K, rule.epsilon, center=rule.center).mask  # with its margin for rounding
+    # with its margin for rounding
+    inside = set_of(as_matrices(K, "K"), Power(2), rule.epsilon, center=rule.center).mask
     return xp.where(inside, xp.full_like(ones, rule.epsilon), xp.zeros_like(ones))
 
 

@@ -1,0 +1,150 @@
+"""How sets and states show themselves: on a line, in a notebook, as a table, as files, and the set of one head."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+import levattn
+
+mpl.use("agg")
+
+
+def keys(*batch: int, n: int = 60, d: int = 4) -> Any:
+    return np.random.default_rng(0).standard_normal((*batch, n, d)) * np.array([1, 1, 1, 9])
+
+
+def test_the_line_of_a_batch_tells_threshold_rank_bound_and_how_many_are_vacuous() -> None:
+    K = keys(2, 3)
+    K[0, 0] = 0
+    K[0, 0, :2, 0] = 1  # two keys of one direction
+    found = repr(levattn.universal_set(K, 0.1))
+    sizes = levattn.universal_set(K, 0.1).sizes
+    assert found == (
+        f"UniversalSet({sizes.min()} to {sizes.max()} of 60 keys in each of (2, 3), epsilon=0.1, guarantee='exact', "
+        "rank=1 to 4, bound=10 to 40)"
+    )
+    assert repr(levattn.universal_set(K, 0.05)).endswith("bound=20 to 80, 5 vacuous)")
+    assert repr(levattn.universal_set(K[1], 0.05)).endswith("bound=80, vacuous)")
+    assert repr(levattn.universal_set(np.zeros((0, 5, 2)), 0.5)).startswith(
+        "UniversalSet(none of 5 keys in each of (0,)"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"f": 4}, {"f": "huber"}, {"method": "countsketch", "rng": 0}], ids=repr)
+def test_the_set_of_one_head_is_the_set_of_its_keys(options: dict[str, Any]) -> None:
+    K = keys(2, 3, n=40)
+    mask = np.random.default_rng(1).random((2, 3, 40)) < 0.9
+    whole = levattn.universal_set(K, 0.2, mask=mask, **options)
+    for place in np.ndindex(2, 3):
+        one = whole[place]
+        assert one.batch == ()
+        np.testing.assert_array_equal(one.mask, whole.mask[place])
+        np.testing.assert_array_equal(one.scores, whole.scores[place])
+        assert (one.rank, one.size_bound) == (whole.rank[place], whole.size_bound[place])
+        if not options:
+            alone = levattn.universal_set(K[place], 0.2, mask=mask[place])
+            np.testing.assert_array_equal(one.indices, alone.indices)
+    np.testing.assert_array_equal(whole[-1, -1].mask, whole[1, 2].mask)
+
+
+def test_the_set_of_one_head_serves_heavy_attention() -> None:
+    K = keys(3)
+    whole = levattn.universal_set(K, 0.2)
+    mine = levattn.heavy_attention(K[1], K[1], 0.2, universal=whole[1])
+    alone = levattn.heavy_attention(K[1], K[1], 0.2)
+    np.testing.assert_allclose(mine.entries.toarray(), alone.entries.toarray(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("index", "error"), [((0,), IndexError), ((5, 0), IndexError), ((0, 0, 0), IndexError)])
+def test_an_index_that_is_not_there_is_refused(index: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        levattn.universal_set(keys(2, 3), 0.2)[index]
+    with pytest.raises(TypeError, match="of one matrix"):
+        levattn.universal_set(keys(), 0.2)[0]
+
+
+def test_members_are_found_and_given_in_order() -> None:
+    universal = levattn.universal_set(np.diag([1.0, 0, 2]), 0.5)
+    assert list(universal) == [0, 2]
+    assert 2 in universal
+    assert np.int64(0) in universal
+    assert 1 not in universal
+    assert "2" not in universal
+
+
+def test_a_notebook_shows_a_table() -> None:
+    html = levattn.universal_set(np.diag([1.0, 0, 2]), 0.5)._repr_html_()
+    assert "<th>indices (scores)</th><td>0 (1), 2 (1)</td>" in html
+    assert "<td>2 of 3 keys</td>" in html
+    assert "<td>exact</td>" in html or "<td>&#x27;exact&#x27;</td>" in html
+    many = levattn.universal_set(np.eye(20), 0.5)._repr_html_()
+    assert "9 (1), and 10 more" in many
+    assert "indices" not in levattn.universal_set(keys(2), 0.5)._repr_html_()
+
+
+def test_a_table_has_a_row_for_each_key_of_the_set() -> None:
+    K = keys(2, 3)
+    whole = levattn.universal_set(K, 0.2)
+    table = whole.to_frame()
+    assert list(table.columns) == ["axis_0", "axis_1", "key", "score"]
+    places = tuple(table[name].to_numpy() for name in ("axis_0", "axis_1", "key"))
+    np.testing.assert_array_equal(np.stack(places), np.stack(np.nonzero(whole.mask)))
+    np.testing.assert_array_equal(table["score"], whole.scores[places])
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_a_file_holds_the_set_and_needs_no_pickle(tmp_path: Path, batch: tuple[int, ...]) -> None:
+    universal = levattn.universal_set(keys(*batch), 0.2)
+    path = tmp_path / "set.npz"
+    universal.save(path)
+    with np.load(path, allow_pickle=False) as stored:
+        assert ("indices" in stored) == (batch == ())
+        for name in ("mask", "scores", "sizes", "rank", "size_bound", "is_vacuous"):
+            np.testing.assert_array_equal(stored[name], getattr(universal, name))
+        assert float(stored["f"]) == 2
+    with pytest.raises(ValueError, match=r"ends in \.npz"):
+        universal.save(tmp_path / "set.txt")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_set_draws_its_spectrum() -> None:
+    universal = levattn.universal_set(keys(2), 0.2)
+    display = universal.plot()
+    np.testing.assert_array_equal(display.sizes, universal.sizes)
+    (ax,) = display.figure_.axes
+    assert ax.get_yscale() == "log"
+
+
+def test_states_and_heavy_attention_tell_what_they_hold() -> None:
+    K = keys()
+    state = levattn.StreamingUniversalSet(0.2, f="huber")
+    assert repr(state) == "StreamingUniversalSet(epsilon=0.2, f=Huber(delta=1.0), no chunk yet)"
+    assert "n=60, batch=(), d=4" in repr(state.update(K))
+    causal = levattn.CausalUniversalSet(0.2)
+    assert repr(causal) == "CausalUniversalSet(epsilon=0.2, no key yet)"
+    assert f"n=60, held={causal.update(K).held}, batch=(), d=4" in repr(causal)
+    heavy = levattn.heavy_attention(K, K, 0.2)
+    assert f"{heavy.entries.nnz} entries of 60 queries x 60 keys, in a set of {len(heavy.universal)}" in repr(heavy)
+    assert "causal" in repr(levattn.heavy_attention(K, K, 0.2, causal=True))
+
+
+def test_exchanged_axes_warn_and_short_contexts_do_not() -> None:
+    with pytest.warns(
+        levattn.AxesWarning, match=r"K has shape \(60, 3, 4\): 3 keys of 4 columns in each of 60"
+    ) as seen:
+        levattn.universal_set(keys(3).swapaxes(0, 1), 0.2)
+    assert seen[0].filename == __file__
+    levattn.universal_set(keys(2, 3, n=4), 0.2)
+    levattn.universal_set(keys(n=3), 0.2)
+
+
+def test_a_set_survives_pickling() -> None:
+    universal = levattn.universal_set(keys(2), 0.2)
+    again = pickle.loads(pickle.dumps(universal))
+    np.testing.assert_array_equal(again[1].indices, universal[1].indices)
