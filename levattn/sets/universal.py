@@ -35,6 +35,7 @@ from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 __all__ = ["set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
+_MANY = 32  # matrices along an axis, from which it may be the axis of the keys
 # Options that a set with coverage does not read
 _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")
 
@@ -164,7 +165,8 @@ def universal_set(
     Warns
     -----
     AxesWarning
-        If the axes of the keys look exchanged: n ≤ d, and more than d matrices along the axis before.
+        If the axes of the keys look exchanged: n ≤ d, and more than d matrices (and at least 32)
+        along the axis before.
 
     See Also
     --------
@@ -311,7 +313,7 @@ class _Asked:
 
 def _warn_of_axes(matrices: Matrices) -> None:
     """Warn where the axis before the keys looks like the one that counts them."""
-    if matrices.batch and matrices.n <= matrices.d < matrices.batch[-1]:
+    if matrices.batch and 0 < matrices.n <= matrices.d < matrices.batch[-1] and matrices.batch[-1] >= _MANY:
         warnings.warn(
             f"K has shape {(*matrices.batch, matrices.n, matrices.d)}: {matrices.n} keys of {matrices.d} columns in "
             f"each of {math.prod(matrices.batch)} matrices, so that each set may hold all its keys. Where the axes "
