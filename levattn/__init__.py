@@ -15,6 +15,7 @@ from levattn._core.threads import thread_limit
 from levattn.exceptions import AxesWarning, CacheWarning, KeyFileError, LevattnError, NonFiniteError, RecallWarning
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import heavy_attention
+from levattn.heavy.batch import HeavyAttentionBatch
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
 from levattn.heavy.result import HeavyAttention
 from levattn.io import KeySource, open_keys
@@ -42,6 +43,7 @@ __all__ = [
     "ExactSensitivities",
     "Fair",
     "HeavyAttention",
+    "HeavyAttentionBatch",
     "HeavyKeys",
     "Huber",
     "KeyFileError",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -136,10 +136,12 @@ def _covering(encoder: Any, epsilon: float) -> _Covering:
 def _measure(place: tuple[int, int], encoder: Any, epsilon: float, covering: _Covering) -> _Head:
     Q, K = (np.asarray(array[place], np.float64) for array in (encoder.queries, encoder.keys))
     chosen = levattn.universal_set(encoder.keys[place], epsilon)
-    heavy = levattn.heavy_attention(encoder.queries[place], encoder.keys[place], epsilon, universal=chosen)
     worst = datasets.adversarial_queries(K)
+    heavy, heavy_worst = (
+        cast(levattn.HeavyAttention, levattn.heavy_attention(given, encoder.keys[place], epsilon, universal=chosen))
+        for given in (encoder.queries[place], worst)
+    )
     A_worst = _x2_attention(worst, K)
-    heavy_worst = levattn.heavy_attention(worst, encoder.keys[place], epsilon, universal=chosen)
     A, P = _x2_attention(Q, K), _softmax_attention(Q, K, encoder.scale)
     norms, mass = (K * K).sum(axis=1), P.mean(axis=0)
     size, covered, unseen = len(chosen), covering.mask[place], P[1::2]

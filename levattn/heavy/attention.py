@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast, get_args
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, array_namespace, as_matrices, float64_beside, take_rows, to_numpy
-from levattn._core.checks import TIE
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, float64_beside, take_rows, to_numpy
+from levattn._core.checks import TIE, check_type
 from levattn._core.device import where_arrays_are
-from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
+from levattn.heavy.batch import HeavyAttentionBatch, keys_of_heads
 from levattn.heavy.causal import Causal
 from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
@@ -20,7 +23,8 @@ from levattn.heavy.squares import NormalizerMethod, of_squares
 from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
 from levattn.sets.result import UniversalSet, require_set_of
 from levattn.sets.universal import set_of
-from levattn.states.block_buffer import in_main_memory
+from levattn.sets.views import part_of
+from levattn.states.block_buffer import moved
 
 __all__ = ["heavy_attention"]
 
@@ -39,7 +43,7 @@ def heavy_attention(
     sketch_size: int | tuple[int, int] | None = None,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
-) -> HeavyAttention:
+) -> HeavyAttention | HeavyAttentionBatch:
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
     For f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`, only keys of
@@ -49,9 +53,10 @@ def heavy_attention(
 
     Parameters
     ----------
-    Q : array of shape (m, d)
-        Queries.
-    K : array of shape (n, d)
+    Q : array of shape (..., m, d)
+        Queries. Leading axes are those of K, none, or a multiple of the last: several heads of queries for each head
+        of keys.
+    K : array of shape (..., n, d)
         Keys; kinds and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
         Smallest score that counts as heavy. A score within 1e-9 (relative) of ε, or within four times its error
@@ -71,15 +76,15 @@ def heavy_attention(
         See Notes.
     sketch_size : int or (int, int), optional
         Buckets and repetitions of "countsketch", columns of the projection of "jl".
-    mask : array of bool, shape (n,), optional
+    mask : array of bool, shape (..., n), optional
         True for a key that takes part. Not with `universal`, which has its own.
     rng : int or numpy.random.Generator, optional
         Seed of "countsketch" and "jl", 0 if left out.
 
     Returns
     -------
-    HeavyAttention
-        The heavy entries as a sparse matrix, with normalizers and masses.
+    HeavyAttention, or HeavyAttentionBatch where Q or K has leading axes
+        The heavy entries as a sparse matrix, with normalizers and masses; of a batch one for each head of queries.
 
     Raises
     ------
@@ -112,7 +117,7 @@ def heavy_attention(
 
     "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and what it returns
     is exact. "jl" misses none, and normalizers and scores err by at most `HeavyAttention.distortion`, but for a
-    probability of 1e-6. The exact route was faster than both at all sizes tried.
+    probability of 1e-6; both for each head. The exact route was faster than both at all sizes tried.
 
     References
     ----------
@@ -133,44 +138,82 @@ def heavy_attention(
     epsilon = check_epsilon(epsilon)
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal is {causal!r}; expected True or False")
-    queries, keys = _checked_pair(Q, K)
-    square = is_square(function)
+    queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
+    if queries.d != keys.d:
+        raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
+    heads = keys_of_heads(queries.batch, keys.batch)
     if method not in get_args(NormalizerMethod):
         raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
     if method == "auto":
         refuse_randomness("auto", sketch_size, rng)
-    elif causal or not square:
+    elif causal or not is_square(function):
         raise ValueError(f"method is {method!r}; expected 'auto' for causal attention and for functions other than x²")
+    one: Callable[[Matrices, int], HeavyAttention]
     if causal:
         _check_causal(queries, keys, function, universal)
-        _, queried = in_main_memory(Q, name="Q")
-        return _causal_attention(queried, in_main_memory(K, mask)[1], epsilon)
-    if universal is None:
-        universal = set_of(keys, function, epsilon, mask)
-    elif mask is not None:
-        raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
+        one = partial(_causal_attention, keys, as_mask(mask, keys), epsilon)
     else:
-        _check_universal(universal, keys, epsilon, function)
+        sets = _sets_of(universal, keys, epsilon, function, mask)
+        one = partial(_by_set, keys, sets, _Asked(function, epsilon, method, sketch_size, rng))
+    if not (queries.batch or keys.batch):
+        return one(queries, 0)
+    batch = queries.batch or keys.batch
+    found = []
+    for i, head in enumerate(heads.tolist()):
+        try:
+            found.append(one(queries.item(i if queries.batch else 0), head))
+        except NonFiniteError as error:
+            place = tuple(map(int, np.unravel_index(i, batch)))
+            raise NonFiniteError(f"at {place} of the batch {batch}: {error}") from None
+    return HeavyAttentionBatch(tuple(found), batch, heads, keys.batch)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Options of `heavy_attention` that are checked."""
+
+    f: AttentionFunction | Softmax
+    epsilon: float
+    method: NormalizerMethod
+    sketch_size: int | tuple[int, int] | None
+    rng: int | np.random.Generator | None
+
+
+def _sets_of(
+    universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax, mask: Any
+) -> UniversalSet:
+    """Return the universal sets of all heads of keys, those that are given where they are of these keys."""
+    if universal is None:
+        return set_of(keys, f, epsilon, mask)
+    if mask is not None:
+        raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
+    check_type("universal", universal, UniversalSet, "the result of universal_set")
+    if universal.batch != keys.batch:
+        shape = (*universal.batch, universal.mask.shape[-1])
+        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
+    for head in range(len(keys.data)):
+        _check_universal(_of_head(universal, head), keys.item(head), epsilon, f)
+    return cast(UniversalSet, universal)
+
+
+def _of_head(universal: UniversalSet, head: int) -> UniversalSet:
+    """Return the set of one head, by its number."""
+    return part_of(universal, np.unravel_index(head, universal.batch)) if universal.batch else universal
+
+
+def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices, head: int) -> HeavyAttention:
+    """Return the result of some queries for one head of keys, whose set is known."""
+    mine, universal = keys.item(head), _of_head(sets, head)
+    square = is_square(asked.f)
     # what is not exact, or of other functions, runs in main memory
-    Q64 = float64_beside(queries.data, queries.format, keys.data if square and method == "auto" else None)
+    beside = mine.data if square and asked.method == "auto" else None
+    Q64 = float64_beside(queries.data, queries.format, beside)
     xp = array_namespace(Q64)
     require_finite_queries(to_numpy(xp.all(xp.isfinite(Q64), axis=1)))
-    selected = float64_beside(take_rows(keys.data, universal.indices), keys.format, Q64)
+    selected = float64_beside(take_rows(mine.data, universal.indices), mine.format, Q64)
     if square:
-        return of_squares(Q64, selected, keys, universal, epsilon, method, sketch_size, rng)
-    return of_other_function(Q64, selected, keys, universal, epsilon, function)
-
-
-def _checked_pair(Q: Any, K: Any) -> tuple[Matrices, Matrices]:
-    """Return queries and keys, or raise where they are not one matrix each of as many columns."""
-    queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
-    for name, matrices in (("Q", queries), ("K", keys)):
-        if matrices.batch:
-            shape = (*matrices.batch, matrices.n, matrices.d)
-            raise ValueError(f"{name} has shape {shape}; expected one matrix. Call heavy_attention for each head")
-    if queries.d != keys.d:
-        raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
-    return queries, keys
+        return of_squares(Q64, selected, mine, universal, asked.epsilon, asked.method, asked.sketch_size, asked.rng)
+    return of_other_function(Q64, selected, mine, universal, asked.epsilon, asked.f)
 
 
 def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Softmax, universal: Any) -> None:
@@ -184,12 +227,14 @@ def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Soft
         )
 
 
-def _causal_attention(queries: Rows, rows: Rows, epsilon: float) -> HeavyAttention:
-    """Return the result where each query attends to the keys up to its own."""
+def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:
+    """Return the result for one head of keys where each query attends to the keys up to its own."""
+    _, queried = moved(queries, None, "Q")
+    _, rows = moved(keys.item(head), None if present is None else present[head : head + 1], "K")
     if not np.isfinite(rows.column_maxima()).all():
         bad = rows.nonfinite_rows(0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")
-    causal, n = Causal(queries, rows, epsilon), rows.shape[1]
+    causal, n = Causal(queried, rows, epsilon), rows.shape[1]
     D, captured, error, live = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n, np.bool_)
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     alive = []

@@ -24,7 +24,7 @@ from levattn.linalg.gram import second_moments
 from levattn.sensitivity.sums import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet, flag_counts
 from levattn.sets.views import span
-from levattn.states.block_buffer import in_main_memory
+from levattn.states.block_buffer import moved
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -168,16 +168,19 @@ class HeavyAttention:
         >>> bool((np.linalg.norm(output - A @ V, axis=1) <= bound).all())
         True
         """
+        return self._applied(as_matrices(V, "V"), compensate)
+
+    def _applied(self, values: Matrices, compensate: Literal["mean"] | None) -> tuple[Any, Float64]:
+        """Return the output and its bound for values that were read."""
         if compensate not in (None, "mean"):
             raise ValueError(f"compensate is {compensate!r}; expected None or 'mean'")
         n = self._figures.n
-        values = as_matrices(V, "V")
         if values.batch or values.n != n:
             shape = (*values.batch, values.n, values.d)
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
         products = self._products
         if isinstance(products, Causal):
-            everything = in_main_memory(V, products.present, "V")[1]
+            everything = moved(values, as_mask(products.present, values), "V")[1]
         else:
             everything = Rows(values.data, values.format, as_mask(products.universal._present, values))
         largest = everything.column_maxima().max(initial=0.0)
