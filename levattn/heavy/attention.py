@@ -23,8 +23,8 @@ from levattn.heavy.squares import NormalizerMethod, of_squares
 from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
 from levattn.sets.result import UniversalSet, require_set_of
 from levattn.sets.universal import set_of
-from levattn.sets.views import part_of
-from levattn.states.block_buffer import moved
+from levattn.sets.views import item_of
+from levattn.states.block_buffer import in_memory
 
 __all__ = ["heavy_attention"]
 
@@ -192,18 +192,13 @@ def _sets_of(
         shape = (*universal.batch, universal.mask.shape[-1])
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
     for head in range(len(keys.data)):
-        _check_universal(_of_head(universal, head), keys.item(head), epsilon, f)
+        _check_universal(item_of(universal, head), keys.item(head), epsilon, f)
     return cast(UniversalSet, universal)
-
-
-def _of_head(universal: UniversalSet, head: int) -> UniversalSet:
-    """Return the set of one head, by its number."""
-    return part_of(universal, np.unravel_index(head, universal.batch)) if universal.batch else universal
 
 
 def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices, head: int) -> HeavyAttention:
     """Return the result of some queries for one head of keys, whose set is known."""
-    mine, universal = keys.item(head), _of_head(sets, head)
+    mine, universal = keys.item(head), item_of(sets, head)
     square = is_square(asked.f)
     # what is not exact, or of other functions, runs in main memory
     beside = mine.data if square and asked.method == "auto" else None
@@ -229,8 +224,8 @@ def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Soft
 
 def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:
     """Return the result for one head of keys where each query attends to the keys up to its own."""
-    _, queried = moved(queries, None, "Q")
-    _, rows = moved(keys.item(head), None if present is None else present[head : head + 1], "K")
+    _, queried = in_memory(queries, None, "Q")
+    _, rows = in_memory(keys.item(head), None if present is None else present[head : head + 1], "K")
     if not np.isfinite(rows.column_maxima()).all():
         bad = rows.nonfinite_rows(0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")

@@ -15,7 +15,7 @@ from levattn._core.checks import needing
 if TYPE_CHECKING:
     from levattn.sets.result import UniversalSet
 
-__all__ = ["frame_of", "html_of", "line_of", "part_of", "saved_arrays", "span"]
+__all__ = ["frame_of", "html_of", "item_of", "line_of", "part_of", "saved_arrays", "span"]
 
 _KEYS_SHOWN = 10  # in a notebook
 
@@ -108,7 +108,13 @@ def part_of(universal: UniversalSet, index: Any) -> UniversalSet:
             f"the index is {index!r}; expected {len(universal.batch)} whole numbers, one for each axis of the batch "
             f"{universal.batch}"
         )
-    number = int(np.arange(np.prod(universal.batch, dtype=int)).reshape(universal.batch)[place])
+    return item_of(universal, int(np.arange(np.prod(universal.batch, dtype=int)).reshape(universal.batch)[place]))
+
+
+def item_of(universal: UniversalSet, number: int) -> UniversalSet:
+    """Return the set of one matrix by its number, leading axes flattened."""
+    if not universal.batch:
+        return universal
     place = tuple(int(i) for i in np.unravel_index(number, universal.batch))
 
     def figure(values: Any) -> Any:
