@@ -24,7 +24,7 @@ from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
 from levattn.sets.result import UniversalSet, require_set_of
 from levattn.sets.universal import set_of
 from levattn.sets.views import item_of
-from levattn.states.block_buffer import in_memory
+from levattn.states.block_buffer import matrices_in_memory
 
 __all__ = ["heavy_attention"]
 
@@ -224,8 +224,8 @@ def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Soft
 
 def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:
     """Return the result for one head of keys where each query attends to the keys up to its own."""
-    _, queried = in_memory(queries, None, "Q")
-    _, rows = in_memory(keys.item(head), None if present is None else present[head : head + 1], "K")
+    _, queried = matrices_in_memory(queries, None, "Q")
+    _, rows = matrices_in_memory(keys.item(head), None if present is None else present[head : head + 1], "K")
     if not np.isfinite(rows.column_maxima()).all():
         bad = rows.nonfinite_rows(0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")

@@ -24,7 +24,7 @@ from levattn.linalg.gram import second_moments
 from levattn.sensitivity.sums import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet, flag_counts
 from levattn.sets.views import span
-from levattn.states.block_buffer import in_memory
+from levattn.states.block_buffer import matrices_in_memory
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -180,7 +180,7 @@ class HeavyAttention:
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
         products = self._products
         if isinstance(products, Causal):
-            everything = in_memory(values, as_mask(products.present, values), "V")[1]
+            everything = matrices_in_memory(values, as_mask(products.present, values), "V")[1]
         else:
             everything = Rows(values.data, values.format, as_mask(products.universal._present, values))
         largest = everything.column_maxima().max(initial=0.0)

@@ -21,7 +21,7 @@ __all__ = [
     "BlockBuffer",
     "RowNumbers",
     "in_main_memory",
-    "in_memory",
+    "matrices_in_memory",
     "payload_of",
     "present_rows",
     "readable",
@@ -38,17 +38,17 @@ def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
     matrices = as_matrices(K, "K")
     if on_cuda(matrices.data):
         return matrices, Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-    return in_memory(matrices, as_mask(mask, matrices), "K")
+    return matrices_in_memory(matrices, as_mask(mask, matrices), "K")
 
 
 @where_arrays_are
 def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
     """Return a chunk of keys of any kind in main memory."""
     matrices = as_matrices(K, name)
-    return in_memory(matrices, as_mask(mask, matrices), name)
+    return matrices_in_memory(matrices, as_mask(mask, matrices), name)
 
 
-def in_memory(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices, Rows]:
+def matrices_in_memory(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices, Rows]:
     """Return matrices and their mask in main memory."""
     if on_cuda(matrices.data):
         matrices = replace(matrices, data=to_numpy(matrices.data), give_back=np.asarray)
