@@ -26,55 +26,11 @@ NEEDED = ("numpy", "scipy", "numba", "array-api-compat")  # by the hook, beside 
 COMPILED = "levattn/_kernels/compiled"
 LINUX = ("manylinux_2_17", "musllinux")
 
-# What is called to learn for which types the kernels are to be compiled; K and X in one precision, S sparse
-CALLS = """
-levattn.leverage_scores(K)
-levattn.leverage_scores(K, method="qr")
-levattn.leverage_scores(K[:40])
-levattn.leverage_scores(K, mask=K[:, 0] > 0, center=True)
-levattn.leverage_scores(K @ np.diag(10.0 ** -np.arange(64.0)).astype(K.dtype))
-levattn.leverage_scores(np.repeat(K[:300], 20, axis=1)[:, :600])
-levattn.leverage_scores(np.tile(K[:, :4], 16))
-levattn.leverage_scores(S)
-[levattn.leverage_scores(K, method=m) for m in ("countsketch", "osnap", "srht", "jl")]
-[levattn.universal_set(K, 0.1, method=m) for m in ("auto", "countsketch", "srht")]
-levattn.universal_set(K, size=9)
-levattn.universal_set(X, 0.1)
-levattn.universal_set(lambda: iter([K[:700], K[700:]]), 0.1)
-levattn.universal_set(K, 0.1, f=levattn.Huber())
-levattn.universal_set(K, 0.1, f=1)
-levattn.universal_set(K[:600], 0.1, f=levattn.Softmax(1.0))
-levattn.heavy_attention(K[:300], K, 0.1).apply(K)
-levattn.heavy_attention(K[:300], K, 1e-4)
-levattn.heavy_attention(K[:300], K, 0.1, f=4)
-levattn.heavy_attention(K[:500], K[:500], 0.1, causal=True).apply(K[:500])
-levattn.StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result()
-levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10])
-levattn.online_leverage_scores(K[:900])
-levattn.states.Moments(64).update(K).factor()
-attention.latte(X, X, X), attention.latte(X, X, X, causal=True)
-attention.tssa(X[None]), attention.tssa(X[None], causal=True)
-x, state = X[:, :1], levattn.states.SoftmaxState(64, 64, (1,))
-attention.latte(x, x, x, causal=True, state=state, return_state=True)
-state = attention.tssa(x[None], causal=True, return_state=True)[1]
-attention.tssa(x[None], causal=True, state=state, return_state=True)
-attention.pruned_attention(X, X, X, size=64, summaries=8)
-attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True)
-attention.macchiato(X, X, X, X, X, X[..., 0], window=64)
-"""
-
+# Record for which types of arguments the kernels are compiled by the calls of `levattn.warmup`
 RECORD = """
 import pickle, sys
-import numpy as np, scipy.sparse
 import levattn
-from levattn import attention
-for dtype in ("float32", "float64"):
-    rng = np.random.default_rng(0)
-    K = rng.standard_normal((9000, 64)).astype(dtype)
-    X = K[None, :600]
-    S = scipy.sparse.csr_array(K[:, :8])
-    for line in sys.argv[2].strip().splitlines():
-        exec(line)
+levattn.warmup()
 found = {}
 for name, module in list(sys.modules.items()):
     if name.startswith("levattn._kernels."):
@@ -118,7 +74,7 @@ def build(levels: list[str], to: Path) -> list[Path]:
     to.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         signatures, code = Path(folder, "signatures"), Path(folder, "code")
-        run(RECORD, str(signatures), CALLS)
+        run(RECORD, str(signatures))
         paths = []
         for level in levels:
             features = ",".join(f"+{feature}" for feature in CPU_FEATURES[level])

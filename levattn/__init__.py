@@ -32,6 +32,7 @@ from levattn.sets.universal import universal_set
 
 if TYPE_CHECKING:
     from levattn import datasets
+    from levattn.warming import warmup
 
 __all__ = [
     "L1L2",
@@ -73,6 +74,7 @@ __all__ = [
     "sensitivities",
     "thread_limit",
     "universal_set",
+    "warmup",
 ]
 
 __version__ = "0.1.0"
@@ -89,6 +91,8 @@ _PACKAGES = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "warmup":
+        return importlib.import_module("levattn.warming").warmup
     if name in _PACKAGES:
         return importlib.import_module(f"levattn.{name}")
     raise AttributeError(f"module 'levattn' has no attribute {name!r}")

@@ -5,10 +5,12 @@ This is the one module that knows how Numba keeps its files (`numba.core.caching
 
 from __future__ import annotations
 
+import logging
 import pickle
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
@@ -19,6 +21,14 @@ from numba.core.serialize import dumps
 from levattn._kernels.shipped import entry, shipped
 
 __all__ = ["KernelCache", "ShippedCache", "packed"]
+
+_log = logging.getLogger("levattn")
+
+
+@cache
+def _say_that_it_compiles() -> None:
+    """Tell once a process, whoever listens, why a first call takes long."""
+    _log.info("Numba compiles kernels for this processor, once; `levattn warmup` compiles all of them")
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
@@ -53,7 +63,10 @@ class ShippedCache(NullCache):  # type: ignore[misc]
         self._function, self._stamp, self._say = function, stamp, say
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        return _from_wheel(self._function, self._stamp, sig, target_context)
+        found = _from_wheel(self._function, self._stamp, sig, target_context)
+        if found is None:
+            _say_that_it_compiles()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         self._say("no folder can be written")
@@ -74,10 +87,12 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the code for a signature, or None; of Numba it needs the runtime alone, not what it compiles with."""
         found = _from_wheel(self._py_func, self._stamp, sig, target_context)
-        if found is not None:
-            return found
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
+        if found is None:
+            with self._guard_against_spurious_io_errors():
+                found = self._load_overload(sig, target_context)
+        if found is None:
+            _say_that_it_compiles()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

@@ -1,6 +1,7 @@
 """What all commands share: the help of the program, one line for each error, and the exit status."""
 
 import io
+import logging
 import os
 import sys
 import warnings
@@ -80,7 +81,7 @@ class _Program(TyperGroup):
         if not alone:
             return super().main(*args, **extra)
         try:
-            with _errors_in_one_line(), _warnings_in_one_line():
+            with _errors_in_one_line(), _warnings_in_one_line(), _notes_in_one_line():
                 status = super().main(*args, **extra)
         except _UsageError as error:
             message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
@@ -168,6 +169,27 @@ def _warnings_in_one_line() -> Iterator[None]:
 
         warnings.showwarning = in_one_line
         yield
+
+
+class _Notes(logging.Handler):
+    """Shows what the library logs as the program says what it has to say."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        report(record.getMessage())
+
+
+@contextmanager
+def _notes_in_one_line() -> Iterator[None]:
+    """Show what the library logs: that it compiles, where the first call takes long."""
+    log, notes = logging.getLogger("levattn"), _Notes()
+    level = log.level
+    log.addHandler(notes)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(level)
 
 
 def _forget_output() -> None:

@@ -32,7 +32,7 @@ LAYERS = {
     5: ("sets",),
     6: ("heavy", "attention", "distributed"),
     7: ("", "nn"),  # levattn/__init__.py: the public names
-    8: ("integrations",),
+    8: ("integrations", "warming"),
     9: ("cli",),
 }
 LEVEL = {name: level for level, names in LAYERS.items() for name in names}

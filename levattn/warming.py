@@ -1,0 +1,125 @@
+"""Calls that between them need all kernels of the library, made at once so that no later call compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import levattn
+from levattn import attention, states
+from levattn._core.progress import reported
+
+__all__ = ["calls", "warmup"]
+
+
+def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None) -> None:
+    """Compile the kernels for this processor, so that no later call has to.
+
+    Numba compiles a kernel at its first call with a type of numbers, and keeps the code on disk. So first calls of a
+    new installation take seconds, and later processes load the code. This function makes these calls at once, on
+    small arrays in float32 and float64; code that is there already is loaded.
+
+    Parameters
+    ----------
+    progress : bool or callable, optional
+        True shows a bar on standard error; a function is called with the number of calls that are done, and of all.
+
+    Raises
+    ------
+    TypeError
+        If `progress` is something else.
+    ImportError
+        If `progress` is True and rich is not installed (the extra ``cli``).
+
+    Warns
+    -----
+    CacheWarning
+        If no folder can be written, so that only this process profits.
+
+    Notes
+    -----
+    The program does the same: ``levattn warmup``. CUDA kernels are not among these: a device compiles each at its
+    first call. Whenever a process begins to compile, the logger ``levattn`` says so once, at level INFO.
+
+    Examples
+    --------
+    >>> import levattn
+    >>> levattn.warmup()  # doctest: +SKIP
+    """
+    work = calls()
+    with reported(progress, len(work), "compiling") as advance:
+        for call in work:
+            call()
+            advance(1)
+
+
+def calls() -> list[Callable[[], Any]]:
+    """Return the calls, each on arrays of its own type."""
+    kinds = (np.float32, np.float64)
+    return [call for kind in kinds for group in (_of_scores, _of_sets, _of_others) for call in group(kind)]
+
+
+def _keys(kind: Any) -> Any:
+    return np.random.default_rng(0).standard_normal((9000, 64)).astype(kind)
+
+
+def _of_scores(kind: Any) -> list[Callable[[], Any]]:
+    from scipy.sparse import csr_array
+
+    K, score = _keys(kind), levattn.leverage_scores
+    hard = K @ np.diag(10.0 ** -np.arange(64.0)).astype(kind)
+    wide = np.repeat(K[:300], 20, axis=1)[:, :600]
+    return [
+        lambda: score(K),
+        lambda: score(K, method="qr"),
+        lambda: score(K[:40]),
+        lambda: score(K, mask=K[:, 0] > 0, center=True),
+        lambda: score(hard),
+        lambda: score(wide),
+        lambda: score(np.tile(K[:, :4], 16)),
+        lambda: score(csr_array(K[:, :8])),
+        *(lambda m=m: score(K, method=m) for m in ("countsketch", "osnap", "srht", "jl")),
+        lambda: levattn.online_leverage_scores(K[:900]),
+        lambda: states.Moments(64).update(K).factor(),
+    ]
+
+
+def _of_sets(kind: Any) -> list[Callable[[], Any]]:
+    K, find, heavy = _keys(kind), levattn.universal_set, levattn.heavy_attention
+    return [
+        *(lambda m=m: find(K, 0.1, method=m) for m in ("auto", "countsketch", "srht")),
+        lambda: find(K, size=9),
+        lambda: find(K[None, :600], 0.1),
+        lambda: find(lambda: iter([K[:700], K[700:]]), 0.1),
+        lambda: find(K, 0.1, f=levattn.Huber()),
+        lambda: find(K, 0.1, f=1),
+        lambda: find(K[:600], 0.1, f=levattn.Softmax(1.0)),
+        lambda: heavy(K[:300], K, 0.1).apply(K),
+        lambda: heavy(K[:300], K, 1e-4),
+        lambda: heavy(K[:300], K, 0.1, f=4),
+        lambda: heavy(K[:500], K[:500], 0.1, causal=True).apply(K[:500]),
+        lambda: levattn.StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result(),
+        lambda: levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10]),
+    ]
+
+
+def _of_others(kind: Any) -> list[Callable[[], Any]]:
+    X = _keys(kind)[None, :600]
+    x = X[:, :1]
+    return [
+        lambda: attention.latte(X, X, X),
+        lambda: attention.latte(X, X, X, causal=True),
+        lambda: attention.latte(x, x, x, causal=True, state=states.SoftmaxState(64, 64, (1,)), return_state=True),
+        lambda: attention.tssa(X[None]),
+        lambda: attention.tssa(X[None], causal=True),
+        lambda: attention.tssa(x[None], causal=True, state=_tokens_of(x), return_state=True),
+        lambda: attention.pruned_attention(X, X, X, size=64, summaries=8),
+        lambda: attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True),
+        lambda: attention.macchiato(X, X, X, X, X, X[..., 0], window=64),
+    ]
+
+
+def _tokens_of(x: Any) -> Any:
+    return attention.tssa(x[None], causal=True, return_state=True)[1]
