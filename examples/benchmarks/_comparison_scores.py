@@ -116,8 +116,8 @@ def missed(*, quick: bool) -> Table:
     truth = {name: exact_scores(name, "float32") >= EPSILON for name in cases}
     table = Table("missed", [f"float32, ε = {EPSILON}", *(f"{name} ({truth[name].sum()} keys)" for name in cases)])
     table.notes.append(
-        "missed + needless: keys j with exact score τ_j ≥ ε that scores below ε leave out, and kept keys with τ_j < ε. The "
-        "query (KᵀK)⁺k_j does give each missed key its τ_j"
+        "missed + needless: keys j with exact score τ_j ≥ ε that scores below ε leave out, and kept keys with "
+        "τ_j < ε. The query (KᵀK)⁺k_j does give each missed key its τ_j"
     )
     counts: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in cases}
     routes = _routes("float64")
