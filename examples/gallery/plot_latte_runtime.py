@@ -58,8 +58,8 @@ with torch.no_grad():
 times = {name: np.array(found) for name, found in times.items()}
 
 # %%
-# The picture shows time against length. A line of slope 1 means linear time, and slope 2 quadratic time. Latte follows
-# the first, and softmax attention comes near the second.
+# The picture shows time against length. The dotted lines have slope 1 for linear time and slope 2 for quadratic time:
+# the longer the sequence, the closer Latte comes to the first and softmax attention to the second.
 
 figure, ax = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
 styles = {"softmax attention": ("#D55E00", "s--"), "Latte": ("#0072B2", "o-")}
