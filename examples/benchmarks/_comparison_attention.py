@@ -136,7 +136,7 @@ def latte(*, quick: bool) -> Table:
         f"in float64 is {worst:.0e}",
         "torch SDPA computes softmax attention, another function, with the same shapes; all others compute Latte",
         "torch.compile: " + ("not in a quick run" if quick else f"the chunks, at {lengths[-1]} positions only"),
-        "JAX: the causal scan alone, of arrays that JAX has before the clock starts",
+        "JAX: the causal scan alone; JAX has the arrays before the clock starts",
         *failures,
     ]
     if failures:
@@ -230,8 +230,8 @@ def tssa(*, quick: bool) -> Table:
     table.notes += [
         f"{operators.B} x {operators.T} tokens, {operators.HEADS} heads of {operators.D} channels, float32; the "
         f"largest difference of levattn from the released operator is {error:.0e}",
-        "levattn gets tokens as a linear layer leaves them, heads side by side; each rival the better of that layout "
-        "and heads apart, without what a copy costs",
+        "levattn gets tokens as a linear layer leaves them, heads side by side. Each rival gets the better of that "
+        "layout and heads apart, without the cost of a copy",
         "torch SDPA computes softmax attention, another function, of the same shapes",
         *failures,
     ]

@@ -185,9 +185,9 @@ def memory(*, quick: bool) -> Table:
             table.rows.append([task, route, f"{given:.0f}", f"{grown[route]:.1f}", f"{ratio:.1f}"])
         table.losses += _smaller(task, grown)
     table.notes.append(
-        "growth of the resident memory of a process, its output included, by one call after a small one that compiles "
-        "and loads what it needs; pages that the small call left free are not seen again, so differences of a few "
-        "MiB say nothing"
+        "growth of the resident memory of a process by one call, its output included. A small call before it compiles "
+        "and loads the code. Pages that the small call left free do not count, so differences of a few MiB mean "
+        "nothing"
     )
     return table
 
@@ -205,7 +205,7 @@ def _cost_table(name: str, first: str, sizes: tuple[int, ...], times: dict[str, 
     for route, found in times.items():
         cells = [milliseconds(found[n]) if n in found else "-" for n in sizes]
         table.rows.append([route, *cells, f"{_exponent(found):.2f}" if len(found) > 1 else "-"])
-    table.notes.append("exponent: of n in the time, fitted to these sizes; what a call costs apart from n lowers it")
+    table.notes.append("exponent: of n in the time, fitted to these sizes; the fixed cost of a call lowers it")
     return table
 
 
@@ -251,9 +251,9 @@ def cost_keys(*, quick: bool) -> Table:
     if version("kvpress") is None:
         table.rows.append(["kvpress", missing("kvpress"), *[""] * len(sizes)])
     table.losses = losses
-    table.notes.append(f"{SVD}; {DENSE}: {SECOND}")
+    table.notes.append(f"{SECOND} {SVD}; {DENSE}")
     table.notes.append(
-        "the pass over chunks is not compared: no rival has one; a universal set is, with the scores of rivals"
+        "the pass over chunks is not compared, because no rival has one; universal sets are, with the scores of rivals"
     )
     return table
 

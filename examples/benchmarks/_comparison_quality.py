@@ -121,11 +121,12 @@ def captured(*, quick: bool) -> Table:
             told = "; ".join(f"{name} captures {100 * rivals[name]:.1f} %" for name in ahead)
             table.losses.append(f"{column}: {told}; the best of levattn's {100 * ours:.1f} %")
     table.notes += [
-        "losses are told of scores without a ridge: one of this size orders keys much as row norms do",
-        f"{len(layers) * K.shape[0]} heads of all-MiniLM-L6-v2 over 512 tokens, d = 32, with the queries of the text: "
-        "every second one is read by what reads queries, the mass is that of the others, all keys in the denominator",
-        f"'{HINDSIGHT}' is the best fixed set for these queries, by the sums of the columns of the attention that is "
-        "measured (for softmax what H2O and kvpress's ObservedAttentionPress keep): it needs all of it",
+        "losses count scores without a ridge, because a ridge of this size orders keys much as row norms do",
+        f"{len(layers) * K.shape[0]} heads of all-MiniLM-L6-v2 over 512 tokens, d = 32, with the queries of the text. "
+        "Scores that read queries read every second one; the mass is measured on the others, with all keys in the "
+        "denominator",
+        f"'{HINDSIGHT}' is the best fixed set for these queries, by the column sums of the measured attention, all of "
+        "which it needs. For softmax H2O and kvpress's ObservedAttentionPress keep this set",
     ]
     return table
 

@@ -116,8 +116,8 @@ def missed(*, quick: bool) -> Table:
     truth = {name: exact_scores(name, "float32") >= EPSILON for name in cases}
     table = Table("missed", [f"float32, ε = {EPSILON}", *(f"{name} ({truth[name].sum()} keys)" for name in cases)])
     table.notes.append(
-        "missed + needless: keys j of exact score τ_j ≥ ε, each of which the query (KᵀK)⁺k_j does give τ_j, that "
-        "scores below ε leave out, and keys of τ_j < ε that are kept"
+        "missed + needless: keys j with exact score τ_j ≥ ε that scores below ε leave out, and kept keys with "
+        "τ_j < ε. The query (KᵀK)⁺k_j does give each missed key its τ_j"
     )
     counts: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in cases}
     routes = _routes("float64")
@@ -256,13 +256,14 @@ def kvpress(*, quick: bool) -> Table:
         for n, each in times.items():
             table.losses += slower(each, OURS, f"time, n = {n}", NO_LEVERAGE)
     table.notes += [
-        "error: largest relative error of a score, n = 4096, d = 128, where 16 short keys are each alone in a "
-        "direction and so have score 1; of 16 kept: how many of these are among the 64 keys of largest score, by "
-        "presses that are to keep 64",
-        "same set: share of the fifth of the keys of largest scores that stays if all keys are multiplied by 0.001, "
-        "and if the press is called again; of MiniLM: share of that fifth that is right, heads of d = 32",
-        "ms: d = 128, float32, CompactorPress with the attention that it computes besides",
-        "not leverage: CURPress and KnormPress score by row norms, and CompactorPress blends in attention; they have "
+        "error: largest relative error of a score, n = 4096, d = 128. Of the keys 16 are short and each alone in a "
+        "direction, so they have score 1",
+        "of 16 kept: how many of these are among the 64 keys of largest score, for presses that keep 64",
+        "same set: share of the top fifth of the keys that stays after scaling all keys by 0.001, and after a second "
+        "call",
+        "of MiniLM: share of that fifth that is right, heads of d = 32",
+        "ms: d = 128, float32; CompactorPress with the attention that it also computes",
+        "not leverage: CURPress and KnormPress score by row norms, and CompactorPress mixes in attention; they have "
         "no error",
     ]
     return table
@@ -318,7 +319,7 @@ def speed(name: str, dtype: str, *, quick: bool) -> Table:
         table.losses += slower(times, OURS, kind)
     slow = [name for name in cells if name in ROUTES and ROUTES[name].slow]
     if slow:
-        table.notes.append(f"{'; '.join(slow)}: {SECOND}")
+        table.notes.append(f"{SECOND} {'; '.join(slow)}")
     table.notes += [f"{kind}: not installed here" for kind in KINDS if kind not in kinds]
     table.rows += [[name, *row] for name, row in cells.items()]
     table.rows += [

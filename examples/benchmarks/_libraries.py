@@ -56,7 +56,10 @@ class Route(NamedTuple):
 
 
 LONG = 2.0  # seconds of a call after which there is no second one
-SECOND = f"the second of two calls, or the first where it takes more than {LONG:.0f} s, without a warm-up"
+SECOND = (  # goes before the names of the routes
+    f"the time of some routes is the second of two calls, or the first where it takes more than {LONG:.0f} s, "
+    "without a warm-up. These routes are"
+)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

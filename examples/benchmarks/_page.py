@@ -16,14 +16,14 @@ COMMAND = "python examples/benchmarks/comparison.py --only {name}"
 LOSS = "levattn loses: "
 # why levattn loses, by what the losses with that reason have in common
 REASONS = {
-    r"not leverage": "Scores that are no leverage. Norms of rows take a tenth of the arithmetic, and find other keys: "
-    "the table says how few of those that count",
-    r"LeverageScorePress": "A sketch. LeverageScorePress multiplies 48 random columns (or d of them) where exact "
-    "scores take the moments in float64 and one more pass; the table says what its scores are off by",
-    r"both ways, 256": "A short call. Both take 0.3 ms, of which levattn spends a fifth in Python, and which is "
+    r"not leverage": "Scores that are not leverage. Row norms take a tenth of the arithmetic and find other keys; "
+    "the table shows how few of the heavy keys they find",
+    r"LeverageScorePress": "A sketch. LeverageScorePress multiplies 48 random columns, or d columns. Exact scores "
+    "take the moments in float64 and one more pass. The table gives the error of the press",
+    r"both ways, 256": "A short call. Both take 0.3 ms, and levattn spends a fifth of it in Python. Which one is "
     "ahead changes from run to run",
-    r"^accuracy-": "Rounding. Where the errors of a Gram in float64 stay below 2·10⁻¹², no slower route is taken",
-    r"^memory": "Partial sums. The result is what others hold, and levattn's threads hold about 1 MiB beside it",
+    r"^accuracy-": "Rounding. If the errors of a Gram in float64 stay below 2·10⁻¹², levattn takes no slower route",
+    r"^memory": "Partial sums. Others hold only the result; levattn's threads hold about 1 MiB beside it",
 }
 LOSSES = "losses"
 
@@ -94,7 +94,8 @@ def losses(text: str) -> str:
             reasons = [reason for pattern, reason in REASONS.items() if re.search(pattern, told)]
             found.setdefault(reasons[0] if reasons else "", []).append(told)
     rows = [f"- {told}" for told in found.pop("", [])]
-    rows += [f"- **{reason.replace('. ', '.** ', 1)}. {'; '.join(told)}" for reason, told in found.items()]
+    for reason, told in found.items():
+        rows += [f"- **{reason.replace('. ', '.** ', 1)}.", *(f"  - {each}" for each in told)]
     return "\n".join(rows) or "- nowhere in the tables above"
 
 

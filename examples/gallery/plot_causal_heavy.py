@@ -2,17 +2,17 @@ r"""
 Heavy keys while decoding
 =========================
 
-A decoder appends a key at each step and asks what the new query attends to. `~levattn.CausalUniversalSet` answers with
-every attention score of at least ε over the whole prefix, and holds only the keys that can still receive one. This is
-attention with :math:`f(x) = x^2`.
+A decoder appends a key at each step and attends to the keys so far with a new query. `~levattn.CausalUniversalSet`
+returns every attention score of at least ε over the whole prefix, and holds only the keys that can still receive one.
+This is attention with :math:`f(x) = x^2`.
 """
 
 # %%
 # Keys that come one after another
 # --------------------------------
 #
-# Most keys lie in half of the dimensions. Now and then a key points out of these: into one of a few directions, which
-# come again later with other keys. Each query asks for the direction of such a key, drawn from those so far.
+# Most keys lie in half of the dimensions. Now and then a key points out of these, in one of a few directions, which
+# later keys share. Each query asks for the direction of one such key, drawn from the keys so far.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -38,9 +38,9 @@ for t in range(rare[0], n):
 # One step at a time
 # ------------------
 #
-# ``update`` appends a key, ``heavy`` returns the heavy entries of a query over all keys so far. Here these are drawn
-# as points, a column for each query. A key stays visible for as long as few others share its direction; then it fades
-# and is let go.
+# ``update`` appends a key, and ``heavy`` returns the heavy entries of a query over all keys so far. The picture draws
+# them as points, with a column for each query. A key stays visible as long as few others share its direction. Then it
+# fades, and the state drops it.
 
 state = levattn.CausalUniversalSet(epsilon)
 held, found = np.zeros(n, int), []
@@ -63,8 +63,8 @@ ax.legend(loc="upper left", frameon=False)
 print(f"heavy entries found: {len(score)}")
 
 # %%
-# The same by brute force: how many entries of at least ε are missed, how many are there that are lighter, and how far
-# scores are off. The call on all queries at once, `~levattn.heavy_attention` with ``causal=True``, returns the same
+# Brute force checks the result: how many entries of at least ε are missed, how many are below ε, and how large is the
+# error of the scores? `~levattn.heavy_attention` with ``causal=True`` takes all queries at once and returns the same
 # entries.
 
 A = np.tril((Q @ K.T) ** 2)
@@ -79,11 +79,12 @@ print(f"largest error:     {np.abs(A[query, key] - score).max():.1e}")
 print(f"same in one call:  {np.array_equal(together.toarray() > 0, here)}")
 
 # %%
-# What is held
-# ------------
+# The held keys
+# -------------
 #
-# A key is let go once its leverage score among the keys so far is below ε, as that never rises again. At most rank/ε
-# keys have one above it. Keys are judged in groups of max(64, d), which makes the saw teeth.
+# The state drops a key once its leverage score among the keys so far is below ε, because that score never rises again.
+# At most rank/ε keys have a score above ε. The state judges keys in groups of max(64, d), which makes the saw teeth in
+# the picture.
 
 figure, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 ax.plot(np.arange(1, n + 1), color="#8C8C8C", ls=":", lw=2, label="all keys")
@@ -98,8 +99,9 @@ print(f"held at the end: {held[-1]} of {n} keys; most at any time: {held.max()}"
 # Online and final leverage scores
 # --------------------------------
 #
-# The online leverage score of a key is its leverage score among the keys up to it: the largest attention that any
-# query can give it when it comes. Its score among all keys is never larger.
+# The online leverage score of a key is its leverage score among the keys up to it. This is the largest attention that
+# any query can give the key at its arrival. The score among all keys is never larger: in the picture no key's brown
+# point lies above its blue one.
 
 online = levattn.online_leverage_scores(K)
 final = levattn.leverage_scores(K)
@@ -119,8 +121,8 @@ print(f"and among all keys:                {np.count_nonzero(final >= epsilon)}"
 print(f"largest final less online score:   {np.max(final - online):.1e}")
 
 # %%
-# The promise is about single keys: each of those let go stays below ε, for every query and :math:`f(x) = x^2`.
-# Together they can hold most of the mass. ``captured_mass`` tells, query by query, how much the keys held have.
+# The promise is about single keys: each dropped key stays below ε, for every query and :math:`f(x) = x^2`. Together
+# the dropped keys can hold most of the mass. ``captured_mass`` gives, query by query, the mass of the held keys.
 
 captured = np.array([heavy.captured_mass[0] for heavy in found])
 print(f"mass of the keys held: mean {captured.mean():.2f}, least {captured.min():.2f}")

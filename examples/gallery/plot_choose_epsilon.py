@@ -2,16 +2,17 @@ r"""
 Choosing ε
 ==========
 
-A smaller ε makes a larger set. On the 72 heads of a real encoder: how large, where the theorem says something, and how
-much attention falls on the set, for :math:`x^2` and for softmax.
+A smaller ε makes a larger set. This example uses the 72 heads of a real encoder. It shows the sizes of the sets, where
+the theorem bounds them, and how much attention falls on the set, for :math:`x^2` and for softmax.
 """
 
 # %%
 # Sizes and their bound
 # ---------------------
 #
-# The set is exact for each ε. That it is *small* is promised only where rank/ε is below the number n of keys;
-# otherwise the bound is vacuous, ``is_vacuous`` says so, and the size is whatever the keys make it.
+# The set is exact for each ε. The theorem promises a *small* set only where rank/ε is below the number n of keys.
+# Otherwise the bound is vacuous, ``is_vacuous`` says so, and the size depends on the keys alone. The picture shows the
+# sizes of all heads below the dashed bound; in the gray zone the bound is vacuous.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -51,11 +52,12 @@ ax.set(yscale="log", ylim=(0.8, 5000), ylabel="keys of the set")
 epsilon_axis(ax)
 
 # %%
-# The attention that is captured
-# ------------------------------
+# The captured attention
+# ----------------------
 #
-# Mean share of the attention of the text's own queries that falls on the set of each head. As many random keys would
-# get the share size/n.
+# The picture shows the share of the attention of the text's own queries that falls on the set, as a mean over heads.
+# As many random keys would get the share size/n, the dotted line. The sets for :math:`x^2` capture little more than
+# that of softmax.
 
 
 def mean_column(A):
@@ -89,8 +91,8 @@ print(f"and {captured['softmax'][i]:.1%} of softmax attention")
 # A budget instead
 # ----------------
 #
-# ``size=`` takes the keys of the largest scores, and reports the ε that they certify: no key left out can receive more
-# from any query. It differs from head to head.
+# ``size=`` takes the keys with the largest scores, and reports the ε that they certify: no key outside can receive
+# more from any query. The picture shows that this ε differs from head to head, and more from layer to layer.
 
 budget = 64
 by_size = levattn.universal_set(K, size=budget)
@@ -109,11 +111,11 @@ ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend(ncols=2, fontsize="small")
 
 # %%
-# What a set holds of softmax
-# ---------------------------
+# The softmax mass of a set
+# -------------------------
 #
-# The theorem does not cover softmax, so the softmax mass on a set is measured, query by query. For one head and its
-# budget of keys (centered, as softmax does not see the mean):
+# The theorem does not cover softmax, so measure the softmax mass of a set query by query. Here is one head with its
+# budget of keys. They are centered, because softmax does not see the mean:
 
 layer, head = 2, 5
 centered = levattn.universal_set(K[layer, head], size=budget, center=True)
@@ -123,6 +125,6 @@ low, middle, high = np.quantile(mass, [0.05, 0.5, 0.95])
 print(f"softmax mass on {budget} keys: median over queries {middle:.3f}, of nine in ten {low:.3f} to {high:.3f}")
 
 # %%
-# To choose: take the smallest attention score that would matter to you as ε, and look at the size; or take the number
-# of keys that you can afford, and look at the ε. For softmax measure the captured mass on queries of your own: no ε by
-# itself bounds it.
+# To choose ε, take the smallest attention score that matters to you, and look at the size. Or take the number of keys
+# that you can afford, and look at the ε. For softmax, measure the captured mass on your own queries, because no ε
+# bounds it.

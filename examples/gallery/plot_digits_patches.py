@@ -2,18 +2,18 @@ r"""
 The patches that heads keep
 ===========================
 
-A small vision transformer learns scikit-learn's digits with attention to 8 of 64 keys in each head: those of the
-largest leverage scores, chosen for each image anew. Which patches are these, and do they follow the digit?
+A small vision transformer learns scikit-learn's digits. Each head attends to 8 of 64 keys, the keys with the largest
+leverage scores, chosen for each image anew. Which patches are these, and do they follow the digit?
 """
 
 # %%
 # A transformer of one layer
 # --------------------------
 #
-# A patch is a square of 3 × 3 pixels, one around each pixel of the 8 × 8. `~levattn.nn.LevAttention` selects keys in
-# each call, by leverage scores of the keys less their mean, which softmax does not see; the choice is a constant for
-# the gradient. Training begins with attention to all keys, for the first 15 % of the steps. A third of the images is
-# left out, to be judged on.
+# A patch is a square of 3 × 3 pixels, one around each of the 8 × 8 pixels. `~levattn.nn.LevAttention` selects keys in
+# each call, by leverage scores of the keys minus their mean, which softmax does not see. The gradient treats the
+# choice as a constant. Training attends to all keys for the first 15 % of the steps. A third of the images is left out
+# for the test.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -90,11 +90,11 @@ print(f"accuracy on {len(judged)} images left out, by {SIZE} keys of {SIDE**2} i
 print(f"the same weights, attending to all keys: {accuracy(True):.3f}")
 
 # %%
-# What is kept
-# ------------
+# The kept patches
+# ----------------
 #
-# `~levattn.attention.pruned_attention` is what the layer calls; its certificate tells which keys were selected. Above
-# are images, below the patches that are kept, the brighter the more of the four heads keep them.
+# The layer calls `~levattn.attention.pruned_attention`, whose certificate tells which keys were selected. The top row
+# shows images. The bottom row shows the kept patches; a patch is brighter if more of the four heads keep it.
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ figure.colorbar(drawn, ax=axes, label="share of heads that keep a patch", pad=0.
 print("digits:", *labels[shown].tolist())
 
 # %%
-# Both over each other: the image is gray, so that the colors mean the share of the heads alone.
+# This picture lays the kept patches over the image. The image is gray, so the colors show only the share of the heads.
 
 figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
 for ax, i in zip(axes, (0, 3), strict=True):
@@ -133,7 +133,8 @@ print("patches that at least half of the heads keep:", *(kept[[0, 3]].mean(axis=
 # Places or strokes?
 # ------------------
 #
-# The share of the heads that keep a patch, over all images left out: by its place, and by how bright its middle is.
+# The picture shows the share of the heads that keep a patch, over all left-out images: on the left by its place, on
+# the right by the brightness of its middle pixel. The dashed line is the share by chance.
 
 everything = kept_by_heads(images[judged])
 brightness = (images[judged].numpy() + 1) / 2
@@ -152,7 +153,7 @@ right.legend(fontsize="small")
 print("share of heads that keep a patch, dark to bright:", *(f"{share:.2f}" for share in by_level))
 
 # %%
-# If a head kept the same places in every image, two images would have all of the patches in common that it keeps.
+# If a head kept the same places in every image, two images would share all of its kept patches.
 
 images_at = everything.sum(axis=0).reshape(HEADS, -1)
 common = (images_at * (images_at - 1)).sum(axis=1) / (len(judged) * (len(judged) - 1) * SIZE)
@@ -160,5 +161,5 @@ print("share of its patches that a head keeps in another image too:", *(f"{share
 print(f"by chance: {SIZE / SIDE**2:.2f}; always the same places: 1.00")
 
 # %%
-# A patch is kept for what some query could give its key, not because it matters for the digit. And this is one small
-# model of one seed: nothing about accuracy follows for others.
+# A head keeps a patch because some query could give much attention to its key, not because the patch matters for the
+# digit. And this is one small model with one seed, so nothing about accuracy follows for other models.

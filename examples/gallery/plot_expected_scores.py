@@ -1,18 +1,19 @@
 r"""
-Sets for the queries that come
-==============================
+Sets for your queries
+=====================
 
-A universal set serves every query that there could be. The queries of a real encoder are few and alike: half of them
-tell which keys the other half will attend to, and how many keys it takes to miss nothing.
+A universal set serves every possible query. The queries of a real encoder are few and alike. Half of them predict the
+keys to which the other half attends, and the number of keys that suffices to miss nothing.
 """
 
 # %%
 # Which keys get the attention
 # ----------------------------
 #
-# Every second query of the text is seen; what is measured is the softmax attention of the others. Four ways to order
-# the keys of each of 72 heads: by leverage scores (whatever the queries), by their norm (the shortest first, which is
-# best for these heads), by expected scores from the queries seen, and in hindsight by the attention that is measured.
+# The scores see every second query of the text, and the softmax attention of the others is measured. The picture
+# compares four orders of the keys of each of 72 heads. They are by leverage scores (whatever the queries), by norm
+# (the shortest first, which is best for these heads), by expected scores from the queries seen, and in hindsight by
+# the measured attention. Expected scores come close to hindsight.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -54,9 +55,9 @@ legend = ax.legend(loc="lower right", fontsize="small")
 # How many keys to miss nothing
 # -----------------------------
 #
-# ``coverage=`` says how often a new query is to find *all* the keys that it gives at least ε. A quarter of the queries
-# orders the keys, a quarter sets how many are taken, by conformal prediction. Nothing is assumed of the queries but
-# that the new ones are exchangeable with them, which holds for places of one text drawn at random.
+# ``coverage=`` says how often a new query must find *all* the keys to which it gives at least ε. A quarter of the
+# queries orders the keys, and a quarter sets the number of keys, by conformal prediction. The method assumes only that
+# new queries are exchangeable with the sample, which holds for places of one text drawn at random.
 
 epsilon = 0.05
 rng = np.random.default_rng(0)
@@ -86,16 +87,19 @@ legend = left.legend(fontsize="small")
 legend = right.legend(fontsize="small", loc="lower right")
 
 # %%
-# The promise is for the mean over draws of the queries: single heads lie on both sides. Where many queries need
-# equally many keys (often none), more is reached than was asked for.
+# The left picture shows the size of the set for each head. The right picture shows the reached coverage of the heads
+# (dots) and their mean (diamonds). The promise is for the mean over draws of the queries, so single heads lie on both
+# sides of the dotted line. Where many queries need equally many keys (often none), the reached coverage exceeds the
+# requested one.
 
 # %%
 # Queries that change
 # -------------------
 #
-# Later queries of a text need not be like earlier ones. ``AdaptiveCoverage`` looks at each query after it was served,
-# and adjusts the number of keys. Here the queries of one head grow by half after a while. (Where too many queries in a
-# row lacked a key, the next ones get all n.)
+# Later queries of a text need not be like earlier ones. ``AdaptiveCoverage`` looks at each query after serving it, and
+# adjusts the number of keys. Here the queries of one head grow by half after a while. If too many queries in a row
+# lacked a key, the next ones get all n. In the picture the set grows during the longer queries (gray) and shrinks
+# afterward.
 
 head, f = K[5, 4], softmax
 served = np.concatenate([new[5, 4], 1.5 * new[5, 4], new[5, 4]])

@@ -2,15 +2,17 @@
 A file larger than memory
 =========================
 
-Keys in a file are read in chunks of a size that you name: in two passes with the scores of all keys, or in one. The
-file is small enough here to be written at once; the memory that is used does not depend on that.
+The library reads keys in a file in chunks of a size that you name. Two passes give the scores of all keys; one pass
+gives the set. The file here is small, so that the example can write it at once; the memory use does not depend on
+that.
 """
 
 # %%
 # A file of keys
 # --------------
 #
-# 400 000 keys of 64 float32 numbers, written block by block. A hundred of them point where hardly any other does.
+# The file has 400 000 keys of 64 float32 numbers, written block by block. A hundred of them point where hardly any
+# other key does.
 
 import tempfile
 from pathlib import Path
@@ -35,7 +37,7 @@ keys.flush()
 del keys
 
 # %%
-# :py:func:`~levattn.open_keys` reads the header alone. ``memory`` is how many bytes a chunk may take.
+# :py:func:`~levattn.open_keys` reads the header alone. ``memory`` is the number of bytes that a chunk may take.
 
 source = levattn.open_keys(path, memory=8 * 2**20)
 file_size = path.stat().st_size / 2**20
@@ -45,10 +47,10 @@ print(f"{source.n} keys in {file_size:.0f} MiB; a chunk has {source.chunk_rows} 
 # Two passes
 # ----------
 #
-# The first pass adds up the second moment, the second computes the scores of all keys. ``progress`` is called after
-# each chunk; here it notes how much memory the process has resident, mapped pages of the file among it (psutil comes
-# with ``levattn[dask]``). A call on the first rows has compiled the kernels before. With ``checkpoint`` the same call,
-# if it is killed, goes on where it was.
+# The first pass adds up the second moment, and the second computes the scores of all keys. ``progress`` is called
+# after each chunk. Here it notes the resident memory of the process, which includes mapped pages of the file (psutil
+# comes with ``levattn[dask]``). A call on the first rows has compiled the kernels before. With ``checkpoint``, the
+# same call continues where it was killed.
 
 
 def resident():
@@ -72,8 +74,8 @@ print(f"the checkpoint is removed in the end: {not checkpoint.exists()}")
 # One pass
 # --------
 #
-# A state needs no second reading, as for a stream that is gone once it was read. It gives the keys of the set and
-# their scores, not those of the others.
+# A state needs no second reading, so it suits a stream that is gone after one reading. It gives the keys of the set
+# and their scores, but no scores of other keys.
 
 state = levattn.StreamingUniversalSet(epsilon)
 state.update(source.read(0, 4096)).result()  # compiles
@@ -88,7 +90,7 @@ print(streamed)
 print("the same keys:", np.array_equal(streamed.indices, found.indices))
 
 # %%
-# Memory against what was read
+# Memory against the rows read
 # ----------------------------
 
 figure, ax = plt.subplots(layout="constrained")
@@ -104,12 +106,14 @@ ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend()
 
 # %%
-# The scores of all keys, which only two passes give:
+# Neither curve comes near the dotted line, the size of the file.
+#
+# Only two passes give the scores of all keys. In descending order they show a hundred keys above ε, and then a gap:
 
 display = LeverageSpectrumDisplay.from_scores(found.scores, epsilon=epsilon, rank=found.rank)
 folder.cleanup()
 
 # %%
-# Two passes take O(n) memory for the scores, 4 bytes a key of float32, besides a chunk; one pass takes O(d²/ε).
-# Neither holds the keys. The operating system may keep read pages of the file in its cache, which is not the process's
+# Two passes take O(n) memory for the scores, 4 bytes a key of float32, besides a chunk. One pass takes O(d²/ε).
+# Neither holds the keys. The operating system may keep pages of the file in its cache, which is not the process's
 # memory.

@@ -2,18 +2,18 @@ r"""
 Latte in linear time, softmax attention in quadratic
 ====================================================
 
-Latent attention reads a sequence through L averages, in time linear in its length. This measures
-`~levattn.attention.latte` beside torch's softmax attention on the processor that this page was built on: causal,
-float32, forward alone.
+Latent attention reads a sequence through L averages, in time linear in its length. This example times
+`~levattn.attention.latte` and torch's softmax attention on the processor that built this page: causal, float32,
+forward alone.
 """
 
 # %%
-# What is timed
-# -------------
+# How the times are measured
+# --------------------------
 #
-# Both get four heads of 64 channels; Latte has 64 latents. Each round times every call once, one kind after the other,
-# so that whatever else the machine does falls on both alike; a call that is not timed goes before each one that is, as
-# do pauses in which threads that the other left waiting fall asleep. What counts is the median of the rounds.
+# Both get four heads of 64 channels, and Latte has 64 latents. Each round times every call once, one kind after the
+# other, so that other work of the machine affects both alike. Before each timed call come a call that is not timed,
+# and a pause in which waiting threads of the other call fall asleep. The result is the median of the rounds.
 
 import time
 
@@ -58,7 +58,8 @@ with torch.no_grad():
 times = {name: np.array(found) for name, found in times.items()}
 
 # %%
-# Time against length. A line of slope 1 is linear time, one of slope 2 quadratic.
+# The picture shows time against length. The dotted lines have slope 1 for linear time and slope 2 for quadratic time:
+# the longer the sequence, the closer Latte comes to the first and softmax attention to the second.
 
 figure, ax = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
 styles = {"softmax attention": ("#D55E00", "s--"), "Latte": ("#0072B2", "o-")}
@@ -77,7 +78,7 @@ for name, found in times.items():
     print(f"slope of {name} over the last three lengths: {np.polyfit(np.log(ends), np.log(found[-3:]), 1)[0]:.2f}")
 
 # %%
-# The same in numbers: milliseconds, and how many times as long attention takes.
+# Here are the same times in numbers: milliseconds, and the ratio of attention to Latte.
 
 print("positions   attention       Latte   ratio")
 for T, a, b in zip(lengths, times["softmax attention"], times["Latte"], strict=True):
@@ -86,7 +87,7 @@ behind = lengths[times["Latte"] > times["softmax attention"]]
 print("lengths at which Latte takes longer:", ", ".join(map(str, behind)) or "none of these")
 
 # %%
-# Latte is another operator, not an approximation of softmax attention: its logits come from weights of its own, which
-# have to be trained. A latent keeps one average, so that recall of more associations than there are latents gets
-# worse. For short sequences the overhead of a call counts; the last line says where Latte was behind here. Times of
-# other machines differ.
+# Latte is another operator, not an approximation of softmax attention. Its logits come from weights of its own, which
+# need training. A latent keeps one average, so recall gets worse once there are more associations than latents. For
+# short sequences the overhead of a call counts; the last line lists the lengths at which Latte was slower here. Other
+# machines give other times.

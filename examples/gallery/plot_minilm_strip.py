@@ -3,15 +3,15 @@ Tokens of a text, shaded by leverage score
 ==========================================
 
 The keys of two heads of a pretrained sentence encoder, all-MiniLM-L6-v2, over the Gettysburg Address and the opening
-of the Declaration of Independence: that in which the leverage scores are flattest, and that in which they are least
-so.
+of the Declaration of Independence. Of all heads, one has the flattest leverage scores, and the other the least flat.
 """
 
 # %%
 # A flat head and a peaked one
 # ----------------------------
 #
-# All 72 heads by what share of the sum of the scores their 32 largest have. The scores of a head sum to its rank.
+# The scores of a head sum to its rank. The example orders all 72 heads by the share of that sum on their 32 largest
+# scores.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -31,8 +31,8 @@ chosen = {
 }
 
 # %%
-# The first words, shaded by their scores in these heads. The universal set of 0.1 is marked: the tokens that some
-# query can give a tenth of its attention, with :math:`f(x) = x^2`.
+# The picture shows the first words, shaded by their scores in these heads. Marks show the universal set of 0.1: the
+# tokens that some query can give a tenth of its attention, with :math:`f(x) = x^2`.
 
 epsilon, shown = 0.1, 150
 universal = levattn.universal_set(keys, epsilon)
@@ -45,7 +45,8 @@ for ax, (name, head) in zip(axes, chosen.items(), strict=True):
     ax.set_title(f"{name}: layer {head[0]}, head {head[1]}", loc="left", fontsize="medium")
 
 # %%
-# The scores of both heads in descending order, of all tokens.
+# The next picture has the scores of all tokens in descending order. The curve falls slowly in the flat head, and fast
+# in the peaked one.
 
 figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.8), sharey=True, layout="constrained")
 for ax, (name, head) in zip(axes, chosen.items(), strict=True):
@@ -60,11 +61,11 @@ for name, head in chosen.items():
     print(f"       largest: {' '.join(first)}")
 
 # %%
-# Words that come again
-# ---------------------
+# Repeated words
+# --------------
 #
-# Keys that resemble each other share a direction, and each scores the less the more there are. Rank correlations of
-# the score of a token with how often it occurs in the text:
+# Similar keys share a direction, and each scores less if there are more of them. The numbers are rank correlations
+# between the score of a token and its count in the text:
 
 tokens, inverse, counts = np.unique(heads.tokens, return_inverse=True, return_counts=True)
 occurs = counts[inverse]
@@ -76,12 +77,13 @@ print(
 )
 
 # %%
-# What can be heavy, and what is
-# ------------------------------
+# Possible and real attention
+# ---------------------------
 #
-# A score is the largest attention that *any* query can give. The queries of this text are others. The largest score
-# that one of them gives to any token, under :math:`x^2` and under the softmax of the model, and the rank correlation
-# of what tokens receive on average with their leverage scores:
+# A score is the largest attention that *any* query can give. The queries of this text are only some of these. The
+# numbers are the largest score that one of them gives to any token, under :math:`x^2` and under the softmax of the
+# model. Beside it stands the rank correlation between the mean attention that tokens receive and their leverage
+# scores:
 
 for name, head in chosen.items():
     Q, K = heads.queries[head].astype(np.float64), keys[head]
@@ -95,5 +97,5 @@ for name, head in chosen.items():
         print(f"{name:6s} head, {kind:7s}: largest {A.max():.3f}, correlation {correlation:+.2f}")
 
 # %%
-# Leverage says what can be heavy for some query. It does not say what is important in the text, nor what the model
-# attends to: it does not see the queries, and the promise does not cover softmax.
+# Leverage tells which keys can be heavy for some query. It tells neither which tokens are important in the text, nor
+# where the model attends: it does not see the queries, and the promise does not cover softmax.

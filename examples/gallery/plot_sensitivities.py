@@ -3,8 +3,8 @@ Bounds for other attention functions
 ====================================
 
 For functions other than :math:`x^2` the largest attention score of a key takes an optimization. The library bounds it
-from above, and a set made of bounds misses nothing. Here the bounds are drawn beside the truth, which is known for
-few keys.
+from above, and a set made of bounds misses nothing. This example draws the bounds beside the exact values, which are
+known for few keys.
 """
 
 # %%
@@ -12,7 +12,8 @@ few keys.
 # ---------------------------------
 #
 # :py:func:`~levattn.exact_sensitivities` brackets the sensitivity of each key. Each bound of
-# :py:func:`~levattn.sensitivities` lies above it; ``"auto"`` takes the least of them, key by key.
+# :py:func:`~levattn.sensitivities` lies above it, and ``"auto"`` takes the least of them, key by key. In the picture
+# no mark lies below the black line, the sensitivities themselves.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -43,9 +44,9 @@ legend = axes[0].legend(handles, labels, loc="lower left")
 # Sets for several functions
 # --------------------------
 #
-# The same keys, of which five are long, under functions of different growth. The block bound serves every function
-# that grows at most as fast as :math:`x^2`, so that their sets are equal. For softmax the set depends on how long
-# queries may be.
+# This example takes one set of keys, of which five are long, under functions of different growth. The block bound
+# serves every function that grows at most as fast as :math:`x^2`, so the sets of these functions are equal. For
+# softmax the set depends on the allowed length of the queries.
 
 epsilon = 0.1
 K = np.random.default_rng(1).standard_normal((2000, 8))
@@ -55,5 +56,6 @@ for f in (1.5, 2, 4, levattn.Huber(1.0), levattn.Tukey(), levattn.Fair(), levatt
     print(f"{f!s:36s} {len(found):4d} keys, {found.guarantee}, by {', '.join(found.certificate)}")
 
 # %%
-# A bound above the truth keeps keys that cannot be heavy; it never loses one. For softmax and long queries next to
-# nothing is left out: :doc:`plot_choose_epsilon` shows what a set for :math:`x^2` captures of it.
+# A bound above the exact value keeps keys that cannot be heavy, but it never loses one. For softmax and long queries
+# the set leaves out next to nothing: :doc:`plot_choose_epsilon` shows how much of softmax a set for :math:`x^2`
+# captures.

@@ -2,15 +2,15 @@ r"""
 Leverage scores from a sketch
 =============================
 
-Approximate scores err both ways. :py:func:`~levattn.universal_set` measures by how much a sketch distorts the keys,
-and makes a superset of its scores: nothing is missed, and more keys are kept.
+Approximate scores err both ways. :py:func:`~levattn.universal_set` measures how much a sketch distorts the keys, and
+makes a superset from its scores. So it misses nothing, and keeps more keys.
 """
 
 # %%
 # Approximate against exact scores
 # --------------------------------
 #
-# The ratio of each approximate score to the exact one. They err both ways.
+# The picture shows the ratio of each approximate score to the exact one. The ratios lie on both sides of 1.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -37,8 +37,9 @@ for method, ratio in zip(methods, ratios, strict=True):
 # Supersets
 # ---------
 #
-# How many keys the superset of each method has, beside the exact set. With ``recheck=True`` the exact scores of the
-# keys that are left make it exact again.
+# The picture shows the number of keys in the superset of each method, beside the exact set. The supersets lie on or
+# above the black line. ``recheck=True`` computes the exact scores of the remaining keys, and so makes the set exact
+# again.
 
 epsilons = np.geomspace(0.002, 0.5, 13)
 figure, ax = plt.subplots(layout="constrained")
@@ -55,7 +56,7 @@ ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend()
 
 # %%
-# At 32 columns none of these is faster than the exact scores; that begins at thousands of columns.
+# At 32 columns none of these methods is faster than the exact scores; that begins at thousands of columns.
 
 here = levattn.universal_set(K, 0.1).mask
 for method in methods:

@@ -2,7 +2,7 @@
 Keys that come in chunks
 ========================
 
-A stream of keys is read once. The state holds few of them, however many there were, and its universal set is that of
+A stream of keys is read once. The state holds few of them, however many came, and its universal set equals the set of
 all keys in memory. States of different workers merge, and travel as bytes.
 """
 
@@ -11,7 +11,7 @@ all keys in memory. States of different workers merge, and travel as bytes.
 # --------
 #
 # :py:class:`~levattn.StreamingUniversalSet` keeps the second moment of all keys, and each key until its leverage score
-# among the keys *so far* is below ε. A score never rises as keys are added, so what is let go could not come back.
+# among the keys *so far* is below ε. A score never rises as keys are added, so a dropped key could not come back.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,8 +35,9 @@ print(streamed)
 print(f"most keys held after a chunk: {max(held)} of {n}; bound {2 * d / epsilon + 2048:.0f}")
 
 # %%
-# Held keys against rows seen. A state holds at most 2d/ε keys, and at most one block of 2048 rows that were not yet
-# judged. The set itself has at most rank/ε keys at all times.
+# The picture shows held keys against rows seen. A state holds at most 2d/ε keys, and at most one block of 2048 rows
+# that it has not yet judged. The set itself has at most rank/ε keys at all times. So the blue line stays below the
+# dashed bound, while the rows seen keep growing.
 
 figure, ax = plt.subplots(layout="constrained")
 ax.plot(rows, rows, color="#8C8C8C", ls="-.", label="rows seen")
@@ -52,7 +53,7 @@ legend = ax.legend()
 # The same as in memory
 # ---------------------
 #
-# The payload comes back for the keys of the set: here row numbers, usually values or token ids.
+# The payload comes back for the keys of the set. Here it has row numbers; usually it has values or token ids.
 
 in_memory = levattn.universal_set(K, epsilon)
 print("the keys of the set in memory:", np.array_equal(streamed.indices, in_memory.indices))
@@ -60,7 +61,7 @@ print("payloads belong to their keys:", np.array_equal(streamed.payload, streame
 print("rows:", streamed.indices)
 
 # %%
-# The sizes of the chunks do not change a bit:
+# The sizes of the chunks do not change a bit of the result:
 
 whole = levattn.StreamingUniversalSet(epsilon).update(K).result()
 print("scores with the same bits, in one chunk:", np.array_equal(whole.scores, streamed.scores))
@@ -69,8 +70,8 @@ print("scores with the same bits, in one chunk:", np.array_equal(whole.scores, s
 # Two workers, and bytes
 # ----------------------
 #
-# Each worker has half of the rows. With ``row_start`` their rows have numbers of their own, and states merge in any
-# order. The bytes hold a header, arrays and a checksum, no pickle; ``save`` and ``load`` do the same with a file.
+# Each worker has half of the rows. ``row_start`` gives their rows different numbers, and states merge in any order.
+# The bytes hold a header, arrays and a checksum, no pickle; ``save`` and ``load`` do the same with a file.
 
 first = levattn.StreamingUniversalSet(epsilon, row_start=0).update(K[: n // 2])
 second = levattn.StreamingUniversalSet(epsilon, row_start=n // 2).update(K[n // 2 :])
@@ -83,5 +84,5 @@ print("merged, the keys of the set in memory:", np.array_equal(merged.indices, i
 print(f"largest relative difference of scores: {np.abs(merged.scores / streamed.scores - 1).max():.1e}")
 
 # %%
-# What is promised is the set of all rows seen so far, at any time. What is not: scores of the keys that were let go,
-# for which keys are read a second time, and smaller memory than all keys where 2d/ε exceeds their number.
+# At any time the state promises the set of all rows so far. It does not promise scores of dropped keys, which take a
+# second reading. Nor does it promise less memory than all keys where 2d/ε exceeds their number.

@@ -2,16 +2,16 @@ r"""
 Token statistics attention descends a coding rate
 =================================================
 
-A step of token statistics attention with tied outputs is a step down the gradient of a variational coding rate. Up to
-a step size that is known beforehand the rate does not rise; at twice that size it can.
+A step of token statistics attention with tied outputs is a step down the gradient of a variational coding rate. The
+rate does not rise up to a step size that is known beforehand; at twice that size it can.
 """
 
 # %%
 # Tokens near three subspaces
 # ---------------------------
 #
-# Each token of 12 channels lies near one of three subspaces of dimension 4. The bases :math:`U_k` of these are
-# orthonormal. Memberships are a softmax of the squared norms of the projected tokens, and are then held fixed.
+# Each token of 12 channels lies near one of three subspaces of dimension 4, which have orthonormal bases :math:`U_k`.
+# Memberships are a softmax of the squared norms of the projected tokens, and then stay fixed.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,8 +34,9 @@ print(f"tokens whose largest membership is that of their subspace: {(Pi.argmax(a
 # Rate against steps
 # ------------------
 #
-# `~levattn.attention.rates.largest_step` is the bound: 2ε²/d for orthonormal bases. It holds for all tokens. For these
-# larger steps may do. The same tokens made smaller, where the logarithm is nearly straight, show why there is a bound.
+# `~levattn.attention.rates.largest_step` is the bound: 2ε²/d for orthonormal bases. It holds for all tokens. The left
+# picture shows tokens for which larger steps mostly work too. The right picture shows why there is a bound. For the
+# same tokens made smaller, the logarithm is nearly straight, and the rate rises at twice the bound.
 
 bound = float(rates.largest_step(U, eps))
 styles = {0.05: ("#009E73", ":"), 0.25: ("#CC79A7", "-."), 1.0: ("#0072B2", "-"), 2.0: ("#D55E00", "--")}
@@ -62,9 +63,10 @@ print(f"bound: a step of {bound:.4f}")
 # What a step does to tokens
 # --------------------------
 #
-# With orthonormal bases it multiplies the part of a token in direction i of subspace k by :math:`1 - \alpha
-# c\,\Pi_{tk}/(1 + c\,m_{ki})`, with the second moment m of the group there and c = d/ε². A direction in which a group
-# is large shrinks little, one in which it is small goes first: groups come nearer to few directions each.
+# With orthonormal bases a step multiplies the part of a token in direction i of subspace k by
+# :math:`1 - \alpha c\,\Pi_{tk}/(1 + c\,m_{ki})`. Here m is the second moment of the group in that direction, and c =
+# d/ε². A direction in which a group is large shrinks little, and a direction in which it is small goes first. So each
+# group comes nearer to few directions: in the picture the small moments fall most.
 
 
 def moments(tokens):
@@ -95,8 +97,8 @@ for count, found in ratios.items():
 # The operator
 # ------------
 #
-# `~levattn.attention.tssa` computes the same from projected tokens, with the bases multiplied back: these are tied
-# outputs. As a layer it takes memberships anew from the tokens that it gets, for which nothing is promised.
+# `~levattn.attention.tssa` computes the same step from projected tokens, with the bases multiplied back: these are
+# tied outputs. As a layer it computes memberships anew from its input tokens, and then nothing is promised.
 
 options = {"membership": "norm", "causal": False, "c": d / eps**2, "step": 0.25 * bound}
 layer = Z + np.einsum("ktp,kdp->td", tssa(Z @ U, temperature, **options), U)
@@ -113,8 +115,8 @@ rises = np.count_nonzero(np.diff(path) > 0)
 print(f"memberships anew in each step: {path[0]:.3f} to {path[-1]:.3f} nats, {rises} rises")
 
 # %%
-# One rate is lowered, and shrinking all tokens lowers it too. Nothing is promised of the reduction R − R_c, which is
-# to be large:
+# The steps lower one rate, and shrinking all tokens lowers it too. Nothing is promised about the reduction R − R_c,
+# which should be large:
 
 for name, X in (("before", Z), (f"after {steps} steps", tokens)):
     print(f"{name:15s} R = {rates.coding_rate(X, eps):.3f}, R − R_c = {rates.rate_reduction(X, Pi, eps):.3f} nats")

@@ -2,14 +2,14 @@ r"""
 The universal set of a key matrix
 =================================
 
-Of 4096 keys, eight can receive a tenth of some query's attention. Their norms do not show it, their leverage scores
-do, and no query has to be known. This is attention with :math:`f(x) = x^2`: query i gives key j the score
+Of 4096 keys, eight can receive a tenth of some query's attention. Their leverage scores show it, but their norms do
+not, and no query has to be known. This is attention with :math:`f(x) = x^2`: query i gives key j the score
 :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`.
 """
 
 # %%
-# Keys in which a few are planted
-# -------------------------------
+# Keys with a few planted ones
+# ----------------------------
 #
 # Each planted key has a direction that only noise shares with it. The others are spread over half of the dimensions,
 # and most of them are longer.
@@ -33,7 +33,8 @@ print("the planted keys, and no others:", np.array_equal(universal.indices, mode
 # -------------------------
 #
 # The leverage score :math:`\tau_j = k_j^\top (K^\top K)^+ k_j` is the largest attention that any query can give key j.
-# The set consists of the keys with :math:`\tau_j \ge \varepsilon`.
+# The set consists of the keys with :math:`\tau_j \ge \varepsilon`. In the picture these keys lie above the dashed
+# line, although most other keys are longer.
 
 norms = np.linalg.norm(K, axis=1)
 scores = np.asarray(universal.scores)
@@ -52,8 +53,8 @@ print(f"keys that are longer than every key of the set: {np.count_nonzero(norms 
 print(f"keys of the set among the {len(universal)} longest: {universal.mask[longest[: len(universal)]].sum()}")
 
 # %%
-# All scores in descending order. They add up to the rank of K, so at most rank/ε of them reach ε, however many keys
-# there are: here the vertical line. The set is much smaller.
+# The next picture has all scores in descending order. They add up to the rank of K, so at most rank/ε of them reach ε,
+# however many keys there are. The vertical line is this bound; the set is much smaller.
 
 display = LeverageSpectrumDisplay.from_scores(scores, epsilon=epsilon, rank=universal.rank)
 print(f"sum of the scores {scores.sum():.6f}, rank {universal.rank}")
@@ -62,8 +63,8 @@ print(f"sum of the scores {scores.sum():.6f}, rank {universal.rank}")
 # The worst query of each key
 # ---------------------------
 #
-# The query :math:`(K^\top K)^+ k_j` gives key j exactly its leverage score: the threshold cannot be improved. Computed
-# for every key by brute force:
+# The query :math:`(K^\top K)^+ k_j` gives key j exactly its leverage score, so the threshold cannot be improved. Brute
+# force confirms this for every key:
 
 
 def attention(Q):
@@ -82,9 +83,9 @@ print(f"keys of the set:                        {universal.indices}")
 # Heavy entries of given queries
 # ------------------------------
 #
-# :py:func:`~levattn.heavy_attention` looks at the keys of the set alone. Its entries are those of the full attention,
+# :py:func:`~levattn.heavy_attention` looks at the keys of the set alone. Its entries are scores of the full attention,
 # because the normalizer of a query follows from the d × d second moment of the keys. Half of these queries ask for a
-# planted direction, the others for none in particular.
+# planted direction, the others for none in particular. The picture shows all heavy entries on columns of the set.
 
 rng = np.random.default_rng(1)
 Q = np.concatenate([model.queries.repeat(8, axis=0), rng.standard_normal((64, 32))])
@@ -102,8 +103,8 @@ display = HeavyMapDisplay.from_attention(full, epsilon, universal)
 # Other choices of as many keys
 # -----------------------------
 #
-# What would be missed by the longest keys, by the keys of largest mean attention over *other* queries, and by random
-# keys (mean of 1000 draws).
+# Other choices of as many keys would miss entries. The choices are the longest keys, the keys of largest mean
+# attention over *other* queries, and random keys (mean of 1000 draws).
 
 size = len(universal)
 columns = np.count_nonzero(is_heavy, axis=0)
@@ -119,5 +120,5 @@ for name, count in found.items():
     print(f"{name:15s} {count:6.2f} of {columns.sum()} heavy entries")
 
 # %%
-# The promise is about all queries, the worst ones among them: a key of the set need not be heavy for the queries that
-# come. And it is about :math:`x^2`; for softmax see :doc:`plot_choose_epsilon`.
+# The promise is about all queries, including the worst ones: a key of the set need not be heavy for your queries. And
+# it is about :math:`x^2`; for softmax see :doc:`plot_choose_epsilon`.

@@ -1,0 +1,63 @@
+"""`levattn warmup`, and the line that says why a first call takes long."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import levattn
+from levattn import warming
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from levattn import cli
+from levattn._kernels import cache
+from levattn._kernels.gram.moments import moment_tasks
+
+SAY = cache._say_that_it_compiles  # before the fixture of all tests replaces it
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the calls that were made, in place of those that compile."""
+    numbers: list[int] = []
+    monkeypatch.setattr(warming, "calls", lambda: [lambda i=i: numbers.append(i) for i in range(3)])
+    return numbers
+
+
+def test_all_calls_are_made_and_counted(made: list[int]) -> None:
+    seen: list[tuple[int, int | None]] = []
+    levattn.warmup(progress=lambda done, total: seen.append((done, total)))
+    assert made == [0, 1, 2]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    with pytest.raises(TypeError, match="progress is 'yes'"):
+        levattn.warmup(progress="yes")  # type: ignore[arg-type]
+
+
+def test_the_program_makes_them_too(made: list[int]) -> None:
+    result = CliRunner().invoke(cli.build_app(), ["warmup"])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "levattn: the kernels are compiled\n")
+    assert made == [0, 1, 2]
+
+
+def test_each_call_is_of_the_public_library() -> None:
+    found = warming.calls()
+    assert len(found) == 2 * len({call.__code__ for call in found})  # in float32 and in float64
+    assert found[0]().shape == (9000,)
+
+
+def test_a_process_says_once_that_it_compiles(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_say_that_it_compiles", SAY)
+    SAY.cache_clear()
+    kernel: Any = moment_tasks
+    with caplog.at_level(logging.INFO, "levattn"):
+        for _ in range(2):
+            assert kernel._cache.load_overload(("no such types",), kernel.targetctx) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "Numba compiles kernels for this processor, once; `levattn warmup` compiles all of them"
+    ]
