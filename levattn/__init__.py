@@ -89,10 +89,12 @@ _PACKAGES = (
     "plots",
 )  # each is imported once it is named
 
+_FUNCTIONS = {"warmup": "warming"}  # as are the modules of these
+
 
 def __getattr__(name: str) -> Any:
-    if name == "warmup":
-        return importlib.import_module("levattn.warming").warmup
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f"levattn.{_FUNCTIONS[name]}"), name)
     if name in _PACKAGES:
         return importlib.import_module(f"levattn.{name}")
     raise AttributeError(f"module 'levattn' has no attribute {name!r}")
