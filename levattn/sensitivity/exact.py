@@ -87,8 +87,8 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     keys or more are orthogonal to one query, with r the rank.
 
     All brackets hold up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
-    scaled columns). `upper` is 1 for a key that reaches outside the numerical row space by more than rounding. So it is for
-    a key that is smaller than the others by a factor of :math:`10^{150}`.
+    scaled columns). `upper` is 1 for a key that reaches outside the numerical row space by more than rounding. So it
+    is for a key that is smaller than the others by a factor of :math:`10^{150}`.
 
     Parameters
     ----------

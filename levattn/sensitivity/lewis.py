@@ -41,8 +41,8 @@ def iterated(
 
     Return the row weights v, at most 1 (read-only where they are equal), and the leverage scores of the weighted rows.
     Also return the factor (b,) by which the rounding of weighted rows may raise the root of a score. The last result
-    is a scale (b, 1): v times it is w^{1/2 − 1/p}. Where new weights would push directions beyond the rank tolerance, the weights
-    before them stay.
+    is a scale (b, 1): v times it is w^{1/2 − 1/p}. Where new weights would push directions beyond the rank
+    tolerance, the weights before them stay.
     """
     live = tau > 0
     v: Float64 = np.broadcast_to(np.ones(1), tau.shape)

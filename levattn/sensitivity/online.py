@@ -35,8 +35,8 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
     .. math:: \tau_t = k_t^T \Bigl(\lambda I + \sum_{s \le t} k_s k_s^T\Bigr)^+ k_t .
 
-    It is the largest attention that a key can get at any time under a causal mask, because a leverage score only falls
-    as keys are added. So, up to rounding,
+    It is the largest attention that a key can ever get under a causal mask, because a leverage score only falls as
+    keys are added. So, up to rounding,
 
     - no online score is below the leverage score of the key among all keys (with the same λ);
     - for λ > 0 scores are below 1, and :math:`\sum_t -\log(1 - \tau_t) = \log\det(I + K^T K / \lambda)`. Hence
@@ -48,8 +48,8 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     All computation is in float64, whatever the dtype of the keys. The relative error of a score is about 2⁻⁵³ times
     the condition number of the keys so far, whatever their number. (√λ counts as a further singular value; for λ = 0
     the columns are scaled to unit norm.) The rank is decided key by key, and errs upward. A key scores 1 if it reaches
-    outside the span of the keys before by more than rounding: about :math:`64 d \, 2^{-53}` of its size, and of the
-    terms that cancel. For ill-conditioned, rank-deficient keys that may be one key too many, and later scores are
+    outside the span of the keys before by more than rounding. (That is about :math:`64 d \, 2^{-53}` of its size, and
+    of the terms that cancel.) For ill-conditioned, rank-deficient keys that may be one key too many, and later scores are
     then *over*-estimates. Scores *under*-estimate only parts that are smaller than rounding.
 
     Parameters
@@ -126,8 +126,8 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Float64]]:
     """Yield powers of two (b, d) that keep squares in range, and the row from which on each applies.
 
-    The powers of a row depend on the rows up to it alone: on the first entry of each column, and on entries that are
-    much larger than the entries before.
+    The powers of a row depend on the rows up to it alone. They come from the first entry of each column, and from
+    entries that are much larger than the entries before.
     """
     d, base = rows.shape[2], math.frexp(root)[1] if root else _NONE
     units = np.full(largest.shape, base)

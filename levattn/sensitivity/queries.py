@@ -192,7 +192,7 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         return Queries(None, None, G, G, np.zeros(keys.d, np.int64))
     if not np.allclose(G[:, -1, -1], 1.0, rtol=_ALIKE, atol=0):
         raise ValueError(
-            f"queries are Moments of d = {moments.d}; expected the last column to be of ones, because K has one column less"
+            f"queries are Moments of d = {moments.d}; expected the last column to be of ones, because K has one less"
         )
     center = G[:, :-1, -1]
     return Queries(None, center, G[:, :-1, :-1], G[:, :-1, :-1] - _squares(center), np.zeros(keys.d, np.int64))

@@ -265,7 +265,7 @@ def _result(total: Float64, top: Float64, Q: Float64, f: AttentionFunction | Sof
 def _refuse_overflow(rows: Float64, f: AttentionFunction | Softmax) -> NoReturn:
     """Raise for keys that are not finite, or products that are not."""
     if not np.isfinite(rows).all():
-        raise NonFiniteError("K holds NaN or infinity; expected finite keys (the very ones of the set)")
+        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the same as in the set")
     raise ValueError(
         f"Q and K have products that leave the range of float64 for f = {f!r}; expected smaller ones. Scale Q down"
     )
