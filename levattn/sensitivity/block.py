@@ -34,7 +34,7 @@ def _of_each(problem: Problem) -> tuple[Float64, None]:
 def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
     """Bound the sensitivity of all even monotone functions of growth p ≥ 2, for a batch of one.
 
-    Let ⟨k_j, y⟩ = 1, and let 1/t be the least ‖K_b y‖_p^p of a block b of rows. Then b adds at least min(1, 1/t) to
+    Let ⟨k_j, y⟩ = 1, and let 1/t be the least ‖K_b y‖_p^p of a block b of rows. It adds at least min(1, 1/t) to
     Σ min(1, |⟨k_l, y⟩|^p): an entry is at least 1, or the powers sum to at least 1/t. In the block of key j, the key
     itself adds 1, and the other keys add at least min(1, 1/t − 1).
     """

@@ -214,9 +214,9 @@ def near_duplicates(
     Every link is verified, up to rounding, but a pair may be *missed*. The method compares keys whose random
     signatures agree, and two keys at half the angle share no signature with a probability of at most 1e-4. If they
     share one, they join one group, unless earlier keys intervene. A single key intervenes if it is linked to, or in a
-    group with, only one of the two. Four keys intervene if they are far from both. Pairs between half the angle and the
-    whole have no guarantee. A miss can only split a group or leave a key alone: `group_leverage` of the groups found
-    is exact.
+    group with, only one of the two. Four keys intervene if they are far from both. Pairs between half the angle and
+    the whole have no guarantee. A miss can only split a group or leave a key alone: `group_leverage` of the groups
+    found is exact.
 
     Links form chains: keys of a group may be farther than `angle` apart. A group S whose keys are all within `angle`
     of one of them has nearly the sum of its keys' leverage scores,

@@ -192,8 +192,8 @@ def leverage_scores(
     -----
     Time O(n d²): two passes over K up to a condition number of some 10⁴ (float64 keys: 100), about five beyond.
     Deciding the rank takes a few more. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs
-    O(n d). With n < d time O(n² d) and memory O(n d), because as many columns as the rank are enough (not with `ridge`
-    or `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
+    O(n d). With n < d time O(n² d) and memory O(n d), as the rank's number of columns is enough (not with `ridge` or
+    `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
     every number of threads, memory layout and batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory
     O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²).
 

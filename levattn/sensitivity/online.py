@@ -49,8 +49,8 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     the condition number of the keys so far, whatever their number. (√λ counts as a further singular value; for λ = 0
     the columns are scaled to unit norm.) The rank is decided key by key, and errs upward. A key scores 1 if it reaches
     outside the span of the keys before by more than rounding. (That is about :math:`64 d \, 2^{-53}` of its size, and
-    of the terms that cancel.) For ill-conditioned, rank-deficient keys that may be one key too many, and later scores are
-    then *over*-estimates. Scores *under*-estimate only parts that are smaller than rounding.
+    of the terms that cancel.) For ill-conditioned, rank-deficient keys that may be one key too many, and later scores
+    are then *over*-estimates. Scores *under*-estimate only parts that are smaller than rounding.
 
     Parameters
     ----------

@@ -173,7 +173,7 @@ def covering_set(
 def split_queries(
     m: int, coverage: float, seed: int, *, whole: bool = False, name: str = "queries"
 ) -> tuple[Int64, Int64]:
-    """Return the queries that order the keys and the queries that set the threshold: random halves, or none and all."""
+    """Return the queries that order keys and the queries that set the threshold: random halves, or none and all."""
     least = least_queries(coverage)
     for_scores = 0 if whole else max(1, m // 2)
     if m - for_scores < least:

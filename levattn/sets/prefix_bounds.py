@@ -125,8 +125,8 @@ class RunningSquares:
             faint = size[(size > 0) & (size < least)]
             if faint.size:
                 raise ValueError(
-                    f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, because products of "
-                    f"{self.m} of them underflow. Scale all chunks of K alike, by a power of two"
+                    f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, because products "
+                    f"of {self.m} of them underflow. Scale all chunks of K alike, by a power of two"
                 )
         largest = rows.column_maxima()
         largest = largest[(largest > 0) & np.isfinite(largest)]
@@ -234,8 +234,8 @@ class RunningBlocks:
     """Bounds for all functions of at most quadratic growth, from the scores of a key with respect to groups of keys.
 
     Let ⟨k, y⟩ = 1, and let 1/t be the least ‖K_g y‖² of a group of keys. The group adds at least min(1, 1/t) to
-    Σ min(1, ⟨k_l, y⟩²). In the group of k, the key itself adds 1, and the others at least min(1, 1/t − 1). A group that
-    grows only adds more. Rows go to the groups in turn, a part of a block at a time.
+    Σ min(1, ⟨k_l, y⟩²). In the group of k, the key itself adds 1, and the others at least min(1, 1/t − 1). A group
+    that grows only adds more. Rows go to the groups in turn, a part of a block at a time.
     """
 
     labeled = True

@@ -62,12 +62,11 @@ class UniversalSet:
         `mass`.
     guarantee : {"exact", "superset", "coverage", "none"}
         "exact": the smallest set that holds every score of at least ε. (For a set of a given size: every score above
-        it, and ties are cut.) "superset": it holds them all, but perhaps other keys as well. Such keys have scores
-        that float64 cannot tell apart from ε, have a direction below the numerical rank, or have a certified bound
-        that does not exclude them. "coverage": all scores of at least ε of a query are on keys of the set (or `mass`
-        of its attention), with probability at least `coverage`. The query must be exchangeable with the given ones.
-        For a set of a given size it has no score above `epsilon` outside. "none": there is no guarantee for attention
-        over K.
+        it, and ties are cut.) "superset": it holds them all, but perhaps other keys as well. Float64 cannot tell their
+        scores apart from ε, they have a direction below the numerical rank, or a certified bound does not exclude
+        them. "coverage": with probability at least `coverage`, a query has all its scores of at least ε, or `mass` of its
+        attention, on keys of the set. It must be exchangeable with the given queries. For a set of a given size it has
+        no score above `epsilon` outside. "none": there is no guarantee for attention over K.
     f : float, AttentionFunction or Softmax
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
@@ -442,7 +441,7 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
     if universal.factor.rows.format != keys.format:
         raise ValueError(
             f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which rounds differently; "
-            "expected the set of exactly these keys"
+            "expected the set of the same keys"
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
     sample = known_by(universal.indices, universal._present, keys.n)
@@ -459,4 +458,4 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
     else:  # the scores are of some columns, but the keys themselves are there
         same = rows == to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
     if not same.all():
-        raise ValueError("universal is of other keys than K: their scores differ; expected the set of exactly these keys")
+        raise ValueError("universal is of other keys than K: their scores differ; expected the set of the same keys")

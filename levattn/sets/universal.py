@@ -95,8 +95,8 @@ def universal_set(
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius; with
         `queries` the radius is not used.
     queries : array of shape (..., m, d), optional
-        A sample of the queries as they enter the attention: after rotary embedding and, for softmax, times the scale
-        of the logits (q/√d in most models). Leave out padding. Leading axes are the axes of K, none, or a multiple of
+        A sample of the queries that enter the attention: after rotary embedding, for softmax times the scale of the
+        logits (q/√d in most models). Leave out padding. Leading axes are the axes of K, none, or a multiple of
         the last: heads that share keys. A query is then a position, and all its heads find all their keys. m is at
         least about twice coverage/(1 − coverage).
     coverage : float in (0, 1), optional
@@ -110,13 +110,13 @@ def universal_set(
         threshold. If left out, scores measure how often and how nearly a key gets ε; for `mass` and `size` they are
         the mean attention.
     elsewhere : array of shape (..., m), optional
-        With `queries` and `Softmax`: the logarithm of Σ exp⟨q, k⟩ over the other keys that each query attends to, such
-        as the later keys of a decoder. The set leaves these keys out. Scores are then shares of all attention; `mass`
+        With `queries` and `Softmax`: for each query the logarithm of Σ exp⟨q, k⟩ over keys outside K, such as the
+        later keys of a decoder. No set is made for these keys. Scores are then shares of all attention; `mass`
         is a share of the attention to K.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
-        superset: their measured distortion raises the scores, which so bound the true scores from above, except with
-        a probability of 1e-6.
+        superset: their measured distortion raises the scores. So these bound the true scores from above, except with a
+        probability of 1e-6.
     center : bool, default False
         Subtract the mean of the keys, which does not change softmax. The set is then exact for x² attention over the
         centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
@@ -173,7 +173,7 @@ def universal_set(
     *With queries*: time O(n d² + m n d), memory O(n + m d) and 32 MiB. The guarantee holds in the mean over the draw
     of the queries and of the new one. The share that a single set reaches scatters about it by √(c(1 − c)/m') for m'
     queries that set the threshold. The mean would be at most c + 1/(m' + 1) if no two queries needed equally many
-    keys; equal needs, as of queries that need none, raise it. Queries are exchangeable if no order of them and the new
+    keys. Equal needs, as of queries that need none, raise it. Queries are exchangeable if no order of them and the new
     one is likelier than another. This holds for queries at random places of one text, or for texts drawn alike.
     Successive queries of a text need not be exchangeable: measure the share there, or use `AdaptiveCoverage`.
 
