@@ -97,7 +97,7 @@ def heavy_attention(
     Notes
     -----
     Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
-    n < d the preparation takes O(n² d), and a normalizer is a sum over all keys, O(n d); the set holds their copy.
+    n < d the preparation takes O(n² d), and a normalizer is a sum over the keys, O(n d). The set holds their copy.
     Squares neither overflow nor vanish. A query may be so nearly orthogonal to the keys that float64 would lose
     digits. Its sums then run as if in twice the precision, at about ten times the cost. If the keys are rank-deficient
     as well, they run over all keys, O(n d). A query orthogonal to the keys up to rounding has a row of zeros.

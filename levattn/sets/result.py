@@ -62,10 +62,10 @@ class UniversalSet:
         `mass`.
     guarantee : {"exact", "superset", "coverage", "none"}
         "exact": the smallest set that holds every score of at least ε. (For a set of a given size: every score above
-        it, and ties are cut.) "superset": it holds them all, but perhaps other keys as well. Float64 cannot tell their
-        scores apart from ε, they have a direction below the numerical rank, or a certified bound does not exclude
-        them. "coverage": with probability at least `coverage`, a query has all its scores of at least ε, or `mass` of its
-        attention, on keys of the set. It must be exchangeable with the given queries. For a set of a given size it has
+        it, and ties are cut.) "superset": it holds them all, but perhaps other keys as well. The other keys may have
+        scores that float64 cannot tell apart from ε, a direction below the numerical rank, or a loose certified bound.
+        "coverage": with probability at least `coverage`, all scores of at least ε of a query (or `mass` of its
+        attention) lie in the set. The query must be exchangeable with the given ones. For a set of a given size it has
         no score above `epsilon` outside. "none": there is no guarantee for attention over K.
     f : float, AttentionFunction or Softmax
         The attention function; a number is the exponent p of abs(x)^p.

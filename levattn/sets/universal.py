@@ -110,7 +110,7 @@ def universal_set(
         threshold. If left out, scores measure how often and how nearly a key gets ε; for `mass` and `size` they are
         the mean attention.
     elsewhere : array of shape (..., m), optional
-        With `queries` and `Softmax`: for each query the logarithm of Σ exp⟨q, k⟩ over keys outside K, such as the
+        With `queries` and `Softmax`: for each query the logarithm of Σ exp⟨q, k⟩ over keys outside K, such as
         later keys of a decoder. No set is made for these keys. Scores are then shares of all attention; `mass`
         is a share of the attention to K.
     method : str, default "auto"
