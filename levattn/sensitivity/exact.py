@@ -48,8 +48,8 @@ class ExactSensitivities:
     queries : array of shape (n, d), float64
         Row j is a query that gives key j the score ``lower[j]``, for `Softmax` an admitted query; zeros for a key of
         sensitivity 0. The score computed in float64 agrees with `lower` to about :math:`10^{-15}` times the condition
-        number of the keys with scaled columns. (For p < 1, to this product to the power p; for `Softmax`, times the
-        largest logit.)
+        number of the keys with scaled columns. For p < 1 it agrees to this product to the power p; for `Softmax` to
+        about that number times the largest logit.
     method : str
         "svd", "linear program", "convex program", "vertices" or "concave program".
 

@@ -239,7 +239,7 @@ def near_duplicates(
     array of int64, shape (..., n)
         The group of each key, in the caller's kind of array, on its device. Each matrix numbers its groups from 0 in
         the order of their first keys. Keys without a near-duplicate, zero keys and rows outside the numerical row
-        space have -1. (`leverage_scores` counts such a row as 1, and its direction is unknown.)
+        space have -1. The direction of such a row, which `leverage_scores` counts as 1, is unknown.
 
     Raises
     ------

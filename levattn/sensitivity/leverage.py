@@ -142,7 +142,7 @@ def leverage_scores(
         Keys, one per row; leading axes are batches (heads). The dtype is float64, float32, float16 or bfloat16. K may
         be a numpy array, a torch tensor, or an array of another namespace of the array-API standard. Or it may be one
         sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a dense array.
-        (Method "svd" refuses it, and "srht" takes as long as for dense keys.)
+        Method "svd" refuses it, and "srht" takes as long as for dense keys.
     method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
         Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
         loses the precision. "auto": the same, with products in float32 where the error above allows it. "qr":
