@@ -152,7 +152,7 @@ def expected_scores(
         method = "normal" if square or known.sample is None else "mean"
     draws = method == "normal" and not square
     if not draws and (samples is not None or rng is not None):
-        raise ValueError("samples or rng is given, but the method draws no queries; leave them out")
+        raise ValueError("samples or rng is given, but no queries are drawn; leave them out")
     if square and method == "normal":
         return matrices.wrap(_of_squares(matrices, known, mask))
     require_sample(known, function, draws=draws)

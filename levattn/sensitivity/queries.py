@@ -253,5 +253,5 @@ def as_rotary(rotary: Any, d: int) -> Rotary | None:
         raise ValueError(f"rotary has arrays of shapes {(h, r)} and {other}, and d is {d}; {problem}")
     squares = found[0] ** 2 + found[1] ** 2  # all equal: some models scale queries by one number
     if not (squares > 0).all() or not np.allclose(squares, squares[0, 0], rtol=2.0**-6, atol=0):
-        raise ValueError(f"rotary holds numbers that are not cosines and sines times one number; {problem}")
+        raise ValueError(f"rotary holds numbers that are no cosines and sines times one number; {problem}")
     return found[0], found[1]
