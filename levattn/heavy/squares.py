@@ -124,7 +124,7 @@ def _prepared(
     if not len(places):
         error = xp.where(D > 0, error + 2 * product, 0.0)
         return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, few=None)
-    # those few go on in main memory
+    # these few continue in main memory
     few, its_D, its_shift = (to_numpy(take_entries(array, places)) for array in (Q, D, shift))
     K, units, unknown = even_rows(to_numpy(selected), -exponents)
     for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):

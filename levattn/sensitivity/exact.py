@@ -48,8 +48,8 @@ class ExactSensitivities:
     queries : array of shape (n, d), float64
         Row j is a query that gives key j the score ``lower[j]``, for `Softmax` an admitted query; zeros for a key of
         sensitivity 0. The score computed in float64 agrees with `lower` to about :math:`10^{-15}` times the condition
-        number of the keys with scaled columns. For p < 1 it agrees to this product to the power p; for `Softmax` to
-        about that number times the largest logit.
+        number of the keys with scaled columns; for p < 1, to this product to the power p. For `Softmax` the factor is
+        the largest logit instead.
     method : str
         "svd", "linear program", "convex program", "vertices" or "concave program".
 
@@ -129,7 +129,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     Examples
     --------
-    A query along the first axis sees two keys, and so does one along the diagonal:
+    A query along the first axis attends to two keys, and so does one along the diagonal:
 
     >>> import numpy as np
     >>> from levattn import exact_sensitivities

@@ -60,7 +60,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
         The number λ itself, at least 0 (the ridge of `leverage_scores` is relative to the keys). It lowers every
         score.
     mask : array of bool, shape (..., n), optional
-        True for a key that takes part. The others score 0, later keys do not see them, and their values are not read.
+        True for a key that takes part. The others score 0, later scores ignore them, and their values are not read.
 
     Returns
     -------

@@ -37,7 +37,7 @@ __all__ = [
     "result_of",
 ]
 
-_SAMPLE = 64  # keys outside a set whose scores are compared with those of K
+_SAMPLE = 64  # keys outside a set whose scores are compared with the scores of K
 
 Guarantee = Literal["exact", "superset", "coverage", "none"]
 
@@ -191,9 +191,9 @@ class UniversalSet:
     @property
     @where_arrays_are
     def is_vacuous(self) -> Any:
-        """Whether the bound says nothing, as it is not below the number of keys: a bool, or bools (...,).
+        """Whether the bound is vacuous, that is, not below the number of keys: a bool, or bools (...,).
 
-        False for a set with coverage, whose guarantee is another.
+        False for a set with coverage, which has another guarantee.
         """
         if self.coverage is not None:
             return np.zeros(self.batch, np.bool_) if self.batch else False

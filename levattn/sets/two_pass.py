@@ -73,7 +73,7 @@ class _Together:
         self._count, self._keys = 0, np.empty((0, 0, 0))
 
     def fits(self, keys: Matrices) -> bool:
-        """Tell whether a chunk fits beside the held ones, or none are held."""
+        """Tell whether a chunk fits with the held ones, or none are held."""
         like = self._like
         if like is None:
             return True

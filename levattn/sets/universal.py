@@ -85,11 +85,11 @@ def universal_set(
         never hold them together. In all other cases files are loaded, and other chunks refused. Use the keys that
         enter the attention: after rotary embedding, one set for each head. With `queries` one dense array, or files.
     epsilon : float in (0, 1]
-        Smallest attention score that counts as large. A score within 1e-9 (relative) of ε counts as at least ε. Where
-        four times its estimated error is more (condition numbers above about 10⁶), so does a score within that.
+        Smallest attention score that counts as large. Scores within 1e-9 (relative) of ε count as at least ε. Where
+        four times the estimated error of a score is more (condition numbers above about 10⁶), that margin applies.
     size : int in [0, n]
-        Instead of `epsilon`: the number of keys, which are the keys of the largest scores; lower indices come first
-        among equal scores. `epsilon` of the set is then the ε that it certifies.
+        Instead of `epsilon`: the number of keys to take, of the largest scores, and by index among equal scores.
+        `epsilon` of the set is then the ε that it certifies.
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius; with

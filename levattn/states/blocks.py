@@ -34,7 +34,7 @@ class BlockSums:
         self._held: tuple[GramAccumulator, BlockBuffer | None] = GramAccumulator(b, d), None
 
     def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
-        """Add rows, `present` of them (b,), or raise and stay as it was; rows with weights are held in float64."""
+        """Add rows, `present` of them (b,), or raise without a change; rows with weights are held in float64."""
         gained: Any = present
         if weights is not None:  # Σ w k kᵀ is the second moment of √w k
             weights, rows = to_numpy(weights), rows_in_memory(rows)
@@ -148,7 +148,7 @@ class RunningSums:
         return self.held
 
     def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64]) -> None:
-        """Add rows, or raise and stay as it was."""
+        """Add rows, or raise without a change."""
         held, X = self.held, decode_half(rows.keys, rows.format)
         if held is not None and array_namespace(held[0]) is not array_namespace(X):
             held = tuple(to_device(to_numpy(part), X) for part in held)

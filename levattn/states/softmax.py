@@ -194,7 +194,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         Returns
         -------
         SoftmaxState
-            This state, which now stands for the positions of both.
+            This state, which now has the positions of both.
 
         Raises
         ------

@@ -98,7 +98,7 @@ class TokenState(StoredState, name="TokenState", version=1):
         Returns
         -------
         TokenState
-            This state, which now stands for the tokens of both.
+            This state, which now has the tokens of both.
 
         Raises
         ------
