@@ -48,8 +48,8 @@ class ExactSensitivities:
     queries : array of shape (n, d), float64
         Row j is a query that gives key j the score ``lower[j]``, for `Softmax` an admitted query; zeros for a key of
         sensitivity 0. The score computed in float64 agrees with `lower` to about :math:`10^{-15}` times the condition
-        number of the keys with scaled columns; for p < 1, to this product to the power p. For `Softmax` the factor is
-        the largest logit instead.
+        number of the keys with scaled columns. (For p < 1, take this product to the power p.) For `Softmax` the factor
+        is the largest logit instead.
     method : str
         "svd", "linear program", "convex program", "vertices" or "concave program".
 
