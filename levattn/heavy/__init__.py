@@ -1,1 +1,1 @@
-"""Heavy attention: the large scores of given queries, causal ones, and while keys are appended."""
+"""Heavy attention: the large scores of given queries, also with a causal mask and while keys are appended."""

@@ -46,10 +46,10 @@ def heavy_attention(
 ) -> HeavyAttention | HeavyAttentionBatch:
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
-    For f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`, only keys of
-    the universal set can have a score of at least ε, and the normalizer is :math:`\|N q_i\|^2` with
-    :math:`N^T N = K^T K`. So a query costs O(d² + \|U\| d), whatever n. No entry of at least ε is missed, and all
-    values are those of the full attention.
+    Let f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`. Only keys of the
+    universal set can have a score of at least ε, and the normalizer is :math:`\|N q_i\|^2` with
+    :math:`N^T N = K^T K`. So a query costs O(d² + \|U\| d), whatever n. The result misses no entry of at least ε, and
+    all its values are the values of the full attention.
 
     Parameters
     ----------
@@ -57,23 +57,23 @@ def heavy_attention(
         Queries. Leading axes are those of K, none, or a multiple of the last: several heads of queries for each head
         of keys.
     K : array of shape (..., n, d)
-        Keys; kinds and dtypes as in `leverage_scores`.
+        Keys; array types and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
         Smallest score that counts as heavy. A score within 1e-9 (relative) of ε, or within four times its error
         (`HeavyAttention.error`) where that is more, counts as at least ε.
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
-        The universal set of the same keys for ε or less, if it is known already: then nothing of size n is touched
-        but the rows of K in the set. With a set with coverage all entries that are returned are right, and a query
-        misses none with the probability that it was made for.
+        The universal set of the same keys for ε or less, if it is known already. Then nothing of size n is read but
+        the rows of K in the set. With a set with coverage all returned entries are right, and a query misses none with
+        the probability of the set.
     causal : bool, default False
-        Query t attends to the keys up to t alone, and its normalizer is the sum over these; m = n. For x² only, and
-        without `universal`: the set of keys changes from row to row.
+        Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
+        and without `universal`, because the set of keys changes from row to row.
     method : {"auto", "countsketch", "jl"}
-        "auto": exact. For x² without `causal` also "countsketch": entries are recovered from a CountSketch of the
-        keys of the set, and those that may be heavy are computed; "jl": normalizers are estimated by a projection.
-        See Notes.
+        "auto": exact. Two more are for x² without `causal`. "countsketch": recover entries from a CountSketch of the
+        keys of the set, and compute the entries that may be heavy. "jl": estimate the normalizers by a projection. See
+        Notes.
     sketch_size : int or (int, int), optional
         Buckets and repetitions of "countsketch", columns of the projection of "jl".
     mask : array of bool, shape (..., n), optional
@@ -89,9 +89,9 @@ def heavy_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or `universal` does not cover ε, has the guarantee "none" or an approximate factor, or
-        belongs to other keys (its shape and dtype are compared, and the leverage scores of its keys and of a sample of
-        the others).
+        If an argument is wrong. Also if `universal` does not cover ε, has the guarantee "none" or an approximate
+        factor, or belongs to other keys. (Its shape and dtype are compared, and the leverage scores of its keys and of
+        a sample of the others.)
     NonFiniteError
         If queries or keys hold NaN or infinity.
 
@@ -102,22 +102,22 @@ def heavy_attention(
     Notes
     -----
     Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
-    n < d the preparation takes O(n² d), and a normalizer is summed over the keys, O(n d), of which the set has a copy.
-    Squares neither overflow nor vanish. For a query so nearly orthogonal to the keys that float64 would lose digits,
-    sums run as if in twice the precision, at about ten times the cost, and if the keys are rank-deficient as well over
-    all keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
+    n < d the preparation takes O(n² d), and a normalizer is a sum over the keys, O(n d). The set holds their copy.
+    Squares neither overflow nor vanish. A query may be so nearly orthogonal to the keys that float64 would lose
+    digits. Its sums then run as if in twice the precision, at about ten times the cost. If the keys are rank-deficient
+    as well, they run over all keys, O(n d). A query orthogonal to the keys up to rounding has a row of zeros.
 
-    For other functions the normalizer of a query is summed over all keys, O(n d), and once or twice more where
-    rounding of the products could be seen in it; for an even power p > 2 it comes from the D = C(d + p/2 − 1, p/2)
-    lifted moments, O(D²), where a lift was among the certificates of the set (up to D = 1024 by itself) and that is
-    less.
+    For other functions the normalizer of a query is a sum over all keys, O(n d). It is summed once or twice more where
+    rounding of the products could change it. For an even power p > 2, D = C(d + p/2 − 1, p/2) lifted moments give it
+    in O(D²) if that is less. This needs a lift among the certificates of the set (by default up to D = 1024).
 
-    With `causal` a key is kept while its score among the keys so far is at least ε: at most rank/ε keys, or more where
-    the moments of a prefix are too ill-conditioned to tell (`HeavyAttention.alive`). No entry is missed either.
+    With `causal` a key is kept while its score among the keys so far is at least ε. At most rank/ε keys are kept, or
+    more where the moments of a prefix are too ill-conditioned to decide (`HeavyAttention.alive`). No entry is missed
+    either.
 
-    "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and what it returns
-    is exact. "jl" misses none, and normalizers and scores err by at most `HeavyAttention.distortion`, but for a
-    probability of 1e-6; both for each head. The exact route was faster than both at all sizes tried.
+    "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and its entries are
+    exact. "jl" misses none. Its normalizers and scores err by at most `HeavyAttention.distortion`, except with a
+    probability of 1e-6. The probabilities are for each head. The exact route was faster than both at all sizes tried.
 
     References
     ----------
@@ -215,7 +215,7 @@ def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Soft
     if not is_square(f):
         raise ValueError(f"f is {f!r}; expected 2 for causal attention")
     if universal is not None:
-        raise ValueError("universal and causal: both given; expected no set, as it changes from row to row")
+        raise ValueError("universal and causal: both given; expected no set, because it changes from row to row")
     if queries.n != keys.n:
         raise ValueError(
             f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys where causal=True"
@@ -258,7 +258,7 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
             )
         if universal.guarantee == "none":
             raise ValueError(
-                "universal promises nothing for attention over K (it was made with center=True); "
+                "universal guarantees nothing for attention over K (it was made with center=True); "
                 "expected a set with guarantee 'exact', 'superset' or 'coverage'"
             )
         if universal.epsilon is None:
@@ -271,6 +271,6 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
     if universal.epsilon > epsilon or (universal.by_size and epsilon <= universal.epsilon * (1 + margin)):
         relation = "more than" if universal.by_size else "at least"
         raise ValueError(
-            f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
-            "make the set with this epsilon, or ask for one that is larger than the set's"
+            f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}. "
+            "Make the set with this epsilon, or give one that is larger than the set's"
         )

@@ -28,11 +28,11 @@ from levattn.linalg.routes import factor_moments
 
 __all__ = ["CHUNK", "Causal", "CausalChunk"]
 
-CHUNK = 256  # rows that are worked on at a time
-_SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
-_LEAST_SUM = 2.0**-900  # normalizers below may have lost squares
+CHUNK = 256  # rows
+_SCORE_ERROR = 1e-3  # largest estimated relative error of a score for which keys are dropped by it
+_LEAST_SUM = 2.0**-900  # smaller normalizers may have lost squares to underflow
 _TAME = 100  # powers of two of queries and units that need no scaling
-_FAR = 250  # powers of two by which an entry may be larger than the unit of its column
+_FAR = 250  # powers of two by which an entry may exceed the unit of its column
 _BELOW = np.tri(CHUNK)  # 1 for keys up to a row
 
 
@@ -40,38 +40,31 @@ _BELOW = np.tri(CHUNK)  # 1 for keys up to a row
 class CausalChunk:
     """The scores of some rows on the keys that could be heavy for them.
 
-    rows: the first row and the one after the last.
-    keys: ascending indices of the keys: those kept from before, and the chunk's own.
-    scores: (rows, keys and more), zero for keys after the row, and in the columns after those of the keys: of one
-        shape, products with values are summed in one order.
-    normalizers: of the rows; infinite or 0 where they leave the range.
-    live: whether they are not zero.
-    captured: the scores of each row, summed up.
-    error: estimated relative error of a score of each row.
-    alive: number of keys kept after the chunk.
+    `scores` (rows, keys and more) are zero for keys after the row, and in the columns after the keys. They have one
+    shape, so that products with values are summed in one order.
     """
 
-    rows: tuple[int, int]
-    keys: npt.NDArray[np.int64]
+    rows: tuple[int, int]  # the first row and the one after the last
+    keys: npt.NDArray[np.int64]  # ascending indices of the keys kept from before, and of the chunk's own
     scores: Float64
-    normalizers: Float64
-    live: npt.NDArray[np.bool_]
-    captured: Float64
-    error: Float64
-    alive: int
+    normalizers: Float64  # of the rows; infinite or 0 where they leave the range
+    live: npt.NDArray[np.bool_]  # whether normalizers are not zero
+    captured: Float64  # the sum of the scores of each row
+    error: Float64  # estimated relative error of a score of each row
+    alive: int  # number of keys kept after the chunk
 
 
 class _Units:
-    """Powers of two that keep entries in range, one a column, known from the keys so far."""
+    """Powers of two that keep entries in range, one per column, known from the keys so far."""
 
     def __init__(self, d: int) -> None:
         self.exponents: Exponents = np.zeros(d, np.int32)
         self.seen = np.zeros(d, np.bool_)
 
     def take(self, K: Float64) -> tuple[int, Any]:
-        """Fix the units for some of the keys that come next; return how many, and the columns that each row has seen.
+        """Fix the units for some of the next keys; return their number, and the columns that each row has seen.
 
-        The unit of a column is that of its first entry. A key that is much larger begins a chunk, and new units.
+        The first entry of a column sets its unit. A key that is much larger begins a chunk, and new units.
         """
         if self.seen.all() and np.all(np.frexp(np.max(np.abs(K), axis=0))[1] <= self.exponents + _FAR):
             return len(K), np.True_
@@ -91,8 +84,8 @@ class _Units:
 
 
 def _even(Q: Float64, exponents: Exponents) -> tuple[Float64, Exponents]:
-    """Return queries times the units of the columns, and what untame ones are divided by."""
-    with np.errstate(over="ignore"):  # of rows that are not tame
+    """Return queries times the units of the columns, and powers of two that divide queries out of range."""
+    with np.errstate(over="ignore"):  # of rows out of range
         out, powers = Q * np.ldexp(1.0, np.clip(exponents, -_TAME, _TAME)), np.zeros(len(Q), np.int32)
     size = np.max(np.abs(Q), axis=1, initial=0.0)
     odd = np.flatnonzero(((size < 2.0**-_TAME) | (size > 2.0**_TAME)) & (size > 0))
@@ -104,16 +97,13 @@ def _even(Q: Float64, exponents: Exponents) -> tuple[Float64, Exponents]:
 
 
 def _padded(A: Float64) -> Float64:
-    """Return the rows of a chunk with rows of zeros after them: of one shape BLAS sums all chunks in one order."""
+    """Return the rows of a chunk and zero rows after them: with one shape, BLAS sums all chunks in one order."""
     return A if len(A) == CHUNK else np.concatenate([A, np.zeros((CHUNK - len(A), A.shape[1]))])
 
 
 @dataclass(frozen=True)
 class Causal:
-    """Queries and keys of causal attention, both in main memory: their chunks are computed as often as they are read.
-
-    queries and rows: of one matrix each.
-    """
+    """Queries and keys of causal attention, one matrix each in main memory; each reading computes the chunks again."""
 
     queries: Rows
     rows: Rows
@@ -125,10 +115,10 @@ class Causal:
         return np.full(self.rows.shape[1], True) if self.rows.mask is None else self.rows.mask[0]
 
     def chunks(self) -> Iterator[CausalChunk]:
-        """Give the chunks one after the other.
+        """Yield the chunks one after the other.
 
-        What a row gets does not depend on later rows, to the last bit: units, error estimates and decisions are of the
-        rows up to its own, and what comes after in its chunk is multiplied by zero.
+        The results of a row do not depend on later rows, to the last bit. Units, error estimates and decisions come
+        from the rows up to its own, and later keys of its chunk are multiplied with zero.
         """
         n, prefix = self.rows.shape[1], _Prefix(self.rows, self.epsilon)
         while prefix.stop < n:
@@ -136,16 +126,16 @@ class Causal:
             seen = prefix.read(min(start + CHUNK, n))
             Q = to_float64(self.queries.keys[:, start : prefix.stop, :], self.queries.format)[0]
             require_finite_queries(np.isfinite(Q).all(axis=1), start)
-            yield prefix.chunk(start, Q if seen.all() else np.where(seen, Q, 0.0))  # other entries meet no key
+            yield prefix.chunk(start, Q if seen.all() else np.where(seen, Q, 0.0))  # no key has other columns
 
 
 class _Prefix:
-    """The keys of the chunks so far: their moments, and those that may still be heavy for a row to come.
+    """The keys of the chunks so far: their moments, and the keys that may still be heavy for a later row.
 
-    A key is kept while its leverage score among the keys so far is at least ε. It never rises again, so no row after
-    can give a key that was let go a score of ε. At most rank/ε keys are kept after a chunk, where the moments resolve
-    their scores; where they do not, keys are let go only after a stable factorization of all keys so far, which is
-    made when there are too many.
+    A key is kept while its leverage score among the keys so far is at least ε. The score never rises again, so no
+    later row can give a dropped key a score of ε. Where the moments resolve the scores, at most rank/ε keys are kept
+    after a chunk. Where they do not, only a stable factorization of all keys so far drops keys; it is made when there
+    are too many.
     """
 
     def __init__(self, rows: Rows, epsilon: float) -> None:
@@ -173,7 +163,7 @@ class _Prefix:
         return seen
 
     def chunk(self, start: int, given: Float64) -> CausalChunk:
-        """Return the scores of the queries of the chunk that was read, and go on to the next."""
+        """Return the scores of the queries of the chunk just read, and go on to the next chunk."""
         count, before, chunks = len(given), len(self._kept), self._chunks
         Q, powers = _even(given, self._units.exponents)
         q, own = _padded(Q), _padded(self._keys)
@@ -225,7 +215,7 @@ class _Prefix:
     ) -> tuple[Float64, Float64, Float64, Float64, Exponents]:
         """Return scores of some rows from products in twice the precision, and their sums divided by 4^shift.
 
-        Also returned are the relative errors of the sums and of their roots, and the shift.
+        Also return the relative errors of the sums and of their roots, and the shift.
         """
         sums, exponents = PreciseSums(Q), self._units.exponents
         near = even_rows(np.concatenate([self._kept_keys, _padded(self._stored)]), -exponents)
@@ -241,7 +231,7 @@ class _Prefix:
         return scores, total, error, root, np.where(total > 0, sums.shift, 0)
 
     def _let_go(self, start: int) -> npt.NDArray[np.int64]:
-        """Keep those of the keys so far that can be heavy later; return the keys that were looked at."""
+        """Keep the keys so far that can be heavy later; return the keys that were examined."""
         self._largest = np.maximum(self._largest, np.max(np.abs(self._keys), axis=0, initial=0.0))
         kept, keys = (
             np.concatenate([self._kept, np.arange(start, self.stop)]),
@@ -258,7 +248,7 @@ class _Prefix:
         return kept
 
     def _still(self, keys: Float64) -> npt.NDArray[np.bool_] | None:
-        """Tell which keys may have a score of at least ε, or None where the moments are not good enough to tell."""
+        """Tell which keys may have a score of at least ε; return None where the moments are not accurate enough."""
         found = kernels_for("factor", self._G).inverse_cholesky(self._G[None])
         error = (32 + self._chunks) * UNIT * float(found.bound[0])
         if not (found.pivot[0] > 0 and error <= _SCORE_ERROR):

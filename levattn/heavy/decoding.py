@@ -1,4 +1,4 @@
-"""Causal heavy attention while keys are appended: the keys that can still matter, and the heavy ones of a query."""
+"""Causal heavy attention while keys are appended: the keys that can still be heavy, and the heavy ones of a query."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from levattn.states.block_buffer import in_main_memory, payload_of
 
 __all__ = ["CausalUniversalSet", "HeavyKeys"]
 
-_RECENT = 64  # keys that are at least waited for before they are factored with the others
+_RECENT = 64  # recent keys, at least, before they are factored with the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,17 +54,17 @@ class HeavyKeys:
     indices : array of int64, shape (k,)
         Row numbers of the keys, ascending for each query.
     scores : array of float64, shape (k,)
-        Their attention scores, at least ε; within 1e-9 of it (relative), or four times `error` where that is more,
-        doubt counts as that.
+        Their attention scores, at least ε. A score within 1e-9 of ε (relative), or within four times `error` where
+        that is more, counts as at least ε.
     payload : array of shape (k, ...) or None
         The payload of these keys.
     normalizers : array of float64, shape (g,)
-        ``Σ ⟨q, k⟩²`` over all keys so far, those that were let go as well.
+        ``Σ ⟨q, k⟩²`` over all keys so far, dropped keys as well.
     captured_mass : array of float64, shape (g,)
-        The scores of all keys that are held, summed up.
+        The sum of the scores of all keys that are held.
     error : array of float64, shape (g,)
-        Estimated relative error of the scores of a query. It is large only for queries all but orthogonal to the keys,
-        and for keys of a condition number above 10¹¹; infinite where nothing is known of a normalizer.
+        Estimated relative error of the scores of a query. It is large only for queries nearly orthogonal to the keys,
+        and for keys of a condition number above 10¹¹. It is infinite where nothing is known of a normalizer.
 
     Examples
     --------
@@ -86,9 +86,9 @@ class HeavyKeys:
 class CausalUniversalSet:
     r"""The keys of a growing prefix that can still receive an attention score of at least ε, for f(x) = x².
 
-    Append keys one at a time or in chunks, and ask at any time for the heavy entries of a query over all keys so far.
-    They are exact: no score of at least ε is missed, and normalizers count every key that ever came. A key is let go
-    when its leverage score among the keys so far is below ε: it never rises again.
+    Append keys one at a time or in chunks. At any time, ask for the heavy entries of a query over all keys so far.
+    They are exact: no score of at least ε is missed, and normalizers count every key that ever came. A key is dropped
+    when its leverage score among the keys so far is below ε, because the score never rises again.
 
     Parameters
     ----------
@@ -103,19 +103,19 @@ class CausalUniversalSet:
     See Also
     --------
     heavy_attention : With ``causal=True`` the same for all queries at once.
-    StreamingUniversalSet : A set of all keys, at more speed and with merges.
+    StreamingUniversalSet : A set of all keys, faster and with merges.
 
     Notes
     -----
-    For each matrix of a batch at most rank/ε keys are held, and max(64, d) recent ones; d² numbers for the moments.
-    Appending costs O(d²) a key (its factor is made anew once for max(64, d) keys), a query O(d² + d²/ε). Moments are
-    summed in about 100 bits where the keys are ill-conditioned. Keys that are rank-deficient to float64 but not
-    exactly are all held.
+    For each matrix of a batch the state holds at most rank/ε keys, max(64, d) recent keys, and d² numbers for the
+    moments. Appending costs O(d²) per key (max(64, d) keys share a new factor), a query O(d² + d²/ε). Moments are
+    summed in about 100 bits where the keys are ill-conditioned. If the keys are rank-deficient to float64 but not
+    exactly, all of them are held.
 
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): universal sets (Theorem 1).
-    That scores among a prefix only fall, and so that this is exact, is shown in docs/design.md.
+    docs/design.md proves that scores among a prefix only fall, so that this is exact.
 
     Examples
     --------
@@ -132,7 +132,7 @@ class CausalUniversalSet:
     def __init__(self, epsilon: float) -> None:
         self.epsilon = check_epsilon(epsilon)
         self._form: ChunkForm | None = None  # of the keys
-        self._dtype: np.dtype[Any] | None = None  # of the keys, where they are stored as numpy has them
+        self._dtype: np.dtype[Any] | None = None  # of the keys, for dtypes of numpy
         self._sums = GramAccumulator(0, 1)
         self._factor: Factor | None = None
         self._judged: list[Candidates] = []  # keys of each matrix that are factored and may still be heavy
@@ -149,7 +149,7 @@ class CausalUniversalSet:
 
     @property
     def n(self) -> int:
-        """Number of rows so far, masked ones among them."""
+        """Number of rows so far, with masked ones."""
         return self._first + self._recent
 
     @property
@@ -168,11 +168,11 @@ class CausalUniversalSet:
         Parameters
         ----------
         K : array of shape (..., m, d)
-            Keys; kinds and dtypes as in `leverage_scores`, in all calls alike.
+            Keys; array types and dtypes as in `leverage_scores`, the same in all calls.
         mask : array of bool, shape (..., m), optional
             True for a key that takes part. The others count as rows.
         payload : array of shape (..., m, ...), optional
-            What is to be held with the keys, such as their values: in all calls or in none.
+            Arrays to hold with the keys, such as their values: in all calls or in none.
 
         Returns
         -------
@@ -182,9 +182,9 @@ class CausalUniversalSet:
         Raises
         ------
         TypeError, ValueError
-            If the chunk does not go with those before.
+            If the chunk does not match the chunks before.
         NonFiniteError
-            If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
+            If the keys hold NaN or infinity outside the mask. After any error the state is as before.
         """
         if mask is None and self._put_few(K, payload):
             return self
@@ -197,9 +197,9 @@ class CausalUniversalSet:
         return self
 
     def _put_few(self, K: Any, payload: Any) -> bool:
-        """Append a few keys of numpy, or return False where they are not for sure of the kind of those before.
+        """Append a few keys of numpy, or return False unless they surely are of the kind of the keys before.
 
-        That is most of the calls while a sequence is generated.
+        Most calls during decoding take this path.
         """
         form = self._form
         if form is None or type(K) is not np.ndarray or K.dtype is not self._dtype or K.ndim < 2:
@@ -223,7 +223,7 @@ class CausalUniversalSet:
         return True
 
     def _append(self, K: Any, mask: Any, payload: Any) -> None:
-        """Append keys; if it raises, the state is void but for what it held."""
+        """Append keys; if it raises, the caller restores the state."""
         matrices, rows = in_main_memory(K, mask)
         b, m, d = rows.shape
         payloads = () if payload is None else (payload_of(payload, matrices.batch, m),)
@@ -261,12 +261,12 @@ class CausalUniversalSet:
             np.concatenate([room[:, :first], new], axis=1)
             for room, new in zip((self._keys, *self._beside), (keys, *beside), strict=True)
         )
-        # a state that this one may go back to has the old room
+        # the old arrays belong to the state that an error restores
         self._keys, self._beside = np.empty_like(self._keys), tuple(map(np.empty_like, self._beside))
         self._fold(keys, beside)
 
     def _fold(self, recent: npt.NDArray[Any], beside: list[npt.NDArray[Any]]) -> None:
-        """Count the recent keys in, and let go those that cannot be heavy any more."""
+        """Add the recent keys to the moments, and drop the keys that cannot be heavy any more."""
         nothing = Rows(recent[:, :0], self._format)
         self._sums = self._sums.copy()
         self._sums.merge_rows(Rows(recent, self._format))
@@ -299,12 +299,12 @@ class CausalUniversalSet:
         Returns
         -------
         HeavyKeys, or tuple of HeavyKeys
-            For one matrix its entries, else those of each matrix of the batch, leading axes flattened.
+            For one matrix its entries, else the entries of each matrix of the batch, leading axes flattened.
 
         Raises
         ------
         TypeError, ValueError
-            If the queries do not go with the keys, or there were no keys yet.
+            If the queries do not match the keys, or there were no keys yet.
         NonFiniteError
             If the queries hold NaN or infinity.
         """
@@ -323,9 +323,9 @@ class CausalUniversalSet:
         return found if form.batch else found[0]
 
     def _units(self, item: int, recent: Float64) -> tuple[Float64 | None, npt.NDArray[np.int32], Any]:
-        """Return the normalizer of the factored keys, the powers of two of its columns, and which columns keys reach.
+        """Return the normalizer of the factored keys, the powers of two of its columns, and which columns keys have.
 
-        Recent keys may be much larger than those that were factored, or in columns that had none.
+        Recent keys may be much larger than the factored keys, or in columns where these have no entries.
         """
         new = np.any(recent != 0, axis=0)
         exponents = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
@@ -343,7 +343,7 @@ class CausalUniversalSet:
         stored = to_float64(held.keys, self._format)
         recent = slice(len(stored) - self._recent, len(stored))
         N, exponents, met = self._units(item, stored[recent])
-        Q = np.where(met, Q, 0.0)  # other entries of a query meet no key
+        Q = np.where(met, Q, 0.0)  # no key has other columns
         even, powers = even_queries(Q, exponents)
         D, loss, known = np.zeros(len(Q)), np.zeros(len(Q)), 0.0
         if self._factor is not None and N is not None:
@@ -364,7 +364,7 @@ class CausalUniversalSet:
             product[precise] = few.error(total[precise], self.epsilon)
         squares = Z * Z
         root, inside = np.sqrt(D), squares.sum(axis=1)
-        total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all
+        total = np.maximum(total, inside)  # where it is nearly unknown: the held keys are among all keys
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
             error[(total == 0) & (loss > 0)] = np.inf
@@ -387,9 +387,9 @@ class CausalUniversalSet:
 
 
 class _Precise:
-    """Products of some queries with the keys that are held, in units in which squares neither vanish nor overflow.
+    """Products of some queries with the held keys, in units in which squares neither vanish nor overflow.
 
-    products, D and loss are divided by 2^shift, D by its square.
+    The unit of `products` and `loss` is 2^shift; the unit of D is its square.
     """
 
     def __init__(self, Q: Float64, rows: EvenRows, D: Float64, loss: Float64) -> None:

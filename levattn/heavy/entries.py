@@ -1,4 +1,4 @@
-"""Heavy entries and normalizers of functions other than x², in main memory, and the entries of any."""
+"""Heavy entries and normalizers of functions other than x², in main memory, and the entries of any function."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = ["csr_of", "heavy_places", "of_other_function"]
 
 _LARGEST_POWER = 1000  # of two in a query
 _LARGEST_SHARE = 500  # of two in a term of a sum
-_UNKNOWN = 0.1  # relative error of scores from which on nothing is said of a query
-_FEW_QUERIES = 1024  # that are summed for once more at a time
+_UNKNOWN = 0.1  # relative error of scores above which a query counts as unknown
+_FEW_QUERIES = 1024  # in a block whose sums are computed again
 
 
 def of_other_function(
@@ -53,7 +53,7 @@ def of_other_function(
     powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)
     if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
         N, exponents = universal.factor.even_normalizer(0)
-        Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # other entries meet no key
+        Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # no key has other columns
         even, taken = even_queries(Q, exponents)
         powers = np.frexp(np.sqrt(kernels_for("heavy", even).query_norms(even, N)[0]))[1].astype(np.int32)
         largest = np.max(np.abs(even), axis=1, initial=0.0)
@@ -112,7 +112,7 @@ def heavy_places(
 def csr_of(
     found: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]], shape: tuple[int, int]
 ) -> csr_array:
-    """Return the matrix of entries that were found in parts: rows, columns and values."""
+    """Return the matrix of entries found in parts: rows, columns and values."""
     from scipy.sparse import csr_array
 
     rows, columns, values = (np.concatenate(each) for each in zip(*found, strict=True))
@@ -137,11 +137,11 @@ def _other_sums(
     epsilon: float,
     f: AttentionFunction | Softmax,
 ) -> tuple[Float64, Float64, npt.NDArray[np.bool_]]:
-    """Return Σ f(⟨q, k⟩) for each query, the error of its scores of ε, and for which of them products are precise.
+    """Return Σ f(⟨q, k⟩) for each query, the error of its scores of ε, and flags of queries with precise products.
 
-    The sums are of products in float64, or come from lifted moments where these are known and cost less. Where what is
-    known of the sums alone does not show that rounding leaves them be, it is found for every product, and where it
-    does not, these are computed as in twice the precision.
+    The sums are of products in float64, or come from lifted moments where these are known and cost less. The sums
+    alone may not show that rounding is harmless; then the error of every product is bounded. If that is not enough,
+    the products are computed as in twice the precision.
     """
     D, error = _mild_sums(Q, selected, keys, universal, epsilon, f)
     doubtful = np.zeros(len(Q), np.bool_)
@@ -168,7 +168,7 @@ def _mild_sums(
     epsilon: float,
     f: AttentionFunction | Softmax,
 ) -> tuple[Float64, Float64]:
-    """Return the sums in float64, and as much of their error and that of scores of ε as follows from them."""
+    """Return the sums in float64, and the error of the sums and of scores of ε, as far as it follows from them."""
     lift, d = universal._lift, Q.shape[1]
     D, error, others = np.zeros(len(Q)), np.zeros(len(Q)), np.full(len(Q), True)
     with np.errstate(over="ignore"):

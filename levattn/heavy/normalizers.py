@@ -1,4 +1,4 @@
-"""Normalizers of queries from the factor of the keys, where rounding of the factor lets them be."""
+"""Normalizers of queries from the factor of the keys, where rounding of the factor is harmless."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
     "require_finite_queries",
 ]
 
-EvenRows = tuple[Float64, Exponents, npt.NDArray[np.bool_]]  # what `even_rows` returns
+EvenRows = tuple[Float64, Exponents, npt.NDArray[np.bool_]]  # as returned by `even_rows`
 
-NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely
+NORMALIZER_ERROR = 1e-12  # estimated relative rounding above which a normalizer is computed more precisely
 PRODUCT_ERROR = TIE / 16  # the same for a product of a query and a key that makes a heavy entry
-SUM_ERROR = TIE / 2  # the same for a normalizer, from which on it is summed over the keys
-LEAST = 2.0**-1022  # a score of which nothing is known
+SUM_ERROR = TIE / 2  # the same above which a normalizer is summed over the keys
+LEAST = 2.0**-1022  # stands for an unknown score
 LOWEST = -(1 << 20)  # an exponent below all
-_UNKNOWN = 0.1  # relative error of a root from which on nothing is said of a sum
-_NOTHING = 2.0**-104  # what twice the precision does not see
-_TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
+_UNKNOWN = 0.1  # relative error of a root above which a sum counts as unknown
+_NOTHING = 2.0**-104  # relative rounding of twice the precision
+_TAME = 200  # powers of two of queries and keys whose products and squares are in range without scaling
 
 
 def require_finite_queries(finite: npt.NDArray[np.bool_], before: int = 0) -> None:
@@ -53,7 +53,7 @@ def require_finite_queries(finite: npt.NDArray[np.bool_], before: int = 0) -> No
 
 
 def even_queries(Q: Any, exponents: npt.NDArray[np.int32]) -> tuple[Any, Any]:
-    """Multiply queries by powers of two of the columns, and divide each by one (returned) that keeps it in range."""
+    """Multiply queries by powers of two of the columns, and divide each by a power (returned) to keep it in range."""
     xp = array_namespace(Q)
     if np.max(np.abs(exponents), initial=0) < _TAME:
         size = xp.max(xp.abs(Q), axis=1)
@@ -66,11 +66,10 @@ def even_queries(Q: Any, exponents: npt.NDArray[np.int32]) -> tuple[Any, Any]:
 
 
 def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> tuple[Any, Any]:
-    """Return ``D = Σ ⟨q, k⟩²`` for each query, and by how much rounding may move √D, for a batch of one.
+    """Return ``D = Σ ⟨q, k⟩²`` for each query, and the largest rounding error of √D, for a batch of one.
 
-    N and `exponents` are those of `Factor.even_normalizer`, and the queries are multiplied by these powers of two. The
-    relative error of the factor comes on top. Rounding is large beside √D only where queries are all but orthogonal to
-    the keys.
+    N and `exponents` come from `Factor.even_normalizer`, and the queries include these powers of two. The relative
+    error of the factor comes on top. Rounding is large beside √D only where queries are nearly orthogonal to the keys.
     """
     xp = array_namespace(Q)
     D, size = kernels_for("heavy", Q).query_norms(Q, N)
@@ -99,7 +98,7 @@ def relative(loss: Any, D: Any) -> Any:
 class PreciseSums:
     """Sums of squared products of some queries and all keys, in twice the precision.
 
-    Their units keep them in range, and a product that may be zero is decided exactly. The keys come in parts, as by
+    Their units keep them in range, and a product that may be zero is decided exactly. The keys come in parts, as from
     `even_rows`.
     """
 
@@ -110,9 +109,9 @@ class PreciseSums:
         self._sizes = np.sqrt(np.sum(Q * Q, axis=1))
 
     def add(self, K: Float64, powers: Exponents, lost: npt.NDArray[np.bool_], among: Any = 1.0) -> Float64:
-        """Add the keys 2^powers K, those of a query that `among` says; return the products with K.
+        """Add the keys 2^powers K, for each query only the keys `among` these; return the products with K.
 
-        Of keys in `lost` no product is decided exactly: where it takes that, the error is infinite.
+        No product with a key in `lost` can be decided exactly: where that is needed, the error is infinite.
         """
         Z, sizes = kernels_for("precise", K).precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
         noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
@@ -123,7 +122,7 @@ class PreciseSums:
             known = ~lost | (noise == 0)
             self._unknown |= np.any(nothing & ~known & (among > 0), axis=1)
             nothing &= known
-            # one that is not zero may be computed as zero
+            # a nonzero product may be computed as zero
             Z = np.where(nothing, 0.0, np.where(Z == 0, noise, Z))
         Z *= among
         live = Z != 0
@@ -143,9 +142,9 @@ class PreciseSums:
         return np.asarray(np.ldexp(Z, powers - self.shift[:, None]) ** 2)
 
     def result(self, count: Any) -> tuple[Float64, Float64, Float64]:
-        """Return the sums, over `count` keys, their relative error, and that of the root which products bring in.
+        """Return the sums, over `count` keys, their relative error, and the error of the root from the products.
 
-        Both are infinite where nothing is known of a sum.
+        Both errors are infinite where nothing is known of a sum.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             root = np.where(self._total > 0, np.sqrt(self._noise / self._total), 0.0)
@@ -165,16 +164,16 @@ def precise_error(root: Float64, size: Float64, least: Float64) -> Float64:
 
 
 def flushed(X: Any, even: Any) -> Any:
-    """Tell which rows lost digits of an entry when they were brought to about 1: products with them are not known."""
+    """Tell which rows lost digits of an entry when they were scaled to about 1: their products are not known."""
     xp = array_namespace(X)
     small = xp.abs(even) < 2.0**-1022
     return xp.any((X != 0) & small, axis=1) if xp.any(small) else small[:, 0]
 
 
 def even_rows(X: Float64, exponents: Exponents) -> EvenRows:
-    """Multiply rows by powers of two of the columns, and divide each by one (returned) that brings it to about 1.
+    """Multiply rows by powers of two of the columns, and divide each by a power (returned) to bring it to about 1.
 
-    Which rows lost digits by that is returned as well.
+    Also return flags of the rows that lost digits.
     """
     fraction, exponent = np.frexp(X)
     exponent = np.where(fraction != 0, exponent + exponents, LOWEST)

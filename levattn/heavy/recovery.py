@@ -15,19 +15,19 @@ from levattn.sketch import GaussianJL
 
 __all__ = ["estimated_normalizers", "recovered_entries", "recovery_size"]
 
-_PLACES = 102  # stream
-_ENTRIES = 1 << 22  # estimates that are held at a time
+_PLACES = 102  # random stream
+_ENTRIES = 1 << 22  # estimates in memory at a time
 
 Recovered = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]
 
 
 def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
-    """Return buckets and repetitions that miss one of at most m/ε heavy entries with probability `FAILURE` at most.
+    """Return buckets and repetitions that miss any of at most m/ε heavy entries with probability at most `FAILURE`.
 
-    In one repetition the estimate of ⟨q, k⟩ has a variance of at most D/buckets, so that it errs by more than √(εD)/2
-    with a probability of at most 4/(buckets ε) = 1/8. More than half of the repetitions do so with at most
-    (4 · 1/8 · 7/8)^(repetitions/2), and otherwise the median of a heavy entry is at least √(εD)/2. Of n keys in 8 n
-    buckets one shares its own with a probability of at most 1/8, and else its estimate is exact.
+    In one repetition the estimate of ⟨q, k⟩ has a variance of at most D/buckets. So it errs by more than √(εD)/2 with
+    a probability of at most 4/(buckets ε) = 1/8. The probability that more than half of the repetitions do so is at
+    most (4 · 1/8 · 7/8)^(repetitions/2). Otherwise the median of a heavy entry is at least √(εD)/2. If n keys are in
+    8 n buckets, a key shares its bucket with a probability of at most 1/8, and else its estimate is exact.
     """
     buckets = math.ceil(min(32 / epsilon, 8 * max(n, 1)))
     repetitions = 2 * (math.log(FAILURE / max(m, 1)) + math.log(epsilon)) / math.log(4 * (1 / 8) * (7 / 8))
@@ -37,10 +37,10 @@ def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
 def recovered_entries(
     Q: Float64, keys: Float64, D: Float64, epsilon: float, buckets: int, repetitions: int, seed: int
 ) -> Recovered:
-    """Return rows, columns and scores of the entries of at least ε that a CountSketch of the keys gives away.
+    """Return rows, columns and scores of the entries of at least ε that a CountSketch of the keys finds.
 
     The keys are sketched, not the queries: est = sign · ⟨q, bucket of the key⟩, and the median of the repetitions.
-    What could be heavy by its estimate is computed. Rows with D = 0 have no entries.
+    Entries that could be heavy by their estimates are computed. Rows with D = 0 have no entries.
     """
     n, d = keys.shape
     drawn = words(seed, _PLACES, 0, n, repetitions)
@@ -66,7 +66,7 @@ def recovered_entries(
 
 
 def estimated_normalizers(Q: Float64, N: Float64, columns: int, seed: int) -> tuple[Float64, tuple[float, float]]:
-    """Return ``‖ΠNq‖²`` for every query, and by what share it may be below and above ``‖Nq‖²``, but for the chance."""
+    """Return ``‖ΠNq‖²`` for every query, and the shares by which it may be below and above ``‖Nq‖²``."""
     family = GaussianJL(columns)
     projected = family.columns(seed, 0, len(N)) * family.scale @ N
     Y = Q @ projected.T

@@ -43,11 +43,11 @@ class HeavyAttention:
     universal : UniversalSet or None
         The set that the entries were taken from; None for causal attention.
     alive : array of int64, shape (chunks,), or None
-        For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε, but for
-        prefixes so ill-conditioned or rank-deficient that their moments do not tell the scores.
+        For causal attention the number of keys kept after each chunk of rows. It is at most rank/ε, except for
+        prefixes so ill-conditioned or rank-deficient that their moments do not give the scores.
     distortion : float
-        For method="jl" the relative error that normalizers may have (but for a probability of 1e-6), and with them
-        scores and masses; else 0.
+        For method="jl" the relative error that normalizers, scores and masses may have (except with a probability of
+        1e-6); else 0.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class HeavyAttention:
     @property
     @where_arrays_are
     def entries(self) -> csr_array:
-        """The scores A_ij ≥ ε, of exact normalizers: a scipy.sparse.csr_array (m, n) with sorted indices."""
+        """The scores A_ij ≥ ε, with exact normalizers: a scipy.sparse.csr_array (m, n) with sorted indices."""
         return self._figures.entries
 
     @property
@@ -89,7 +89,7 @@ class HeavyAttention:
     def normalizers(self) -> Float64:
         """``Σ ⟨q_i, k_l⟩²`` over all keys, float64 (m,); 0 for a query orthogonal to all keys, whose row of A is zero.
 
-        Infinite or 0 where the sum leaves the range of float64, which spoils none of the other figures.
+        Infinite or 0 where the sum leaves the range of float64, which does not affect the other figures.
         """
         return self._figures.of_queries[0]
 
@@ -98,11 +98,11 @@ class HeavyAttention:
     def error(self) -> Float64:
         """Estimated relative error of the normalizer and of the scores of each query, float64 (m,).
 
-        Above 1e-9 it is only for queries all but orthogonal to the keys, keys of a condition number above 10¹¹ or, for
+        It exceeds 1e-9 only for queries nearly orthogonal to the keys, keys of a condition number above 10¹¹ or, for
         softmax, logits above 10⁶. A score within four times this error of ε counts as at least ε, and is among the
-        entries. Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets:
-        all keys of the set are among the entries then. The values of a function of one's own are taken to be right to
-        some roundings.
+        entries. The error is infinite where nothing is known of the normalizer, as where f underflows for all keys of
+        a query. All keys of the set are then among the entries. The values of your own function are assumed to be
+        right to some roundings.
         """
         return to_numpy(self._figures.error)
 
@@ -111,7 +111,7 @@ class HeavyAttention:
     def captured_mass(self) -> Float64:
         """``Σ A_ij`` over the keys of the universal set, float64 (m,).
 
-        For causal attention over the keys that were kept and those of the row's own chunk.
+        For causal attention, over the kept keys and the keys of the row's own chunk.
         """
         return self._figures.of_queries[1]
 
@@ -123,18 +123,18 @@ class HeavyAttention:
 
     @where_arrays_are
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
-        r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
+        r"""Multiply the attention on the universal set by the values, with a bound on the part left out.
 
-        The output is :math:`\sum_{j \in U} A_{ij} v_j` with the exact scores A of the full attention. With
-        ``compensate="mean"`` the residual mass times the mean value of the other keys is added, which is the best
-        guess where the light scores are even.
+        The output is :math:`\sum_{j \in U} A_{ij} v_j` with the exact scores A of the full attention.
+        ``compensate="mean"`` adds the residual mass times the mean value of the other keys, which is the best guess
+        where the light scores are even.
 
         Parameters
         ----------
         V : array of shape (n, d_v)
-            Values, one a key.
+            Values, one per key.
         compensate : {None, "mean"}
-            What stands in for the keys outside the set.
+            The replacement for the keys outside the set.
 
         Returns
         -------
@@ -149,14 +149,14 @@ class HeavyAttention:
         Raises
         ------
         TypeError, ValueError
-            If V does not go with the keys or `compensate` is unknown.
+            If V does not match the keys or `compensate` is unknown.
         NonFiniteError
             If the values hold NaN or infinity.
 
         Notes
         -----
         Time O(m \|U\| (d + d_v) + n d_v²) and memory O(m d_v + n), with blocks of at most 32 MB of scores. The bounds
-        hold up to the rounding of the scores, which is estimated and added.
+        include the estimated rounding of the scores.
 
         Examples
         --------
@@ -217,7 +217,7 @@ class HeavyAttention:
             len(chosen), products.epsilon
         )
         error = error + 16 * UNIT * len(chosen)
-        # what rounding of the scores may hide of the residual mass
+        # rounding of the scores may hide some of the residual mass
         r = xp.where(products.live, residual + error, 0.0)
         # the scores may be rounded to float32, and a bound must not be rounded down
         e = universal._largest_left * (1 + 4 * float(universal.factor.score_error[0]))
@@ -228,10 +228,10 @@ class HeavyAttention:
         return output, xp.minimum(r * light.spread, xp.sqrt(variance) * light.centered_norm), error
 
     def _causal_output(self, causal: Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64]:
-        """Return the output and its bound chunk by chunk; what is left out lies before the chunk.
+        """Return the output and its bound chunk by chunk; the keys left out lie before the chunk.
 
-        So the bounds are of the values before it. About their own mean those left out are no wider, in the 2-norm,
-        than all before the chunk are about theirs.
+        So the bounds are of the values before it. About their own mean, the values left out have no larger 2-norm than
+        all values before the chunk have about theirs.
         """
         m, d = len(self.normalizers), values.shape[2]
         output, bound, before = np.empty((m, d)), np.empty(m), _Before(d)
@@ -242,7 +242,7 @@ class HeavyAttention:
             mask = None if values.mask is None else values.mask[:, kept]
             chosen = float64_rows(replace(values, keys=values.keys[:, kept], mask=mask), 0, len(kept))
             rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
-            scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # of one shape, as BLAS sums each in its order
+            scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # with one shape, BLAS sums in one order
             scores[: len(here)] = chunk.scores
             output[part] = (scores @ np.vstack([chosen, here, rest]))[: len(here)]
             error = np.minimum(4 * chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
@@ -268,7 +268,7 @@ class HeavyAttention:
 
 
 def _spread(count: int, epsilon: float) -> float:
-    """Return what carries the error of a score of ε to a sum of scores, whose roots sum to at most √count."""
+    """Return the factor from the error of a score of ε to a sum of scores, whose roots sum to at most √count."""
     return float(np.sqrt(max(1.0, count * epsilon)))
 
 
@@ -293,7 +293,7 @@ class _Before:
             self._power = power
 
     def norm(self, *, centered: bool) -> float:
-        """Return a bound of the 2-norm of the values, or of what they differ from their mean by."""
+        """Return a bound of the 2-norm of the values, or of their differences from their mean."""
         if not self.largest > 0:
             return 0.0
         squares = self._squares
@@ -321,22 +321,15 @@ def _variance(e: float, r: Any, least: Any, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of each query and the entries, where they were computed; in main memory once they are asked for.
+    """The figures of each query and the entries, where they were computed; the properties move them to main memory."""
 
-    n: number of keys.
-    normalizers, captured, residual: (m,), the normalizers and the mass on the keys of the set and on the others.
-    error: (m,), estimated relative errors of the scores.
-    found: the entries, or their (starts, keys, scores) in CSR order.
-    others: entries that are not among these, in main memory.
-    """
-
-    n: int
-    normalizers: Any
-    captured: Any
-    residual: Any
-    error: Any
-    found: csr_array | tuple[Any, Any, Any]
-    others: csr_array | None = None
+    n: int  # number of keys
+    normalizers: Any  # (m,)
+    captured: Any  # (m,), the mass on the keys of the set
+    residual: Any  # (m,), the mass on the other keys
+    error: Any  # (m,), estimated relative errors of the scores
+    found: csr_array | tuple[Any, Any, Any]  # the entries, or their (starts, keys, scores) in CSR order
+    others: csr_array | None = None  # further entries, in main memory
 
     @cached_property
     def of_queries(self) -> tuple[Float64, Float64, Float64]:
@@ -357,47 +350,35 @@ class Figures:
 
 @dataclass(frozen=True)
 class PreciseQueries:
-    """Queries whose products with the keys of a set take more than float64, all in main memory.
+    """Queries whose products with the keys of a set need more than float64, all in main memory."""
 
-    places: their numbers among all queries.
-    normalizers and error: as in `Products`.
-    multiply: returns the products of a part of them with the keys, in the units of the normalizers.
-    """
-
-    places: npt.NDArray[np.int64]
-    normalizers: Float64
-    error: Float64
-    multiply: Callable[[slice], Float64]
+    places: npt.NDArray[np.int64]  # their numbers among all queries
+    normalizers: Float64  # as in `Products`
+    error: Float64  # as in `Products`
+    multiply: Callable[[slice], Float64]  # gives products of a part with the keys, in the units of the normalizers
 
 
 @dataclass(frozen=True)
 class Products:
-    """Queries and the keys of a universal set, both scaled by powers of two, and the normalizers that go with them.
+    """Queries and the keys of a universal set, both scaled by powers of two, and their normalizers.
 
-    They are in main memory, or for f(x) = x² and queries and keys on a CUDA device there.
-
-    universal: the set.
-    f: the attention function.
-    normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
-    precise: the queries whose products with keys cancel so far that they take more than float64, or whose scores err
-        by so much that thresholds are their own; `few` are these in main memory, None if there are none.
-    error: estimated relative error of a score of ε in each row.
-    epsilon: that ε.
+    They are in main memory, or for f(x) = x² on the CUDA device of queries and keys. The products of `precise` queries
+    cancel so far that they need more than float64, or the errors of their scores need thresholds of their own.
     """
 
     universal: UniversalSet
     f: AttentionFunction | Softmax
     queries: Any
     keys: Any
-    normalizers: Any
-    precise: Any
-    error: Any
-    epsilon: float
-    few: PreciseQueries | None
+    normalizers: Any  # Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax
+    precise: Any  # flags of queries
+    error: Any  # estimated relative error of a score of ε in each row
+    epsilon: float  # that ε
+    few: PreciseQueries | None  # the precise queries in main memory, if there are any
 
     @property
     def live(self) -> Any:
-        """Which queries have a row of A that is not zero."""
+        """Flags of queries with a nonzero row of A."""
         return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
 
     @property
@@ -412,20 +393,20 @@ class Products:
         return xp.where(D > 0, values / xp.where(D > 0, D, 1.0), 0.0)
 
     def precise_scores(self) -> Iterator[tuple[npt.NDArray[np.int64], Float64, Float64]]:
-        """Give a few of the precise queries (their numbers) at a time, their scores on the set, and the errors."""
+        """Yield some of the precise queries (their numbers) at a time, their scores on the set, and the errors."""
         few = self.few
         if few is None:
             return
         for start in range(0, len(few.places), self._step):
             part = slice(start, start + self._step)
             some = self._shares(few.multiply(part), few.normalizers[part, None])
-            # where a normalizer is next to unknown, the keys of the set are known to be in it
+            # where a normalizer is nearly unknown, it contains at least the keys of the set
             some = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
             unknown = np.isinf(few.error[part])[:, None]
             yield few.places[part], np.where(unknown & (some < LEAST), LEAST, some), few.error[part]
 
     def scores(self) -> Iterator[tuple[Any, Any]]:
-        """Give the scores of all queries in the same way, where the queries are."""
+        """Yield the scores of all queries in the same way, on the device of the queries."""
         rows = array_namespace(self.queries).nonzero(~self.precise)[0]
         for start in range(0, len(rows), self._step):
             part = rows[start : start + self._step]

@@ -55,7 +55,7 @@ def of_squares(
     xp = array_namespace(Q)
     N, exponents = universal.factor.even_normalizer(0)
     reached = np.any(N != 0, axis=0)
-    if not reached.all():  # other entries meet no key
+    if not reached.all():  # no key has other columns
         Q = xp.where(to_device(reached, Q), Q, 0.0)
     even, powers = even_queries(Q, exponents)
     distortion, shift = 0.0, xp.zeros(len(even), dtype=xp.int32)
@@ -109,10 +109,10 @@ def _prepared(
     lost: Any,
     epsilon: float,
 ) -> Products:
-    """Decide which queries take more than float64 for the products that make an entry of at least ε.
+    """Decide which queries need more than float64 for the products that make an entry of at least ε.
 
-    The keys of the set are divided by powers of two of their columns, and D by 4^shift. Nothing is known of queries
-    in `lost`, as entries of theirs are out of range.
+    The keys of the set are in units of powers of two of their columns, and D in units of 4^shift. Queries in `lost`
+    have entries out of range, so nothing is known of them.
     """
     xp, d = array_namespace(Q), Q.shape[1]
     keys = xp.ldexp(selected, to_device(-exponents, selected))
@@ -124,7 +124,7 @@ def _prepared(
     if not len(places):
         error = xp.where(D > 0, error + 2 * product, 0.0)
         return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, few=None)
-    # those few go on in main memory
+    # these few continue in main memory
     few, its_D, its_shift = (to_numpy(take_entries(array, places)) for array in (Q, D, shift))
     K, units, unknown = even_rows(to_numpy(selected), -exponents)
     for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):
@@ -148,7 +148,7 @@ def _prepared(
 def _entries(
     products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float
 ) -> tuple[tuple[Any, Any, Any], csr_array | None, Any]:
-    """Return the scores of at least ε, those of precise queries by themselves, and the mass on the keys of the set."""
+    """Return the scores of at least ε, separately for precise queries, and the mass on the keys of the set."""
     xp = array_namespace(products.queries)
     D = xp.where(products.precise, 0.0, products.normalizers)
     starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
@@ -185,7 +185,7 @@ def _normalizers(
 
 
 def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a sketch size of so many numbers."""
+    """Return a sketch size of `count` numbers."""
     sizes = default if given is None else given if isinstance(given, tuple) else (given,)
     whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in sizes)
     if len(sizes) != count or not whole:
@@ -197,7 +197,7 @@ def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int,
 def _recovered(
     products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float, sizes: tuple[int, ...], seed: int
 ) -> tuple[csr_array, Float64]:
-    """Return the heavy entries that a CountSketch gives away, and the mass on the keys of the set by their moments."""
+    """Return the heavy entries that a CountSketch finds, and the mass on the keys of the set by their moments."""
     threshold = epsilon * (1 - TIE)
     Q, keys, D = products.queries, products.keys, products.normalizers
     plain = np.where(products.precise, 0.0, D)

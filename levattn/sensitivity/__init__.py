@@ -1,1 +1,1 @@
-"""How heavy each key can become: leverage scores, certified bounds of sensitivities, and exact ones of few keys."""
+"""The largest attention of each key: leverage scores, certified bounds of sensitivities, exact ones of few keys."""

@@ -1,4 +1,4 @@
-"""Approximate leverage scores, and bounds: from a sketch of the keys, or by projection."""
+"""Approximate leverage scores and bounds, from a sketch of the keys or by projection."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ __all__ = [
 _SKETCHED = ("countsketch", "osnap", "srht")
 APPROXIMATE = (*_SKETCHED, "jl")
 
-FAILURE = 1e-6  # probability with which a bound that rests on chance may fail
-_NONZEROS = 4  # of OSNAP
-_START = 101  # stream of the words by which Lanczos' method begins
-_SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are as good as a sketch
-_SINGLE_BOUND = 1.2e-13  # the same where they bound scores, which are raised by what they lose
-_SINGLE_SUMS = 1.2e-11  # of a factor, up to which float32 sums of a sketch are as good
+FAILURE = 1e-6  # probability with which a randomized bound may fail
+_NONZEROS = 4  # of OSNAP, for each key
+_START = 101  # random stream of the start of Lanczos' method
+_SINGLE_ERROR = 1e-9  # largest error of a float64 factor for which float32 products are as accurate as a sketch
+_SINGLE_BOUND = 1.2e-13  # the same for products that bound scores: their error raises the bounds
+_SINGLE_SUMS = 1.2e-11  # largest error of a factor for which float32 sums of a sketch are as accurate
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
-_LARGEST = 2.0**400  # up to which squares are in range
+_LARGEST = 2.0**400  # numbers up to this have squares in range
 _STEPS = 40  # of Lanczos' method
-_BLOCK = 1 << 20  # numbers of keys that are multiplied at a time
+_BLOCK = 1 << 20  # entries of keys in one product
 _PAIR = "a whole number, or a pair of them"
 
 
 def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[int, int]:
-    """Return the rows of a left sketch and the columns of a right one; 0 for none."""
+    """Return the number of rows of a left sketch and of columns of a right one; 0 for none."""
     defaults = {
         "countsketch": min(4 * d * d, max(16 * d, n // 8)),
         "osnap": 8 * d,
@@ -58,8 +58,8 @@ def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[in
     if isinstance(sketch_size, tuple):
         if len(sketch_size) != 2 or method not in _SKETCHED:
             raise ValueError(
-                f"sketch_size is {sketch_size!r}; expected one number, or for method {', '.join(_SKETCHED)} a pair of "
-                "the rows of the left sketch and the columns of the right one"
+                f"sketch_size is {sketch_size!r}; expected one number, or for method {', '.join(_SKETCHED)} a pair: "
+                "rows of the left sketch, columns of the right one"
             )
         left, right = (whole_number("sketch_size", value, what=_PAIR) for value in sketch_size)
     else:
@@ -69,7 +69,7 @@ def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[in
         return 0, left
     if left < d:
         raise ValueError(
-            f"sketch_size is {left}; expected at least d = {d} rows, as fewer lose directions of the keys"
+            f"sketch_size is {left}; expected at least d = {d} rows, because fewer lose directions of the keys"
         )
     return (-(-left // _NONZEROS) * _NONZEROS if method == "osnap" else left), right
 
@@ -82,15 +82,15 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
     if factor is None:
         out = unscaled_sketch(sketch, rows, 0)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
-    # a sum of keys is rounded, and tells nothing of their exact row space
+    # sums of keys are rounded, so they do not give the exact row space of the keys
     return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)
 
 
 def _in_single(factor: Factor, limit: float) -> Factor:
     """Return the factor with float32 products where its error in float64 is at most the limit.
 
-    That error is at least 2u times the condition number of the keys, with which the error of the products grows, as it
-    does with the root of the number of columns.
+    That error is at least 2u times the condition number of the keys. The error of the products grows with this
+    condition number, and with the root of the number of columns.
     """
     short = factor.rows.format != "float64"
     arithmetic, products = list(factor.arithmetic), factor.product_error.copy()
@@ -102,7 +102,7 @@ def _in_single(factor: Factor, limit: float) -> Factor:
 
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
-    """Return the factor of a sketch that is summed in float32, or None where that may not hold what it is to."""
+    """Return the factor of a sketch summed in float32, or None where such sums may lack accuracy."""
     out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         sketch.distribution.add(rows, sketch.seed, 0, out)
@@ -130,11 +130,11 @@ class Screened:
 
 
 def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: bool) -> Screened:
-    """Return upper bounds of the leverage scores; they may fail with a probability of `FAILURE` at most.
+    """Return upper bounds of the leverage scores; they fail with a probability of at most `FAILURE`.
 
-    With A = WᵀGW for the factor W of a sketch, a key's score is xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk and the least eigenvalue
-    λ of A. It is measured: with the factor of the keys, where that is asked for or costs little, else by Lanczos'
-    method. Projected scores fall short by a factor that is known but for the chance.
+    Let A = WᵀGW for the factor W of a sketch, and let λ be its least eigenvalue. Then a key's score is
+    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk. The factor of the keys measures λ if the caller asks for it or it costs little, else
+    Lanczos' method does. A factor, which holds up to that probability, bounds how far projected scores fall short.
     """
     b, n, d = rows.shape
     known = method == "jl" or recheck or d <= _MEASURED
@@ -143,13 +143,13 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
         factor, least = exact, np.ones(b)
     else:
         factor = sketched_factor(rows, method, left, seed, _SINGLE_BOUND)
-        chance = FAILURE / (2 * max(b, 1))  # the other half is the projection's
+        chance = FAILURE / (2 * max(b, 1))  # the projection may fail with the other half
         least = np.array(
             [_least(factor, i, seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
         )
     if right:
         factor = projected(factor, right, seed, _SINGLE_BOUND)
-    # not as members, whose scores would be cut at 1 before they are divided
+    # not as members of K: their scores would be cut at 1 before the division
     found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
     short = projection_spread(right, n * b)[0] if right else 0.0
@@ -166,10 +166,11 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
 
 
 def projection_spread(columns: int, count: int) -> tuple[float, float]:
-    """Return η, η′: all squared norms of so many vectors, projected, lie within 1 − η and 1 + η′ times their own.
+    """Return η, η′: projection changes squared norms of `count` vectors by factors from 1 − η to 1 + η′.
 
-    But for a probability of `FAILURE`: a chi-squared variable of k degrees is below (1 − η) k with a probability of at
-    most exp((ln(1 − η) + η) k/2), and above (1 + η′) k with one of at most exp((ln(1 + η′) − η′) k/2).
+    This holds except with probability `FAILURE`. A chi-squared variable of k degrees is below (1 − η) k with a
+    probability of at most exp((ln(1 − η) + η) k/2). It is above (1 + η′) k with a probability of at most
+    exp((ln(1 + η′) − η′) k/2).
     """
     least = 2 * math.log(FAILURE / (2 * max(count, 1))) / columns
     below = _crossing(lambda x: math.log1p(-x) + x, least, 1 - 2.0**-52)
@@ -177,7 +178,7 @@ def projection_spread(columns: int, count: int) -> tuple[float, float]:
 
 
 def _crossing(falling: Callable[[float], float], value: float, high: float) -> float:
-    """Return where a falling function of numbers from 0 to `high` comes down to the value, from above."""
+    """Return the number from 0 to `high` at which a falling function reaches the value, rounded up."""
     low = 0.0
     for _ in range(200):
         middle = (low + high) / 2
@@ -186,13 +187,13 @@ def _crossing(falling: Callable[[float], float], value: float, high: float) -> f
 
 
 def _compared(factor: Factor, exact: Factor, item: int) -> float:
-    """Return a lower bound of the least eigenvalue of WᵀGW, for the factor N of the keys, as that of (NW)ᵀNW."""
+    """Return a lower bound of the least eigenvalue of WᵀGW = (NW)ᵀNW, with the factor N of the keys."""
     N, exponents = exact.even_normalizer(item)
     W = even_whitening(factor, item, exponents)
     live = np.any(W != 0, axis=0)
     if not live.any():
         return 1.0
-    if not np.max(np.abs(W)) < _LARGEST:  # of a sketch in which all but the smallest numbers cancel
+    if not np.max(np.abs(W)) < _LARGEST:  # all but the smallest numbers of the sketch cancel
         return 0.0
     size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
     least = float(np.linalg.svd(N @ W[:, live], compute_uv=False)[-1]) - 4 * UNIT * size
@@ -200,11 +201,11 @@ def _compared(factor: Factor, exact: Factor, item: int) -> float:
 
 
 def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
-    """Return a lower bound of the least eigenvalue of WᵀGW but for the chance: Lanczos' method, a random start.
+    """Return a lower bound of the least eigenvalue of WᵀGW, by Lanczos' method; it fails with this `chance`.
 
-    With k steps and r dimensions, each end of the spectrum is missed by more than ε times its width with a probability
-    of at most 1.648 √r exp(−√ε (2k − 1)) (Kuczyński and Woźniakowski 1992, Theorem 4.2; Krylov spaces do not see
-    shifts).
+    The start is random; let k be the number of steps and r the dimension. With a probability of at most
+    1.648 √r exp(−√ε (2k − 1)), the method misses an end of the spectrum by more than ε times its width. (Kuczyński and
+    Woźniakowski 1992, Theorem 4.2; shifts do not change Krylov spaces.)
     """
     W = factor.whitening[item]
     live = np.flatnonzero(np.any(W != 0, axis=0))
@@ -234,7 +235,7 @@ def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
 
 
 def _times(factor: Factor, item: int, W: Float64, x: Float64) -> Float64:
-    """Return WᵀKᵀKW x, some keys at a time."""
+    """Return WᵀKᵀKW x, summed over blocks of keys."""
     one = factor.rows.item(item)
     y = W @ x
     out = np.zeros(len(y))

@@ -1,4 +1,4 @@
-"""The certificate of blocks, for every even function that does not decrease in abs(x) and is of known growth."""
+"""The block certificate, for every even function of known growth that does not decrease in abs(x)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from levattn.sensitivity.lewis import iterated
 __all__ = ["BLOCK_BOUND"]
 
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
-_TOGETHER, _ROWS = 16, 1 << 14  # blocks whose factors are held, and keys that they are tried on together
-_MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
+_TOGETHER, _ROWS = 16, 1 << 14  # blocks whose factors are in memory together, and keys that they score together
+_MOST_IN_VAIN = 256  # blocks, where none of their bounds falls below ε
 
 
 def _of_each(problem: Problem) -> tuple[Float64, None]:
@@ -34,9 +34,9 @@ def _of_each(problem: Problem) -> tuple[Float64, None]:
 def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
     """Bound the sensitivity of all even monotone functions of growth p ≥ 2, for a batch of one.
 
-    Where ⟨k_j, y⟩ = 1, a block b of rows adds at least min(1, 1/t) to Σ min(1, |⟨k_l, y⟩|^p) with 1/t the least
-    ‖K_b y‖_p^p: one of its entries is at least 1, or the sum of powers is at least 1/t. In its own block j adds 1
-    itself, and the others at least min(1, 1/t − 1).
+    Let ⟨k_j, y⟩ = 1, and let 1/t be the least ‖K_b y‖_p^p of a block b of rows. It adds at least min(1, 1/t) to
+    Σ min(1, |⟨k_l, y⟩|^p): an entry is at least 1, or the powers sum to at least 1/t. In the block of key j, the key
+    itself adds 1, and the other keys add at least min(1, 1/t − 1).
     """
     n = rows.shape[1]
     present = np.arange(n) if rows.mask is None else np.flatnonzero(to_numpy(rows.mask)[0])
@@ -70,7 +70,7 @@ def _add_blocks(
     p: float,
     epsilon: float,
 ) -> None:
-    """Add what some blocks give to the sums of some keys, until these are decided."""
+    """Add the terms of some blocks to the sums of some keys, until the keys are decided."""
     undecided = some[_undecided(sums[some], epsilon)]
     left = _taken(rows, undecided)
     for number, (factor, constant) in made.items():
@@ -85,7 +85,7 @@ def _add_blocks(
                 each = np.clip(shrink / (t if p == 2 else t.astype(np.float64) ** (p / 2)), mine, 1 + mine)
         sums[undecided] += each
         still = np.flatnonzero(_undecided(sums[undecided], epsilon))
-        if len(still) < 0.8 * len(undecided):  # a copy of the rest costs less than to go on with all
+        if len(still) < 0.8 * len(undecided):  # copying the rest costs less than continuing with all keys
             undecided = undecided[still]
             left = _taken(rows, undecided)
 
@@ -95,9 +95,10 @@ def _undecided(sums: Float64, epsilon: float) -> npt.NDArray[np.bool_]:
 
 
 def _block_count(n: int, epsilon: float) -> int:
-    """Return into how many blocks n keys go: none is empty, and there are few where no number of them decides a key.
+    """Return the number of blocks for n keys: none is empty, and they are few where no number decides a key.
 
-    Blocks of one key each add up to at most n, and others to less: for ε ≤ 1/n no bound falls below ε.
+    The terms of blocks of one key sum to at most n, and the terms of larger blocks to less. So for ε ≤ 1/n no bound
+    falls below ε.
     """
     most = n if n * epsilon > 1 else min(n, _MOST_IN_VAIN)
     return max(1, math.ceil(min(2 / epsilon, most)))
@@ -106,7 +107,7 @@ def _block_count(n: int, epsilon: float) -> int:
 def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
     """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `lewis`.
 
-    M is of equal weights where others, rounded, would not leave the row space as it is.
+    M has equal weights where rounded Lewis weights would change the row space.
     """
     factor = factor_moments(members, single="yes")
     if p == 2:
@@ -123,15 +124,15 @@ def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
 
 
 def _taken(rows: Rows, indices: npt.NDArray[Any]) -> Rows:
-    """Return some rows of a batch of one, ascending and none of them masked; consecutive ones without a copy."""
+    """Return some rows of a batch of one, ascending and not masked; consecutive rows without a copy."""
     m = len(indices)
     if m and int(indices[-1]) - int(indices[0]) + 1 == m:
         return replace(rows, mask=None).between(int(indices[0]), int(indices[0]) + m)
     return replace(rows, keys=take_rows(rows.keys, indices), mask=None)
 
 
-# Bounds from the sum over every block of keys where one key has attention; the only ones of functions in general. For
-# powers they take as long as all others together.
+# Bounds from the sum over every block of keys while one key has attention: the only bounds for general functions. For
+# powers they take as long as all other bounds together.
 BLOCK_BOUND = Certificate(
     "block",
     lambda f: not isinstance(f, Softmax) and not is_square(f),

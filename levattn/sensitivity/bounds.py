@@ -25,7 +25,7 @@ __all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
 
 CertificateMethod = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
 
-# Of those that apply to f the smallest bound counts
+# The smallest bound among the certificates that apply to f counts
 CERTIFICATES = (DIRECT_BOUND, LEWIS_BOUND, LIFT_BOUND, BLOCK_BOUND, JENSEN_BOUND, BALL_BOUND)
 
 _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
@@ -38,15 +38,15 @@ class Sensitivities:
     Attributes
     ----------
     upper : array of shape (..., n)
-        For each key a number that no attention score of it exceeds, whatever the query.
+        For each key, a number that its attention score never exceeds, whatever the query.
     certificate : tuple of str
         The certificates whose element-wise minimum `upper` is.
     total : float or array of shape (...,)
         The sum of `upper`.
     total_bound : float or array of shape (...,)
-        What theory bounds the sum of the sensitivities by: ``rank^max(1, p/2)`` for abs(x)^p; infinite for softmax.
-        For other functions of growth p it is ``8 rank^max(1, p/2)``: divided by ε, a bound of the number of keys
-        that some such function can give a score of ε.
+        The theoretical bound of the sum of the sensitivities: ``rank^max(1, p/2)`` for abs(x)^p, infinite for
+        softmax. For other functions of growth p it is ``8 rank^max(1, p/2)``. Divided by ε, this bounds the number of
+        keys that some such function can give a score of ε.
     f : AttentionFunction or Softmax
         The attention function.
 
@@ -77,10 +77,10 @@ class Bounds:
 
     upper: Float64  # (b, n)
     names: tuple[str, ...]  # of the certificates
-    total_bound: Float64  # (b,) what theory bounds the sums of the sensitivities by
+    total_bound: Float64  # (b,) theoretical bounds of the sums of the sensitivities
     factor: Factor  # of the keys
     leverage: Float64  # (b, n) leverage scores of the keys, raised by their error
-    lift: Factor | None  # of the lifted keys, where it was made and holds all their directions
+    lift: Factor | None  # of the lifted keys, if it exists and has all their directions
 
 
 @where_arrays_are
@@ -97,15 +97,15 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     p : float
         The exponent, above 0.
     iterations : int, default 5
-        Number of iterations, at least 0: of the fixed point for p < 4, which draws nearer by the factor abs(p/2 −
-        1) each time, and of the running mean of leverage scores for p ≥ 4, which converges slowly.
+        Number of iterations, at least 0. For p < 4 each brings the fixed point nearer by the factor abs(p/2 − 1). For
+        p ≥ 4 they form the running mean of leverage scores, which converges slowly.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have weight 0.
 
     Returns
     -------
     array of float64, shape (..., n)
-        Weights, 0 for keys of zeros. They are approximate; `sensitivities` makes a bound of any weights.
+        Weights, 0 for zero keys. They are approximate; `sensitivities` turns any weights into bounds.
 
     Raises
     ------
@@ -157,8 +157,8 @@ def sensitivities(
     r"""Bound the largest attention score that any query can give each key.
 
     The sensitivity of key j is :math:`\sigma_j = \sup_q f(\langle q, k_j\rangle) / \sum_l f(\langle q,
-    k_l\rangle)`. The result never lies below it (up to 1e-9, relative), so keys whose bound is below ε have no
-    score of ε or more.
+    k_l\rangle)`. The bound is never below it (up to 1e-9, relative), so a key whose bound is below ε never scores ε
+    or more.
 
     Parameters
     ----------
@@ -170,15 +170,15 @@ def sensitivities(
         "leverage": for abs(x)^p from the leverage scores τ alone, :math:`\tau_{\max}^{1-p/2} \tau_j^{p/2}` for p ≤
         2 and :math:`n^{p/2-1} \tau_j^{p/2}` for p ≥ 2; exact for p = 2. "lewis": for abs(x)^p from Lewis weights,
         converged or not. "lift": for even p the leverage scores of all products of p/2 coordinates. "block": for
-        every function of the protocol, from the leverage scores against the blocks of a random partition; of growth
-        above 2 from Lewis weights of the blocks. "jensen": for `Softmax` from the distances of the keys to their
-        mean. "ball": the same, and steps of a concave program for the keys whose bound is still at least ε.
-        "auto": the element-wise minimum of those that apply and are not too large.
+        every function of the protocol, from leverage scores with respect to the blocks of a random partition. For
+        growth above 2 it uses Lewis weights of the blocks. "jensen": for `Softmax` from the distances of the keys to
+        their mean. "ball": the same, and steps of a concave program for the keys whose bound is still at least ε.
+        "auto": the element-wise minimum of the methods that apply and are not too expensive.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.
     epsilon : float in (0, 1], default 0.05
-        For "block" and "ball": the threshold for which the bounds are made, with ⌈2/ε⌉ blocks, at most n. Bounds below
-        it are not made smaller, and blocks are at most 256 for ε ≤ 1/n, which none of their bounds can reach.
+        For "block" and "ball": the threshold that the bounds are made for. Bounds below it are not made smaller.
+        "block" takes ⌈2/ε⌉ blocks, at most n, and at most 256 for ε ≤ 1/n, which none of its bounds can reach.
     iterations : int, default 5
         For "lewis": see `lewis_weights`. Any number gives valid bounds.
     rng : int or numpy.random.Generator, optional
@@ -187,7 +187,7 @@ def sensitivities(
     Returns
     -------
     Sensitivities
-        The bounds, and what their sum is bounded by.
+        The bounds, their sum, and a theoretical bound of the sum of the sensitivities.
 
     Raises
     ------
@@ -203,16 +203,16 @@ def sensitivities(
 
     Notes
     -----
-    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift" with
-    D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block"; O(n (n' + 256) d) for "ball", where n' keys are undecided after a
-    pass over groups of keys (0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds are raised by
-    the estimated rounding error.
+    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n d²/ε) for "block". "lift" takes time
+    O(n D²) and memory O(n D) with D = C(d + p/2 − 1, p/2). "ball" takes time O(n (n' + 256) d), where n' keys are
+    undecided after a pass over groups of keys (0 if n n' is above 3·10⁸). "auto" uses it up to 50 000 keys. The bounds
+    include the estimated rounding error.
 
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): sensitivities and universal
-    sets (Theorem 1). Cohen and Peng, STOC 2015: Lewis weights bound sensitivities. That any weights do, and the
-    block bound, are shown in docs/design.md.
+    sets (Theorem 1). Cohen and Peng, STOC 2015: Lewis weights bound sensitivities. docs/design.md proves the
+    bounds from any weights and from blocks.
 
     Examples
     --------
@@ -255,10 +255,10 @@ def certify(
     epsilon = check_epsilon(epsilon)
     iterations = whole_number("iterations", iterations, 0)
     factor = factorize(matrices, method="gram" if is_square(f) else "auto", mask=mask)
-    # bounds depend on the column space of the keys alone, but for softmax, which sees their lengths
+    # bounds depend only on the column space of the keys, except for softmax, which depends on their norms
     rows = factor.rows if not isinstance(f, Softmax) else Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-    rows = replace(rows, scale=None)  # which is this factor's; blocks and weighted rows find their own
-    alone = np.zeros(rows.shape[0], np.bool_)  # matrices of which a query picks any key by itself
+    rows = replace(rows, scale=None)  # the scale fits this factor only; blocks and weighted rows find their own
+    alone = np.zeros(rows.shape[0], np.bool_)  # matrices of independent keys: some query attends to one key alone
     if factor.wide is not None and not isinstance(f, Softmax):
         alone = factor.wide.independent
     tau = raised_scores(factor)
@@ -268,16 +268,16 @@ def certify(
     ]
     upper: Float64 | None = None
     lift: Factor | None = None
-    with np.errstate(over="ignore", invalid="ignore"):  # a bound beyond the range of float64 is no bound
-        for certificate in reversed(chosen) if not alone.all() else ():  # those that take most room first
+    with np.errstate(over="ignore", invalid="ignore"):  # a bound that overflows is ignored
+        for certificate in reversed(chosen) if not alone.all() else ():  # the largest in memory first
             bound, lifted = certificate.bound(problem)
             lift = lifted or lift
-            # no number where it is infinity times zero
+            # fmin, because infinity times zero is NaN
             upper = np.fmin(1.0 if upper is None else upper, bound, out=bound)
             del bound
     upper = np.ones(tau.shape) if upper is None else upper
     upper[alone] = 1.0
-    if not isinstance(f, Softmax):  # where f(0) > 0 a key of zeros has 1/n, from the query of zeros
+    if not isinstance(f, Softmax):  # where f(0) > 0, the zero query gives a zero key 1/n
         at_zero = 1 / np.maximum(problem.counts, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))
         for item, value in enumerate(at_zero):
             upper[item, ~(tau[item] > 0)] = value
@@ -288,7 +288,7 @@ def certify(
 
 
 def _total_bound(f: AttentionFunction | Softmax, rank: Float64) -> Float64:
-    """Return what theory bounds the sums of the sensitivities by, (b,)."""
+    """Return the theoretical bounds of the sums of the sensitivities, (b,)."""
     if isinstance(f, Softmax):
         return np.full(len(rank), np.inf)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""The form of a certificate, the problem that it is asked to bound, and functions that several certificates share."""
+"""The interface of a certificate, the problem that it bounds, and functions that several certificates share."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from levattn.linalg.factor import Factor
 
 __all__ = ["LOG_ERROR", "Certificate", "Problem", "by_chunks", "in_row_space", "raised_scores"]
 
-LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
-_CHUNK = 1 << 15  # keys whose figures are worked on at a time
+LOG_ERROR = 1e-12  # of a logarithm; raises the bounds
+_CHUNK = 1 << 15  # keys in a slice
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The keys and options for which bounds are asked. A masked key has no bound but 0."""
+    """The keys and options of a request for bounds. A masked key has the bound 0."""
 
     f: AttentionFunction | Softmax
     factor: Factor  # of the keys
-    rows: (
-        Rows  # the keys as they are given for softmax, else those of the factor, with the same column space, unrounded
-    )
-    tau: Float64  # (b, n) leverage scores, raised by their error; 0 for keys of zeros, and for no others
-    epsilon: float  # the bound from which a key is of interest
+    rows: Rows  # for softmax the caller's keys, else the factor's rows, with exactly the same column space
+    tau: Float64  # (b, n) leverage scores, raised by their error; 0 for zero keys only
+    epsilon: float  # keys with a smaller bound are of no interest
     iterations: int  # of Lewis weights
     rng: int | np.random.Generator | None
 
@@ -49,25 +47,25 @@ class Problem:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A proof that no query gives a key more than a bound."""
+    """A proof that no query gives a key more attention than a bound."""
 
-    name: str  # as `method` and `Sensitivities.certificate` have it
+    name: str  # as in `method` and `Sensitivities.certificate`
     applies: Callable[[AttentionFunction | Softmax], bool]
     bound: Callable[[Problem], tuple[Float64, Factor | None]]  # (b, n), and the factor of lifted keys as in `Bounds`
-    is_cheap: Callable[[Problem], bool] = lambda _: True  # whether "auto" takes it
+    is_cheap: Callable[[Problem], bool] = lambda _: True  # whether "auto" uses it
 
 
 def raised_scores(factor: Factor, live: npt.NDArray[np.bool_] | None = None) -> Float64:
-    """Return leverage scores in float64, raised by their estimated error, at most 1; 0 for rows of zeros alone.
+    """Return leverage scores in float64, raised by their estimated error, at most 1; 0 for zero rows only.
 
-    Which rows are not zero (`live`) is told by their entries where it is not known: a score may vanish.
+    `live` flags the nonzero rows. If it is left out their entries decide, because a score may underflow.
     """
     given, _ = factor.scores()
     least = 4 * factor.rows.shape[2] * (2.0**-126 if "32" in str(given.dtype) else 2.0**-1022)
     scores = to_numpy(given).astype(np.float64)
     with np.errstate(invalid="ignore"):
         scores *= 1 + 4 * factor.score_error[:, None]
-    low = ~(scores >= least)  # squares below this may have vanished; not a number where the error is infinite
+    low = ~(scores >= least)  # smaller squares may have underflowed; NaN where the error is infinite
     if low.any():
         there = _not_zero(factor.rows, low) if live is None else live & low
         scores[low] = np.where(there[low], np.where(np.isnan(scores[low]), 1.0, least), 0.0)
@@ -75,7 +73,7 @@ def raised_scores(factor: Factor, live: npt.NDArray[np.bool_] | None = None) -> 
 
 
 def _not_zero(rows: Rows, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Tell which of some rows take part and have an entry that is not zero, (b, n)."""
+    """Tell which rows `among` these take part and have a nonzero entry, (b, n)."""
     found = np.zeros(among.shape, np.bool_)
     if rows.mask is not None:
         among = among & to_numpy(rows.mask)
@@ -91,5 +89,5 @@ def by_chunks(body: Callable[[slice], None], n: int, size: int = _CHUNK) -> None
 
 
 def in_row_space(factor: Factor, item: int) -> bool:
-    """Tell whether all keys lie exactly in the row space that was kept."""
+    """Tell whether all keys lie exactly in the row space of the factor."""
     return item not in factor.null_directions or (item in factor.spans and item not in factor.hidden)

@@ -1,4 +1,4 @@
-"""Sensitivities of few keys to (nearly) full precision: what certificates and approximations are measured against."""
+"""Sensitivities of few keys to nearly full precision, the reference for certificates and approximations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["ExactSensitivities", "exact_sensitivities"]
 _EPS = float(np.finfo(np.float64).eps)
 _MOST_KEYS = 2000
 _MOST_VERTICES = 20_000_000  # subsets times keys
-_MOST_POWER = 1000  # of two, in a query: a sum of products with keys of reciprocal size is finite
-_MOST_LOGIT = 1e100  # squares of it are still finite
-_FAINT = 1e-150  # of the largest key: squares of smaller ones leave the range of float64
-_CLOSED = 1e-11  # relative width of a bracket at which no more is done
+_MOST_POWER = 1000  # largest power of two in a query: products with keys of reciprocal size have a finite sum
+_MOST_LOGIT = 1e100  # its square is still finite
+_FAINT = 1e-150  # relative to the largest key: squares of smaller keys leave the range of float64
+_CLOSED = 1e-11  # relative width at which a bracket is final
 _STEPS = 300
 _ENTRIES = 4_000_000  # of the largest temporary array
 
@@ -42,14 +42,14 @@ class ExactSensitivities:
     Attributes
     ----------
     lower : array of shape (n,), float64
-        A ratio that some query reaches: never above the sensitivity, but for rounding.
+        A ratio that some query reaches: never above the sensitivity, up to rounding.
     upper : array of shape (n,), float64
-        Proven by duality or enumeration: never below the sensitivity, but for rounding. 1 where nothing is proven.
+        Proven by duality or enumeration: never below the sensitivity, up to rounding. 1 where nothing is proven.
     queries : array of shape (n, d), float64
-        Row j is a query that gives key j the score ``lower[j]``, for `Softmax` an admitted one; zeros for a key of
-        sensitivity 0. Computed in float64 the score agrees with `lower` to about :math:`10^{-15}` times the condition
-        number of the keys with scaled columns (for p < 1 to the power p of that); for `Softmax`, times the largest
-        logit.
+        Row j is a query that gives key j the score ``lower[j]``, for `Softmax` an admitted query; zeros for a key of
+        sensitivity 0. The score computed in float64 agrees with `lower` to about :math:`10^{-15}` times the condition
+        number of the keys with scaled columns. (For p < 1, take this product to the power p.) For `Softmax` the factor
+        is the largest logit instead.
     method : str
         "svd", "linear program", "convex program", "vertices" or "concave program".
 
@@ -79,22 +79,23 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     .. math:: \sigma_j = \sup_y f(\langle k_j, y\rangle) / \sum_l f(\langle k_l, y\rangle),
 
-    over the y with a positive sum; for `Softmax`, over the queries that it admits. Each is returned as a bracket,
-    ``lower <= σ <= upper``: the ratio at a query that was found, and a proof that there is no better one, from a
-    feasible point of the dual program (`Power`, p ≥ 1), all candidates (p < 1) or a tangent plane (`Softmax`). The
-    relative width is about 1e-11, but wider for exponents near 1, for logits in the millions, for keys of very
-    different sizes and, by about :math:`10^{-15p}`, for p < 1 where r keys or more are orthogonal to one query.
+    over the y with a positive sum; for `Softmax`, over the queries that it admits. The result brackets each
+    sensitivity, ``lower <= σ <= upper``. `lower` is the ratio at a query that the method found. `upper` proves that no
+    query is better, by a feasible point of the dual program (`Power`, p ≥ 1), all candidates (p < 1) or a tangent
+    plane (`Softmax`). The relative width is about 1e-11. Brackets are wider for exponents near 1, for logits
+    in the millions and for keys of very different sizes. For p < 1 they are wider by about :math:`10^{-15p}` where r
+    keys or more are orthogonal to one query, with r the rank.
 
-    All of it holds up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
-    scaled columns). A key that reaches outside the numerical row space by more than rounding has `upper` 1, and so has
-    one that is smaller than the others by a factor of :math:`10^{150}`.
+    All brackets hold up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
+    scaled columns). `upper` is 1 for a key that reaches outside the numerical row space by more than rounding. So it
+    is for a key that is smaller than the others by a factor of :math:`10^{150}`.
 
     Parameters
     ----------
     K : array of shape (n, d)
-        Keys, one a row, with n up to 2000; kinds and dtypes as in `leverage_scores`.
+        Keys, one per row, with n up to 2000; array types and dtypes as in `leverage_scores`.
     f : float, str, Power or Softmax, default 2
-        An exponent p > 0, `Power` of one, or `Softmax`; for other functions no exact method is known.
+        An exponent p > 0, a `Power` or a `Softmax`; no exact method is known for other functions.
 
     Returns
     -------
@@ -112,13 +113,14 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     See Also
     --------
-    sensitivities : Certified upper bounds of the sensitivities for any f, of any number of keys.
+    sensitivities : Certified upper bounds of the sensitivities for any f and any number of keys.
 
     Notes
     -----
-    With r the rank: p = 2 costs O(n d²); p = 1 a linear program of r rows and n columns for each key; other p > 1
-    and `Softmax` some ten to some hundred steps of O(n r² + r³) for each key; p < 1 all C(n, r − 1) subsets of keys
-    at O(n r + r³) each, and at most 2·10⁷ subsets times keys are taken. Equal keys are counted once.
+    Let r be the rank. p = 2 costs O(n d²). p = 1 costs, for each key, a linear program of r rows and n columns. Other
+    p > 1 and `Softmax` take, for each key, some ten to some hundred steps of O(n r² + r³). For p < 1 each of the
+    C(n, r − 1) subsets of keys costs O(n r + r³), and at most 2·10⁷ subsets times keys are allowed. Equal keys count
+    once.
 
     References
     ----------
@@ -127,7 +129,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     Examples
     --------
-    A query along the first axis sees two keys, and so does one along the diagonal:
+    A query along the first axis attends to two keys, and so does one along the diagonal:
 
     >>> import numpy as np
     >>> from levattn import exact_sensitivities
@@ -174,7 +176,7 @@ def _of_power(keys: Float64, f: Power) -> ExactSensitivities:
     method, bracket = _method(f.p)
     if not live.any():
         return ExactSensitivities(lower, upper, queries, method)
-    # Keys may be so much larger than the one sought that f overflows where it does not use the result.
+    # Keys may be so much larger than the key in question that f overflows; that result is not used.
     with np.errstate(over="ignore"):
         rows, inverse, counts = _distinct(_signed(keys[live]))
         basis, unreduced, missed = _reduce(rows, counts)
@@ -182,7 +184,7 @@ def _of_power(keys: Float64, f: Power) -> ExactSensitivities:
         low, high, y = np.zeros(len(rows)), np.ones(len(rows)), np.zeros(basis.shape)
         low[seen], high[seen], y[seen] = bracket(basis[seen], counts[seen])
         q = unreduced(_unit(y))  # the size does not matter, and the powers of numbers up to 1 do not overflow
-        # What B says of a row that it misses may be noise.
+        # For a row that B misses, products with B may be noise.
         low[missed] = np.diagonal(_scores(f, q[missed] @ rows.T, counts)[:, missed])
         high = np.where(missed, 1.0, np.maximum(high, low))
     lower[live], upper[live] = np.minimum(low, 1.0)[inverse], np.minimum(high, 1.0)[inverse]
@@ -190,7 +192,7 @@ def _of_power(keys: Float64, f: Power) -> ExactSensitivities:
     return ExactSensitivities(lower, upper, queries, method)
 
 
-# Takes B and counts, and returns what is below and above each sensitivity, and a query for the former.
+# Takes B and counts; returns lower and upper bounds of each sensitivity, and a query that reaches the lower bound.
 _Bracket = Callable[[Float64, Float64], tuple[Float64, Float64, Float64]]
 
 
@@ -205,21 +207,21 @@ def _method(p: float) -> tuple[str, _Bracket]:
 
 
 def _scores(f: Power, x: Float64, counts: Float64) -> Float64:
-    """Return f(x) divided by its sum over the last axis, in which an entry stands for several keys."""
+    """Return f(x) divided by its sum over the last axis, where an entry counts for several keys."""
     values = f(x)
     totals = (values @ counts)[:, None]
     return np.asarray(np.divide(values, totals, out=np.zeros_like(values), where=totals > 0))
 
 
 def _improve(best: Float64, queries: Float64, keys: npt.NDArray[np.intp], values: Float64, y: Float64) -> None:
-    """Write the values of different keys, and the queries that reach them, where they are better."""
+    """Write the values of distinct keys, and the queries that reach them, where the values are better."""
     better = values > best[keys]
     best[keys[better]], queries[keys[better]] = values[better], y[better]
 
 
 def _unit(y: Float64) -> Float64:
-    """Return rows of length 1, but for those that are zero."""
-    y = y / np.maximum(np.abs(y).max(axis=1, keepdims=True, initial=0.0), 1e-300)  # whose squares are in range
+    """Return the rows scaled to length 1; zero rows stay zero."""
+    y = y / np.maximum(np.abs(y).max(axis=1, keepdims=True, initial=0.0), 1e-300)  # so that squares are in range
     return np.asarray(y / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 0.5))
 
 
@@ -227,13 +229,13 @@ def _unit(y: Float64) -> Float64:
 
 
 def _signed(rows: Float64) -> Float64:
-    """Return the rows with the sign that makes the first entry that is not zero positive."""
+    """Return the rows with the sign that makes the first nonzero entry positive."""
     first = np.take_along_axis(rows, (rows != 0).argmax(axis=1)[:, None], axis=1)
     return np.where(first < 0, -rows, rows) + 0.0  # and no negative zeros, which differ from zeros in bytes
 
 
 def _distinct(rows: Float64) -> tuple[Float64, npt.NDArray[np.intp], Float64]:
-    """Return the distinct rows, which of them each row is, and how often each of them occurs."""
+    """Return the distinct rows, the index of each row among them, and how often each occurs."""
     distinct, inverse, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     return distinct, inverse.reshape(-1), counts.astype(np.float64)
 
@@ -241,8 +243,8 @@ def _distinct(rows: Float64) -> tuple[Float64, npt.NDArray[np.intp], Float64]:
 def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64], Float64], Flags]:
     """Return B (n, r) with the column space of the rows and ``Bᵀ diag(counts) B = I``.
 
-    The scores that queries can give B are those that they can give the rows, so nothing else is needed of the rows.
-    Also returned are what turns queries of B into queries of the rows, and which rows B misses.
+    Queries can give B the same scores as the rows, so B can replace the rows. Also return a function that turns
+    queries of B into queries of the rows, and flags of the rows that B misses.
     """
     _, exponents = np.frexp(np.abs(rows).max(axis=0))
     scaled = np.ldexp(rows, -exponents)  # powers of two: exact, and nothing overflows from here on
@@ -251,9 +253,9 @@ def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64]
     rank = int(np.count_nonzero(s > rank_tolerance(max(rows.shape)) * s[0]))
     V = Vt[:rank].T
     left = np.linalg.norm(scaled - (scaled @ V) @ V.T, axis=1)
-    # Both norms may underflow, and then nothing is known.
+    # Both norms may underflow; then the row counts as missed.
     missed = left >= 64 * rows.shape[1] * _EPS * np.linalg.norm(scaled, axis=1)
-    # From the rows and not from the left singular vectors, which know a small row to no more than absolute precision.
+    # From the rows, because the left singular vectors give a small row with absolute precision only.
     whitening = V / s[:rank]
     basis = scaled @ whitening
     _, R = np.linalg.qr(root * basis)
@@ -268,7 +270,7 @@ def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64]
 
 
 def _chunks(total: int, entries: int) -> list[slice]:
-    """Cut range(total) into slices of which each takes a bounded array of `entries` numbers an item."""
+    """Cut range(total) into slices that need a bounded array, of `entries` numbers for each item."""
     size = max(1, _ENTRIES // max(entries, 1))
     return [slice(start, start + size) for start in range(0, total, size)]
 
@@ -276,7 +278,7 @@ def _chunks(total: int, entries: int) -> list[slice]:
 def _by_parts(
     bracket: Callable[[npt.NDArray[np.intp]], tuple[Float64, Float64, Float64]], B: Float64
 ) -> tuple[Float64, Float64, Float64]:
-    """Bracket the sensitivities of all rows of B, some of them at a time."""
+    """Bracket the sensitivities of all rows of B, block by block."""
     lower, upper, queries = np.zeros(len(B)), np.ones(len(B)), np.zeros(B.shape)
     for part in _chunks(len(B), max(len(B), B.shape[1] ** 2)):
         lower[part], upper[part], queries[part] = bracket(np.arange(len(B))[part])
@@ -291,8 +293,8 @@ def _by_leverage(B: Float64) -> Float64:
 
 
 def _feasible(z: Float64, B: Float64, counts: Float64, target: Float64) -> Float64:
-    """Return the z nearest to those given with ``Bᵀz = target``, one for each row."""
-    for _ in range(2):  # the second round takes the rounding of the first
+    """Return, for each row, the z with ``Bᵀz = target`` nearest to the given z."""
+    for _ in range(2):  # the second round removes the rounding of the first
         z = z + ((target - z @ B) @ B.T) * counts
     return z
 
@@ -335,9 +337,9 @@ def _least_powers(
 ) -> tuple[Float64, Float64, Float64]:
     """Minimize Σ c_l |⟨b_l, y⟩|^p over ⟨b_j, y⟩ = 1 for each of the keys j.
 
-    The direction is that of iteratively reweighted least squares, which for a power also is Newton's, and the step
-    is the best along it. The weighted residual w x of the least squares satisfies Bᵀ(w x) = b_j but for a factor,
-    so each step proves an upper bound by Hölder's inequality: 1 = ⟨b_j, y⟩ = ⟨z, By⟩ ≤ ‖z‖_q ‖By‖_p.
+    Iteratively reweighted least squares gives the direction, which for a power is also Newton's direction. The step is
+    the best along it. The weighted residual w x of the least squares satisfies Bᵀ(w x) = b_j up to a factor. So each
+    step proves an upper bound by Hölder's inequality: 1 = ⟨b_j, y⟩ = ⟨z, By⟩ ≤ ‖z‖_q ‖By‖_p.
     """
     n, r = B.shape
     lower, upper, queries = np.zeros(len(keys)), np.ones(len(keys)), B[keys]
@@ -370,14 +372,14 @@ def _least_powers(
 
 
 def _solve(matrices: Float64, sides: Float64) -> Float64:
-    """Solve positive semi-definite systems, with as much ridge as rounding asks for."""
+    """Solve positive semi-definite systems, with the ridge that rounding requires."""
     r = matrices.shape[-1]
     trace = np.trace(matrices, axis1=-2, axis2=-1)[:, None, None]
     return np.asarray(np.linalg.solve(matrices + 1e-15 * trace * np.eye(r), sides[:, :, None])[:, :, 0])
 
 
 def _best_step(x: Float64, dx: Float64, counts: Float64, p: float) -> Float64:
-    """Return the step, at most twice that of Newton's method, at which Σ c_l |x_l + step dx_l|^p is least."""
+    """Return the step, at most twice Newton's step, at which Σ c_l |x_l + step dx_l|^p is least."""
 
     def slope(x: Float64) -> Float64:
         return np.asarray(counts * np.sign(x) * (np.abs(x) / np.abs(x).max(axis=1, keepdims=True)) ** (p - 1))
@@ -393,8 +395,8 @@ def _best_step(x: Float64, dx: Float64, counts: Float64, p: float) -> Float64:
 def _by_vertices(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float64, Float64]:
     """Bracket the sensitivities for p ≤ 1: Σ c_l |x_l|^p is concave where no x_l changes its sign.
 
-    So it is least at a vertex of the cells, where r − 1 independent keys score 0: one query for each such subset,
-    the same for every j.
+    So the sum is least at a vertex of the cells, where r − 1 independent keys score 0. Each such subset of keys gives
+    one query, the same for every j.
     """
     n, r = B.shape
     subsets = math.comb(n, r - 1)
@@ -412,7 +414,7 @@ def _by_vertices(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float6
         index = np.array(list(itertools.islice(several, size)), dtype=np.intp).reshape(size, r - 1)
         _, s, Vt = np.linalg.svd(unit[index], full_matrices=True)
         least = s[:, -1] if r > 1 else np.ones(size)
-        kept = least > 64 * r * _EPS  # a subset that is dependent has a vertex in common with one that is not
+        kept = least > 64 * r * _EPS  # a dependent subset shares its vertex with an independent one
         if not kept.any():
             continue
         y = Vt[kept, -1]
@@ -422,7 +424,7 @@ def _by_vertices(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float6
             np.put_along_axis(array, index[kept], 0.0, axis=1)
         small, large = np.maximum(x - doubt, 0.0) ** p, (x + doubt) ** p
         sums = [np.maximum(terms @ counts, 1e-300)[:, None] for terms in (large, small)]
-        # The own term of a key counts alike above and below.
+        # The key's own term is the same number in numerator and denominator.
         below, above = (
             own / np.maximum(total - counts * (other - own), own * counts + 1e-300)
             for own, other, total in ((small, large, sums[0]), (large, small, sums[1]))
@@ -442,11 +444,11 @@ def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
         return ExactSensitivities(np.zeros(0), np.zeros(0), np.zeros(keys.shape), method)
     rows, inverse, counts = _distinct(keys + 0.0)
     with np.errstate(over="ignore", invalid="ignore"):
-        logits = (rows - rows.mean(axis=0)) @ root  # softmax does not see the shift
+        logits = (rows - rows.mean(axis=0)) @ root  # a common shift does not change softmax
         largest = np.abs(logits).max()
     if not largest < _MOST_LOGIT:
         raise ValueError(f"K and f make logits of {largest:.2g}; expected less than {_MOST_LOGIT:.0e}. Scale K down")
-    V = np.linalg.svd(logits, full_matrices=False)[2].T  # rotates the ball, and leaves no spare axis
+    V = np.linalg.svd(logits, full_matrices=False)[2].T  # rotates the ball and drops unused axes
     A = logits @ V
     lower, upper, u = _by_parts(partial(_most_logits, A, np.log(counts)), A)
     slack = 8 * _EPS * (A.shape[1] + 4) * float(np.linalg.norm(A, axis=1).max())
@@ -458,8 +460,8 @@ def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
 def _most_logits(A: Float64, log_counts: Float64, keys: npt.NDArray[np.intp]) -> tuple[Float64, Float64, Float64]:
     """Bracket the largest ⟨a_j, u⟩ − log Σ c_l exp⟨a_l, u⟩ over ‖u‖ ≤ 1 for each of the keys j.
 
-    Each step maximizes the quadratic model in the ball and goes the best part of the way. The function is concave,
-    so the largest value of its tangent plane in the ball is an upper bound.
+    Each step maximizes the quadratic model in the ball, then searches the line to that maximum. The function is
+    concave, so the largest value of its tangent plane in the ball is an upper bound.
     """
     n, r = A.shape
     lower, upper, queries = np.full(len(keys), -np.inf), np.zeros(len(keys)), np.zeros((len(keys), r))

@@ -1,4 +1,4 @@
-"""Expected attention scores: what the queries that come give each key in the mean."""
+"""Expected attention scores: the mean attention that a distribution of queries gives each key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weight
 ExpectedMethod = Literal["auto", "normal", "mean"]
 _STEP, _FIRST, _LAST = 0.125, -40.0, 100.0  # of the quadrature, in log t
 _SAMPLES = 1024
-_SINGLE_PRODUCTS = 2.0**-23  # estimated error of the norm of all scores' roots up to which products are in float32
+_SINGLE_PRODUCTS = 2.0**-23  # largest estimated error, of the norm of all scores' roots, for products in float32
 
 
 @where_arrays_are
@@ -47,45 +47,45 @@ def expected_scores(
 
     .. math:: s_j = \mathrm{E}_q[A_j(q)], \qquad A_j(q) = f(\langle q, k_j\rangle) / \sum_l f(\langle q, k_l\rangle),
 
-    where q is drawn from the distribution that `queries` describes. Scores lie in [0, 1] and sum to 1, or to the share
-    of the queries that attend to any key, if some give f = 0 to all. Leverage scores hold for every query that
-    there could be; these are for the queries that come.
+    where q is drawn from the distribution that `queries` describes. Scores lie in [0, 1]. They sum to 1, or, if some
+    queries give f = 0 to all keys, to the share of the queries that attend to any key. Leverage scores hold for every
+    possible query; expected scores are for the queries of this distribution.
 
-    **Guarantee.** Under the distribution that is assumed the score is exact ("normal" for x²), the exact mean over
-    the sample ("mean"), or a mean over draws with a standard error of at most :math:`\tfrac12 /
-    \sqrt{\mathtt{samples}}` ("normal" for other functions); it may err either way. Nothing is promised for other
-    queries. By Markov's inequality at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε.
-    So for any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys,
-    whatever d and n, and a key outside it gets ε from at most a share δ of the queries.
+    **Guarantee.** Under the assumed distribution the score is exact ("normal" for x²) or the exact mean over the
+    sample ("mean"). "normal" for other functions gives a mean over draws with a standard error of at most
+    :math:`\tfrac12 / \sqrt{\mathtt{samples}}`, which may err either way. The guarantee does not cover other queries.
+    By Markov's inequality, at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε. So for
+    any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys, whatever d
+    and n. A key outside it gets ε from at most a share δ of the queries.
 
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys as in `leverage_scores` (sparse ones for x² by "normal" only), or files opened with `open_keys`, which are
+        Keys as in `leverage_scores` (sparse keys for x² by "normal" only), or files opened with `open_keys`, which are
         loaded.
     queries : array of shape (..., m, d), Moments, or (mean, covariance)
-        What is known of the queries. A sample of them, for softmax times the scale of the logits (q/√d in most
-        models), without those of padding; leading axes are those of K, none, or a multiple of the last (heads of
-        queries that share keys). Or
-        their second moments, as `levattn.states.Moments` sums them over chunks and workers: of q for x², of q and a
-        last column of ones for other functions, which need the mean. Or their mean (..., d) and covariance
-        (..., d, d).
+        The known distribution of the queries. A sample of queries, without padding; for softmax times the scale of the
+        logits (q/√d in most models). The leading axes of a sample are the axes of K, none, or a multiple of the last
+        (heads of queries that share keys). Or their second moments, which `levattn.states.Moments` sums over chunks
+        and workers: moments of q for x². Other functions need the mean, so they need moments of q with a last column
+        of ones. Or their mean (..., d) and covariance (..., d, d).
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. `Softmax` needs no radius here.
     method : {"auto", "normal", "mean"}
-        "normal": the queries are normal; for x² of mean zero, with the second moment of the queries given, which
-        their mean enters. "mean":
-        the plain mean over the queries given. "auto": "normal" for x² and where there is no sample, else "mean".
+        "normal": the queries are normal. For x² they have mean zero and the given second moment, which includes their
+        mean. "mean": the plain mean over the given queries. "auto": "normal" for x² and where there is no sample, else
+        "mean".
     rotary : (array of shape (h, r), array of shape (h, r)), optional
         Cosines and sines of a rotary embedding at h positions of later queries, as ``model.model.rotary_emb`` of
-        transformers makes them, times a common factor if the model has one. (Entries i and i + r/2 are a pair; columns
-        from r on are not turned.) The queries given are those before the embedding, and each comes at every position:
-        the sample is turned to all of them, a draw to a random one, and for x² by "normal" it is the second moment
-        that is averaged over them.
+        transformers returns them. They include the common factor, if the model has one. (Entries i and i + r/2 are a
+        pair; columns from r on are not rotated.) Give the queries before the embedding: each counts at every position.
+        The sample is rotated to all positions, and a draw to a random one. For x² by "normal" the second moment is
+        averaged over the positions.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others have the score 0 and their values are not read.
     samples : int, optional
-        Normal queries to draw for functions other than x², 1024 if left out. A ValueError where none are drawn.
+        Number of normal queries to draw for functions other than x², 1024 if left out. A ValueError where no queries
+        are drawn.
     rng : int or numpy.random.Generator, optional
         Seed of these draws, 0 if left out.
 
@@ -97,7 +97,7 @@ def expected_scores(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or `queries` lacks what the method needs.
+        If an argument is wrong, or `queries` lacks the sample or the mean that the method needs.
     NonFiniteError
         If keys or queries hold NaN or infinity outside the mask.
 
@@ -115,16 +115,17 @@ def expected_scores(
 
     by the trapezoidal rule in log t, whose relative error is below 1e-10. Time O(n d²) and memory O(n + d²), as for
     leverage scores; with float32 keys errors are below 1e-6 of the largest score. The scale of K and of the queries
-    changes nothing. For whitened queries (their second moment the inverse of KᵀK) the scores are the leverage scores
-    divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys give
-    scores of 0. Of queries with condition number κ a sample loses about κ units of rounding, and moments lose κ²:
-    beyond 10⁷ they do not tell the queries' small directions.
+    changes nothing. For whitened queries (their second moment is the inverse of KᵀK) the scores are the leverage
+    scores divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys
+    give scores of 0. If the queries have condition number κ, a sample loses about κ units of rounding, and moments
+    lose κ². Beyond 10⁷ moments do not resolve the small directions of the queries.
 
-    *Otherwise* time O(m n d) for m queries (or draws), twice, in float64, and for a sample at h positions h times
-    that; memory O(n + m d) and 32 MiB.
+    *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
+    long. Memory O(n + m d) and 32 MiB.
 
-    Queries of one text are not a sample of those of another: what is measured on some says nothing of others unless
-    they are exchangeable. Queries of a causal decoder turn with their position (`rotary`) and change with the text.
+    The queries of one text are not a sample of the queries of another. Scores measured on one text say nothing about
+    the other, unless the queries are exchangeable. Queries of a causal decoder rotate with their position (`rotary`)
+    and change with the text.
 
     References
     ----------
@@ -134,7 +135,7 @@ def expected_scores(
 
     Examples
     --------
-    Queries that look along the first axis only:
+    Queries along the first axis only:
 
     >>> import numpy as np, levattn
     >>> K = np.array([[1.0, 0], [3, 0], [0, 5]])
@@ -151,7 +152,7 @@ def expected_scores(
         method = "normal" if square or known.sample is None else "mean"
     draws = method == "normal" and not square
     if not draws and (samples is not None or rng is not None):
-        raise ValueError("samples or rng is given, but no queries are drawn; expected them left out")
+        raise ValueError("samples or rng is given, but no queries are drawn; leave them out")
     if square and method == "normal":
         return matrices.wrap(_of_squares(matrices, known, mask))
     require_sample(known, function, draws=draws)
@@ -169,13 +170,13 @@ def expected_scores(
 
 
 def require_sample(known: Queries, f: AttentionFunction | Softmax, *, draws: bool) -> None:
-    """Raise if queries are neither a sample nor, where they may be drawn, of a known mean."""
+    """Raise if a sample is missing where no queries are drawn, or the mean is unknown."""
     if not draws and known.sample is None:
         raise ValueError("queries are moments; expected a sample of queries for their plain mean, or method='normal'")
     if known.mean is None:
         raise ValueError(
-            f"queries are second moments without a mean, and f is {f!r}; expected a sample, their mean and "
-            "covariance, or Moments of the queries with a last column of ones"
+            f"queries are second moments without a mean, which f = {f!r} needs. "
+            "Give a sample, their mean and covariance, or Moments of the queries with a last column of ones"
         )
 
 
@@ -189,7 +190,7 @@ def mean_shares(
 ) -> Float64:
     """Return the mean attention of each key of one matrix, (n,), over queries (m, d).
 
-    With ε it is the mean of ``min(A/ε, 1)⁴``, which tells how often and how nearly a key gets ε.
+    With ε it is the mean of ``min(A/ε, 1)⁴``, which measures how often and how nearly a key gets ε.
     """
     total = np.zeros(keys.n)
     for _, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
@@ -220,10 +221,10 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
 
 
 def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> tuple[Float64, float]:
-    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read, and how its products cancel.
+    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read, and the cancellation of products.
 
-    L is a root of the second moment of queries, its rows divided by 2 to these powers. That the products cancel tells
-    ``√(Σ ‖K_i‖² ‖W_i‖²)`` for the columns of the keys and the rows of W, where ‖K W‖ is 1: see Factor.product_error.
+    L is a root of the second moment of queries, its rows divided by 2 to these powers. The cancellation is
+    ``√(Σ ‖K_i‖² ‖W_i‖²)`` over the columns of the keys and the rows of W, where ‖K W‖ is 1: see Factor.product_error.
     """
     d = factor.columns
     N, exponents = factor.even_normalizer(item)
@@ -253,7 +254,7 @@ def quadratic_weights(shares: Float64) -> Float64:
     r"""Return ``w_i = ∫₀^∞ (1 + 2tλ_i)⁻¹ Π (1 + 2tλ_l)^{−1/2} dt`` for λ that sum to 1, to about 1e-12.
 
     The integrand is analytic in log t up to an imaginary part of π, so the trapezoidal rule converges like
-    exp(−2π²/step); what lies outside its ends is below e⁻⁴⁰.
+    exp(−2π²/step). The integral beyond its ends is below e⁻⁴⁰.
     """
     u = np.arange(_FIRST, _LAST, _STEP)
     grown = 2 * np.exp(u)[:, None] * shares

@@ -1,4 +1,4 @@
-"""Groups of keys: what a query can give a whole group, and groups of near-duplicates."""
+"""Groups of keys: the attention that a query can give a whole group, and groups of near-duplicates."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from levattn.sensitivity.leverage import factorize
 __all__ = ["as_labels", "check_angle", "group_leverage", "group_scores", "near_duplicates"]
 
 
-_CHUNK = 1 << 11  # rows that are whitened, compared or given signatures at a time
-_LEAST_ANGLE = 1e-8  # finer ones are below the rounding of whitened keys
-_TINY = 2.0**-500  # squared norms below which a whitened key is computed anew from the key scaled up
+_CHUNK = 1 << 11  # rows in a block that is whitened, compared or given signatures
+_LEAST_ANGLE = 1e-8  # smaller angles are below the rounding of whitened keys
+_TINY = 2.0**-500  # squared norms below which a whitened key is computed again from the key scaled up
 _SINGLE_CHORD = 2e-6  # error of the distance of two unit vectors in float32, rounded up
 _MISS = 1e-4  # probability that a pair at half the angle shares no signature in any round
-_SPARE_BITS = 5  # of a signature, beyond log2 n: so few unrelated keys share one by chance
-_LEADERS = 4  # of a bucket, one after the other
-_SIGNATURES = 3 << 20  # that are kept at a time, four bytes each
-_HELD = 1 << 23  # numbers of whitened keys that are kept from round to round
+_SPARE_BITS = 5  # bits of a signature beyond log2 n, so that few unrelated keys share one by chance
+_LEADERS = 4  # of a bucket, tried one after the other
+_SIGNATURES = 3 << 20  # signatures in memory at a time, four bytes each
+_HELD = 1 << 23  # entries of whitened keys that stay in memory between rounds
 
 
 @where_arrays_are
@@ -43,11 +43,12 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     .. math:: \tau_S = \max_q \sum_{j \in S} \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2
         = \lambda_{\max}\Bigl(\sum_{j \in S} x_j x_j^T\Bigr),
 
-    with the whitened keys :math:`x_j = W^T k_j`. Of m copies of a key none scores above 1/m, so no universal set of
-    ε > 1/m has any of them, and yet together they may hold all that a query attends to; the score of their group says
-    so. It is at least the largest of its keys' leverage scores, and at most their sum and 1. Over the groups of a
-    partition the scores sum to at most the rank, so at most rank/ε reach ε. They are exact, up to rounding; where
-    float64 cannot resolve a direction, groups have the sum of bounds of their keys' scores: an *over*-estimate.
+    with the whitened keys :math:`x_j = W^T k_j`. None of m copies of a key scores above 1/m, so no universal set of
+    ε > 1/m contains any of them. Yet together they may receive all attention of a query, and the score of their group
+    shows this. A group's score is at least the largest leverage score of its keys, and at most the sum of these scores
+    and 1. Over the groups of a partition the scores sum to at most the rank, so at most rank/ε groups reach ε. Scores
+    are exact, up to rounding. Where float64 cannot resolve a direction, a group has the sum of bounds of its keys'
+    scores: an *over*-estimate.
 
     Parameters
     ----------
@@ -62,8 +63,8 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     Returns
     -------
     array of float64, shape (..., g)
-        Scores in the caller's kind of array, on its device, for g = the largest label + 1 groups (of all matrices of a
-        batch, masked keys included). A group without keys has 0.
+        Scores in the caller's kind of array, on its device. The number of groups g is the largest label + 1, over all
+        matrices of a batch and masked keys as well. A group without keys has 0.
 
     Raises
     ------
@@ -80,8 +81,8 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
 
     Notes
     -----
-    Time O(n d²) for the whitening, and O(s² d + s³) for a group of s keys, O(s d² + d³) for one of more than the rank.
-    Memory beyond K: O(d² + n + g) and that of some thousand rows. Bits are as reproducible as those of LAPACK.
+    Time O(n d²) for the whitening. A group of s keys takes O(s² d + s³), or O(s d² + d³) if s is above the rank.
+    Memory beyond K: O(d² + n + g) and some thousand rows. The results are as reproducible, to the bit, as LAPACK's.
 
     References
     ----------
@@ -89,7 +90,8 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
 
     Examples
     --------
-    No universal set of ε = 0.1 has one of forty near-copies of a direction, and some query gives them half of all:
+    No universal set of ε = 0.1 contains any of forty near-copies of a direction, yet some query gives them half of its
+    attention:
 
     >>> import numpy as np, levattn
     >>> rng = np.random.default_rng(0)
@@ -121,7 +123,7 @@ def group_scores(factor: Factor, labels: Int64) -> Float64:
             summed = fine is None
             one = one if fine is None or fine is one else fine.on(one.rows)
             scores[item] = _scores(one, groups[item], count, tau[item], summed=summed)
-            if item in factor.hidden:  # where the scores of keys are raised by their error as well
+            if item in factor.hidden:  # the scores of such keys are raised by their error as well
                 scores[item] = np.minimum(scores[item] * (1 + 4 * float(one.score_error[0])), 1.0)
     return scores
 
@@ -147,7 +149,7 @@ def as_labels(labels: Any, matrices: Matrices) -> Int64:
 
 
 def _scores(factor: Factor, labels: Int64, count: int, tau: Float64, *, summed: bool) -> Float64:
-    """Return the scores of the groups of one matrix, whose keys have the leverage scores `tau`, or sums of these."""
+    """Return the scores of the groups of one matrix; if `summed`, sums of its keys' leverage scores `tau`."""
     order = np.argsort(labels, kind="stable")
     order = order[np.searchsorted(labels, 0, sorter=order) :]
     sizes = np.bincount(labels[order], minlength=count)
@@ -171,7 +173,7 @@ def _scores(factor: Factor, labels: Int64, count: int, tau: Float64, *, summed: 
                 Y = X.transpose(0, 2, 1)
                 moments += X @ Y if few else Y @ X
             scores[groups] = np.linalg.eigvalsh(moments)[:, -1]
-    # rounding may lift a score above its bounds; a row counted as 1 has no x, and lifts the lower one
+    # rounding may move a score beyond its bounds; a row that counts as 1 has no x, but raises the lower bound
     return np.clip(scores, least, np.maximum(least, np.minimum(total, 1.0)))
 
 
@@ -181,7 +183,7 @@ def _parts(n: int, step: int) -> Iterator[slice]:
 
 
 def _whitened(factor: Factor, rows: Int64, *, even: bool = False) -> Float64:
-    """Return ``x = Wᵀk`` for some rows of one matrix, (m, rank); each times a power of two if `even`."""
+    """Return ``x = Wᵀk`` for some rows of one matrix, (m, rank); if `even`, each times a power of two."""
     taken = replace(factor.rows, keys=take_rows(factor.rows.keys, rows), mask=None)
     X = float64_rows(taken, 0, len(rows))
     if even:  # so that no tiny row loses its digits
@@ -190,7 +192,7 @@ def _whitened(factor: Factor, rows: Int64, *, even: bool = False) -> Float64:
 
 
 def _dimensions(factor: Factor) -> int:
-    """Return how many numbers a whitened key has, for a batch of one."""
+    """Return the number of entries of a whitened key, for a batch of one."""
     return int(np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0)))
 
 
@@ -203,21 +205,21 @@ def near_duplicates(
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
 ) -> Any:
-    r"""Group the keys that are near-duplicates of each other: those that queries hardly tell apart.
+    r"""Group keys that are near-duplicates of each other, so that queries hardly tell them apart.
 
     Two keys are linked if the angle between the whitened keys :math:`x_j = W^T k_j` and :math:`\pm x_l` is at most
-    `angle`, and links connect groups: that is the metric in which queries see keys. As f(x) = x² sees neither sign nor
-    scale, ``-k`` and ``c * k`` are duplicates of k.
+    `angle`, and links connect groups. This is the metric in which queries distinguish keys. As f(x) = x² distinguishes
+    neither sign nor scale, ``-k`` and ``c * k`` are duplicates of k.
 
-    Every link is verified, up to rounding; but a pair may be *missed*. Keys are compared where random signatures
-    agree, and two keys at half the angle share none of them with a probability of at most 1e-4. Where they share one
-    they come into one group, unless keys before them get in between: one that is in a group with one of the two or is
-    linked to it, and not to the other, or four that are far from both. Nothing is promised of pairs between half the
-    angle and the whole. A miss can only split a group, or leave a key alone: `group_leverage` of the groups found is
-    exact.
+    Every link is verified, up to rounding, but a pair may be *missed*. The method compares keys whose random
+    signatures agree, and two keys at half the angle share no signature with a probability of at most 1e-4. If they
+    share one, they join one group, unless earlier keys intervene. A single key intervenes if it is linked to, or in a
+    group with, only one of the two. Four keys intervene if they are far from both. Pairs between half the angle and
+    the whole have no guarantee. A miss can only split a group or leave a key alone: `group_leverage` of the groups
+    found is exact.
 
-    Links chain: keys of a group may be farther than `angle` from each other. A group S of keys within `angle` of one
-    of them has nearly the sum of its keys' leverage scores,
+    Links form chains: keys of a group may be farther than `angle` apart. A group S whose keys are all within `angle`
+    of one of them has nearly the sum of its keys' leverage scores,
 
     .. math:: \cos^2(\mathrm{angle}) \sum_{j \in S} \tau_j \le \tau_S \le \sum_{j \in S} \tau_j .
 
@@ -235,9 +237,9 @@ def near_duplicates(
     Returns
     -------
     array of int64, shape (..., n)
-        The group of each key, in the caller's kind of array, on its device; in each matrix groups are numbered from
-        0 in the order of their first keys. -1 for a key without a near-duplicate, for keys of zeros, and for rows
-        outside the numerical row space (which `leverage_scores` counts as 1), as their directions are not known.
+        The group of each key, in the caller's kind of array, on its device. Each matrix numbers its groups from 0 in
+        the order of their first keys. Keys without a near-duplicate, zero keys and rows outside the numerical row
+        space have -1. The direction of such a row, which `leverage_scores` counts as 1, is unknown.
 
     Raises
     ------
@@ -256,9 +258,10 @@ def near_duplicates(
     -----
     A signature has k ≈ log2(n) + 5 bits: the sides of random hyperplanes on which a whitened key lies, all flipped if
     the first is set. Two keys at an angle θ share one with a probability of at least (1 − θ/π)^k. There are R rounds
-    of new hyperplanes, with (1 − (1 − angle/2π)^k)^R at most 1e-4: 8 for n = 10⁵ and the default, 3 for small angles,
-    about 170 for π/4. In each, keys of one signature are compared with the first of them, those that are far from it
-    with the first of those, up to four times. Time O(n d² + R n (d k + log n)), memory O(n d), whatever the keys.
+    of new hyperplanes, with (1 − (1 − angle/2π)^k)^R at most 1e-4. R is 8 for n = 10⁵ and the default angle, 3 for
+    small angles, about 170 for π/4. Each round compares the keys of one signature with the first of them. It then
+    compares the keys far from it with the first of the rest, and so on, up to four times. Time
+    O(n d² + R n (d k + log n)), memory O(n d), whatever the keys.
 
     References
     ----------
@@ -300,7 +303,7 @@ def check_angle(angle: Any) -> float:
 
 @dataclass(frozen=True)
 class _Directions:
-    """Whitened keys of one matrix, normalized and rounded to float32: made again where so many take too much room."""
+    """Whitened keys of one matrix, normalized and rounded to float32; recomputed if they take too much memory."""
 
     factor: Factor
     rows: Int64
@@ -311,11 +314,11 @@ class _Directions:
 
     @property
     def threads(self) -> int | None:
-        """How many threads may ask for them: precise products are on the thread pool themselves."""
+        """Number of threads that may ask for them: precise products use the thread pool themselves."""
         return 1 if self.held is None and self.factor.arithmetic[0] == "compensated" else None
 
     def of(self, which: slice | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Return some of them."""
+        """Return some of the directions."""
         if self.held is not None:
             return self.held[which]
         rows = self.rows[which]
@@ -334,7 +337,7 @@ class _Directions:
         return X.astype(np.float32)
 
     def near(self, a: npt.NDArray[Any], b: npt.NDArray[Any], angle: float) -> npt.NDArray[np.bool_]:
-        """Tell which pairs are within the angle of each other, up to sign; in float64 where float32 cannot tell."""
+        """Tell which pairs are within the angle of each other, up to sign; in float64 where float32 cannot decide."""
         limit = 2 * math.sin(angle / 2)
         chords: npt.NDArray[Any] = np.empty(len(a), np.float32)
         for part in _parts(len(a), _CHUNK):
@@ -360,7 +363,7 @@ def _normalized(X: Float64) -> Float64:
 
 
 def _directions(factor: Factor) -> _Directions:
-    """Return the directions of the keys of one matrix; those that have none are left out."""
+    """Return the directions of the keys of one matrix, without the keys that have none."""
     n, r = factor.rows.shape[1], _dimensions(factor)
     live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
     if factor.null_directions:
@@ -368,7 +371,7 @@ def _directions(factor: Factor) -> _Directions:
         plain, counted = (to_numpy(f.scores(as_float64=True, numerical=True)[0])[0] for f in factors)
         live &= plain == counted
     scores = to_numpy(factor.scores(numerical=True)[0])[0]
-    for part in _parts(n, _CHUNK):  # a score may vanish where the key does not
+    for part in _parts(n, _CHUNK):  # the score of a nonzero key may underflow
         tiny = np.flatnonzero(live[part] & (scores[part] < _TINY)) + part.start
         if len(tiny):
             live[tiny] = _whitened(factor, tiny, even=True).any(axis=1)
@@ -386,7 +389,7 @@ def _directions(factor: Factor) -> _Directions:
 
 
 def _numbered(components: npt.NDArray[Any]) -> Int64:
-    """Number the components of at least two members in the order of their first ones; the rest is -1."""
+    """Number the components of at least two members in the order of their first members; the rest is -1."""
     numbers = np.bincount(components)
     found, first = np.unique(components[numbers[components] > 1], return_index=True)
     numbers[:] = -1
@@ -395,14 +398,14 @@ def _numbered(components: npt.NDArray[Any]) -> Int64:
 
 
 def _signature_plan(n: int, angle: float) -> tuple[int, int]:
-    """Return how many bits a signature of n keys has, and how many rounds make a miss as rare as it is to be."""
+    """Return the bits of a signature for n keys, and the rounds that make a miss as rare as required."""
     bits = min(max(n - 1, 1).bit_length() + _SPARE_BITS, 32, 64 - n.bit_length())
     missed = -math.expm1(bits * math.log1p(-angle / (2 * math.pi)))
     return bits, max(3, math.ceil(math.log(_MISS) / math.log(missed)))
 
 
 def _linked(directions: _Directions, angle: float, generator: np.random.Generator) -> npt.NDArray[Any]:
-    """Return the component of each unit vector in the graph of the links that are found."""
+    """Return the component of each unit vector in the graph of the links found."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -424,7 +427,7 @@ def _linked(directions: _Directions, angle: float, generator: np.random.Generato
 
 
 def _signatures(directions: _Directions, planes: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
-    """Return the signatures of some rounds, (rounds, n): on which sides of planes (rounds, bits, r) rows are."""
+    """Return the signatures of some rounds, (rounds, n): the sides of planes (rounds, bits, r) where rows lie."""
     rounds, bits, r = planes.shape
     columns = np.ascontiguousarray(planes.reshape(rounds * bits, r).T)
     codes = np.empty((rounds, len(directions)), np.uint32)
@@ -445,10 +448,10 @@ def _signatures(directions: _Directions, planes: npt.NDArray[np.float32]) -> npt
 def _links(
     directions: _Directions, codes: npt.NDArray[np.uint32], components: npt.NDArray[Any], angle: float
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the verified links between keys of equal codes, of those in different components."""
+    """Return the verified links between keys of equal codes in different components."""
     n = len(codes)
     shift = np.uint64(n.bit_length())
-    buckets = codes.astype(np.uint64)  # with the places behind them, so that one sort does for both
+    buckets = codes.astype(np.uint64)  # with the indices in the low bits, so that one sort orders both
     buckets <<= shift
     buckets |= np.arange(n, dtype=np.uint64)
     buckets.sort()

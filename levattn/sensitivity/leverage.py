@@ -45,7 +45,7 @@ def factorize(
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
 ) -> Factor:
-    """Check the options and factor the keys by the method; `single` is what "auto" may do in float32."""
+    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto"."""
     check_method(method)
     ridge = real_number("ridge", ridge)
     if not 0 <= ridge < math.inf:
@@ -60,7 +60,7 @@ def factorize(
             )
     rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
-    # a ridge and a tolerance of singular values see more than the column space
+    # a ridge and a tolerance of singular values depend on more than the column space
     if b and n < d and not isinstance(rows.keys, Csr) and ridge == 0 and rtol is None:
         largest = rows.column_maxima()
         require_finite(rows, largest)
@@ -76,7 +76,7 @@ def factorize(
 
 
 def rows_of(matrices: Matrices, center: Any, mask: Any) -> Rows:
-    """Return the keys that take part, less their mean if asked for."""
+    """Return the keys that take part, minus their mean if `center`."""
     if not isinstance(center, bool | np.bool_):
         raise TypeError(f"center is {center!r}; expected True or False")
     return centered(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
@@ -91,7 +91,7 @@ def check_epsilon(epsilon: Any) -> float:
 
 
 def check_method(method: Any) -> bool:
-    """Raise for an unknown method of leverage scores; return whether it is an approximate one."""
+    """Raise for an unknown method of leverage scores; return whether the method is approximate."""
     if method not in (*_EXACT, *APPROXIMATE):
         raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, (*_EXACT, *APPROXIMATE)))}")
     return method in APPROXIMATE
@@ -125,46 +125,48 @@ def leverage_scores(
 
     so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
 
-    The estimated relative error of an exact score is below 1e-6 for float32 and narrower keys; by "auto" it is below
-    1e-5 from 2048 of them on, whose products are in float32 where that holds: up to a condition of about 100 (a few
-    1e-7 for keys of real heads; the worst are well-conditioned keys of which thousands are equal, and so rounded
-    alike). For float64 keys it is below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the
-    rank is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row
-    that reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is
-    given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all that sets the
-    key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
+    The estimated relative error of an exact score is below 1e-6 for float32 and narrower keys. By "auto" it is below
+    1e-5 from 2048 such keys on. Their products are in float32 where this bound holds: up to a condition number of
+    about 100. (It is a few 1e-7 for keys of real heads. The worst case are well-conditioned keys of which thousands
+    are equal, and so round alike.) For float64 keys the error is below 1e-10 up to the condition number 10⁶ and below
+    1e-9 beyond, as long as the rank is clear.
+
+    Stored keys count as exact data: the rank is decided in float64 whatever the dtype. A row that reaches outside the
+    numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) has the score 1. So a rank
+    decision may over-estimate a score. It under-estimates a score only if everything that sets the key apart is
+    smaller than that rounding. (`universal_set` uses the exact rank and loses no such key.)
 
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys, one a row; leading axes are batches (heads). float64, float32, float16 or bfloat16, as a numpy array,
-        a torch tensor, or an array of another namespace of the array-API standard. Or one sparse matrix (n, d) in
-        scipy's CSR format, float64 or float32, which is never written out (method "svd" refuses it, and "srht"
-        takes as long as for dense keys).
+        Keys, one per row; leading axes are batches (heads). The dtype is float64, float32, float16 or bfloat16. K may
+        be a numpy array, a torch tensor, or an array of another namespace of the array-API standard. Or it may be one
+        sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a dense array.
+        Method "svd" refuses it, and "srht" takes as long as for dense keys.
     method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
-        Exact are "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
-        precision; "auto": the same, with products in float32 where the error above allows it; "qr": Householder QR of
-        row blocks; "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both of these are
-        corrected once by the moments of the whitened keys. The others are approximate, see Notes; "auto" never takes
-        them.
+        Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
+        loses the precision. "auto": the same, with products in float32 where the error above allows it. "qr":
+        Householder QR of row blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory.
+        The moments of the whitened keys correct "qr" and "svd" once. The other methods are approximate, see Notes;
+        "auto" never uses them.
     ridge : float, default 0
-        Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score: thresholding
-        ridge scores may miss keys. The sum of the scores is then the effective dimension.
+        Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score, so a threshold
+        on ridge scores may miss keys. The sum of the scores is then the effective dimension.
     center : bool, default False
-        Subtracts the mean of the keys first: right for softmax, which does not see a common shift. These are the
-        exact scores of the centered keys, and with 1/n added an *over-estimate* of those of K.
+        Subtracts the mean of the keys first, which suits softmax: a common shift does not change it. The result is the
+        exact scores of the centered keys, and with 1/n added an *over-estimate* of the scores of K.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others are removed: their score is 0 and their values are not read.
         Leading axes of size 1 are repeated.
     rtol : float below 1, optional
-        Singular values (of K with columns scaled to unit norm) at or below ``rtol`` times the largest are taken as
-        zero, which *under-estimates* the scores of rows that reach into the directions left out. The default,
-        :math:`16 \sqrt{d} \, 2^{-52}`, is the least that is allowed; there such rows are given the score 1 instead.
+        Singular values of K, with columns scaled to unit norm, count as zero at or below ``rtol`` times the largest.
+        This *under-estimates* the scores of rows that reach into the directions left out. The default,
+        :math:`16 \sqrt{d} \, 2^{-52}`, is the smallest value allowed; with it such rows have the score 1 instead.
     sketch_size : int or (int, int), optional
-        Rows of the sketch of "countsketch", "osnap" (rounded up to a multiple of 4) and "srht", and with a pair also
-        the columns of a projection from the right; columns of the projection of "jl". Default: 8 d for "osnap" and
-        "srht"; 4 d² for "countsketch", but no more than n/8 or 16 d; 8 ln n for "jl". A ValueError with the exact
-        methods.
+        For "countsketch", "osnap" (rounded up to a multiple of 4) and "srht": the number of rows of the sketch. A pair
+        also gives the number of columns of a projection from the right. For "jl": the number of columns of the
+        projection. Default: 8 d for "osnap" and "srht"; 4 d² for "countsketch", but no more than the larger of n/8 and
+        16 d; 8 ln n for "jl". A ValueError with the exact methods.
     rng : int or numpy.random.Generator, optional
         Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
 
@@ -188,22 +190,21 @@ def leverage_scores(
 
     Notes
     -----
-    Time O(n d²), two passes over K up to a condition of some 10⁴ (float64 keys: 100), about five beyond, and a few
-    more where the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs
-    O(n d).
-    With n < d time O(n² d) and memory O(n d): as many columns as the rank stand for all (not with `ridge` or `rtol`),
-    and independent rows have the score 1, exactly. Bits are the same for every number of threads, memory layout and
-    batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K;
-    centered, ill-conditioned or hardly sparse keys cost O(n d²).
+    Time O(n d²): two passes over K up to a condition number of some 10⁴ (float64 keys: 100), about five beyond.
+    Deciding the rank takes a few more. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs
+    O(n d). With n < d time O(n² d) and memory O(n d), as the rank's number of columns is enough (not with `ridge` or
+    `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
+    every number of threads, memory layout and batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory
+    O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²).
 
     *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. "countsketch",
     "osnap" and "srht" factor a sketch SK of the keys. If S changes squared norms of the column space by a factor
-    within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η): `levattn.sketch` has the sizes that are proven for that,
-    far above the defaults, with which η is about 0.5 for keys without coherent rows. (CountSketch takes about d² rows
-    where keys are coherent; with fewer it fails there.) They take one pass less over K than the exact methods: nothing
-    is won up to d of about 256. "jl" projects the whitened keys to `sketch_size` k columns, and a second number of
-    `sketch_size` does so with sketched ones: each score is multiplied by χ²_k/k, of standard deviation √(2/k), and the
-    pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
+    within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η). `levattn.sketch` has the sizes with a proof of this, far
+    above the defaults. With the defaults η is about 0.5 for keys without coherent rows. (CountSketch takes about d²
+    rows where keys are coherent; with fewer it fails there.) The sketches take one pass less over K than the exact
+    methods and save nothing up to d of about 256. "jl" projects the whitened keys to k = `sketch_size` columns; the
+    second number of a pair does so with sketched keys. This multiplies each score by χ²_k/k, of standard deviation
+    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
 
     References
     ----------

@@ -18,11 +18,11 @@ from levattn.sensitivity.lift import root_error
 
 __all__ = ["DIRECT_BOUND", "LEWIS_BOUND", "iterated"]
 
-_LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
+_LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay well scaled
 
 
 def _direct(problem: Problem) -> tuple[Float64, None]:
-    """Bound by comparing ‖Ky‖₂ with ‖Ky‖_p; in logarithms, as large powers of small numbers leave the range."""
+    """Bound by comparing ‖Ky‖₂ with ‖Ky‖_p; in logarithms, because large powers of small numbers underflow."""
     tau, p = problem.tau, problem.growth
     with np.errstate(divide="ignore"):
         logs = np.log(tau)
@@ -37,12 +37,12 @@ def _direct(problem: Problem) -> tuple[Float64, None]:
 def iterated(
     rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int
 ) -> tuple[Float64, Float64, Float64, Float64]:
-    """Iterate toward Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
+    """Iterate toward Lewis weights w from equal weights, with leverage scores `tau` and ranks `rank`.
 
-    Returned are the row weights v, at most 1 (read-only where they are equal), the leverage scores of the rows
-    weighted by them, the factor (b,) by which the rounding of weighted rows may raise the root of a score, and the
-    scale (b, 1) for which v times that is w^{1/2 − 1/p}. Where weights would push directions beyond the rank
-    tolerance, those before stay.
+    Return the row weights v, at most 1 (read-only where they are equal), and the leverage scores of the weighted rows.
+    Also return the factor (b,) by which the rounding of weighted rows may raise the root of a score. The last result
+    is a scale (b, 1): v times it is w^{1/2 − 1/p}. Where new weights would push directions beyond the rank
+    tolerance, the weights before them stay.
     """
     live = tau > 0
     v: Float64 = np.broadcast_to(np.ones(1), tau.shape)
@@ -79,7 +79,7 @@ def iterated(
         last = factor
         scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
         if going.all():
-            v, tau = new, np.zeros(0)  # which makes room for the scores
+            v, tau = new, np.zeros(0)  # frees memory for the scores
             tau = raised_scores(factor, live)
         else:
             scores = raised_scores(factor, live)
@@ -90,10 +90,10 @@ def iterated(
 
 
 def _of_each(problem: Problem) -> tuple[Float64, None]:
-    """Bound by Lewis weights; keys that lack directions are replaced by as many independent columns of theirs.
+    """Bound by Lewis weights; for keys that lack directions, of as many independent columns as their rank.
 
-    These have the same column space, so the same sensitivities. The rounding of weighted rows is then one of
-    columns that are independent by far more.
+    These columns have the same column space, and so the same sensitivities. They are independent by far more than the
+    rounding of weighted rows.
     """
     factor, tau, p, iterations = replace(problem.factor, wide=None), problem.tau, problem.growth, problem.iterations
     rows = replace(factor.rows, scale=None)
@@ -115,7 +115,7 @@ def _of_each(problem: Problem) -> tuple[Float64, None]:
 
 
 def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
-    """Return as many columns of one matrix as it has rank; they span the column space. N has its row space."""
+    """Return as many columns of one matrix as it has rank; they span the column space. N has the same row space."""
     from scipy.linalg import qr
 
     columns = np.asarray(qr(N, mode="r", pivoting=True)[1][:rank], np.int64)
@@ -124,15 +124,15 @@ def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
 
 
 def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int) -> Float64:
-    r"""Bound by weights, whichever they are.
+    r"""Bound by any weights.
 
-    With v = w^{1/2−1/p}, M = Σ v² k kᵀ, h = (kᵀM⁺k)^{p/2} and z = Ky: \|z_j\|^p ≤ h_j (yᵀMy)^{p/2}, and
-    (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder), and at most c^{2/p−1} ‖z‖_p^p with c = max h/w
-    for p ≤ 2.
+    Let v = w^{1/2−1/p}, M = Σ v² k kᵀ, h = (kᵀM⁺k)^{p/2} and z = Ky. Then \|z_j\|^p ≤ h_j (yᵀMy)^{p/2}. Here
+    (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder). For p ≤ 2 it is at most c^{2/p−1} ‖z‖_p^p with
+    c = max h/w.
     """
     v, weighted, moved, _ = iterated(rows, tau, rank, p, iterations)
     live = weighted > 0
-    # in the place of the arrays that they come from
+    # in place, to save memory
     log_w = v if v.flags.writeable else v.copy()
     log_h = weighted.copy() if weighted is tau else weighted
     raised = p * np.log(moved)[:, None]

@@ -20,33 +20,33 @@ from levattn.sensitivity.contract import Certificate, Problem, in_row_space, rai
 
 __all__ = ["LIFT_BOUND", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
 
-_MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
-_ROWS = 512  # that are lifted at a time
+_MILD_CONDITION = 100.0  # largest condition number at which products with a whitening matrix keep their digits
+_ROWS = 512  # in a block that is lifted
 _ENTRIES = 1 << 22  # numbers in a block of lifted queries
-_LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
+_LIFT_COLUMNS = 1024  # most columns of a lift for "auto"
 _FELT = 1e-10  # relative rise of a bound from which coordinates are computed in twice the precision
-_LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
+_LIFT_NUMBERS = 1 << 27  # most numbers of a lift for "auto"
 
 
 def lift_columns(d: int, m: int) -> int:
-    """Return the number of products of m of d coordinates."""
+    """Return the number of products of m coordinates out of d."""
     return math.comb(d + m - 1, m)
 
 
 def norm_bound(A: Float64) -> float:
-    """Return a number that the 2-norm of A does not exceed, nor that by more than the root of its size."""
+    """Return an upper bound of the 2-norm of A, too large by at most a factor of the root of its size."""
     size = np.abs(A)
     sums = (float(size.sum(axis=axis).max(initial=0.0)) for axis in (0, 1))
     return min(math.sqrt(math.prod(sums)), float(np.linalg.norm(A)))
 
 
 def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None = None) -> Float64:
-    """Return by what factor the root of a score may be larger than it is found, (b,).
+    """Return the factor by which the root of a score may exceed the computed root, (b,).
 
-    The entries of the rows are off by a `relative` error, those that were factored like those that are scored. It
-    moves ``‖Ky‖`` by at most √d times that over the least singular value of the keys with columns of norm 1, for all
-    y, and a product ``⟨k, y⟩`` by √d times that and the root of its score. So nothing is said where rounding decides
-    on the rank. `sizes` (b, d) are the norms of the columns, where they are known.
+    The entries of the rows, factored and scored alike, have a `relative` error. Let e be √d times this error over the
+    least singular value of the keys with columns of norm 1. For all y, ``‖Ky‖`` then moves by at most e, relative, and
+    a product ``⟨k, y⟩`` by e times the root of its score. The factor is infinite where rounding decides the rank.
+    `sizes` (b, d) are the norms of the columns, if they are known.
     """
     out = np.full(len(factor.rank), np.inf)
     errors = np.broadcast_to(relative, out.shape)
@@ -67,12 +67,12 @@ def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None 
 
 
 def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows, Float64, Float64]:
-    """Return products of m coordinates of the whitened keys, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``.
+    """Return products of m coordinates of the whitened keys, weighted so that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``.
 
     The scores of a lift do not depend on the basis of the keys, but its condition number is the m-th power of theirs.
-    Also returned are two errors of each lifted key, (b,): relative to each of its entries, and to the norm of the
-    whitened key to the power m. The latter is that of sums which cancel, and next to nothing where they are `precise`,
-    as they are for ill-conditioned keys in any case.
+    Also return two errors of a lifted key, (b,). The first is relative to each of its entries, the second to the norm
+    of the whitened key to the power m. The second comes from sums that cancel. It is tiny if the sums are `precise`,
+    as they always are for ill-conditioned keys.
     """
     rows = factor.rows
     b, n, _ = rows.shape
@@ -96,13 +96,13 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
 
 
 def _coordinate_error(N: Float64, W: Float64, *, precise: bool = False) -> float:
-    """Bound the rounding of the whitened keys by their norms; if `precise`, what of it is not relative to entries."""
+    """Bound the rounding of whitened keys by their norms; if `precise`, only its part not relative to entries."""
     terms, condition = (len(W) + 2) * UNIT, float(np.linalg.norm(N) * np.linalg.norm(W))
     return (2 * terms) ** 2 * condition if precise else terms * condition
 
 
 def lifted_rows(rows: Rows, m: int) -> Rows:
-    """Return products of m coordinates of the rows as they are; without weights, which no leverage score sees."""
+    """Return products of m coordinates of the rows, without weights, which would not change leverage scores."""
     b, n, d = rows.shape
     lifted: Float64 = np.empty((b, n, lift_columns(d, m)))
     for item in range(b):
@@ -113,7 +113,7 @@ def lifted_rows(rows: Rows, m: int) -> Rows:
 def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float64, Float64]:
     """Return ``Σ ⟨k, q⟩^(2m)`` over the keys for every query, and its estimated relative error.
 
-    `factor` is that of the keys, one matrix of full rank, and `lift` that of `lifted_keys`. The queries are such that
+    `factor` is the factor of the keys, one matrix of full rank, and `lift` the factor of `lifted_keys`. For each query
     ``Σ ⟨k, q⟩²`` is about 1, or 0.
     """
     N, exponents = factor.even_normalizer(0)
@@ -129,7 +129,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
         lifted = np.empty((len(q), lift_columns(d, m)))
         _lift(in_basis, m, lifted)
         D[part], size = kernels_for("heavy", lifted).query_norms(np.ldexp(lifted, lifted_exponents), M)
-        # Errors move Nq by `moved`, and so the p-norm of its products with orthonormal columns by no more.
+        # Errors move Nq by `moved`, and the p-norm of its products with orthonormal columns by no more.
         moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(in_basis, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             error[part] = 2 * m * moved / D[part] ** (0.5 / m) + 2 * (len(M) + m + 4) * UNIT * np.sqrt(size / D[part])
@@ -138,13 +138,13 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
 
 
 def _inverse_error(N: Float64, W: Float64) -> float:
-    """Bound ``‖I − N W‖``, and so how far N is from the inverse of W, relative to that."""
+    """Bound ``‖I − N W‖``, and so the relative distance of N from the inverse of W."""
     rounding = (len(W) + 2) * UNIT * float(np.linalg.norm(np.abs(N) @ np.abs(W)))
     return float(np.linalg.norm(np.eye(len(W)) - N @ W)) + rounding
 
 
 def _lift(X: Float64, m: int, out: Float64, *, weighted: bool = True) -> None:
-    """Write the products of m coordinates of each row of X, with the weights of a power of ⟨k, q⟩ or none."""
+    """Write the products of m coordinates of each row of X; if `weighted`, with the weights for a power of ⟨k, q⟩."""
     indices = np.array(list(combinations_with_replacement(range(X.shape[1]), m)))
     orders = [math.prod(math.factorial(int(np.count_nonzero(index == i))) for i in set(index)) for index in indices]
     factors = np.sqrt(math.factorial(m) / np.array(orders, np.float64))
@@ -162,17 +162,17 @@ def _lift(X: Float64, m: int, out: Float64, *, weighted: bool = True) -> None:
 
 
 def _is_small(problem: Problem) -> bool:
-    """Tell whether the lifted keys are few numbers."""
+    """Tell whether the lifted keys are small enough for "auto"."""
     b, n, d = problem.rows.shape
     columns = lift_columns(d, math.ceil(problem.growth / 2))
     return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
 
 
 def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> tuple[Float64, Factor | None]:
-    """Bound by the leverage scores of the lift, whose factor is returned too.
+    """Bound by the leverage scores of the lift, and return its factor.
 
-    Coordinates are computed, and errors of lifted keys raise their scores: see docs/design.md. Where the products lack
-    directions, rounding may hide a key in what is left out, and nothing is bounded.
+    The coordinates are rounded, so the errors of lifted keys raise their scores: see docs/design.md. Where the
+    products lack directions, rounding may hide a key in the directions left out, and the bound is trivial.
     """
     keys, relative, absolute = lifted_keys(factor, m, precise=precise)
     lift = factor_moments(keys, single="no")

@@ -21,51 +21,52 @@ from levattn.states.block_buffer import in_main_memory
 
 __all__ = ["online_leverage_scores"]
 
-_TAME = 300  # powers of two of entries that are read as they are
-_FAR = 400  # by which an entry may be larger than its unit
-_NONE = -(1 << 20)  # the exponent of no entry
-_ROWS = 4096  # that are looked at together
+_TAME = 300  # largest power of two of entries that are read unscaled
+_FAR = 400  # powers of two by which an entry may exceed its unit
+_NONE = -(1 << 20)  # stands for the exponent of zero
+_ROWS = 4096  # in a block
 
 
 @where_arrays_are
 def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -> Any:
     r"""Online leverage scores of keys: the largest attention that any query can give each key when it comes.
 
-    The score of key :math:`k_t` is its leverage score among the keys up to it, itself counted in,
+    The score of key :math:`k_t` is its leverage score among the keys up to and including it,
 
     .. math:: \tau_t = k_t^T \Bigl(\lambda I + \sum_{s \le t} k_s k_s^T\Bigr)^+ k_t .
 
-    It is what causal attention can give a key at best, at any time: a leverage score only falls as keys are added. So,
-    up to rounding,
+    It is the largest attention that a key can ever get under a causal mask, because a leverage score only falls as
+    keys are added. So, up to rounding,
 
     - no online score is below the leverage score of the key among all keys (with the same λ);
     - for λ > 0 scores are below 1, and :math:`\sum_t -\log(1 - \tau_t) = \log\det(I + K^T K / \lambda)`. Hence
       :math:`\sum_t \tau_t \le d \log(1 + \|K\|_F^2 / (d \lambda))`;
-    - for λ = 0 a key that opens a new direction scores 1. There are r = rank of these, at distances :math:`\delta_i`
-      from the span of the keys before, and the others sum to at most :math:`\log \prod_i \sigma_i^2 / \delta_i^2`,
-      with σ the singular values of K that are not 0.
+    - for λ = 0 a key that opens a new direction scores 1. There are r = rank such keys, at distances :math:`\delta_i`
+      from the span of the keys before. The other scores sum to at most
+      :math:`\log \prod_i \sigma_i^2 / \delta_i^2`, with σ the singular values of K that are not 0.
 
-    All is computed in float64, whatever the dtype of the keys. The relative error of a score is about 2⁻⁵³ times the
-    condition number of the keys so far (with √λ as a further singular value, and their columns scaled to unit norm
-    for λ = 0), whatever their number. The rank is decided key by key, and errs upwards: a key that reaches outside
-    the span of those before by more than rounding (about :math:`64 d \, 2^{-53}` of its size, and of what of them
-    cancels) scores 1. For ill-conditioned keys of deficient rank that may be one key too many, and later scores are
-    *over*-estimates then. It *under*-estimates only what is smaller than rounding.
+    All computation is in float64, whatever the dtype of the keys. The relative error of a score is about 2⁻⁵³ times
+    the condition number of the keys so far, whatever their number. (√λ counts as a further singular value; for λ = 0
+    the columns are scaled to unit norm.) The rank is decided key by key, and errs upward. A key scores 1 if it reaches
+    outside the span of the keys before by more than rounding. (That is about :math:`64 d \, 2^{-53}` of its size, and
+    of the terms that cancel.) For ill-conditioned, rank-deficient keys that may be one key too many, and later scores
+    are then *over*-estimates. Scores *under*-estimate only parts that are smaller than rounding.
 
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys in the order in which they come, as in `leverage_scores`, but for sparse ones.
+        Keys in the order in which they come, as in `leverage_scores`, but not sparse.
     ridge : float, default 0
-        The number λ itself, at least 0 (that of `leverage_scores` is relative to the keys). It lowers every score.
+        The number λ itself, at least 0 (the ridge of `leverage_scores` is relative to the keys). It lowers every
+        score.
     mask : array of bool, shape (..., n), optional
-        True for a key that takes part. The others score 0, later keys do not see them, and their values are not read.
+        True for a key that takes part. The others score 0, later scores ignore them, and their values are not read.
 
     Returns
     -------
     array of shape (..., n)
-        Scores in the caller's kind of array, on its device: float64 for float64 keys, else float32. Those of the
-        first keys are, to the last bit, what they would be without the later ones.
+        Scores in the caller's kind of array, on its device: float64 for float64 keys, else float32. Later keys do not
+        change the scores of earlier keys, to the last bit.
 
     Raises
     ------
@@ -83,10 +84,10 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
     Notes
     -----
-    Time O(n d r) for rank r, on one thread for each matrix, 10 to 30 times that of `leverage_scores`; memory O(d²)
-    beyond K and the scores. Keys on another device are moved to main memory, and the scores back. A key is rotated
-    into the triangle of those before it, which is held with its rounding errors, by one plane rotation a direction;
-    its score is the sum of squares that these rotations take of it.
+    Time O(n d r) for rank r, on one thread for each matrix: 10 to 30 times the time of `leverage_scores`. Memory O(d²)
+    beyond K and the scores. Keys on another device are moved to main memory, and the scores back. Plane rotations, one
+    per direction, rotate a key into the triangular factor of the keys before it, which is stored with its rounding
+    errors. The score of the key is the sum of squares that these rotations take from it.
 
     References
     ----------
@@ -96,7 +97,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
     Examples
     --------
-    A direction that comes again counts for less each time:
+    A repeated direction counts for less each time:
 
     >>> import numpy as np, levattn
     >>> K = np.array([[1.0, 0], [1, 0], [0, 3], [2, 0]])
@@ -114,7 +115,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     if not np.isfinite(largest).all():
         require_finite(rows, largest)
     root = math.sqrt(ridge)
-    from levattn._kernels.online.cpu import online_scores  # compiled code, for which nothing else would load Numba
+    from levattn._kernels.online.cpu import online_scores  # here, because it loads Numba
 
     scores = np.zeros(rows.shape[:2])
     for start, scale in _units(rows, largest, root):
@@ -123,10 +124,10 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
 
 def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Float64]]:
-    """Give powers of two (b, d) that keep squares in range, and the rows from which on they are to be used.
+    """Yield powers of two (b, d) that keep squares in range, and the row from which on each applies.
 
-    Those of a row are made of the rows up to it: of the first entry of each column, and of entries that are much
-    larger than those before.
+    The powers of a row depend on the rows up to it alone. They come from the first entry of each column, and from
+    entries that are much larger than the entries before.
     """
     d, base = rows.shape[2], math.frexp(root)[1] if root else _NONE
     units = np.full(largest.shape, base)
@@ -151,12 +152,12 @@ def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Flo
 
 
 def _exponents(X: Float64) -> npt.NDArray[np.int64]:
-    """Return the exponents of numbers, next to nothing for 0."""
+    """Return the exponents of numbers, `_NONE` for 0."""
     return np.where(X != 0, np.frexp(X)[1], _NONE)
 
 
 def _first_entries(rows: Rows) -> npt.NDArray[np.int64]:
-    """Return the exponents of the first entry of each column of a batch of one that is not zero."""
+    """Return the exponent of the first nonzero entry of each column, for a batch of one."""
     out = np.full(rows.shape[2], _NONE)
     low, step = 0, 16  # mostly the first row has an entry in each column
     while low < rows.shape[1] and (out == _NONE).any():

@@ -1,4 +1,4 @@
-"""What is known of the queries that come: a sample of them, or their mean and second moment."""
+"""The known distribution of queries: a sample of them, or their mean and second moment."""
 
 from __future__ import annotations
 
@@ -16,32 +16,28 @@ from levattn.states import Moments
 
 __all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "right_svd", "symmetric_root"]
 
-_ALIKE = 1e-9  # relative error of a covariance that is taken for symmetric and positive semi-definite, and of a weight
-_FEW = 64  # queries a column up to which they are factored in blocks
+_ALIKE = 1e-9  # relative error allowed in a symmetric, positive semi-definite covariance, and in a weight
+_FEW = 64  # queries per column up to which they are factored in blocks
 Rotary = tuple[Float64, Float64]  # cosines and sines, (h, r) each
 
 
 @dataclass(frozen=True)
 class Queries:
-    """What is known of the queries of a batch of key matrices.
+    """The known distribution of the queries of a batch of key matrices.
 
-    sample: (b, m, d), or None where only moments are known. mean: (b, d), or None where it is not known. second:
-    (b, d, d) the mean of ``q qᵀ``, and covariance: (b, d, d), the same of ``q − mean``; None of a sample, which has
-    them. powers: (d,) mean and moments are of queries whose columns are divided by 2 to these powers, so that squares
-    are in range. group: how many heads of queries share the keys; a sample has those of the first head first. rotary:
-    by which each query is still to be turned, to one of h positions.
+    Mean and moments are of the queries over 2 to the `powers`, column by column, so that squares are in range.
     """
 
-    sample: Float64 | None
-    mean: Float64 | None
-    second: Float64 | None
-    covariance: Float64 | None
-    powers: Int64
-    group: int = 1
-    rotary: Rotary | None = None
+    sample: Float64 | None  # (b, m, d), None where only moments are known
+    mean: Float64 | None  # (b, d), None where it is not known
+    second: Float64 | None  # (b, d, d), the mean of q qᵀ; None with a sample, which gives it
+    covariance: Float64 | None  # (b, d, d), the same for q − mean
+    powers: Int64  # (d,)
+    group: int = 1  # heads of queries that share the keys; a sample has the queries of the first head first
+    rotary: Rotary | None = None  # rotates each query, later, to one of h positions
 
     def root(self, item: int) -> Float64:
-        """Return L with ``L Lᵀ`` the second moment of the turned queries; of a sample with more digits."""
+        """Return L with ``L Lᵀ`` the second moment of the rotated queries; from a sample it has more digits."""
         if self.sample is None or self.rotary is not None:
             return symmetric_root(self.turned_second(item))
         Q = np.ldexp(self.sample[item], -self.powers)
@@ -52,7 +48,7 @@ class Queries:
         return np.asarray(sizes[:, None] * V[kept].T * values[kept])
 
     def _moment(self, item: int, known: Float64 | None, center: Any) -> Float64:
-        """Return a moment of one matrix that is known, or that of the sample about a center."""
+        """Return the known moment of one matrix, or the moment of the sample about a center."""
         if known is not None or self.sample is None:
             return np.zeros((0, 0)) if known is None else np.asarray(known[item])
         with np.errstate(under="ignore"):
@@ -60,7 +56,7 @@ class Queries:
             return np.asarray(apart.T @ apart / len(apart))
 
     def turned_second(self, item: int) -> Float64:
-        """Return the second moment of the turned queries, averaged over the positions."""
+        """Return the second moment of the rotated queries, averaged over the positions."""
         C = self._moment(item, self.second, 0.0)
         if self.rotary is None:
             return C
@@ -70,7 +66,7 @@ class Queries:
         return np.asarray(total / len(self.rotary[0]))
 
     def turned_samples(self, item: int) -> Iterator[Float64]:
-        """Give the sample of one matrix, turned to each position."""
+        """Yield the sample of one matrix, rotated to each position."""
         if self.sample is not None:
             Q: Float64 = self.sample[item]
             for position in range(self.positions):
@@ -78,11 +74,11 @@ class Queries:
 
     @property
     def positions(self) -> int:
-        """How many positions queries are turned to."""
+        """Number of positions to which queries are rotated."""
         return 1 if self.rotary is None else len(self.rotary[0])
 
     def normal_draws(self, item: int, count: int, seed: int) -> Float64:
-        """Return `count` normal queries of this mean and covariance, each turned to a random position."""
+        """Return `count` normal queries of this mean and covariance, each rotated to a random position."""
         center = 0.0 if self.mean is None else self.mean[item]
         L = symmetric_root(self._moment(item, self.covariance, center))
         rng = np.random.default_rng([seed, 1])  # the same draws for each matrix, as if it came alone
@@ -93,9 +89,9 @@ class Queries:
 
 
 def _triangle(Q: Float64) -> Float64:
-    """Return R of a QR factorization, of few rows block by block.
+    """Return R of a QR factorization; block by block for few rows.
 
-    BLAS leaves these blocks to one thread; its others would go on spinning beside ours.
+    BLAS factors such blocks on one thread, so that its other threads do not spin beside ours.
     """
     d = Q.shape[1]
     step = d if len(Q) <= _FEW * d else len(Q)
@@ -106,7 +102,7 @@ def _triangle(Q: Float64) -> Float64:
 
 
 def right_svd(A: Float64) -> tuple[Float64, Float64]:
-    """Return singular values, descending, and right singular vectors (k, d), by a driver of LAPACK for one thread."""
+    """Return singular values, descending, and right singular vectors (k, d), by a one-thread driver of LAPACK."""
     from scipy.linalg import svd
 
     _, values, V = svd(A, full_matrices=False, lapack_driver="gesvd")
@@ -114,7 +110,7 @@ def right_svd(A: Float64) -> tuple[Float64, Float64]:
 
 
 def _turned(Q: Float64, rotary: Rotary, position: Any) -> Float64:
-    """Return rows turned by rotary embedding: the first r columns by pairs (i, i + r/2)."""
+    """Return rows rotated by the rotary embedding: the first r columns in pairs (i, i + r/2)."""
     cosine, sine = rotary[0][position], rotary[1][position]
     r = cosine.shape[-1]
     half = np.concatenate([-Q[:, r // 2 : r], Q[:, : r // 2]], axis=1)
@@ -131,7 +127,7 @@ def symmetric_root(C: Float64) -> Float64:
 
 
 def as_queries(queries: Any, keys: Matrices, rotary: Any = None) -> Queries:
-    """Return what is known of the queries of these keys, or raise."""
+    """Return the known distribution of the queries of these keys, or raise."""
     if isinstance(queries, Moments):
         found = _of_moments(queries, keys)
     elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) != np.ndim(queries[1]):
@@ -143,7 +139,7 @@ def as_queries(queries: Any, keys: Matrices, rotary: Any = None) -> Queries:
 
 
 def of_sample(sample: Float64, *, alike: bool = False) -> Queries:
-    """Return what is known of queries by a sample, (b, m, d), of at least one query; `alike`: by one power."""
+    """Return the distribution of a sample (b, m, d) of at least one query; if `alike`, all columns have one power."""
     powers = np.frexp(np.abs(sample).max(axis=(0, 1), initial=0.0))[1].astype(np.int64)
     if alike:
         powers = np.full_like(powers, powers.max(initial=0))
@@ -153,7 +149,7 @@ def of_sample(sample: Float64, *, alike: bool = False) -> Queries:
 
 
 def _sample(queries: Any, keys: Matrices) -> tuple[Float64, int]:
-    """Return queries as (b, g m, d), those of g heads that share keys one after the other, and g."""
+    """Return queries as (b, g m, d), with the g heads that share keys one after the other, and g."""
     given = as_matrices(queries, "queries")
     sample = to_float64(given.data, given.format)
     if given.d != keys.d:
@@ -170,7 +166,7 @@ def _sample(queries: Any, keys: Matrices) -> tuple[Float64, int]:
         if not shared or tuple(outer) != keys.batch[:-1] or heads % shared:
             raise ValueError(
                 f"queries have leading axes {given.batch} and K has {keys.batch}; expected the same, none, or a "
-                "multiple of the last: several heads of queries for each head of keys"
+                "multiple of the last (query heads that share keys)"
             )
         group = heads // shared
         sample = sample.reshape(math.prod(keys.batch), group * given.n, keys.d)
@@ -183,20 +179,20 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         raise TypeError("queries are Moments with diagonal=True; expected all of the second moment")
     if moments.d - keys.d not in (0, 1):
         raise ValueError(
-            f"queries are Moments of d = {moments.d} and K has d = {keys.d}; expected the same number, or one more: "
-            "of queries with a column of ones, which gives their mean"
+            f"queries are Moments of d = {moments.d} and K has d = {keys.d}; expected the same number, or one more. "
+            "A last column of ones adds the mean"
         )
     G, weight = to_numpy(moments.read()), to_numpy(moments.weight)
     if not np.isfinite(G).all() or not (weight > 0).all():
         raise ValueError(
-            "queries are Moments of no queries, or beyond the range of float64; expected some, scaled down"
+            "queries are Moments of no queries, or beyond the range of float64; expected some queries, scaled down"
         )
     G = _for_items(G / weight[..., None, None], 2, moments.batch, keys)
     if moments.d == keys.d:
         return Queries(None, None, G, G, np.zeros(keys.d, np.int64))
     if not np.allclose(G[:, -1, -1], 1.0, rtol=_ALIKE, atol=0):
         raise ValueError(
-            f"queries are Moments of d = {moments.d}; expected the last column to be of ones, as K has one less"
+            f"queries are Moments of d = {moments.d}; expected the last column to be of ones, because K has one less"
         )
     center = G[:, :-1, -1]
     return Queries(None, center, G[:, :-1, :-1], G[:, :-1, :-1] - _squares(center), np.zeros(keys.d, np.int64))
@@ -234,7 +230,7 @@ def _squares(center: Float64) -> Float64:
 
 
 def _for_items(array: Float64, axes: int, batch: tuple[int, ...], keys: Matrices) -> Float64:
-    """Return figures of queries, one for each key matrix."""
+    """Return an array of the queries with one entry for each key matrix."""
     if batch not in ((), keys.batch):
         raise ValueError(f"queries have leading axes {batch} and K has {keys.batch}; expected the same, or none")
     shape = array.shape[array.ndim - axes :]
@@ -242,7 +238,7 @@ def _for_items(array: Float64, axes: int, batch: tuple[int, ...], keys: Matrices
 
 
 def as_rotary(rotary: Any, d: int) -> Rotary | None:
-    """Return the cosines and sines by which queries are turned, or raise."""
+    """Return the cosines and sines that rotate queries, or raise."""
     if rotary is None:
         return None
     problem = "expected a pair of arrays (h, r), cosines and sines for h positions, r even and at most d"
@@ -255,7 +251,7 @@ def as_rotary(rotary: Any, d: int) -> Rotary | None:
     (h, r), other = found[0].shape, found[1].shape
     if other != (h, r) or not h or r % 2 or not 0 < r <= d:
         raise ValueError(f"rotary has arrays of shapes {(h, r)} and {other}, and d is {d}; {problem}")
-    squares = found[0] ** 2 + found[1] ** 2  # of one size, by which some models stretch queries
+    squares = found[0] ** 2 + found[1] ** 2  # all equal: some models scale queries by one number
     if not (squares > 0).all() or not np.allclose(squares, squares[0, 0], rtol=2.0**-6, atol=0):
         raise ValueError(f"rotary holds numbers that are no cosines and sines times one number; {problem}")
     return found[0], found[1]

@@ -13,7 +13,7 @@ from levattn.sensitivity.sums import BLOCK_ENTRIES, sums
 
 __all__ = ["share_blocks"]
 
-_QUERIES, _FEW = 256, 16  # of a block, and where it has all keys
+_QUERIES, _FEW = 256, 16  # queries of a block, and the fewest of a block with all keys
 
 
 def share_blocks(
@@ -24,16 +24,16 @@ def share_blocks(
     order: Int64 | None = None,
     elsewhere: Float64 | None = None,
 ) -> Iterator[tuple[slice, Int64, Float64]]:
-    """Give blocks of the attention of queries (m, d): which queries, which keys, and their scores.
+    """Yield blocks of the attention of queries (m, d): the queries, the keys, and their scores.
 
-    The keys are one matrix, (1, n, d), and come in the given order, or ascending; those that are not present have no
-    scores. A query that gives f = 0 to all keys attends to none. For powers products are scaled to at most 1.
-    elsewhere: (m,) for softmax, the logarithms of what each query gives to other keys.
+    The keys are one matrix, (1, n, d), and come in the given order, or ascending; absent keys have no scores. A query
+    that gives f = 0 to all keys attends to none. For powers the products are scaled to at most 1. For softmax,
+    `elsewhere` (m,) holds the logarithms of the sums of each query over other keys.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
     step, width = min(_QUERIES, BLOCK_ENTRIES // max(len(all_keys), 1)), max(len(all_keys), 1)
-    whole = step >= _FEW  # few keys, which are read once, and whose sum needs no pass of its own
+    whole = step >= _FEW  # few keys: one read, and no separate pass for the sum
     if not whole:
         step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
     rows = to_float64(take_rows(keys.data, order), keys.format)[0] if whole else None
@@ -53,7 +53,7 @@ def share_blocks(
                 finite = np.isfinite(Z).all()
                 A = _shares(Z, D, f)
             if not (finite and np.isfinite(A).all()):
-                sums(Q[part], keys, present, f)  # which tells what is wrong
+                sums(Q[part], keys, present, f)  # raises with the cause
             yield part, places, A
 
 
@@ -69,9 +69,9 @@ def _tamed(Q: Float64, keys: Matrices, places: Int64, width: int) -> Float64:
 
 
 def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> Float64:
-    """Return scores from products and sums D (m, 1), for softmax their logarithms, or sums of these products.
+    """Return scores from products and sums D (m, 1), for softmax their logarithms; without D, from sums of these.
 
-    The products may be written over.
+    The products may be overwritten.
     """
     if isinstance(f, Softmax):
         Z -= Z.max(axis=1, keepdims=True) if D is None else D
@@ -81,7 +81,7 @@ def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> Fl
         return A
     A = f(Z)
     D = A.sum(axis=1, keepdims=True) if D is None else D
-    D = np.where(np.isfinite(D), D, np.nan)  # no share is known where the sum left the range
+    D = np.where(np.isfinite(D), D, np.nan)  # no share is known where the sum overflowed
     A = np.divide(A, np.where(D == 0, 1.0, D), out=Z)
     A[D[:, 0] == 0] = 0.0
     return A

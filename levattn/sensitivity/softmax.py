@@ -18,17 +18,17 @@ from levattn.sensitivity.contract import Certificate, Problem
 __all__ = ["BALL_BOUND", "JENSEN_BOUND"]
 
 _NUMBERS = 1 << 18  # logits in a block
-_UNGROUPED = 4096  # keys up to which each stands for itself from the beginning
+_UNGROUPED = 4096  # most keys for which no groups are made
 _LINE_STEPS = 6
 _GROUPS = 128
 _ALONE = 128  # keys that are in no group
-_PAIRS = 3 * 10**8  # of undecided keys and all keys, up to which each stands for itself after all
-_STEPS = 20  # toward the exact softmax sensitivity of each key that is undecided
-_BALL_KEYS = 50_000  # up to which "auto" takes these steps
+_PAIRS = 3 * 10**8  # most pairs of an undecided key and a key for which a pass without groups follows
+_STEPS = 20  # toward the exact softmax sensitivity of each undecided key
+_BALL_KEYS = 50_000  # most keys for which "auto" takes these steps
 
 
 def _root(problem: Problem) -> Float64 | float:
-    """Return what multiplies keys so that queries are in the unit ball: a matrix, or a number for few wide keys."""
+    """Return the factor of the keys for queries in the unit ball: a matrix, or a number for few wide keys."""
     f = problem.f
     if not isinstance(f, Softmax):
         raise TypeError(f"f is {f!r}; expected Softmax")
@@ -44,7 +44,7 @@ def _jensen(problem: Problem) -> Float64:
     rows, root, counts = problem.rows, _root(problem), problem.counts
     b, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
-    with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range bounds nothing
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow bounds nothing
         mean = rows.column_sums() / np.maximum(counts, 1)[:, None]
         steps = BLOCK + 64 + 8 * d
         if isinstance(root, np.ndarray):
@@ -59,10 +59,10 @@ def _jensen(problem: Problem) -> Float64:
             centered = replace(rows, shift=mean)
             norms = np.array([root * np.linalg.norm(as_read(centered.item(i)), axis=1) for i in range(b)])
             norms, center = norms.reshape(b, n), np.abs(mean) * root
-        # any center bounds, if how far it is from the mean is added: rounding of sums, differences and products
+        # any center gives a bound if its distance from the mean is added: rounding of sums, differences and products
         if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
             sizes, steps = rows.column_maxima() * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
-        else:  # no entry is larger than that of the center and the largest distance from it
+        else:  # no entry exceeds the center's plus the largest distance from it
             sizes = center + np.max(norms, axis=1, keepdims=True, initial=0.0)
         largest = np.linalg.norm(sizes, axis=1, keepdims=True)
         norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * largest
@@ -74,8 +74,8 @@ def _ball(problem: Problem) -> Float64:
     """Lower Jensen's bounds of at least ε by steps of Frank and Wolfe, until they fall below.
 
     log σ_j is the maximum over ‖u‖ ≤ 1 of the concave g(u) = ⟨k_j, u⟩ − log Σ exp⟨k_l, u⟩, with keys multiplied by
-    Lᵀ. So the tangent plane at any u bounds it: log σ_j ≤ g + ‖∇g‖ − ⟨∇g, u⟩, and so does the least of several. Of
-    many keys the sum is first bounded from below group by group: m keys of mean c add at least m exp⟨c, u⟩ (Jensen).
+    Lᵀ. So the tangent plane at any u bounds it: log σ_j ≤ g + ‖∇g‖ − ⟨∇g, u⟩, and so does the least of several. For
+    many keys, groups first bound the sum from below: m keys of mean c add at least m exp⟨c, u⟩ (Jensen).
     """
     rows, root, epsilon, out = problem.rows, _root(problem), problem.epsilon, _jensen(problem)
     for item in range(len(out)):
@@ -91,10 +91,10 @@ def _ball(problem: Problem) -> Float64:
                 sizes, keys = np.abs(keys).sum(axis=1) * root, keys * root
             moved = (keys.shape[1] + 4) * UNIT * np.max(sizes, initial=0.0)
             size = float(np.sqrt(np.max(np.einsum("ij,ij->i", keys, keys), initial=0.0)))
-        if np.isfinite(size):  # else nothing is known of products
+        if np.isfinite(size):  # else products may overflow
             if len(keys) > _UNGROUPED:
                 _lower(least, keys, _groups(keys, size, float(moved)), epsilon)
-            if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the groups have said what can be said
+            if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the bounds from groups stay
                 _lower(least, keys, _Terms(keys, np.zeros(len(keys)), size, float(moved)), epsilon)
         out[item, present] = least
     return out
@@ -125,8 +125,8 @@ def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float) -> Non
 def _groups(keys: Float64, size: float, moved: float) -> _Terms:
     """Partition keys; return the means of the groups and the logarithms of their sizes.
 
-    Every partition gives valid bounds. The keys far out, which rule the sum for some queries, stand for themselves,
-    and the others are grouped by k-means.
+    Every partition gives valid bounds. The keys farthest out, which dominate the sum for some queries, stay alone;
+    k-means groups the others.
     """
     from scipy.cluster.vq import kmeans, vq
 

@@ -1,4 +1,4 @@
-"""Sums of f(⟨q, k⟩) over keys, and how far the rounding of the products may take them from the truth."""
+"""Sums of f(⟨q, k⟩) over keys, and bounds of their error from the rounding of the products."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 ]
 
 BLOCK_ENTRIES = 1 << 19  # numbers in a block of products of queries and keys, or of keys
-_NOTHING = 2.0**-104  # what twice the precision does not see
+_NOTHING = 2.0**-104  # relative rounding of twice the precision
 LEAST_POSITIVE = 2.0**-1074  # of float64
-_COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # how much larger than its error a product may be
+_COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # ratios of a product to its error
 _FINE = 2.0 ** np.arange(0, 4, 0.5)
-_SHARE = 1e-12  # by which the terms of products that are far larger than their error change together
+_SHARE = 1e-12  # relative change of a sum from all products that are far larger than their error
 # For each function its largest slope T, in units of its parameter, and a bound of T/√f(T)
 _SLOPES = {Huber: (1.0, 1.4143), Tukey: (0.2863, 1.4743), Fair: (1.0, 1.8054), L1L2: (1.4143, 1.5539)}
 
 
 def product_noise(size: Any, d: int) -> Any:
-    """Return by how much products of d terms in float64 may be off, for ``size = Σ |q_i||k_i|``."""
+    """Return the largest error of float64 products of d terms, for ``size = Σ |q_i||k_i|``."""
     return (d + 2) * UNIT * size + 2 * d * LEAST_POSITIVE
 
 
 def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Float64, Float64]:
-    """Return ⟨q, k⟩ as in twice the precision, and by how much each may be off; with `zeros` 0 is exactly that."""
+    """Return ⟨q, k⟩ as in twice the precision, and the largest error of each; with `zeros` a 0 is exact."""
     d = Q.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         Z, size = kernels_for("precise", Q).precise_products(Q, K), np.abs(Q) @ np.abs(K).T
@@ -60,10 +60,10 @@ def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Flo
 
 
 def evaluation_error(f: AttentionFunction | Softmax, D: Float64, epsilon: float) -> Any:
-    """Return the relative error of shares of at least ε, and of the sum, that f itself brings in.
+    """Return the relative error that evaluating f adds to shares of at least ε, and to the sum.
 
-    A function of the user's is taken to be right to a few units for each of its growth. For softmax D are logarithms,
-    which have an error of their own.
+    A function of the user is assumed to be right to a few units of rounding times its growth. For softmax D holds
+    logarithms, which have an error of their own.
     """
     if isinstance(f, Softmax):
         return UNIT * (3 * np.abs(np.where(np.isneginf(D), 0.0, D)) - math.log(epsilon) + 16)
@@ -73,23 +73,23 @@ def evaluation_error(f: AttentionFunction | Softmax, D: Float64, epsilon: float)
 
 
 def _floor(f: AttentionFunction | Softmax) -> float:
-    """Return the largest part of a value of f that may vanish where it leaves the range of float64."""
+    """Return the largest part of a value of f that may be lost to underflow."""
     if isinstance(f, Softmax):
         return 0.0
     return 32 * LEAST_POSITIVE * max(1.0, scale_of(f) ** 2, float(f(np.ones(1))[0]))
 
 
 def _is_known(f: AttentionFunction | Softmax) -> bool:
-    """Tell whether `mild_changes` bounds what rounding of the products may change of a sum."""
+    """Tell whether `mild_changes` bounds the change of a sum from the rounding of the products."""
     return isinstance(f, Softmax) or type(f) in _SLOPES or (isinstance(f, Power) and f.p >= 1)
 
 
 def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: Float64) -> Float64:
     """Bound ``Σ |f(z') − f(z)| / Σ f(z)`` over `count` products where ``|z' − z| ≤ noise``, from the sums D alone.
 
-    For functions of which too little is known it is what `sums` leaves out. For powers p of at least 1 it follows from
-    the inequalities of Minkowski and Hölder. The slopes of the other functions are at most the smaller of x and a T,
-    and that squared is at most f(x) T²/f(T), as f(x)/x² does not grow.
+    For functions of which too little is known, it bounds only the part that `sums` leaves out. For powers p of at
+    least 1 it follows from the inequalities of Minkowski and Hölder. The slopes of the other functions are at most
+    min(x, T) for a T. Its square is at most f(x) T²/f(T), because f(x)/x² does not grow.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if isinstance(f, Softmax):
@@ -109,10 +109,10 @@ def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: 
 
 
 def mild_entry_change(f: AttentionFunction | Softmax, D: Float64, epsilon: float, noise: Float64) -> Float64:
-    """Bound the relative change of every f(z) of 0.995 εD at least, where z is off by at most `noise`.
+    """Bound the relative change of every f(z) of at least 0.995 εD, where the error of z is at most `noise`.
 
-    Such a z is larger than any t with f(t) below that, and the growth p of f bounds the change by 1 − (1 − noise/t)^p.
-    The largest t is looked for among multiples of the noise, which takes some twenty values of f for each query.
+    Such a z is larger than any t with f(t) below that. So the growth p of f bounds the change by 1 − (1 − noise/t)^p.
+    The search for the largest t tries multiples of the noise, with some twenty values of f for each query.
     """
     if isinstance(f, Softmax):
         return np.asarray(np.expm1(noise))
@@ -133,7 +133,7 @@ def _last(below: npt.NDArray[np.bool_], steps: Float64) -> Float64:
 def entry_change(
     Q: Float64, selected: Float64, f: AttentionFunction | Softmax, D: Float64, epsilon: float, *, precise: bool
 ) -> Float64:
-    """Return the largest relative change of f(z) of about εD at least among these keys, by the error of each z."""
+    """Return the largest relative change of any f(z) of at least about εD among these keys, by the error of each z."""
     out = np.zeros(len(Q))
     step = _step(Q)
     for start in range(0, len(selected), step):
@@ -169,9 +169,9 @@ def sums(
 ) -> tuple[Float64, Float64, Float64 | float]:
     """Return Σ f(⟨q, k⟩) over all keys for each query, or its logarithm for softmax, from products in float64.
 
-    Also returned are the largest entries of the keys, (d,), and a relative error: that of the addition and, for
-    functions on which `mild_changes` is silent, that of products. Few of these are so small that their terms are
-    looked at one by one.
+    Also return the largest entries of the keys, (d,), and a relative error. It covers the addition and, for functions
+    that `mild_changes` does not bound, the products. Few products are so small that their terms are examined one by
+    one.
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     largest, parts, known = np.zeros(keys.d), 0, _is_known(f)
@@ -198,7 +198,7 @@ def sums(
 
 
 def _small_changes(f: AttentionFunction, Z: Float64, noise: Float64) -> Float64:
-    """Bound what errors of `noise`, (m,), change of ``Σ f(z)``, but for a `_SHARE` of the sum."""
+    """Bound the change of ``Σ f(z)`` from errors of `noise`, (m,), except for a `_SHARE` of the sum."""
     size = np.abs(Z)
     few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / _SHARE))[:, None])
     at = few // size.shape[1]
@@ -211,8 +211,8 @@ def uncertain_sums(
 ) -> tuple[Float64, Float64, float]:
     """Return the sums of `sums`, and a bound of ``Σ |f(z') − f(z)|`` in units of them; z' are the true products.
 
-    The bound is made of the values of f at both ends of what each product may be. Products are those of float64 or, if
-    `precise`, as of twice the precision, with zeros known.
+    The bound takes f at both ends of the interval in which each product lies. Products are in float64 or, if
+    `precise`, as in twice the precision, with exact zeros.
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     parts = 0
@@ -241,7 +241,7 @@ def uncertain_sums(
 
 
 def _step(Q: Float64) -> int:
-    """Return how many keys make a block, beside these queries."""
+    """Return the number of keys in a block for these queries."""
     return int(max(16, BLOCK_ENTRIES // max(Q.shape)))
 
 
@@ -265,7 +265,7 @@ def _result(total: Float64, top: Float64, Q: Float64, f: AttentionFunction | Sof
 def _refuse_overflow(rows: Float64, f: AttentionFunction | Softmax) -> NoReturn:
     """Raise for keys that are not finite, or products that are not."""
     if not np.isfinite(rows).all():
-        raise NonFiniteError("K holds NaN or infinity; expected finite keys (the very ones of the set)")
+        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the same as in the set")
     raise ValueError(
         f"Q and K have products that leave the range of float64 for f = {f!r}; expected smaller ones. Scale Q down"
     )

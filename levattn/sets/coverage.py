@@ -1,4 +1,4 @@
-"""Sets with coverage: the keys that new queries need, with a chance that is controlled by conformal prediction."""
+"""Sets with coverage: the keys that new queries need, with a probability that conformal prediction controls."""
 
 from __future__ import annotations
 
@@ -28,21 +28,17 @@ __all__ = [
     "split_queries",
 ]
 
-_DRAWS = 1024  # normal queries beside those given
+_DRAWS = 1024  # normal queries beside the given ones
 
 
 @dataclass(frozen=True)
 class Covered:
-    """What new queries are to find with probability at least `coverage`: by exactly one of the other fields.
-
-    epsilon: all keys that get ε are in the set. mass: the keys of the set get that much together. size: of the set,
-    and the least ε is looked for.
-    """
+    """The requirement that new queries meet with probability at least `coverage`; exactly one other field is given."""
 
     coverage: float
-    epsilon: float | None = None
-    mass: float | None = None
-    size: int | None = None
+    epsilon: float | None = None  # all keys that get ε are in the set
+    mass: float | None = None  # the keys of the set get this share together
+    size: int | None = None  # of the set, for which the least ε is sought
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -53,7 +49,7 @@ class Covered:
     def order(
         self, Q: Float64, keys: Matrices, present: Flags, f: Any, elsewhere: Float64 | None, seed: int
     ) -> Float64:
-        """Return the scores (n,) by which keys are ordered: from queries given and from normal ones like them."""
+        """Return the scores (n,) that order the keys: from the given queries and from normal queries like them."""
         drawn = of_sample(Q[None]).normal_draws(0, _DRAWS, seed)
         again = None if elsewhere is None else np.resize(elsewhere, _DRAWS)
         given = mean_shares(Q, keys, present, f, self.epsilon, elsewhere)
@@ -68,9 +64,9 @@ class Covered:
         order: Int64,
         elsewhere: Float64 | None = None,
     ) -> Float64:
-        """Return for each query how many keys of the order it needs, or for a size the largest score left out.
+        """Return for each query the number of keys that it needs in this order, or for a size the largest score left.
 
-        By mass a query needs that share of what it gives to these keys, the attention elsewhere aside.
+        By mass a query needs that share of its attention to these keys, without its attention elsewhere.
         """
         found = np.zeros(len(Q))
         if self.size is not None:
@@ -89,7 +85,7 @@ class Covered:
             so_far = held[part][:, None] + np.cumsum(A, axis=1)
             found[part] += np.count_nonzero(so_far < (self.mass or 0.0) * (1 - TIE), axis=1)
             held[part] = so_far[:, -1]
-        return np.where(held > 0, np.minimum(found + 1, len(order)), 0.0)  # a query that attends to none needs none
+        return np.where(held > 0, np.minimum(found + 1, len(order)), 0.0)  # a query that attends to no key needs none
 
 
 def least_queries(coverage: float) -> int:
@@ -98,7 +94,7 @@ def least_queries(coverage: float) -> int:
 
 
 def conformal_quantile(values: Float64, coverage: float) -> float:
-    """Return the ⌈(m + 1) coverage⌉-th smallest of m values, which ascend.
+    """Return the ⌈(m + 1) coverage⌉-th smallest of m ascending values.
 
     A further value that is exchangeable with them is not larger with probability at least `coverage`, and at most
     ``coverage + 1/(m + 1)`` if no two are equal.
@@ -107,7 +103,7 @@ def conformal_quantile(values: Float64, coverage: float) -> float:
 
 
 def conformal_place(m: int, coverage: float) -> int:
-    """Return ``⌈(m + 1) coverage⌉``, where rounding does not lift a whole number to the next."""
+    """Return ``⌈(m + 1) coverage⌉``, where rounding does not raise a whole number to the next."""
     return math.ceil((m + 1) * coverage * (1 - TIE))
 
 
@@ -150,7 +146,7 @@ def covering_set(
         del by
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
         each_need = wish.needs(Q[test.ravel()], keys, here, f, order, others[1])
-        needs.append(np.sort(each_need.reshape(test.shape).max(axis=0)))  # a position needs what all its heads do
+        needs.append(np.sort(each_need.reshape(test.shape).max(axis=0)))  # a position needs the keys of all its heads
         limit = conformal_quantile(needs[item], wish.coverage)
         chosen[item, order[: int(limit) if wish.size is None else wish.size]] = True
         rows = known_by(np.flatnonzero(chosen[item]), here, n)
@@ -177,7 +173,7 @@ def covering_set(
 def split_queries(
     m: int, coverage: float, seed: int, *, whole: bool = False, name: str = "queries"
 ) -> tuple[Int64, Int64]:
-    """Return which queries order the keys and which set the threshold: a random half each, or all the latter."""
+    """Return the queries that order keys and the queries that set the threshold: random halves, or none and all."""
     least = least_queries(coverage)
     for_scores = 0 if whole else max(1, m // 2)
     if m - for_scores < least:
@@ -191,9 +187,9 @@ def split_queries(
 
 
 def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int, ...], *others: Any) -> Float64:
-    """Return the logarithms of what queries give to other keys, in the shape of the queries, or raise.
+    """Return the logarithms of the sums of queries over other keys, in the shape of the queries, or raise.
 
-    others: the shapes that they may come in besides.
+    `others` are further shapes that they may have.
     """
     if not isinstance(f, Softmax):
         raise ValueError(f"elsewhere is given and f is {f!r}; expected it for Softmax only")
@@ -202,7 +198,7 @@ def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int,
     if not fits or not (array < np.inf).all():
         raise ValueError(
             f"elsewhere has shape {array.shape}; expected {others[0] if others else shape}, a number for each query: "
-            "the logarithm of what it gives to other keys (−∞ for nothing, not NaN or +∞)"
+            "the logarithm of its sum over other keys (−∞ for nothing, not NaN or +∞)"
         )
     return array.reshape(shape)
 

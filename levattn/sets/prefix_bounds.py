@@ -1,7 +1,7 @@
 """Bounds of the sensitivities of keys among all keys so far, for keys that come in blocks.
 
-A sensitivity never rises as keys are added, so a key that is bounded below ε once can be let go for good. The bounds
-here do not rise either, so what is left in the end does not depend on when that is done.
+A sensitivity never rises as keys are added, so a key can be dropped for good once its bound is below ε. The bounds
+here do not rise either, so the keys left in the end do not depend on when keys are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "running_bounds",
 ]
 
-_SUBBLOCKS = 16  # of a block of rows, that go to different groups
+_SUBBLOCKS = 16  # of a block of rows, which go to different groups
 _MOST_GROUPS = 100_000
 _LARGEST_POWER = 64
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
@@ -47,17 +47,17 @@ _RANGE = 400  # powers of two within which products of coordinates keep their sq
 
 Labels = npt.NDArray[np.int64]
 Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
-Ahead = tuple[Rows, Terms]  # what the sums read of some rows, and moments of them
+Ahead = tuple[Rows, Terms]  # some rows as the sums read them, and their moments
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Factors by which keys are judged."""
+    """Factors from which keys are bounded."""
 
     factor: Factor  # of all keys so far
-    groups: tuple[Factor, ...] = ()  # of the groups of keys, where there are such
-    # (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding leaves
-    # directions that cannot be told apart
+    groups: tuple[Factor, ...] = ()  # of the groups of keys, if there are any
+    # (b,) the factor by which a score may exceed the computed one, because lifted keys are rounded; infinite where
+    # rounding hides directions
     raised: Float64 | None = None
 
 
@@ -66,20 +66,20 @@ class Judged:
     """The bounds of some keys of one matrix."""
 
     upper: Float64  # (k,)
-    kept: Flags  # which of them may be at least ε; doubt counts as that
-    counted: bool  # whether one of them may have a smaller score, as it was bounded or is too close to ε
+    kept: Flags  # keys that may be at least ε, in doubt as well
+    counted: bool  # whether a kept key may have a smaller score, because it has a bound only or is too close to ε
 
 
 class RunningSquares:
     """Leverage scores of keys, or of the products of m of their coordinates, among all keys so far.
 
-    Products that were rounded tell nothing where they lack directions: all keys are held then.
+    Rounded products bound nothing where they lack directions: all keys are held then.
 
-    The scores that blocks are screened by as they come are those against the keys up to an earlier block, the
-    `screen`; the key itself counted in.
+    Scores with respect to the keys up to an earlier block, the `screen`, and the key itself screen the blocks as they
+    come.
     """
 
-    labeled = False  # whether keys come with labels that tell what they were summed up with
+    labeled = False  # whether keys come with labels of the groups in which they are summed
     certificate: Literal["leverage", "lift"]
 
     def __init__(self, b: int, d: int, m: int = 1) -> None:
@@ -91,7 +91,7 @@ class RunningSquares:
         self._screen: Screen | None = None
 
     def copy(self) -> RunningSquares:
-        """Return bounds that go on from here by themselves."""
+        """Return an independent copy."""
         other = RunningSquares.__new__(RunningSquares)
         other.__dict__.update(self.__dict__, sums=self.sums.copy())
         return other
@@ -103,7 +103,7 @@ class RunningSquares:
 
     @property
     def numbers(self) -> int:
-        """How many numbers are made of a key to screen it; none are where it is read as it is."""
+        """Number of values computed from a key to screen it; none where it is read as it is."""
         return 0 if self.m == 1 else self.columns
 
     @property
@@ -125,20 +125,20 @@ class RunningSquares:
             faint = size[(size > 0) & (size < least)]
             if faint.size:
                 raise ValueError(
-                    f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, as products of "
-                    f"{self.m} of them vanish, and a key with them. Scale all chunks of K alike, by a power of two"
+                    f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, because products "
+                    f"of {self.m} of them underflow. Scale all chunks of K alike, by a power of two"
                 )
         largest = rows.column_maxima()
         largest = largest[(largest > 0) & np.isfinite(largest)]
         if np.abs(np.frexp(largest)[1] * self.m).max(initial=0) > _RANGE:
             raise ValueError(
-                f"K has columns with entries of at most {largest.min():.3g}, or of {largest.max():.3g}; expected them "
-                f"nearer to 1, as their products of {self.m} leave the range of float64. Scale all chunks of K alike, "
-                "by a power of two"
+                f"K has columns with largest entries {largest.min():.3g} to {largest.max():.3g}; expected them nearer "
+                f"to 1, because products of {self.m} leave the range of float64. Scale all chunks of K alike, by a "
+                "power of two"
             )
 
     def add(self, rows: Rows, ahead: Ahead | None = None) -> None:
-        """Add whole blocks, of which `screened_ahead` may have told."""
+        """Add whole blocks; `ahead` comes from `screened_ahead`."""
         if ahead is None:
             self.sums.add(self.read(rows))
         else:
@@ -157,9 +157,9 @@ class RunningSquares:
         return screen.reached(scores, member)
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Any, Ahead | None]:
-        """Tell which keys, not among the screen's, may have a bound of at least ε, and what `add` will sum of them."""
+        """Tell which keys outside the screen may have a bound of at least ε, and return their terms for `add`."""
         screen = self._made_screen(rows, epsilon)
-        # twofold sums take each block by itself, beside which a reading is nothing
+        # double-double sums take each block by itself; beside them a second reading costs nothing
         if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
             return self.screened(rows, labels, epsilon, member=False), None
         rows = self.read(rows)
@@ -181,7 +181,7 @@ class RunningSquares:
         return self._screen
 
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
-        """Return what keys are judged by: all keys so far, with the rows that wait."""
+        """Return the reference for `judge`: all keys so far, with the rows that wait."""
         if self.m == 1:
             return Reference(factor_of(self.sums, tail))
         lifted = self.read(tail)
@@ -190,7 +190,7 @@ class RunningSquares:
         return Reference(factor, raised=self._lift_error(moments, factor, tail.format))
 
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
-        """Bound keys (1, k, d) of one matrix that are among those of the reference."""
+        """Bound keys (1, k, d) of one matrix, which are among the keys of the reference."""
         one = by.factor.item(item).exactly()
         upper, counted = one.on(self.read(keys)).scores(as_float64=True)
         upper = to_numpy(upper)[0]
@@ -206,14 +206,14 @@ class RunningSquares:
         return Judged(upper, kept, bool(counted[0]) or doubt)
 
     def _lift_error(self, moments: DoubleDouble, factor: Factor, format: str) -> Float64 | None:
-        """Return by what factor rounding of products of coordinates may raise a score, (b,); None if there is none."""
+        """Return the factor by which rounding of the products may raise a score, (b,); None if products are exact."""
         if self.m * _DIGITS[format] <= _DIGITS["float64"]:
             return None
         sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
         return root_error(factor, self.m * UNIT, sizes) ** 2
 
     def merge(self, other: RunningSquares, tail: Rows, _labels: Labels | None) -> None:
-        """Add the rows of another, with those that wait there."""
+        """Add the rows of another, with the rows that wait there."""
         self.sums.merge(*other.sums.total(self.read(tail)))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
@@ -222,20 +222,20 @@ class RunningSquares:
         return fields, arrays | _frozen_arrays("frozen", self.frozen)
 
     def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        """Restore the bounds from `parts`, or raise ValueError, TypeError or LookupError."""
         b, columns = self.sums.exponents.shape
         self.sums = GramAccumulator.from_parts(fields, arrays, b, columns)
         self.frozen = _frozen(arrays, "frozen", b, columns)
         if (self.frozen is None) != (self.blocks == 0):
-            raise ValueError("the screen does not go with the number of blocks")
+            raise ValueError("the screen does not match the number of blocks")
 
 
 class RunningBlocks:
-    """Bounds for all functions of at most quadratic growth, from the scores of a key against groups of keys.
+    """Bounds for all functions of at most quadratic growth, from the scores of a key with respect to groups of keys.
 
-    Where ⟨k, y⟩ = 1 a group of keys, whose least ‖K_g y‖² is 1/t, adds at least min(1, 1/t) to Σ min(1, ⟨k_l, y⟩²); in
-    the group of k itself that adds 1, and the others min(1, 1/t − 1). A group that grows only adds more. Rows go
-    to the groups in turn, a part of a block at a time.
+    Let ⟨k, y⟩ = 1, and let 1/t be the least ‖K_g y‖² of a group of keys. The group adds at least min(1, 1/t) to
+    Σ min(1, ⟨k_l, y⟩²). In the group of k, the key itself adds 1, and the others at least min(1, 1/t − 1). A group
+    that grows only adds more. Rows go to the groups in turn, a part of a block at a time.
     """
 
     labeled = True
@@ -250,7 +250,7 @@ class RunningBlocks:
 
     @property
     def numbers(self) -> int:
-        """How many numbers are made of a key to screen it."""
+        """Number of values computed from a key to screen it."""
         return len(self.groups)
 
     @property
@@ -259,7 +259,7 @@ class RunningBlocks:
         return 8.0 * self.columns
 
     def copy(self) -> RunningBlocks:
-        """Return bounds that go on from here by themselves."""
+        """Return an independent copy."""
         other = RunningBlocks.__new__(RunningBlocks)
         other.__dict__.update(self.__dict__, groups=[sums.copy() for sums in self.groups])
         return other
@@ -297,24 +297,24 @@ class RunningBlocks:
         return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Flags, None]:
-        """Tell which keys, not among the screen's, may have a bound of at least ε; `add` has all to do."""
+        """Tell which keys outside the screen may have a bound of at least ε; return no terms for `add`."""
         return self.screened(rows, labels, epsilon, member=False), None
 
     @staticmethod
     def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Float64:
-        """Return what the groups add up to at least, (b, m)."""
+        """Return lower bounds of the sums over the groups, (b, m)."""
         total = np.zeros(rows.shape[:2])
         for group, factor in enumerate(groups):
             t = to_numpy(factor.on(rows).scores(member=False)[0]).astype(np.float64)
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                each = np.fmax(1 / (t * (1 + 4 * factor.score_error[:, None] + TIE)), 0.0)  # where nothing is known
+                each = np.fmax(1 / (t * (1 + 4 * factor.score_error[:, None] + TIE)), 0.0)  # 0 where t is not known
             mine = np.zeros(rows.shape[1], np.bool_) if labels is None else labels[0] == group
             own = np.clip(each, 1.0, 2.0) if member else 1 + np.minimum(each, 1.0)
             total += np.where(mine, own, np.minimum(each, 1.0))
         return total
 
     def reference(self, tail: Rows, labels: Labels | None) -> Reference:
-        """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
+        """Return the reference for `judge`: all keys so far, with fewer than a block that wait."""
         groups = [sums.copy() for sums in self.groups]
         if labels is not None:
             self._count(groups, tail, labels[0])
@@ -327,7 +327,7 @@ class RunningBlocks:
         return Reference(factor, tuple(factor_of_sum(*total, nothing) for total in totals))
 
     def judge(self, by: Reference, item: int, keys: Rows, labels: Labels | None, epsilon: float) -> Judged:
-        """Bound keys (1, k, d) of one matrix that are among those of the reference."""
+        """Bound keys (1, k, d) of one matrix, which are among the keys of the reference."""
         groups = [factor.item(item).exactly() for factor in by.groups]
         upper = np.minimum(1 / np.maximum(self._sums(groups, keys, labels, member=True)[0], 1e-300), 1.0)
         upper = np.where(_not_zero(keys), upper, 0.0)
@@ -335,11 +335,11 @@ class RunningBlocks:
 
     @property
     def turn(self) -> int:
-        """By how many groups those of another are moved on when it is merged, so that no group stays small."""
+        """Number of places by which a merge moves on the groups of another, so that no group stays small."""
         return self.blocks * _SUBBLOCKS + self.merged
 
     def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None) -> None:
-        """Add the rows of another, with those that wait there."""
+        """Add the rows of another, with the rows that wait there."""
         turn, count, nothing = self.turn, len(self.groups), tail.between(0, 0)
         for g, its in enumerate(other.groups):
             self.groups[(g + turn) % count].merge(*its.total(nothing))
@@ -356,7 +356,7 @@ class RunningBlocks:
         return {"blocks": self.blocks, "merged": self.merged}, arrays
 
     def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        """Restore the bounds from `parts`, or raise ValueError, TypeError or LookupError."""
         b, d = self.groups[0].exponents.shape
         self.blocks = whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         self.merged = whole(fields["merged"], most=MOST_ROWS)
@@ -368,7 +368,7 @@ class RunningBlocks:
         frozen = [_frozen(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
         self.frozen = [each for each in frozen if each is not None]
         if len(self.frozen) != (len(self.groups) if self.blocks else 0):
-            raise ValueError("the screen does not go with the number of blocks")
+            raise ValueError("the screen does not match the number of blocks")
 
 
 Running = RunningSquares | RunningBlocks
@@ -388,17 +388,17 @@ def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
     if m := _half_power(f):
         if 2 * m > _LARGEST_POWER:
             raise ValueError(
-                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, as its lift has too many columns"
+                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, because its lift has too many columns"
             )
         return
     if isinstance(f, Softmax) or f.growth > 2:
         raise ValueError(
-            f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
+            f"f is {f!r}; expected an even power, or a function of at most quadratic growth. For others no bound is "
             "known that never rises as keys are added. Use universal_set on all keys"
         )
     if float(f(np.zeros(1))[0]) > 0:
         raise ValueError(
-            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that keys of zeros have no "
+            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that zero keys have no "
             "score. Use universal_set on all keys"
         )
     if 2 / epsilon > _MOST_GROUPS:
@@ -409,7 +409,7 @@ def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
 
 
 def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
-    """Return the bounds for f, which `require_bounds` lets pass, of b matrices with d columns."""
+    """Return the bounds for f, which `require_bounds` accepts, of b matrices with d columns."""
     m = _half_power(f)
     return RunningSquares(b, d, m) if m else RunningBlocks(b, d, epsilon)
 
@@ -417,7 +417,7 @@ def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: in
 def require_backed(
     f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
 ) -> None:
-    """Raise ValueError or LookupError where the arrays of a saved state are not as large as its bounds would be."""
+    """Raise ValueError or LookupError where the arrays of a saved state do not have the size of its bounds."""
     if m := _half_power(f):
         names, columns = ["exponents"], lift_columns(d, m)
     else:
@@ -427,7 +427,7 @@ def require_backed(
 
 
 def _not_zero(keys: Rows) -> Flags:
-    """Tell which keys (1, k, d) have an entry that is not zero, (k,); a score may vanish where they have."""
+    """Tell which keys (1, k, d) have a nonzero entry, (k,); their scores may still underflow."""
     return np.asarray(to_float64(keys.keys, keys.format)[0].any(axis=1))
 
 

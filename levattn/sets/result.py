@@ -1,4 +1,4 @@
-"""The result of `universal_set`: the keys, and what is known of them; and whether keys are those of a set."""
+"""The result of `universal_set`, and a check that keys are the keys of a set."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = [
     "result_of",
 ]
 
-_SAMPLE = 64  # keys outside a set whose scores are compared with those of K
+_SAMPLE = 64  # keys outside a set whose scores are compared with the scores of K
 
 Guarantee = Literal["exact", "superset", "coverage", "none"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UniversalSet:
-    """Keys that hold every large attention score, and what is known of them.
+    """Keys that hold every large attention score, with the scores of all keys and the guarantee.
 
     The result of `universal_set`, for one matrix (n, d) or for a batch (..., n, d) of them.
 
@@ -53,46 +53,48 @@ class UniversalSet:
     mask : array of bool, shape (..., n)
         True for the keys of the set.
     scores : array of shape (..., n)
-        The leverage scores of all keys for f(x) = x² (upper bounds, raised by up to 3 % or 1, of keys with directions
-        below the numerical rank), else certified upper bounds of their sensitivities. For a set with coverage what the
-        keys were ordered by.
+        For f(x) = x² the leverage scores of all keys, else certified upper bounds of their sensitivities. (Scores of
+        keys with directions below the numerical rank are upper bounds, raised by up to 3 % or 1.) For a set with
+        coverage, the scores that order the keys.
     epsilon : float or array of shape (...,), or None
-        The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
-        outside exceeds it (with coverage: that a new query exceeds it has a probability of at most 1 − coverage). None
-        for a set by `mass`.
+        The given ε. For a set of a given size, the largest score left out: no attention score of a key outside exceeds
+        it. (With coverage, a new query exceeds it with a probability of at most 1 − coverage.) None for a set by
+        `mass`.
     guarantee : {"exact", "superset", "coverage", "none"}
-        "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
-        it, and ties are cut). "superset": it holds them all, but perhaps other keys as well: those whose scores
-        float64 does not tell apart from ε, keys with a direction below the numerical rank, or whatever a certified
-        bound does not tell apart. "coverage": a query that is exchangeable with those given has all its scores of at
-        least ε on keys of the set (or `mass` of its attention) with probability at least `coverage`; for a set of a
-        given size it has none above `epsilon` outside. "none": nothing is promised for attention over K.
+        "exact": the smallest set that holds every score of at least ε. (For a set of a given size: every score above
+        it, and ties are cut.) "superset": it holds them all, but perhaps other keys as well. The other keys may have
+        scores that float64 cannot tell apart from ε, a direction below the numerical rank, or a loose certified bound.
+        "coverage": with probability at least `coverage`, all scores of at least ε of a query (or `mass` of its
+        attention) lie in the set. The query must be exchangeable with the given ones. For a set of a given size it has
+        no score above `epsilon` outside. "none": there is no guarantee for attention over K.
     f : float, AttentionFunction or Softmax
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
-        Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
+        Numerical rank of the keys; for f(x) = x² the sum of their scores, except for rows that count as 1 in a
+        superset.
     factor : levattn.linalg.Factor
         The factor of the keys' second moment: normalizers and witness queries. It holds keys only where n < d.
     by_size : bool
-        Whether a size was asked for instead of ε.
+        Whether a size was given instead of ε.
     certificate : tuple of str
         The certificates of `sensitivities` whose minimum `scores` is; "leverage", which is exact, for f(x) = x². With
         coverage "conformal".
     total_bound : float or array of shape (...,)
-        What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x², and infinite
-        for a set with coverage.
+        The theoretical bound of the sum of the sensitivities; see `sensitivities`. The rank for f(x) = x², and
+        infinite for a set with coverage.
     exact_factor : bool
-        Whether `factor` is that of the keys, and not of a sketch, with which `heavy_attention` takes no set.
+        Whether `factor` is the factor of the keys, and not of a sketch, which `heavy_attention` refuses.
     groups : array of int64, shape (..., n), or None
-        The groups of keys that were given, -1 for a key in none.
+        The given groups of keys, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None
         The largest attention that a query can give to each group as a whole; see `group_leverage`.
     coverage : float or None
-        The probability of what a set with coverage promises.
+        The probability with which the guarantee of a set with coverage holds.
     mass : float or None
-        The share of a query's attention that it promises, if that was asked for.
+        The share of a query's attention in this guarantee, if `mass` was given.
     needs : array of float64, shape (..., m), or None
-        How many keys each query that set the threshold needs, ascending; for a given size its largest score left out.
+        The number of keys that each query of the threshold needs, ascending; for a given size its largest score left
+        out.
 
     Examples
     --------
@@ -112,14 +114,14 @@ class UniversalSet:
     certificate: tuple[str, ...]
     total_bound: Any
     exact_factor: bool
-    _leverage: Any = field(repr=False)  # of all keys, to be compared with those of keys that come with the set
-    _present: Any = field(repr=False)  # the mask that was given, in the kind of `mask`, or None
+    _leverage: Any = field(repr=False)  # of all keys, to identify the keys that come with the set
+    _present: Any = field(repr=False)  # the given mask, in the kind of `mask`, or None
     groups: Any = field(default=None, repr=False)
     group_scores: Any = field(default=None, repr=False)
     coverage: float | None = None
     mass: float | None = None
     needs: Float64 | None = field(default=None, repr=False)
-    _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
+    _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, if there are any
 
     @property
     def _held_array(self) -> Any:
@@ -133,7 +135,7 @@ class UniversalSet:
     @property
     @where_arrays_are
     def present(self) -> npt.NDArray[np.bool_]:
-        """The keys that took part, bool (..., n): the mask that was given."""
+        """The keys that took part, bool (..., n): the given mask."""
         return np.full(tuple(self.mask.shape), True) if self._present is None else to_numpy(self._present)
 
     @property
@@ -162,7 +164,7 @@ class UniversalSet:
     @property
     @where_arrays_are
     def hidden_groups(self) -> npt.NDArray[np.bool_]:
-        """Which groups, bool (..., g), can receive at least ε as a whole, though none of their keys can by itself."""
+        """Flags of groups, bool (..., g), that can receive at least ε as a whole, though none of their keys can."""
         if self.groups is None:
             return np.zeros((*self.batch, 0), np.bool_)
         scores = to_numpy(self.group_scores)
@@ -176,9 +178,9 @@ class UniversalSet:
     def size_bound(self) -> Any:
         """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
 
-        For other functions it bounds the smallest such set, and up to quadratic growth the expected size of one made
-        of blocks; a set made of other certified bounds may be larger. A set with coverage has no such bound. A float,
-        or an array (...,).
+        For other functions it bounds the smallest such set. Up to quadratic growth it also bounds the expected size of
+        a set made by "block"; a set from other certified bounds may be larger. A set with coverage has no such bound.
+        A float, or an array (...,).
         """
         if self.coverage is not None:
             return np.full(self.batch, np.inf) if self.batch else math.inf
@@ -189,9 +191,9 @@ class UniversalSet:
     @property
     @where_arrays_are
     def is_vacuous(self) -> Any:
-        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,).
+        """Whether the bound is vacuous, that is, not below the number of keys: a bool, or bools (...,).
 
-        False for a set with coverage, whose promise is another.
+        False for a set with coverage, which has another guarantee.
         """
         if self.coverage is not None:
             return np.zeros(self.batch, np.bool_) if self.batch else False
@@ -208,7 +210,7 @@ class UniversalSet:
 
     @property
     def _largest_left(self) -> float:
-        """The most attention that one of them can get, for one matrix: its score, or 1 where these bound nothing."""
+        """The most attention that a key of `_left` can get, for one matrix; 1 where scores bound nothing."""
         xp = array_namespace(self.mask)
         if self.coverage is not None:
             return float(xp.any(self._left))
@@ -227,11 +229,11 @@ class UniversalSet:
         return len(self.indices)
 
     def __contains__(self, key: object) -> bool:
-        """Tell whether a key, by its number, is in the set of one matrix."""
+        """Tell whether the key of an index is in the set of one matrix."""
         return key in self.indices.tolist()
 
     def __iter__(self) -> Iterator[int]:
-        """Give the indices of the keys in the set of one matrix."""
+        """Yield the indices of the keys in the set of one matrix."""
         return iter(self.indices.tolist())
 
     def __getitem__(self, index: int | tuple[int, ...]) -> UniversalSet:
@@ -240,14 +242,14 @@ class UniversalSet:
 
     @where_arrays_are
     def __repr__(self) -> str:
-        """Return the figures on one line; of a batch their least and largest values."""
+        """Return the figures on one line; for a batch their least and largest values."""
         return line_of(self)
 
     def _repr_html_(self) -> str:
         return html_of(self)
 
     def to_frame(self) -> Any:
-        """Return the keys of the set as a table of pandas.
+        """Return the keys of the set as a pandas table.
 
         Returns
         -------
@@ -268,7 +270,7 @@ class UniversalSet:
         return frame_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the set and the scores of all keys to an ``.npz`` file, which appears whole or not at all.
+        """Write the set and the scores of all keys to an ``.npz`` file, completely or not at all.
 
         Parameters
         ----------
@@ -278,15 +280,15 @@ class UniversalSet:
         Raises
         ------
         ValueError
-            If the name ends otherwise.
+            If the name ends differently.
         OSError
             If the file cannot be written.
 
         Notes
         -----
-        The arrays are mask, scores, sizes, epsilon, guarantee, rank, size_bound, is_vacuous, condition and f, for one
-        matrix indices, and those of groups and coverage where there are any. ``numpy.load(path)`` reads them without
-        pickle. The factor is not among them: a set for `heavy_attention` is made anew from the keys.
+        The arrays are mask, scores, sizes, epsilon, guarantee, rank, size_bound, is_vacuous, condition and f. For one
+        matrix there are also indices, and for groups and coverage their arrays. ``numpy.load(path)`` reads them
+        without pickle. The factor is not in the file: make the set again from the keys for `heavy_attention`.
 
         Examples
         --------
@@ -355,10 +357,10 @@ def result_of(
     needs: Float64 | None = None,
     lift: Factor | None = None,
 ) -> UniversalSet:
-    """Return the set of the keys that were chosen, flags (b, n), in the caller's kind.
+    """Return the set of the `chosen` keys, flags (b, n), in the caller's kind.
 
-    scores: (b, n), what the keys were chosen by, and leverage: (b, n), by which they are known again. left: (b,) the
-    largest score left out, of a set of a given size, which has no `epsilon`.
+    The `scores` (b, n) chose the keys, and `leverage` (b, n) identifies them later. `left` (b,) is the largest score
+    left out of a set of a given size, which has no `epsilon`.
     """
 
     def figures(values: npt.NDArray[Any]) -> Any:
@@ -392,7 +394,7 @@ def result_of(
 
 
 def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
-    """Return how many flags are set along the last axis, of any namespace."""
+    """Return the number of set flags along the last axis, for any namespace."""
     xp = array_namespace(flags)
     return np.asarray(to_numpy(xp.sum(xp.astype(flags, xp.uint8), axis=-1, dtype=xp.int64)))
 
@@ -414,7 +416,7 @@ def rescored(factor: Factor, item: int, keys: Rows) -> tuple[Float64, bool]:
 
 
 def known_by(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray[np.int64]:
-    """Return the keys of the set and some of the others, by whose scores the keys of a set are known again."""
+    """Return the keys of the set and some others, whose scores identify the keys of a set later."""
     others = np.arange(n)
     if present is not None:
         others = array_namespace(present).nonzero(present)[0]
@@ -433,13 +435,13 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise ValueError(f"universal is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
     if not universal.exact_factor:
         raise ValueError(
-            f"universal was made by method {universal.certificate[0]!r} and knows no exact normalizers; expected a "
+            f"universal is of method {universal.certificate[0]!r} and has no exact normalizers; expected a "
             "set of an exact method, or one made with recheck=True"
         )
     if universal.factor.rows.format != keys.format:
         raise ValueError(
-            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which is rounded otherwise; "
-            "expected the set of these very keys"
+            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which rounds differently; "
+            "expected the set of the same keys"
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
     sample = known_by(universal.indices, universal._present, keys.n)
@@ -451,9 +453,9 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
     wide = universal.factor.wide
     if wide is None:
         again, _ = rescored(universal.factor, 0, keys_at(keys, 0, sample))
-        counted = scores == 1  # rows that reach outside the numerical row space among them
+        counted = scores == 1  # among them rows outside the numerical row space
         same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
-    else:  # their scores are those of some columns, but the keys themselves are known
+    else:  # the scores are of some columns, but the keys themselves are there
         same = rows == to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
     if not same.all():
-        raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
+        raise ValueError("universal is of other keys than K: their scores differ; expected the set of the same keys")

@@ -1,4 +1,4 @@
-"""Which keys are chosen by their scores, where some of these are too close to call for their precision."""
+"""The choice of keys by scores, of which some are too close to call for their precision."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from levattn.sets.result import flag_counts
 
 __all__ = ["at_least", "largest_scores", "rescored_all"]
 
-_Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # scores of the rows listed in float64, one after the other
-_SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
+_Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of the listed rows, one after the other
+_SMALL_SCORE = 2.0**-100  # smaller float32 scores may have underflowed
 
 
 def at_least(
     select: SelectKernels, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore
 ) -> tuple[Any, bool]:
-    """Tell which scores are at least ε, and whether doubt counted as that.
+    """Tell which scores are at least ε, and whether a doubtful score counted as such.
 
-    Those too close to ε for their precision are computed again in float64.
+    Scores too close to ε for their precision are computed again in float64.
     """
     margin = _margin(factor)
     least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else np.zeros(len(margin))
@@ -46,8 +46,8 @@ def largest_scores(
 ) -> tuple[Any, Float64, bool]:
     """Choose by score descending, then index ascending; return the largest score of each matrix left out, too.
 
-    Scores too close to call are computed again in float64. The largest score is raised by an error that is not small,
-    and the last result tells whether others may then lie below it.
+    Scores too close to call are computed again in float64. An error that is not small raises the largest score left
+    out, and the last result tells whether chosen scores may then lie below it.
     """
     margin = _margin(factor)
     chosen, starts, close = select.largest(scores, present, size, margin)
@@ -71,14 +71,14 @@ def largest_scores(
     if not unsure.any():
         return chosen, left, False
     with np.errstate(divide="ignore", over="ignore"):
-        reciprocal = select.maxima(1 / scores, chosen)  # of the smallest score that was chosen
+        reciprocal = select.maxima(1 / scores, chosen)  # of the smallest chosen score
     return chosen, left, bool((unsure & (reciprocal * left * (1 + margin) > 1)).any())
 
 
 def rescored_all(
     select: SelectKernels, factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any
 ) -> Float64:
-    """Return the scores of the keys listed of every matrix, computed in float64, one after the other."""
+    """Return the scores of the listed keys of every matrix, computed in float64, one after the other."""
     keys, there = select.stacked(matrices.data, starts, rows)
     found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(as_float64=True)
     scores = to_numpy(found)

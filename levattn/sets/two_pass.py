@@ -1,4 +1,4 @@
-"""Exact scores of keys that are read in chunks, in two passes: one sums their second moments, one scores them."""
+"""Exact scores of keys in chunks, in two passes: one sums their second moments, one scores them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["Checkpoint", "Source", "as_source", "two_passes"]
 _VERSION = 1
 _CHECKPOINT_ROWS = 1 << 22
 
-_FIRST_ROWS = 256  # by which keys are known again, with later ones that are so far apart:
-_APART = 2048
-_TOGETHER = 4 << 20  # bytes of chunks that are worked on together
+_FIRST_ROWS = 256  # in a fingerprint
+_APART = 2048  # distance of the later rows in a fingerprint
+_TOGETHER = 4 << 20  # bytes of small chunks that are joined
 _MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
 
 Scores = npt.NDArray[Any]
@@ -41,11 +41,11 @@ Scores = npt.NDArray[Any]
 class Source:
     """Chunks of keys that can be read again and again."""
 
-    chunks: Callable[[int], Iterable[Any]]  # from the first row or a later one
-    n: int | None  # the number of rows where it is known
+    chunks: Callable[[int], Iterable[Any]]  # gives the chunks from a row on
+    n: int | None  # the number of rows, if known
 
     def between(self, start: int, *, together: bool = True) -> Iterator[tuple[Matrices, Rows]]:
-        """Give the chunks from the row `start` on; small ones `together`, in memory that is used again."""
+        """Yield the chunks from the row `start` on; small ones `together`, in memory that is used again."""
         held = _Together()
         for chunk in self.chunks(start):
             matrices, rows = in_main_memory(chunk)
@@ -57,7 +57,7 @@ class Source:
         yield from held.given()
 
     def rows(self, item: int, which: npt.NDArray[np.int64], example: Matrices) -> Rows:
-        """Read some rows of one matrix once more, (1, k, d)."""
+        """Read some rows of one matrix again, (1, k, d)."""
         parts, before = [np.empty((0, example.d), example.data.dtype)], 0
         for matrices, _ in self.between(0):
             inside = which[(which >= before) & (which < before + matrices.n)]
@@ -67,14 +67,14 @@ class Source:
 
 
 class _Together:
-    """Small chunks of one kind that are copied into one, as each call takes a while."""
+    """Small chunks of one kind, copied into one because each call has a fixed cost."""
 
     def __init__(self) -> None:
         self._like: Matrices | None = None
         self._count, self._keys = 0, np.empty((0, 0, 0))
 
     def fits(self, keys: Matrices) -> bool:
-        """Tell whether a chunk can be taken as well, or nothing is held."""
+        """Tell whether a chunk fits with the held ones, or none are held."""
         like = self._like
         if like is None:
             return True
@@ -100,7 +100,7 @@ class _Together:
         return True
 
     def given(self) -> Iterator[tuple[Matrices, Rows]]:
-        """Give what is held as one chunk, if there is any; its memory is used again."""
+        """Yield the held chunks as one, if there are any; its memory is used again."""
         if self._like is not None:
             keys = replace(self._like, data=self._keys[:, : self._count])
             self._like, self._count = None, 0
@@ -108,7 +108,7 @@ class _Together:
 
 
 def as_source(K: Any) -> Source | None:
-    """Return what gives the chunks of K, None where K is an array; raise where it gives them only once."""
+    """Return the source of the chunks of K, None where K is an array; raise where K gives chunks only once."""
     if isinstance(K, KeySource):
         return Source(lambda start: K.between(start, K.n) if K.n else [K.load()], K.n)
     if type(K).__module__.startswith("dask."):
@@ -124,9 +124,8 @@ def as_source(K: Any) -> Source | None:
         return None
     if isinstance(K, Iterator):
         raise TypeError(
-            f"K is of type {type(K).__name__}, whose chunks can be read only once, and this takes two passes; "
-            "expected an object that can be iterated again, or a function that returns an iterator. For one pass over "
-            "a generator use StreamingUniversalSet"
+            f"K is of type {type(K).__name__}, which gives its chunks only once; expected an object to iterate twice, "
+            "or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet"
         )
     if isinstance(K, Iterable):
         return Source(lambda start: _rows_from(K, start), None)
@@ -134,7 +133,7 @@ def as_source(K: Any) -> Source | None:
 
 
 def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
-    """Give the chunks without the rows before `start`."""
+    """Yield the chunks without the rows before `start`."""
     for chunk in chunks:
         if not start:
             yield chunk
@@ -148,7 +147,8 @@ def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
 def _fingerprint(keys: Matrices, at: int, stop: int | None = None) -> int:
     """Return a checksum of a chunk that begins at the row `at`, up to the row `stop`.
 
-    It is of the first rows and of some later ones. Those of chunks add up to that of the whole, modulo 2^64.
+    It covers the first rows and some later ones. The checksums of chunks add up to the checksum of the whole, modulo
+    2^64.
     """
     end = at + keys.n if stop is None else min(at + keys.n, stop)
     later = range(-(-max(at, _FIRST_ROWS) // _APART) * _APART, end, _APART)
@@ -163,11 +163,11 @@ def _fingerprint(keys: Matrices, at: int, stop: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often the passes write down how far they came, and for what job."""
+    """The file in which the passes save their progress, how often, and for which job."""
 
     path: str | os.PathLike[str] | None  # of the file; None for no checkpoints
     every: int  # rows from one to the next
-    job: dict[str, Any]  # what must be the same when the passes go on from it
+    job: dict[str, Any]  # options that must be the same when the passes resume
 
     @classmethod
     def checked(cls, path: Any, every: Any, job: dict[str, Any]) -> Checkpoint:
@@ -182,14 +182,14 @@ class Checkpoint:
         return cls(path, every, job)
 
     def tidy(self) -> None:
-        """Remove what a run that was killed while it wrote left of the file."""
+        """Remove the temporary files of a run that was killed while it wrote."""
         if self.path is not None:
             target = Path(os.path.realpath(self.path))
             for half in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 12}.tmp"):
                 half.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the file, as the work is done."""
+        """Remove the file when the work is done."""
         if self.path is not None:
             Path(self.path).unlink(missing_ok=True)
 
@@ -202,7 +202,7 @@ class Passes:
     scores: Scores  # (b, n)
     counted: npt.NDArray[np.bool_]  # (b,) whether a row counts as 1
     chosen: npt.NDArray[np.bool_]  # (b, n) what `choose` returned
-    example: Matrices  # a chunk, which tells the batch, the format and the kind of array
+    example: Matrices  # a chunk, for the batch, the format and the kind of array
 
 
 def two_passes(
@@ -213,9 +213,9 @@ def two_passes(
     *,
     single: bool = True,
 ) -> Passes:
-    """Score the keys of a source by all of them; `choose` looks at each chunk with its scores.
+    """Score the keys of a source among all of them; `choose` gets each chunk with its scores.
 
-    `single` tells whether scores may be computed in float32. The checkpoint is left to the caller to remove.
+    `single` allows scores in float32. The caller removes the checkpoint.
     """
     run = _Run(source, choose, checkpoint, single)
     with reported(progress, None if source.n is None else 2 * source.n) as advance:
@@ -228,7 +228,7 @@ def two_passes(
 
 
 class _Run:
-    """Two passes under way."""
+    """Two passes in progress."""
 
     def __init__(self, source: Source, choose: Any, checkpoint: Checkpoint, single: bool) -> None:
         self._source, self._choose, self._checkpoint, self._single = source, choose, checkpoint, single
@@ -244,7 +244,7 @@ class _Run:
         self._seen = [0, 0, 0]  # fingerprints: of the first rows, of the first and of the second pass
 
     def resume(self) -> int:
-        """Go on from a checkpoint if there is one; return the number of rows that need not be read again."""
+        """Resume from a checkpoint if there is one; return the number of rows that need not be read again."""
         if self._checkpoint.path is None:
             return 0
         self._checkpoint.tidy()
@@ -265,7 +265,7 @@ class _Run:
                 self._counted = shaped(arrays["counted"], np.bool_, shape[:1])
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"checkpoint {path} cannot be gone on from: {error}. Name another file, or remove it to begin anew"
+                f"checkpoint {path} cannot be resumed: {error}. Name another file, or remove it to begin anew"
             ) from error
         if not self._begins_alike(kind):
             raise ValueError(
@@ -276,7 +276,7 @@ class _Run:
         return self._done + (self._n or 0)
 
     def _begins_alike(self, kind: str) -> bool:
-        """Tell whether the first rows of the source, and the number of them all, are those of the checkpoint."""
+        """Tell whether the first rows of the source, and its number of rows, match the checkpoint."""
         n, known, at, seen = self._source.n, self._n, 0, 0
         stop = min(_FIRST_ROWS, self._done if known is None else known)
         if n is not None and (n < self._done if known is None else n != known):
@@ -296,7 +296,7 @@ class _Run:
         return "" if like is None else f"{like.format} keys of batch {like.batch} and d = {like.d}"
 
     def _count(self, keys: Matrices) -> None:
-        """Take a chunk for one that was worked on."""
+        """Count a chunk as done."""
         second = 1 + (self._n is not None)
         self._seen[second] = (self._seen[second] + _fingerprint(keys, self._done)) % 2**64
         if second == 1 and self._done < _FIRST_ROWS:
@@ -306,7 +306,7 @@ class _Run:
         self._write_if_due()
 
     def first_pass(self) -> Iterator[int]:
-        """Sum up the second moments of the rows that are left, and give their numbers."""
+        """Sum the second moments of the remaining rows, and yield their numbers."""
         if self._n is not None:
             return
         for matrices, rows in self._source.between(self._done, together=self._checkpoint.path is None):
@@ -320,13 +320,13 @@ class _Run:
         self._n, self._done, self._written = self._done, 0, 0
 
     def _make_room(self, n: int, none: Scores) -> None:
-        """Make room for the scores of `n` rows, of the kind of `none`, beside those that are there."""
+        """Make room for the scores of `n` rows, of the kind of `none`, and keep the scores so far."""
         scores, chosen = np.empty((len(none), n), none.dtype), np.empty((len(none), n), np.bool_)
         scores[:, : self._done], chosen[:, : self._done] = self._scores, self._chosen
         self._scores, self._chosen = scores, chosen
 
     def second_pass(self) -> Iterator[int]:
-        """Score the rows that are left, and give their numbers."""
+        """Score the remaining rows, and yield their numbers."""
         if self._moments is None or self._n is None:
             raise AssertionError("the second pass comes after the first")
         factor = self._moments.factor()
@@ -344,12 +344,12 @@ class _Run:
             yield matrices.n
 
     def _require_alike(self, keys: Matrices) -> None:
-        """Raise for a chunk of the second pass that cannot be of the keys of the first."""
+        """Raise for a chunk of the second pass that cannot belong to the keys of the first."""
         like = self._example
         if like is not None and (keys.batch, keys.d, keys.format) != (like.batch, like.d, like.format):
             raise ValueError(
                 f"K gave {self._kind} in the first pass, and {keys.format} ones of batch {keys.batch} and d = "
-                f"{keys.d} in the second; expected the same keys each time it is read"
+                f"{keys.d} in the second; expected the same keys each time"
             )
 
     def _other_number(self, second: str) -> str:
@@ -359,13 +359,13 @@ class _Run:
         )
 
     def finish(self) -> Passes:
-        """Return what was found."""
+        """Return the results, or raise if the passes read different keys."""
         if self._done != self._n:
             raise ValueError(self._other_number(f"{self._done}"))
         if self._seen[1] != self._seen[2]:
             raise ValueError(
                 "K gave other keys, or in another order, in the second pass than in the first; expected the same keys "
-                "each time it is read. Have it shuffle nothing"
+                "each time it is read. Turn off shuffling"
             )
         if self._factor is None or self._example is None:
             raise AssertionError("there was no pass")

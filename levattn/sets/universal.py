@@ -34,7 +34,7 @@ from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 __all__ = ["set_of", "universal_set"]
 
-_BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
+_BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
 _MANY = 32  # matrices along an axis, from which it may be the axis of the keys
 # Options that a set with coverage does not read
 _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")
@@ -70,93 +70,93 @@ def universal_set(
 
     .. math:: U_\varepsilon = \{j : \tau_j \ge \varepsilon\}, \qquad |U_\varepsilon| \le \mathrm{rank}(K)/\varepsilon
 
-    with the leverage scores τ. For *every* query each key with :math:`A_{ij} \ge \varepsilon` lies in the set, and
-    each key in it has a query that gives it at least ε, so no smaller set would do. Where the bound is not below n the
-    theorem says nothing (`is_vacuous`). For other functions f a key is left out if its sensitivity is certified to be
-    below ε.
+    with the leverage scores τ. For *every* query each key with :math:`A_{ij} \ge \varepsilon` lies in the set. Each
+    key in the set has a query that gives it at least ε, so no smaller set would do. Where the bound is not below n,
+    the theorem says nothing (`is_vacuous`). For other functions f the set leaves out a key if its sensitivity is
+    certified to be below ε.
 
-    With `queries` the set is for queries like these, and far smaller. Half of them order the keys, the others set the
-    threshold by conformal prediction. For a new query that is *exchangeable* with them all keys with
+    With `queries` the set is for queries like the given ones, and far smaller. Half of them order the keys; the others
+    set the threshold by conformal prediction. For a new query that is *exchangeable* with them, all keys with
     :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and distribution.
     The probability is over the draw of all these queries, the given ones included.
 
     Parameters
     ----------
     K : array of shape (..., n, d), or chunks of one
-        Keys as in `leverage_scores` (sparse ones for x² only). Or chunks (..., m, d) of them, in order: files opened
-        with `open_keys`, any other object that can be iterated again and again (but a list, which is an array), or a
-        function that returns an iterator. These are read twice for x², by the exact methods "auto" and "gram",
-        and never held together. For all else files are loaded, and other chunks refused. Use the keys that enter the
-        attention: after rotary embedding, one set for each head. With `queries` one dense array, or files.
+        Keys as in `leverage_scores` (sparse keys for x² only), or chunks (..., m, d) of keys, in order. Chunks come
+        from files opened with `open_keys`, any other object that can be iterated again and again, or a function that
+        returns an iterator. (A list is an array.) For x² the exact methods "auto" and "gram" read the chunks twice and
+        never hold them together. In all other cases files are loaded, and other chunks refused. Use the keys that
+        enter the attention: after rotary embedding, one set for each head. With `queries` one dense array, or files.
     epsilon : float in (0, 1]
-        Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
-        its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
+        Smallest attention score that counts as large. Scores within 1e-9 (relative) of ε count as at least ε. Where
+        four times the estimated error of a score is more (condition numbers above about 10⁶), that margin applies.
     size : int in [0, n]
-        Instead of `epsilon`: that many keys of the largest scores, of equal ones those of lower index. The set then
-        tells the ε that it certifies.
+        Instead of `epsilon`: the number of keys to take, of the largest scores, and by index among equal scores.
+        `epsilon` of the set is then the ε that it certifies.
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
-        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius, which is
-        not read with `queries`.
+        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius; with
+        `queries` the radius is not used.
     queries : array of shape (..., m, d), optional
-        A sample of the queries as they enter the attention: after rotary embedding and, for softmax, times the scale
-        of the logits (q/√d in most models); without those of padding. Leading axes are those of K, none, or a multiple
-        of the last: heads that share keys. A query is then a position, all of whose heads find all their keys. m is at
+        A sample of the queries that enter the attention: after rotary embedding, for softmax times the scale of the
+        logits (q/√d in most models). Leave out padding. Leading axes are the axes of K, none, or a multiple of
+        the last: heads that share keys. A query is then a position, and all its heads find all their keys. m is at
         least about twice coverage/(1 − coverage).
     coverage : float in (0, 1), optional
         With `queries`: the probability with which a new query finds all its keys in the set.
     mass : float in (0, 1), optional
-        With `queries`, instead of `epsilon`: what is promised is that the keys of the set get at least this share of
-        the new query's attention. With `size` a new query gives at most the ε that the set then tells to each key
-        outside, with probability at least `coverage`.
+        With `queries`, instead of `epsilon`: the guarantee is that the keys of the set get at least this share of the
+        new query's attention. With `size` a new query gives each key outside at most the set's `epsilon`, with
+        probability at least `coverage`.
     scores : array of shape (..., n), optional
-        With `queries`: scores of your own by which the keys are ordered, made without these queries, all of which then
-        set the threshold. If left out, scores tell how often and how nearly a key gets ε; for `mass` and `size` they
-        are the mean attention.
+        With `queries`: your own scores for the order of the keys, made without these queries; all queries then set the
+        threshold. If left out, scores measure how often and how nearly a key gets ε; for `mass` and `size` they are
+        the mean attention.
     elsewhere : array of shape (..., m), optional
-        With `queries` and `Softmax`: the logarithm of Σ exp⟨q, k⟩ over other keys that each query attends to, such as
-        the later ones of a decoder, for which no set is made. Scores are then shares of all attention; `mass` is a
-        share of what these keys get.
+        With `queries` and `Softmax`: for each query the logarithm of Σ exp⟨q, k⟩ over keys outside K, such as
+        later keys of a decoder. No set is made for these keys. Scores are then shares of all attention; `mass`
+        is a share of the attention to K.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
-        superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
-        above, but for a probability of 1e-6.
+        superset: their measured distortion raises the scores. So these bound the true scores from above, except with a
+        probability of 1e-6.
     center : bool, default False
-        Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
-        centered keys and promises nothing over K itself: ``guarantee`` is "none".
+        Subtract the mean of the keys, which does not change softmax. The set is then exact for x² attention over the
+        centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
     groups : array of int, shape (..., n), optional
         Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none; for x² and by `epsilon`. The
-        set then also holds every group that some query can give at least ε as a whole (more than 1/ε copies of a key
-        hide from a set of single keys); at most rank/ε groups are added.
+        set then also holds every group that some query can give at least ε as a whole. (More than 1/ε copies of a key
+        hide from a set of single keys.) At most rank/ε groups are added.
     sketch_size : int or (int, int), optional
         For the approximate methods, see `leverage_scores`.
     recheck : bool, default False
-        For the approximate methods by `epsilon`: compute the exact second moment, and the exact scores of the keys
-        that are left, so that the set is exact again (but for the probability above).
+        For the approximate methods by `epsilon`: compute the exact second moment, and the exact scores of the
+        remaining keys. The set is then exact again (except with the probability above).
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
     rng : int or numpy.random.Generator, optional
         Seed of the approximate methods and of the split of the queries, 0 if left out. A ValueError with the exact
         methods.
     progress : bool or function, optional
-        For chunks: True for a bar (of rich), or a function of the rows done and their total (None where it is not
-        known), both passes together.
+        For chunks: True for a progress bar (of rich), or a function of the rows done and their total. The total is of
+        both passes together, None where it is not known.
     checkpoint : path-like, optional
-        For chunks: a file that tells, now and then, how far the passes came; removed in the end. From one that is
-        there already they go on, to the same result, and they refuse one of another run or other keys.
+        For chunks: a file that saves, now and then, the progress of the passes; it is removed in the end. The passes
+        resume from an existing file, with the same result. They refuse a file of another run or of other keys.
     checkpoint_rows : int, optional
         Rows from one checkpoint to the next, about; 2²² if left out.
 
     Returns
     -------
     UniversalSet
-        The keys of the set, the scores of all keys, and what is guaranteed.
+        The keys of the set, the scores of all keys, and the guarantee.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong; not exactly one of `epsilon`, `size` and `mass`, or too few queries for the coverage
-        (the least number is named) among them.
+        If an argument is wrong, or not exactly one of `epsilon`, `size` and `mass` is given. Also if there are too few
+        queries for the coverage; the message names the least number.
     NonFiniteError
         If the keys hold NaN or infinity outside the mask.
     ImportError
@@ -175,17 +175,17 @@ def universal_set(
 
     Notes
     -----
-    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it; with n < d and an exact method O(n² d)
-    and O(n d). Scores of float32 keys are computed in float32, and those near ε again in float64. The distortion of
+    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. With n < d an exact method takes O(n² d)
+    and O(n d). Scores of float32 keys are computed in float32, and scores near ε again in float64. The distortion of
     the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
     Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
     *With queries*: time O(n d² + m n d), memory O(n + m d) and 32 MiB. The guarantee holds in the mean over the draw
-    of the queries and of the new one: the share that one set reaches scatters about it by √(c(1 − c)/m') for m'
-    queries that set the threshold. It would be at most c + 1/(m' + 1) if no two needed equally many keys; equal needs,
-    as of queries that need none, raise it. Exchangeable means that no order of
-    the queries and the new one is likelier than another: so for queries at random places of one text, or texts drawn
-    alike. Those that follow in a text need not be: there measure, or follow them with `AdaptiveCoverage`.
+    of the queries and of the new one. The share that a single set reaches scatters about it by √(c(1 − c)/m') for m'
+    queries that set the threshold. The mean would be at most c + 1/(m' + 1) if no two queries needed equally many
+    keys. Equal needs, as of queries that need none, raise it. Queries are exchangeable if no order of them and the new
+    one is likelier than another. This holds for queries at random places of one text, or for texts drawn alike.
+    Successive queries of a text need not be exchangeable: measure the share there, or use `AdaptiveCoverage`.
 
     References
     ----------
@@ -233,8 +233,8 @@ def universal_set(
             return _of_chunks(source, asked, progress, checkpoint, checkpoint_rows)
         if extras or not isinstance(K, KeySource):
             raise ValueError(
-                "K gives chunks, of which two passes make sets for f = 2, method 'auto' or 'gram', without center, "
-                "groups or mask; expected these options, or keys in an array or a file, and no progress or checkpoint"
+                "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
+                "For other options give keys in an array or a file, without progress or checkpoint"
             )
         K = K.load()
     matrices = as_matrices(K, "K", sparse=square)
@@ -249,12 +249,11 @@ def universal_set(
 
 
 def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) -> Covered:
-    """Return what a set with coverage is asked for, or raise."""
+    """Return the requirement on a set with coverage, or raise."""
     if queries is None or coverage is None:
         missing = "queries" if queries is None else "coverage"
         raise ValueError(
-            f"{missing} is None; expected queries and coverage together, without which mass, scores and elsewhere "
-            "mean nothing"
+            f"{missing} is None; expected queries and coverage together, which mass, scores and elsewhere need"
         )
     asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
     if len(asked) != 1:
@@ -281,7 +280,7 @@ def _refuse_others(*options: Any) -> None:
 def _refuse_odd(square: bool, *, center: bool, recheck: bool, rechecks: bool) -> None:
     """Raise for options that do not go with the function or the method."""
     if recheck and not rechecks:
-        raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
+        raise ValueError(f"recheck is {recheck!r}; expected False, except for approximate methods with epsilon")
     if center and not square:
         raise ValueError(
             "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
@@ -305,7 +304,7 @@ class _Asked:
             raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
 
     def checked(self, n: int | None) -> _Asked:
-        """Return the options with numbers that are checked, for n keys where that is known."""
+        """Return the options with checked numbers, for n keys if n is known."""
         epsilon = None if self.epsilon is None else check_epsilon(self.epsilon)
         size = None if self.size is None else whole_number("size", self.size, 0, n, what="a whole number of keys")
         return _Asked(epsilon, size, self.method, self.center, self.mask)
@@ -368,7 +367,7 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
 
 
 def _of_chunks(source: Source, asked: _Asked, progress: Any, path: Any, every: Any) -> UniversalSet:
-    """Return the set of keys that are read in chunks, in two passes (for a size with ties a few rows once more)."""
+    """Return the set of keys in chunks, in two passes (for a size with ties, a few rows are read again)."""
     asked = asked.checked(source.n)
     epsilon, size = asked.epsilon, asked.size
     checkpoint = Checkpoint.checked(path, every, {"epsilon": epsilon, "size": size, "method": asked.method})
@@ -414,7 +413,7 @@ def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any, 
 
 
 def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
-    """Replace the bounds of at least ε by the scores themselves; return whether one of the keys counts as 1."""
+    """Replace the bounds of at least ε by exact scores; return whether one of the keys counts as 1."""
     counted = False
     for item in range(len(bounds.upper)):
         rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
@@ -451,7 +450,7 @@ def _certified(
             order = np.argsort(-np.where(present[item], bounds.upper[item], -1.0), kind="stable")[: asked.size]
             chosen[item, order] = present[item, order]
         left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
-    for item in range(b):  # to tell these keys from others later
+    for item in range(b):  # identifies these keys later
         sample = known_by(np.flatnonzero(chosen[item]), present[item], n)
         bounds.leverage[item, sample] = rescored(bounds.factor, item, keys_at(matrices, item, sample))[0]
     return result_of(

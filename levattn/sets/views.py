@@ -21,7 +21,7 @@ _KEYS_SHOWN = 10  # in a notebook
 
 
 def span(values: Any) -> str:
-    """Return a figure, or the least and the largest of those of a batch."""
+    """Return a figure, or the least and the largest figure of a batch."""
     found = np.asarray(values)
     if not found.size:
         return "none"
@@ -35,7 +35,7 @@ def _size(universal: UniversalSet) -> str:
 
 
 def _figures(universal: UniversalSet) -> list[tuple[str, str]]:
-    """Return what is known of a set, as names and figures; a name alone is a flag."""
+    """Return the properties of a set, as names and figures; a name alone is a flag."""
     if universal.coverage is not None:
         wish = "mass" if universal.mass is not None else "epsilon"
         queries = 0 if universal.needs is None else universal.needs.shape[-1]
@@ -71,7 +71,7 @@ def html_of(universal: UniversalSet) -> str:
 
 
 def frame_of(universal: UniversalSet) -> Any:
-    """Return the keys of a set as a table of pandas, a row for each."""
+    """Return the keys of a set as a pandas table, a row for each."""
     with needing("a table needs pandas", "frame"):
         import pandas as pd
     *batch, key = np.nonzero(to_numpy(universal.mask))
@@ -81,7 +81,7 @@ def frame_of(universal: UniversalSet) -> Any:
 
 
 def saved_arrays(universal: UniversalSet) -> dict[str, npt.NDArray[Any]]:
-    """Return what a set says as arrays, none of which needs pickling."""
+    """Return the properties of a set as arrays, none of which needs pickling."""
     names = ["mask", "scores", "sizes", "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition"]
     if universal.coverage is not None:
         names += ["coverage", "mass", "needs", "threshold_queries"]
@@ -95,7 +95,7 @@ def saved_arrays(universal: UniversalSet) -> dict[str, npt.NDArray[Any]]:
     arrays = {name: to_numpy(value) if hasattr(value, "shape") else np.asarray(value) for name, value in values}
     f = universal.f
     arrays["f"] = np.asarray(f if isinstance(f, int | float) else repr(f))
-    return {name: array for name, array in arrays.items() if array.dtype != object}  # a figure that there is not
+    return {name: array for name, array in arrays.items() if array.dtype != object}  # leaves out missing figures
 
 
 def part_of(universal: UniversalSet, index: Any) -> UniversalSet:

@@ -1,4 +1,4 @@
-"""Sums of a second moment: of fixed blocks of rows, in as many bits as they need; or running ones, that may decay."""
+"""Sums of a second moment: over fixed blocks of rows, in as many bits as they need, or running, which may decay."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class BlockSums:
     def __init__(self, b: int, d: int) -> None:
         self._b, self._d = b, d
         self._weight: Float64 = np.zeros(b)
-        # what is summed, and rows that wait; both change at once, as several threads may read
+        # the sums, and rows that wait; both change at once, because several threads may read
         self._held: tuple[GramAccumulator, BlockBuffer | None] = GramAccumulator(b, d), None
 
     def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
-        """Add rows, `present` of them (b,), or raise and stay as it was; rows with weights are held in float64."""
+        """Add rows, `present` of them (b,), or raise without a change; rows with weights are held in float64."""
         gained: Any = present
         if weights is not None:  # Σ w k kᵀ is the second moment of √w k
             weights, rows = to_numpy(weights), rows_in_memory(rows)
@@ -51,7 +51,7 @@ class BlockSums:
         self._held, self._weight = (sums, tail), self._weight + gained
 
     def _settled(self) -> tuple[GramAccumulator, BlockBuffer | None]:
-        """Return what is summed, all whole blocks among it, and the rows that wait."""
+        """Return the sums, with all whole blocks, and the rows that wait."""
         sums, tail = self._held
         if tail is not None and tail.count >= BLOCK:
             sums, tail = sums.copy(), tail.copy()
@@ -102,7 +102,7 @@ class BlockSums:
         self._weight = self._weight + other._weight
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return what `from_parts` takes."""
+        """Return the fields and arrays for `from_parts`."""
         sums, tail = self._settled()
         fields, arrays = sums.parts()
         arrays |= {"weight": self._weight}
@@ -112,8 +112,8 @@ class BlockSums:
 
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> BlockSums:
-        """Return the sums that `parts` took apart, or raise ValueError, TypeError or LookupError."""
-        shaped(arrays["exponents"], np.int32, (b, d))  # before room is made for what the fields claim
+        """Restore the sums from `parts`, or raise ValueError, TypeError or LookupError."""
+        shaped(arrays["exponents"], np.int32, (b, d))  # before the claims of the fields take memory
         self = cls(b, d)
         sums, tail = GramAccumulator.from_parts(fields, arrays, b, d), None
         self._weight = _weights_of(arrays, b)
@@ -148,7 +148,7 @@ class RunningSums:
         return self.held
 
     def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64]) -> None:
-        """Add rows, or raise and stay as it was."""
+        """Add rows, or raise without a change."""
         held, X = self.held, decode_half(rows.keys, rows.format)
         if held is not None and array_namespace(held[0]) is not array_namespace(X):
             held = tuple(to_device(to_numpy(part), X) for part in held)
@@ -178,18 +178,18 @@ class RunningSums:
         return factor_of_sum(DoubleDouble.plain(total), exponents, like)
 
     def check(self, other: RunningSums) -> None:
-        """Raise if what came after cannot be added."""
+        """Raise if the sums of later rows cannot be added."""
         if self.held is None or other.held is None:
             return
         here, there = (array_namespace(sums.held[0]) for sums in (self, other))
         if here is not there:
             raise TypeError(
-                f"this state holds arrays of {here.__name__} and was given those of {there.__name__}; expected one "
+                f"this state holds arrays of {here.__name__} and was given arrays of {there.__name__}; expected one "
                 "library. Keep a state for each, and merge them by their bytes"
             )
 
     def merge(self, other: RunningSums, count: npt.NDArray[np.int64]) -> None:
-        """Add what came after, `count` (b,) rows."""
+        """Add the sums of later rows, `count` (b,) of them."""
         if other.held is None:
             return
         total, weight = other.held
@@ -205,12 +205,12 @@ class RunningSums:
         self.held, self.rows = (total, weight), self.rows + other.rows
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return what `from_parts` takes."""
+        """Return the fields and arrays for `from_parts`."""
         total, weight = map(to_numpy, self.sums())
         return {"rows": self.rows}, {"total": total, "weight": weight}
 
     def restore(self, rows: int, total: Float64, arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Take up a moment and the other arrays that `parts` took apart, or raise ValueError or LookupError."""
+        """Restore a moment and the other arrays of `parts`, or raise ValueError or LookupError."""
         diagonal = np.diagonal(total, axis1=1, axis2=2) if self._full else total
         if np.isnan(total).any() or (diagonal < 0).any():
             raise ValueError("a sum of squares is negative or NaN")

@@ -1,4 +1,4 @@
-"""What states check of their arguments."""
+"""Checks of the arguments of states."""
 
 from __future__ import annotations
 

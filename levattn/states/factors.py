@@ -1,4 +1,4 @@
-"""Factors that are read from moments."""
+"""Factors from moments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["factor_of", "factor_of_sum"]
 
 
 def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
-    """Return the factor of the keys of a sum and of the rows that wait, and forget these."""
+    """Return the factor of the keys of a sum and of the rows that wait, without these rows."""
     if sums.merged is None and not sums.blocks.count:
         return factor_moments(tail, single="scores").forget_keys()
     b, _, d = tail.shape
@@ -24,6 +24,6 @@ def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
 
 
 def factor_of_sum(moments: DoubleDouble, exponents: Exponents, like: Rows) -> Factor:
-    """Return the factor of moments whose columns were divided by powers of two, for keys as `like` has none of."""
+    """Return the factor of moments with columns in units of powers of two, for keys of the kind of `like`."""
     scale = np.ldexp(1.0, -exponents) if exponents.any() else None
     return factor_sum(moments, replace(like, mask=None, scale=scale))

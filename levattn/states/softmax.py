@@ -18,21 +18,21 @@ from levattn.states.common import held_as
 
 __all__ = ["SoftmaxState", "with_sums"]
 
-_MOST_UNSEEN = 2**31  # numbers of a saved state that has seen nothing
+_MOST_UNSEEN = 2**31  # numbers of a saved state without positions
 
 
 class SoftmaxState(StoredState, name="SoftmaxState", version=1):
     """Softmax averages of values over positions that come in chunks, one for each latent.
 
-    Of logits K (positions × latents) and values V it holds ``m = max K``, ``s = Σ e^{K − m}`` and
-    ``S = Σ e^{K − m} V``, the sums over positions, and reads ``S / s``: for each latent the mean of the values under
-    the softmax of its logits. A latent is whatever has a softmax of its own over positions: a latent value of
-    `levattn.attention.latte`, or a query, whose logits are its products with keys; then this is exact attention, split
-    over parts of the keys.
+    For logits K (positions × latents) and values V it holds ``m = max K``, ``s = Σ e^{K − m}`` and
+    ``S = Σ e^{K − m} V``, the sums over positions. It reads ``S / s``: for each latent the mean of the values under
+    the softmax of its logits. A latent is anything with its own softmax over positions. It may be a latent value of
+    `levattn.attention.latte`, or a query, whose logits are its products with keys. For queries this is exact
+    attention, split over parts of the keys.
 
     Merging is associative and commutative, and the state of a set of positions is the same for all ways to split it,
-    to rounding. It is held in float64 whatever the logits and values are, so its error does not grow with their number
-    (on the CPU, numbers of at most float32 are summed in float32 for 64 positions at a time).
+    up to rounding. The state is in float64 whatever the logits and values are, so its error does not grow with their
+    number. (On the CPU, numbers of at most float32 are summed in float32 for 64 positions at a time.)
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
     Notes
     -----
     Time O(TLD) for T positions, memory L (D + 2) float64 numbers for each item of the batch. A latent that has seen no
-    position, or only logits of −inf, reads zero. NaN spreads to what it touches.
+    position, or only logits of −inf, reads zero. NaN spreads to every result that it enters.
 
     References
     ----------
@@ -106,7 +106,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
 
     @classmethod
     def from_arrays(cls, m: Any, s: Any, S: Any) -> SoftmaxState:
-        """Return the state that holds these arrays, without a copy; tensors of torch in main memory as numpy's.
+        """Return the state that holds these arrays, without a copy; torch tensors in main memory become numpy arrays.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         TypeError
             If an argument is no array of float64.
         ValueError
-            If the shapes do not go together.
+            If the shapes do not match.
         """
         m, s, S = (held_as(name, part) for name, part in (("m", m), ("s", s), ("S", S)))
         if S.ndim < 2 or tuple(m.shape) != tuple(S.shape[:-1]) or tuple(s.shape) != tuple(m.shape):
@@ -135,7 +135,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
             )
         *batch, latents, d = map(int, S.shape)
         if not latents or not d:
-            return cls(latents, d)  # which says what is wrong
+            return cls(latents, d)  # raises with the cause
         self = cls.__new__(cls)
         self.latents, self.d, self.batch, self._held = latents, d, tuple(batch), (m, s, S)
         return self
@@ -149,8 +149,8 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         logits : array of shape (..., T, L)
             The logit of each position for each latent, T ≥ 0 of them; −inf for a position that a latent does not see.
         V : array of shape (..., T, D)
-            Values. Both are of any kind that `levattn.leverage_scores` takes, of one library and device; the state
-            holds arrays of the same, and numpy's for torch in main memory.
+            Values. Both are of any kind that `levattn.leverage_scores` takes, of one library and device. The state
+            holds arrays of the same library, but numpy arrays for torch in main memory.
         mask : array of bool, shape (..., T), optional
             True for a position that takes part.
 
@@ -164,7 +164,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         TypeError
             If an argument is no array of floats, or of another library or device than the state.
         ValueError
-            If a shape does not go with the state's.
+            If a shape does not match the state.
         """
         K, values = as_matrices(logits, "logits"), as_matrices(V, "V")
         if (K.batch, K.d) != (self.batch, self.latents) or (values.batch, values.d) != (self.batch, self.d):
@@ -184,7 +184,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
 
     @where_arrays_are
     def merge(self, other: SoftmaxState) -> SoftmaxState:
-        """Add what another state has seen.
+        """Add the positions of another state.
 
         Parameters
         ----------
@@ -194,7 +194,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         Returns
         -------
         SoftmaxState
-            This state, which now stands for the positions of both.
+            This state, which now has the positions of both.
 
         Raises
         ------
@@ -214,7 +214,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         xp = array_namespace(other[2])
         if array_namespace(self._held[2]) is not xp:
             raise TypeError(
-                f"this state holds arrays of {type(self._held[2]).__module__} and was given those of {xp.__name__}; "
+                f"this state holds arrays of {type(self._held[2]).__module__} and was given arrays of {xp.__name__}; "
                 "expected one library. Keep a state for each, and merge them by their bytes"
             )
         self._held = kernels_for("latent", other[2]).joined(self._held, other)
@@ -227,7 +227,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         Returns
         -------
         array of float64, shape (..., L, D)
-            Zero for a latent that has seen nothing.
+            Zero for a latent that has seen no position.
         """
         _, s, S = self._sums()
         xp = array_namespace(S)
@@ -264,7 +264,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
 
 
 def with_sums(state: SoftmaxState, held: State) -> SoftmaxState:
-    """Return the state of sums that went on from those of another, without a copy or a check."""
+    """Return the state of sums that continue the sums of another, without a copy or a check."""
     other = object.__new__(SoftmaxState)
     other.latents, other.d, other.batch, other._held = state.latents, state.d, state.batch, held
     return other

@@ -1,4 +1,4 @@
-"""The statistics of tokens that token statistics attention reads."""
+"""The state of token statistics attention."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ __all__ = ["TokenState"]
 
 
 class TokenState(StoredState, name="TokenState", version=1):
-    """What token statistics attention reads of the tokens: one or two diagonal second moments for each head.
+    """The statistics of tokens in token statistics attention: one or two diagonal second moments for each head.
 
     `tokens` holds ``M = Σ Π w²`` and ``N = Σ Π``, the squares of projected tokens w weighted by their memberships Π.
-    Where these depend on the other tokens, `norms` holds what they depend on, ``A = Σ w²`` and the number of tokens.
-    Each is a `Moments`, so that states of parts of a sequence are merged by sums.
+    Where memberships depend on the other tokens, `norms` holds the sums for them, ``A = Σ w²`` and the number of
+    tokens. Each is a `Moments`, so that sums merge the states of parts of a sequence.
 
-    In causal attention the memberships of a token stay as they were when it came, so a state of the tokens up to some
-    place is all that later ones need: `levattn.attention.tssa` returns it (``return_state=True``) and takes it
-    (``state=``). Without `causal` memberships depend on all tokens, so chunks or shards take two rounds: all `norms`
-    are merged first, then the `tokens` that are weighted by these, and then outputs are read.
+    In causal attention the memberships of a token stay as they were when it came. So later tokens need only a state of
+    the tokens before: `levattn.attention.tssa` returns it (``return_state=True``) and takes it (``state=``). Without
+    `causal` memberships depend on all tokens, so chunks or shards take two rounds. First merge all `norms`, then the
+    `tokens` with weights from these, and then read outputs.
 
     Parameters
     ----------
     norms : Moments, optional
-        Of the tokens without weights; diagonal, but for memberships by exact leverage scores, which need all of it.
-        None where memberships depend on no other token.
+        Of the tokens without weights; diagonal, except for memberships by exact leverage scores, which need the full
+        moment. None where memberships depend on no other token.
     tokens : Moments, optional
         Diagonal, weighted by memberships. None while it is not known yet.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is no `Moments`, `tokens` is not diagonal, or their shapes or decays differ.
+        If an argument is not a `Moments`, `tokens` is not diagonal, or their shapes or decays differ.
 
     Notes
     -----
@@ -50,7 +50,7 @@ class TokenState(StoredState, name="TokenState", version=1):
 
     Examples
     --------
-    Bidirectional attention of two shards, as of both together:
+    Bidirectional attention of two shards, the same as of both together:
 
     >>> import numpy as np
     >>> from levattn.attention import memberships, tssa
@@ -83,22 +83,22 @@ class TokenState(StoredState, name="TokenState", version=1):
 
     @where_arrays_are
     def merge(self, other: TokenState) -> TokenState:
-        """Add what another state has seen; where sums decay, after what this one has.
+        """Add the tokens of another state; where sums decay, after the tokens of this one.
 
-        Each state has its own tokens: what `tssa` returns after it was given a state has the tokens of that state
-        already, and is not to be merged with it. Where memberships depend on the tokens before, so do the sums of a
-        later shard: its memberships are read from the norms before it (``memberships(W, state=TokenState(norms))``),
-        and `tokens` is made of these by ``Moments.update(W, weights=)``.
+        Each state has its own tokens. If `tssa` was given a state, the state that it returns has these tokens already:
+        do not merge the two. Where memberships depend on the tokens before, so do the sums of a later shard. Read its
+        memberships from the norms before it (``memberships(W, state=TokenState(norms))``), and make `tokens` from
+        these by ``Moments.update(W, weights=)``.
 
         Parameters
         ----------
         other : TokenState
-            Of the same form and shapes. It is not changed.
+            A state of the same form and shapes. It is not changed.
 
         Returns
         -------
         TokenState
-            This state, which now stands for the tokens of both.
+            This state, which now has the tokens of both.
 
         Raises
         ------
@@ -130,19 +130,19 @@ class TokenState(StoredState, name="TokenState", version=1):
         return " and ".join(held) or "nothing"
 
     def numbers(self) -> int:
-        """Return how many numbers of float64 make up the state.
+        """Return the number of float64 numbers in the state.
 
         Returns
         -------
         int
-            Of both moments, the sums and their weights.
+            For both moments, the sums and their weights.
         """
         held = [part for part in self._all if part is not None]
         return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)
 
     @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return those of both moments; see `StoredState`."""
+        """Return the parts of both moments; see `StoredState`."""
         fields: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         for name, part in zip(("norms", "tokens"), self._all, strict=True):

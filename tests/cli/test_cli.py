@@ -871,7 +871,7 @@ def test_version_help_and_status_of_a_real_process(file: Path) -> None:
 
 # -- help ------------------------------------------------------------------------------------------------
 
-COMMANDS = ["demo", "universal-set", "inspect", "prune-report", "profile", "compress", "ask", "completion"]
+COMMANDS = ["demo", "universal-set", "inspect", "prune-report", "profile", "compress", "ask", "warmup", "completion"]
 
 
 def shown_help(*arguments: str) -> str:

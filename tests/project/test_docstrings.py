@@ -88,6 +88,7 @@ _BOOKKEEPING = {
     "levattn.integrations.timm.Pruning",
     "levattn.nn.set_dense",
     "levattn.thread_limit",
+    "levattn.warmup",
     _MODELS + "Calibration",
     _MODELS + "HeadProfile",
     _MODELS + "latent_parameters",
