@@ -41,7 +41,8 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
     Notes
     -----
     The program does the same: ``levattn warmup``. CUDA kernels are not among these: a device compiles each at its
-    first call. Time some minutes on one core, a few seconds if the code is there. Whenever a process begins to compile, the logger ``levattn`` says so once, at level INFO.
+    first call. Time some minutes on one core, a few seconds if the code is there. Whenever a process begins to
+    compile, the logger ``levattn`` says so once, at level INFO.
 
     Examples
     --------
