@@ -303,7 +303,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "offloaded cache": (lambda model: {CACHE: offloaded(model)}, "DynamicCache, offloaded"),
     "cache of the base": (
         lambda _: {CACHE: base()(tokens(), use_cache=True)[CACHE]},
-        f"holds {T} positions of the base model, without what the .* keep",
+        f"holds {T} positions of the base model without the .*; expected",
     ),
 }
 
