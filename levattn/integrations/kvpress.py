@@ -27,7 +27,7 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
     The score of a key k is :math:`\max_q \langle q, k\rangle^2 / \sum_l \langle q, k_l\rangle^2` over all queries q.
     The sum is over the cached keys of its head, after rotary embedding. The scores use no sketch, no ridge and no
-    random numbers, and do not depend on the scale of the keys, other sequences of the batch or other heads.
+    random numbers. They do not depend on the scale of the keys, other sequences of the batch or other heads.
 
     Used alone, this press keeps a fixed number of keys, with the largest scores. Inside `DMSPress` (see
     `universal_press`) it keeps all keys with scores of at least a threshold. Later keys only lower the scores of
@@ -51,8 +51,8 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
     Notes
     -----
     Time O(S d²) a head for S keys, memory O(S). Keys that the layer's mask marks as padding have score 0 and do not
-    affect other scores. kvpress masks or drops keys and does not summarize them, unlike
-    `levattn.attention.pruned_attention`. For softmax there is no guarantee for the dropped keys.
+    affect other scores. Unlike `levattn.attention.pruned_attention`, kvpress does not summarize keys, but masks or
+    drops them. For softmax there is no guarantee for the dropped keys.
 
     References
     ----------
@@ -119,9 +119,9 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 class ExpectedPress(ScorerPress):  # type: ignore[misc]
     r"""Score cached keys by the expected softmax attention of later queries, in [0, 1].
 
-    The model for later queries is a normal distribution, with the mean and covariance of the prompt's queries before
-    rotary embedding, at the positions after the prompt. Scores are `levattn.expected_scores` of the softmax itself,
-    with its normalizer, averaged over the query heads that share keys. (kvpress's ExpectedAttentionPress has the
+    Later queries are modeled as normal, with the mean and covariance of the prompt's queries before rotary embedding,
+    and at the positions after the prompt. Scores are `levattn.expected_scores` of the softmax itself, with its
+    normalizer, averaged over the query heads that share keys. (In contrast, ExpectedAttentionPress of kvpress has the
     expected numerators, by the log-normal mean and an averaged rotation.)
 
     Parameters

@@ -49,8 +49,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     .. math:: \tau(x) = x^T (X^T X)^+ x = \max_q \langle q, x\rangle^2 / \sum_l \langle q, x_l\rangle^2.
 
     The leverage of a row of X is its leverage score, in [0, 1]; these scores sum to the rank of X. The estimator does
-    not center the rows: for the leverage scores of least squares with an intercept, center them first or add a column
-    of ones.
+    not center the rows: for least squares with an intercept, center them first or add a column of ones.
 
     `universal_set` gives the same set, and `leverage_scores` the same scores up to rounding. All results have the
     same bits for the same rows in any chunks.

@@ -27,8 +27,8 @@ __all__ = ["LevAttention", "Pruning", "kept_patches", "prune"]
 class LevAttention(Prunable, Attention):  # type: ignore[misc]
     """`timm.layers.Attention` that attends to a few keys, by `levattn.attention.pruned_attention`.
 
-    The class has the same parameters as timm's class, so ``load_state_dict`` works both ways. timm constructs the
-    layers itself and passes no options to them, so `of` returns a class with your options. `levattn.nn.set_dense`
+    The class has the same parameters as timm's class, so ``load_state_dict`` works both ways. Because timm constructs
+    the layers itself and passes no options to them, `of` returns a class with your options. `levattn.nn.set_dense`
     switches between all keys (for the first part of training) and few.
 
     Parameters

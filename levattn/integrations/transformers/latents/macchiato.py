@@ -45,7 +45,7 @@ def macchiato_from(
 
     .. math:: y_t = p(0|t)\,\mathrm{SWA}_t + \sum_{l \ge 1} p(l|t) \sum_{s \le t} p(s|l, t)\, V_s,
 
-    where ``p(·|t)`` is one softmax over the gate and the L latent logits of row t, and ``p(s|l, t)`` is the softmax of
+    where ``p(·|t)`` is one softmax over the gate and the L latent logits of row t. The softmax ``p(s|l, t)`` is over
     the latent logits of the positions seen. All logits are linear in the hidden states that enter the layer, or in a
     `feature` of them. The weights of the base model are frozen; you train the projections to these logits.
 
@@ -203,9 +203,9 @@ def latent_parameters(model: Any) -> Iterator[Any]:
     Yields
     ------
     torch.nn.Parameter
-        For each extended layer the projections to query logits (heads · L, C), to key logits (kv_heads · L, C) and to
-        gates (heads, C); also the bias of the gates (heads,) and the parameters of the `feature`. All are in float32
-        for a model in half precision.
+        For each extended layer the projections to query logits (heads · L, C), key logits (kv_heads · L, C) and gates
+        (heads, C). Also the bias of the gates (heads,), and the parameters of the `feature`. All are in float32 for a
+        model in half precision.
 
     Raises
     ------

@@ -25,8 +25,8 @@ class LatentLogits(torch.nn.Module):  # type: ignore[misc]
     values, which a group of query heads shares. Each query head weights these means by its own logits. The group needs
     one projection of keys, whose cost does not grow with the number of query heads.
 
-    At the start the query logits are zero and the gate equals its bias, so p(0|t) = 1 − δ in every row whose latents
-    have seen a position. The random key logits differ between latents, so every parameter has a gradient.
+    Initially the query logits are zero and the gate equals its bias. So p(0|t) = 1 − δ in every row whose latents have
+    seen a position. The random key logits differ between latents, so every parameter has a gradient.
     """
 
     def __init__(

@@ -175,8 +175,8 @@ def outputs(arrays: Arrays, group: int, budget: float | None, rule: SharedOption
 def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[tuple[Any, dict[str, Any]]]:
     """Return groups of sequences, and the options of their calls.
 
-    Options depend on the number of keys of a sequence without padding: a share is of these keys, and a number of slots
-    may cover them all.
+    Options depend on a sequence's number of keys without padding, as a share is of these keys, and a number of slots
+    may cover them.
     """
     by_length = isinstance(budget, float) or not arrays.causal
     lengths = arrays.lengths() if by_length else np.full(1, arrays.k.shape[2])

@@ -121,7 +121,7 @@ def _attention(
     if output_attentions and causal and seen > rows:
         raise ValueError(
             f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "
-            "summaries of earlier positions have no weights for single keys. Call the model without a cache"
+            "a state cannot split a summary's weight over keys. Call the model without a cache"
         )
     found = [
         _group(module, attention_mask, is_causal, part, number, arrays.of_heads(group), progress, output_attentions)

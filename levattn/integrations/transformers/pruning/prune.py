@@ -200,7 +200,7 @@ def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
     if layers is not None or not isinstance(budget, float | int):
         raise ValueError(
             f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a share of the keys as "
-            "budget, and no layers, as the profile covers all heads"
+            "budget, and no layers"
         )
     return heads.shares(budget), None
 
