@@ -59,18 +59,18 @@ def calibrate(
     A profile as `heads` splits budgets over the heads (`HeadProfile.shares`), and `calibrate` chooses only their sum.
     This accounts for the recall of heads, which a sample of plain text does not show. Without a profile, `calibrate`
     first measures the relative error of each head's output with each budget, against dense attention on the same
-    queries, keys and values. A common bound on these errors gives each head the smallest budget within the bound (1.0
+    arrays. A common bound on these errors gives each head the smallest budget within the bound (1.0
     if no budget is). Larger bounds give smaller budgets. Either `target` or `risk` determines the bound.
 
     **Guarantee of a target.** Bisection finds the bound. The loss on these inputs was measured with the returned
     budgets, is `reached`, and is at most `target`. It says nothing about other inputs, except if they are similar.
 
     **Guarantee of a risk.** Let the texts be drawn independently from one distribution. With probability at least
-    `confidence` over these texts, a further text of that distribution then has an expected loss of at most `risk` with
-    the returned budgets. A text is one sequence of a batch (one image for a vision model). Its loss is computed for the
-    text alone and **clipped to [0, 1]**. So a divergence above 1 nat, a cosine below 0 and a perplexity that more than
-    doubles count as 1, and a perplexity that falls counts as 0. The guarantee is about the mean of this clipped loss
-    over texts, not about each text. Every fourth text, from the first, measures the heads and chooses at most 12
+    `confidence` over these texts, the expected loss of a further text is then at most `risk` with the returned
+    budgets. A text is one sequence of a batch (one image for a vision model). Its loss is computed for the text alone
+    and **clipped to [0, 1]**. So a divergence above 1 nat, a cosine below 0 and a perplexity that more than doubles
+    count as 1, and a perplexity that falls counts as 0. The guarantee is about the mean of this clipped loss over
+    texts, not about each text. Every fourth text, from the first, measures the heads and chooses at most 12
     bounds. The other texts test these bounds, from the largest budgets to the smallest, until a test fails. (This is
     Learn then Test with fixed-sequence testing and Hoeffding–Bentkus p-values.) `reached` is the mean clipped loss of
     the tested texts.
@@ -102,7 +102,7 @@ def calibrate(
     heads : HeadProfile, in the place of numbers
         A profile that splits budgets over the heads.
     progress : bool or function, optional
-        True for a progress bar, or a function of the forward passes done and their total.
+        True for a bar, or a function of the forward passes done and their total.
     **options
         Options of `prune`: summaries, window, sinks, scores, center, chunk.
 
@@ -330,8 +330,8 @@ def _candidates(ladder: _Ladder, risk: float, loss: Callable[[list[_Budgets]], A
     """Return budgets to test, the largest first, up to the first with a loss above the risk on the choosing texts."""
     if not ladder.count:
         raise ValueError(
-            "inputs has no output of a head to measure in every fourth text; expected texts with an unmasked token, "
-            "and heads whose outputs are not all 0"
+            "inputs has no output of a head to measure in every fourth text; expected texts with unmasked tokens, "
+            "and heads with outputs other than 0"
         )
     coarse = _spread(ladder.count)
     losses = loss([ladder.at(place) for place in coarse])
