@@ -138,8 +138,8 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     Raises
     ------
     TypeError, ValueError
-        If a size or an option of attention is invalid, `dim` is not a multiple of `heads`, or `heads` is not a
-        multiple of `kv_heads`.
+        If a size or an option of attention is invalid, or `dim` is not a multiple of `heads`, or `heads` not of
+        `kv_heads`.
 
     Notes
     -----
