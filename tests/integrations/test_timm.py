@@ -139,7 +139,7 @@ def test_what_cannot_be_honored_is_refused() -> None:
         ({"budget": 2.0}, ValueError, "budget is 2.0"),
         ({"size": 3, "causal": True}, TypeError, "causal was given; expected options among budget, center"),
         ({"size": 3, "scores": np.ones(3)}, TypeError, "scores is of type ndarray"),
-        ({"size": 3, "layers": [2]}, ValueError, r"layers is \[2\]; expected numbers from 0 to 1"),
+        ({"size": 3, "layers": [2]}, ValueError, r"layers is \[2\]; expected numbers of attention layers, from 0"),
     ):
         with pytest.raises(error, match=message):
             prune(model, **options)

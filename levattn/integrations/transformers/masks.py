@@ -34,8 +34,8 @@ def seen_by(mask: Any, keys: int) -> Any:
         return mask
     if ((mask != 0) & (mask > _HIDDEN)).any():
         raise ValueError(
-            "the attention mask adds biases of positions to the logits; expected a padding mask, which adds 0 or "
-            "masks a position. Leave the biases out, or use the base model"
+            "the attention mask adds numbers to logits, as biases of positions do; expected a padding mask, which "
+            "adds 0 or masks a position. Leave the biases out, or use the base model"
         )
     return mask == 0
 

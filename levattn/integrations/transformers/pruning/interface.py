@@ -141,7 +141,7 @@ def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: 
     """Raise unless the number of keys equals the positions seen (`whole`: the rows), and fits the window."""
     if sliding_window is not None and seen > sliding_window:
         raise ValueError(
-            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected at most the window. "
+            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected at most that many. "
             "Leave the layer out of layers"
         )
     if keys != (rows if whole else seen):

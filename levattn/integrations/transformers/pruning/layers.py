@@ -75,7 +75,7 @@ def groups_of(layer: ModelLayer, budgets: dict[int, Any]) -> tuple[Group, ...]:
 
 
 def check_layer(layer: ModelLayer) -> None:
-    """Raise if a layer has a cache but does not pass it on."""
+    """Raise if a layer has a cache but does not pass its keywords on."""
     if takes_cache(parameters_of(layer.module)[0]) and not layer.handed:
         raise ValueError(
             f"{layer.name} ({layer_of(layer.module)}) keeps a cache and does not pass its keywords on to its "
