@@ -143,6 +143,8 @@ def docstrings(path: Path) -> Iterator[Text]:
             if found:
                 text = re.sub(r"\n *\n?References\n *-+\n.*", "", found, flags=re.S)
                 text = re.sub(r"^\w[\w*, ]* : .*$", "", text, flags=re.M)
+                formula = r"^( *)\.\. math::.*\n(?:(?:\1 +.*)?\n)*"
+                text = re.sub(formula, lambda m: "\n" * m[0].count("\n"), text, flags=re.M)
                 yield from paragraphs(text, path, node.body[0].lineno)
         if isinstance(node, ast.Raise) and node.exc is not None:
             parts = [n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant) and isinstance(n.value, str)]

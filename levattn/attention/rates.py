@@ -1,10 +1,10 @@
-r"""Coding rates of tokens: how many nats it takes to store them up to a distortion, whole or in groups.
+r"""Coding rates of tokens: the nats needed to store tokens up to a distortion, together or in groups.
 
-Maximal coding rate reduction makes R − R_c large (`coding_rate`, `compression_rate`). It needs a constraint of scale,
-such as tokens of unit norm: R − R_c grows with the size of Z. Token statistics attention (`levattn.attention.tssa`) is
-a gradient step on R_var (`variational_rate`).
+Maximal coding rate reduction makes R − R_c large (`coding_rate`, `compression_rate`). Because R − R_c grows with the
+size of Z, it needs a constraint of scale, such as tokens of unit norm. Token statistics attention
+(`levattn.attention.tssa`) is a gradient step on R_var (`variational_rate`).
 
-All is computed in float64, in plain functions of the arrays' library, so that gradients of torch reach every array.
+All functions compute in float64 with plain functions of the arrays' library, so gradients of torch reach every array.
 Rates are in nats; divide by log 2 for bits.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
     "variational_rate",
 ]
 
-_LARGE = 1e6  # of c‖Z‖²/n, from which on rounding a Cholesky factor would show in small singular values
+_LARGE = 1e6  # c‖Z‖²/n, above which the rounding of a Cholesky factor would affect small singular values
 _FAR = 1e145  # entries over ε/√d whose squares can be summed
 _LEAST = 1e-140  # of ε and of steps
 _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at most about 1e145 eps. Scale {0} down"
@@ -42,7 +42,7 @@ _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at mos
 
 @where_arrays_are
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
-    r"""Return the coding rate R of tokens: about how many nats each takes, to be stored up to the distortion ε.
+    r"""Return the coding rate R of tokens: about the number of nats to store a token up to the distortion ε.
 
     .. math:: R = \tfrac12 \log\det\bigl(I + \tfrac{d}{n \epsilon^2} Z^T Z\bigr),
 
@@ -53,13 +53,12 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     Parameters
     ----------
     Z : array of float, shape (..., n, d), or levattn.states.Moments
-        Tokens, of any library (numpy, CuPy, torch or another namespace of the array-API standard). Or the second
-        moment of them (not only its diagonal), with their number as its weight: tokens that came in chunks, or were
-        merged from shards.
+        Tokens, of any library (numpy, CuPy, torch or another namespace of the array-API standard). Or their full
+        second moment, with their number as its weight, for tokens that come in chunks or are merged from shards.
     eps : float
         The distortion ε > 0, finite.
     mask : array of bool, shape (..., n), optional
-        True for a token that takes part. The others are as if they were not there.
+        True for a token that takes part. Other tokens are ignored.
 
     Returns
     -------
@@ -69,16 +68,16 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     Raises
     ------
     TypeError
-        If an argument is no array of real floats (or of bool), or arrays are of several libraries or devices.
+        If an argument is not an array of real floats (or of bool), or arrays are of several libraries or devices.
     ValueError
-        If a shape or ε is out of range, or there is a mask beside `Moments`.
+        If a shape or ε is out of range, or a mask comes with `Moments`.
 
     Notes
     -----
     Time O(n d min(n, d)), memory O(min(n, d)²) and Z in float64. The determinant comes from a Cholesky factor of the
-    smaller side; where :math:`d \|Z\|_F^2 / (n \epsilon^2)` is above 10⁶, for which that would be rounded too much,
-    from the singular values. The absolute error is below about 1e-10 up to there, and beyond about
-    :math:`2^{-53} \sqrt{d/n} \|Z\|_2 / \epsilon`.
+    smaller side. Where :math:`d \|Z\|_F^2 / (n \epsilon^2)` is above 10⁶, the rounding of this factor would be too
+    large, and the determinant comes from the singular values. The absolute error is below about 1e-10 with the factor,
+    and about :math:`2^{-53} \sqrt{d/n} \|Z\|_2 / \epsilon` with the singular values.
 
     References
     ----------
@@ -107,23 +106,23 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
 
 @where_arrays_are
 def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
-    r"""Return the coding rate R_c of tokens in groups, each group in a code of its own.
+    r"""Return the coding rate R_c of tokens in groups, with a separate code for each group.
 
     .. math::
         R_c = \tfrac12 \sum_k \tfrac{n_k}{n}
             \log\det\bigl(I + \tfrac{d}{n_k \epsilon^2} Z^T \mathrm{diag}(\Pi_k) Z\bigr),
             \qquad n_k = \sum_t \Pi_{tk},
 
-    at most R, and R for a single group. Empty groups count for nothing.
+    at most R, and R for a single group. Empty groups contribute nothing.
 
     Parameters
     ----------
     Z : array of float, shape (..., n, d), or levattn.states.Moments
-        Tokens. Or the second moments of the groups, of the batch (..., K): those of the tokens weighted by their
-        memberships, ``Moments(d, (K,)).update(np.broadcast_to(Z, (K, n, d)), weights=Pi.T)``, in any chunks.
+        Tokens. Or the second moments of the groups, of the batch (..., K), with tokens weighted by their memberships:
+        ``Moments(d, (K,)).update(np.broadcast_to(Z, (K, n, d)), weights=Pi.T)``, in any chunks.
     Pi : array of float, shape (..., n, K), or None
-        The memberships of the tokens in K groups, of at least 0 and of sum 1 for each token (within 1e-2, for those
-        of 16 bits). None where Z is `Moments`, which holds what is needed of them.
+        The memberships of the tokens in K groups, of at least 0 and of sum 1 for each token (within 1e-2, for
+        memberships of 16 bits). None if Z is `Moments`, which includes the memberships.
     eps, mask : float and array of bool, shape (..., n)
         As in `coding_rate`.
 
@@ -135,12 +134,12 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
     Raises
     ------
     TypeError, ValueError
-        As `coding_rate`, and if memberships are negative or do not sum to 1, or are given beside `Moments`.
+        As `coding_rate`, and if memberships are negative, do not sum to 1, or come with `Moments`.
 
     Notes
     -----
-    Time O(K n d min(n, d)), memory O(K min(n, d)²) and O(K n d). Precision as in `coding_rate`. Beyond the size at
-    which it takes singular values, memberships that are exactly 0 have the gradient 0.
+    Time O(K n d min(n, d)), memory O(K min(n, d)²) and O(K n d). Precision as in `coding_rate`. Where the rate comes
+    from singular values, memberships that are exactly 0 have the gradient 0.
 
     References
     ----------
@@ -148,7 +147,7 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
 
     Examples
     --------
-    Two groups in directions of their own; as one they cost more:
+    Two groups in different directions; as one group they have a higher rate:
 
     >>> import numpy as np
     >>> from levattn.attention import rates
@@ -166,16 +165,16 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
 
 @where_arrays_are
 def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None) -> Any:
-    r"""Return the bound R_var of the compression rate that token statistics attention descends.
+    r"""Return the bound R_var of the compression rate, which token statistics attention descends.
 
     .. math::
         R_{var} = \tfrac12 \sum_k \tfrac{n_k}{n} \sum_i \log\bigl(1 + \tfrac{d}{\epsilon^2}\, m_{ki}\bigr), \qquad
         m_{ki} = \tfrac{1}{n_k} \sum_t \Pi_{tk} \langle u_{ki}, z_t\rangle^2,
 
-    with the columns :math:`u_{ki}` of :math:`U_k`. For f concave with f(0) = 0 the sum of f over the eigenvalues of a
-    matrix is at most that over its diagonal, in any orthonormal basis. So R_c ≤ R_var wherever each :math:`U_k` has
-    orthonormal columns that span the tokens of its group, with equality if they are eigenvectors of its second
-    moment. For other :math:`U_k` no such bound holds.
+    with the columns :math:`u_{ki}` of :math:`U_k`. For concave f with f(0) = 0, the sum of f over a matrix's
+    eigenvalues is at most its sum over the diagonal in any orthonormal basis. So R_c ≤ R_var if each :math:`U_k` has
+    orthonormal columns that span the tokens of its group. Equality holds if the columns are eigenvectors of the
+    group's second moment. For other :math:`U_k` no such bound holds.
 
     Parameters
     ----------
@@ -198,7 +197,7 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 
     Notes
     -----
-    Time O(K n d p), memory O(K n p). Only the diagonals of second moments are used: those that `tssa` keeps.
+    Time O(K n d p), memory O(K n p). Only the diagonals of second moments are used, which `tssa` keeps.
 
     References
     ----------
@@ -206,7 +205,7 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 
     Examples
     --------
-    Equality at eigenvectors, and not in another basis:
+    Equality at eigenvectors, but not in another basis:
 
     >>> import numpy as np
     >>> from levattn.attention import rates
@@ -225,10 +224,10 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 
 @where_arrays_are
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
-    r"""Return the rate reduction R − R_c: what is saved by a code for each group.
+    r"""Return the rate reduction R − R_c: the nats that a separate code for each group saves.
 
-    It is at least 0, also where rounding would have it below, and largest where groups are far apart and each is
-    compact, if tokens are held to a scale (of unit norm, or groups of a given Frobenius norm).
+    It is at least 0: negative results of rounding become zero. At a fixed scale (tokens of unit norm, or
+    groups of a given Frobenius norm), it is largest for compact groups that are far apart.
 
     Parameters
     ----------
@@ -249,7 +248,7 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
 
     Notes
     -----
-    Time, memory and precision are those of `coding_rate` and `compression_rate`.
+    Time, memory and precision as for `coding_rate` and `compression_rate`.
 
     References
     ----------
@@ -272,26 +271,26 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
         return _scalar(_not_negative(whole - _rate_of_groups(roots, weights)), Z.batch[:-1])
     call, (Z, Pi), present = _tokens({"Z": (Z, 2), "Pi": (Pi, 2)}, eps, mask)
     xp = namespace_of(Z)
-    shares = xp.sum(Pi, axis=2)  # 1 but for rounding
+    shares = xp.sum(Pi, axis=2)  # 1 up to rounding
     rows = Z * xp.sqrt(xp.where(present > 0, shares, xp.ones_like(shares)))[..., None]
     return _scalar(_not_negative(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi)), call.batch)
 
 
 @where_arrays_are
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
-    r"""Return the coding rates of tokens of unit norm, head by head, summed over the heads.
+    r"""Return the coding rates of normalized tokens, summed over the heads.
 
     .. math:: \tfrac12 \sum_k \log\det\bigl(I + \tfrac{p}{T \epsilon^2} \hat W_k^T \hat W_k\bigr),
 
-    where the T tokens of a head are scaled to norm 1 first; one of zeros stays that. A probe of what layers do: a rate
-    that falls from layer to layer says that the tokens of a head come together.
+    where the T tokens of a head are first scaled to norm 1; a token of zeros stays zero. Use it to probe layers: if
+    the rate falls from layer to layer, the tokens of a head become more similar.
 
     Parameters
     ----------
     W : array of float, shape (..., h, T, p)
         Tokens projected to the p channels of each of h heads.
     eps : float, default 0.1
-        The distortion ε > 0, finite. The default has ε² = 0.01, as the reference has it.
+        The distortion ε > 0, finite. The default has ε² = 0.01, as in the reference.
     mask : array of bool, shape (..., T), optional
         True for a token that takes part.
 
@@ -311,8 +310,8 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
 
     References
     ----------
-    Yu et al., "White-Box Transformers via Sparse Rate Reduction", arXiv:2306.01129: the rate that is measured layer by
-    layer there.
+    Yu et al., "White-Box Transformers via Sparse Rate Reduction", arXiv:2306.01129, which measures this rate in each
+    layer.
 
     Examples
     --------
@@ -325,7 +324,7 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     call, (W,), present = _tokens({"W": (W, 3)}, None, mask)
     xp = namespace_of(W)
     b, h, T, p = W.shape
-    most = xp.max(xp.abs(W), axis=-1, keepdims=True)  # goes first, so that no square leaves the range
+    most = xp.max(xp.abs(W), axis=-1, keepdims=True)  # divided out first, so that no square overflows
     W = W / xp.where(most > 0, most, xp.ones_like(most))
     squares = xp.sum(W * W, axis=-1, keepdims=True)
     W = W / xp.sqrt(xp.where(squares > 0, squares, xp.ones_like(squares)))
@@ -336,27 +335,28 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
 
 @where_arrays_are
 def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> Any:
-    r"""Return tokens after a step of token statistics attention with tied outputs: down the gradient of R_var.
+    r"""Return tokens after a gradient descent step on R_var: token statistics attention with tied outputs.
 
     .. math::
         z_t^+ = z_t - \alpha H_t z_t, \qquad H_t = \sum_k \Pi_{tk} U_k D_k U_k^T, \qquad
         D_k = \mathrm{diag}_i\Bigl(\frac{c}{1 + c\, m_{ki}}\Bigr), \qquad c = d/\epsilon^2,
 
-    with the second moments :math:`m_{ki}` of the tokens as they are. That is :math:`Z - n \alpha \nabla R_{var}(Z)`,
-    the memberships Π held fixed: the operator of the paper with α = τ/n.
+    with the second moments :math:`m_{ki}` of the tokens before the step. The result is
+    :math:`Z - n \alpha \nabla R_{var}(Z)` with fixed memberships Π, the operator of the paper with α = τ/n.
 
     *Descent.* R_var does not rise, for fixed Π and any :math:`U_k`, orthogonal or not, if
 
     .. math:: \alpha \, c \, \max_k \|U_k\|_2^2 \le 2 .
 
-    Proof: log(1 + x) is below its tangents, so with those at the moments of Z, for any Z′,
+    Proof: log(1 + x) is below its tangents. The tangents at the moments of Z give, for any Z′,
     :math:`R_{var}(Z') \le R_{var}(Z) + \tfrac{1}{2n} \sum_t (z_t'^T H_t z_t' - z_t^T H_t z_t)`. For the step, an
     eigenvalue λ of :math:`H_t` contributes :math:`\lambda ((1 - \alpha\lambda)^2 - 1) \langle v, z_t\rangle^2`, which
     is not positive as :math:`0 \le \alpha\lambda \le \alpha c \max_k \|U_k\|_2^2 \le 2`.
 
-    So it falls strictly below the bound (`largest_step`) unless the gradient is zero. Where memberships sum to 1 + δ,
-    as rounded ones do, eigenvalues may be as much larger: the bound is then 1/(1 + δ) of it. Nothing is promised for
-    memberships that are computed anew from the new tokens, for untied outputs, or for steps on normalized tokens.
+    So with steps strictly below the bound (`largest_step`), R_var falls unless the gradient is zero. Where memberships
+    sum to 1 + δ because of rounding, eigenvalues may be larger by this factor, and the bound is smaller by the factor
+    1/(1 + δ). There is no guarantee if memberships are recomputed from the new tokens, for untied outputs, or for
+    steps on normalized tokens.
 
     Parameters
     ----------
@@ -365,9 +365,9 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     eps : float
         The distortion ε > 0, finite.
     step : float
-        The step α, above 0 and finite. Larger ones than `largest_step` are taken as well.
+        The step α, above 0 and finite. It may be larger than `largest_step`.
     mask : array of bool, shape (..., n), optional
-        True for a token that takes part. The others come back as they came.
+        True for a token that takes part. Other tokens are returned unchanged.
 
     Returns
     -------
@@ -385,7 +385,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
     References
     ----------
-    Wu et al., arXiv:2412.17810, section 3, for the operator. The theorem is ours.
+    Wu et al., arXiv:2412.17810, section 3, for the operator. The theorem is our own.
 
     Examples
     --------
@@ -401,7 +401,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     alpha = _positive("step", _number(step))
     call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
     xp = namespace_of(Z)
-    plain = xp.astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
+    plain = xp.astype(call.stacks[0], Z.dtype)  # scaling Z back would round
     gain = _gain(Z.shape[2], eps)
     taken = xp.zeros_like(Z)
     for k in range(Pi.shape[2]):
@@ -414,12 +414,12 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
 @where_arrays_are
 def largest_step(U: Any, eps: float, /) -> Any:
-    r"""Return the step up to which token statistics attention does not raise R_var, for fixed memberships.
+    r"""Return the largest step for which token statistics attention never raises R_var, for fixed memberships.
 
     .. math:: \frac{2}{c \max_k \|U_k\|_2^2}, \qquad c = d/\epsilon^2,
 
-    with the largest singular values of the :math:`U_k`; `descent_step` has the proof. It holds for all tokens and
-    memberships. For given ones larger steps may do, and at twice the bound some rise.
+    with the largest singular values of the :math:`U_k`. The bound holds for all tokens and memberships; `descent_step`
+    has the proof. For some of them larger steps do not raise R_var either, and for others it rises at twice the bound.
 
     Parameters
     ----------
@@ -436,7 +436,7 @@ def largest_step(U: Any, eps: float, /) -> Any:
     Raises
     ------
     TypeError, ValueError
-        If U is no array of real floats of at least three axes, or ε is out of range.
+        If U is not an array of real floats with at least three axes, or ε is out of range.
 
     Notes
     -----
@@ -444,11 +444,11 @@ def largest_step(U: Any, eps: float, /) -> Any:
 
     References
     ----------
-    That of `descent_step`.
+    As for `descent_step`.
 
     Examples
     --------
-    Orthonormal columns, for which the bound is 2 ε²/d:
+    With orthonormal columns, the bound is 2 ε²/d:
 
     >>> import numpy as np
     >>> from levattn.attention import rates
@@ -468,9 +468,9 @@ def largest_step(U: Any, eps: float, /) -> Any:
 
 
 def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any) -> tuple[Stacks, list[Any], Any]:
-    """Check the arrays of a call and return their stacks in float64, and which tokens are present, (b, n) of 0 and 1.
+    """Check the arrays of a call, and return their stacks in float64 and the present tokens as (b, n) of 0 and 1.
 
-    Tokens come divided by ε/√d, as rates depend on nothing else, unless ε is None. What a mask leaves out is 0.
+    Unless ε is None, tokens are returned over ε/√d, because rates depend only on this quotient. Masked tokens are 0.
     """
     arrays = {name: dense_array(name, given) for name, (given, _) in arguments.items()}
     places = {"Z": "nd", "Pi": "nK", "U": "Kdp", "W": "hTp"}
@@ -513,27 +513,26 @@ def _check_memberships(xp: Any, Pi: Any, present: Any, dtype: str) -> None:
     if not bool(xp.all(Pi >= 0)):
         raise ValueError("Pi holds a number below 0; expected memberships, of at least 0 and of sum 1 for each token")
     missed = xp.abs(xp.sum(Pi, axis=2) - present)
-    name = dtype.rpartition(".")[2]  # 16 bits round what was computed in more; others add up as well
+    name = dtype.rpartition(".")[2]  # rounded to 16 bits, but computed in more; others also have rounded sums
     room = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": (4 + Pi.shape[2]) * 2.0**-23}.get(
         name, (4 + Pi.shape[2]) * 2.0**-52
     )
     if not bool(xp.all(missed <= room)):
         raise ValueError(
             f"Pi has a row whose sum is off 1 by more than {room:.2g}, which rounding does not explain; expected "
-            "memberships of sum 1 for each token, along the last axis. Divide them by their sums, and leave tokens "
-            "out with mask="
+            "memberships of sum 1 along the last axis. Divide them by their sums, and leave tokens out with mask="
         )
 
 
 def _not_negative(x: Any) -> Any:
-    """Return numbers that rounding made negative as 0, with their gradients."""
+    """Set numbers that rounding made negative to 0, and keep their gradients."""
     xp = namespace_of(x)
     below = without_gradient(x)
     return x - xp.where(below < 0, below, xp.zeros_like(below))
 
 
 def _number(value: Any) -> Any:
-    """Return an array without axes, such as `largest_step` returns, as a number; others as they are."""
+    """Return an array without axes, such as `largest_step` returns, as a number; leave others unchanged."""
     return float(value) if array_api_compat.is_array_api_obj(value) and not value.ndim else value
 
 
@@ -543,7 +542,7 @@ def _positive(name: str, value: Any) -> float:
     if not _LEAST < number < 1 / _LEAST:
         raise ValueError(
             f"{name} is {value!r}; expected a number above 0, between {_LEAST:g} and {1 / _LEAST:g}. Rates depend on "
-            "Z/eps alone: scale both alike"
+            "Z/eps alone: scale both by the same factor"
         )
     return number
 
@@ -554,19 +553,19 @@ def _gain(d: int, eps: Any) -> float:
 
 
 def _refuse_beside(Pi: Any, mask: Any) -> None:
-    """Raise for what is given beside moments."""
+    """Raise for arguments that moments already include."""
     for name, given in (("Pi", Pi), ("mask", mask)):
         if given is not None:
             raise ValueError(
-                f"{name} is given beside Moments, which hold what is needed of it; expected None. Give it to their "
-                "update, as weights= or mask="
+                f"{name} is given beside Moments, which already include it; expected None. Give it to their update, "
+                "as weights= or mask="
             )
 
 
 def _roots(moments: Moments, eps: Any) -> tuple[Any, Any]:
-    """Return matrices (b, d, d) whose second moments are those of the tokens over ε²/d, and the weights (b,)."""
+    """Return matrices (b, d, d) with the second moments of the tokens over ε²/d, and the weights (b,)."""
     if moments.diagonal:
-        raise ValueError("Z is a diagonal Moments; expected all of the second moment. Make it without diagonal=True")
+        raise ValueError("Z is a diagonal Moments; expected the full second moment. Make it without diagonal=True")
     with np.errstate(over="ignore"):
         roots = moments.factor().normalizer * _gain(moments.d, eps)
     if not (np.abs(roots) <= _FAR).all():
@@ -575,11 +574,11 @@ def _roots(moments: Moments, eps: Any) -> tuple[Any, Any]:
 
 
 def _groups_of(moments: Moments, eps: Any) -> tuple[Any, Any]:
-    """Return what `_roots` does as (b, K, d, d) and (b, K)."""
+    """Return the results of `_roots` as (b, K, d, d) and (b, K)."""
     if not moments.batch or not moments.batch[-1]:
         raise ValueError(
-            f"Z is a Moments of batch {moments.batch}; expected one of each group, (..., K). For a single group make "
-            "it with batch (1,)"
+            f"Z is a Moments of batch {moments.batch}; expected one of each group, (..., K). For a single group, use "
+            "batch (1,)"
         )
     roots, weights = _roots(moments, eps)
     K, d = moments.batch[-1], moments.d
@@ -587,7 +586,7 @@ def _groups_of(moments: Moments, eps: Any) -> tuple[Any, Any]:
 
 
 def _scalar(rates: Any, batch: tuple[int, ...]) -> Any:
-    """Return rates (b,) as (batch...); of numpy a number where that has no axes."""
+    """Return rates (b,) as (batch...); a number instead of a numpy array without axes."""
     rates = reshaped(rates, batch)
     return rates[()] if isinstance(rates, np.ndarray) else rates
 
@@ -610,7 +609,7 @@ def _rate_of_groups(roots: Any, weights: Any) -> Any:
 
 
 def _compression(Z: Any, Pi: Any) -> Any:
-    """Return the compression rates (b,) of tokens (b, n, d), group by group, so that one at a time is in memory."""
+    """Return the compression rates (b,) of tokens (b, n, d), with one group in memory at a time."""
     xp = namespace_of(Z)
     sizes = xp.sum(Pi, axis=1)
     shares = sizes / _or_one(xp, xp.sum(sizes, axis=1))[:, None]
@@ -645,7 +644,7 @@ def _logdet(Z: Any, weights: Any = None) -> Any:
         return xp.sum(Z, axis=(1, 2))
     weighted = Z if weights is None else weights[..., None] * Z
     if not bool(xp.all(xp.sum(weighted * Z, axis=(1, 2)) <= _LARGE)):
-        # in a Cholesky factor rounding relative to the largest singular value would show in the small ones
+        # the rounding of a Cholesky factor, relative to the largest singular value, would affect small ones
         if weights is not None:
             there = weights > 0
             Z = xp.where(there, xp.sqrt(xp.where(there, weights, xp.ones_like(weights))), weights)[..., None] * Z
@@ -656,6 +655,6 @@ def _logdet(Z: Any, weights: Any = None) -> Any:
         M = side + xp.matmul(xp.matrix_transpose(weighted), Z)
     elif weights is None:
         M = side + xp.matmul(Z, xp.matrix_transpose(Z))
-    else:  # not symmetric, so that no root of a weight is taken: it has no slope at 0
+    else:  # not symmetric, to avoid the square root of a weight, which has no derivative at 0
         return xp.linalg.slogdet(side + xp.matmul(weighted, xp.matrix_transpose(Z)))[1]
     return 2 * xp.sum(xp.log(xp.linalg.diagonal(xp.linalg.cholesky(M))), axis=1)

@@ -1,1 +1,1 @@
-"""Adapters to other libraries, each a module that is imported by its own name: ``levattn.integrations.sklearn``."""
+"""Adapters to other libraries. Import each by its own name, such as ``levattn.integrations.sklearn``."""

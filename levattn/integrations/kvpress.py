@@ -1,4 +1,4 @@
-"""Presses of kvpress that keep keys by leverage or expected scores. Needs kvpress and a transformers that it takes."""
+"""Presses for kvpress that keep keys by leverage or expected scores. Needs kvpress and a transformers it supports."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ __all__ = ["ExpectedPress", "LeveragePress", "universal_press"]
 
 @dataclass
 class LeveragePress(ScorerPress):  # type: ignore[misc]
-    r"""Scores cached keys by their exact leverage scores, in [0, 1].
+    r"""Score cached keys by their exact leverage scores, in [0, 1].
 
-    The score of a key k is :math:`\max_q \langle q, k\rangle^2 / \sum_l \langle q, k_l\rangle^2` over all queries,
-    where the sum is over the keys of its head in the cache, as they enter the attention (after rotary embedding). No
-    sketch, no ridge, no random numbers: the scale of the keys, other sequences of the batch and other heads make no
-    difference.
+    The score of a key k is :math:`\max_q \langle q, k\rangle^2 / \sum_l \langle q, k_l\rangle^2` over all queries q.
+    The sum is over the cached keys of its head, after rotary embedding. The scores use no sketch, no ridge and no
+    random numbers. They do not depend on the scale of the keys, other sequences of the batch or other heads.
 
-    As a press of a fixed size it keeps the keys of largest scores; inside `DMSPress` (see `universal_press`) those
-    of at least a threshold. Keys that come later only lower the scores of those before, so a set by threshold stays a
-    superset of the universal set while tokens are generated.
+    Used alone, this press keeps a fixed number of keys, with the largest scores. Inside `DMSPress` (see
+    `universal_press`) it keeps all keys with scores of at least a threshold. Later keys only lower the scores of
+    earlier ones, so this set stays a superset of the universal set while tokens are generated.
 
     Parameters
     ----------
     compression_ratio : float, default 0.0
         Share of the keys to remove, in [0, 1).
     center : bool, default False
-        Whether the mean key is taken away first, which softmax does not see. Scores are then no bounds for x².
+        Whether to subtract the mean key first, which does not change softmax. Scores are then no bounds for x².
     sinks : int, default 4
-        First keys of each sequence that are kept before all others: models that are trained without sink parameters
-        use them as such, and fail without.
+        Number of first keys of each sequence that are kept before all others. Models trained without sink parameters
+        use these keys as attention sinks, and fail without them.
 
     Raises
     ------
@@ -51,9 +50,9 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
     Notes
     -----
-    Time O(S d²) a head for S keys, memory O(S). Padded keys, by the mask that the layer was given, take no part in the
-    scores and have score 0. kvpress masks or drops keys; nothing is summarized as in
-    `levattn.attention.pruned_attention`, and for softmax there is no guarantee for what is dropped.
+    Time O(S d²) a head for S keys, memory O(S). Keys that the layer's mask marks as padding have score 0 and do not
+    affect other scores. Unlike `levattn.attention.pruned_attention`, kvpress does not summarize keys, but masks or
+    drops them. For softmax there is no guarantee for the dropped keys.
 
     References
     ----------
@@ -97,17 +96,17 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
         values, attentions : object
             Not read.
         kwargs : dict
-            What the layer was called with; its ``attention_mask`` tells which keys are padding.
+            Keyword arguments of the layer; its ``attention_mask`` tells which keys are padding.
 
         Returns
         -------
         torch.Tensor of shape (B, H_kv, S)
-            In float32, on the device of the keys, without gradient.
+            Scores in float32, on the device of the keys, without gradient.
 
         Raises
         ------
         TypeError, ValueError
-            If the mask is of another kind or shape.
+            If the mask has another type or shape.
         NonFiniteError
             If the keys hold NaN or infinity.
         """
@@ -118,23 +117,23 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
 @dataclass
 class ExpectedPress(ScorerPress):  # type: ignore[misc]
-    r"""Scores cached keys by the softmax attention that later queries are expected to give them, in [0, 1].
+    r"""Score cached keys by the expected softmax attention of later queries, in [0, 1].
 
-    Queries are taken to be normal, with the mean and covariance of those of the prompt before rotary embedding, and at
-    the positions that follow. Scores are `levattn.expected_scores` of the softmax itself, with its normalizer, in the
-    mean over the heads of queries that share keys. (kvpress's ExpectedAttentionPress has the expected numerators, by
-    the log-normal mean and an averaged rotation.)
+    Later queries are modeled as normal, with the mean and covariance of the prompt's queries before rotary embedding,
+    and at the positions after the prompt. Scores are `levattn.expected_scores` of the softmax itself, with its
+    normalizer, averaged over the query heads that share keys. (In contrast, ExpectedAttentionPress of kvpress has the
+    expected numerators, by the log-normal mean and an averaged rotation.)
 
     Parameters
     ----------
     compression_ratio : float, default 0.0
         Share of the keys to remove, in [0, 1).
     horizon : int, default 512
-        Positions to come, from which queries are drawn.
+        Number of positions after the prompt, at which queries are drawn.
     samples : int, default 256
-        Queries that are drawn for each head.
+        Number of queries drawn for each head.
     sinks : int, default 4
-        First keys of each sequence that are kept before all others; their queries are left out of the statistics.
+        Number of first keys of each sequence that are kept before all others. The statistics leave out their queries.
 
     Raises
     ------
@@ -143,8 +142,8 @@ class ExpectedPress(ScorerPress):  # type: ignore[misc]
 
     Notes
     -----
-    Time O(S (d + `samples`) d) for each head of queries, in float64 and main memory. Draws have a fixed seed. There is
-    no guarantee for what is dropped: queries of a question need not be like those of the prompt.
+    Time O(S (d + `samples`) d) for each query head, in float64 and main memory. The random draws have a fixed seed.
+    There is no guarantee for the dropped keys, because the queries of a question may differ from the prompt's.
 
     References
     ----------
@@ -181,25 +180,25 @@ class ExpectedPress(ScorerPress):  # type: ignore[misc]
         Parameters
         ----------
         module : torch.nn.Module
-            The layer of attention, with its projection of queries and its rotary embedding.
+            The attention layer, with its query projection and its rotary embedding.
         hidden_states : torch.Tensor of shape (B, m, D)
-            What the layer read; queries are made of it.
+            The layer's input, from which queries are computed.
         keys : torch.Tensor of shape (B, H_kv, S, d)
             Keys of the cache.
         values, attentions : object
             Not read.
         kwargs : dict
-            What the layer was called with; its ``attention_mask`` tells which keys are padding.
+            Keyword arguments of the layer; its ``attention_mask`` tells which keys are padding.
 
         Returns
         -------
         torch.Tensor of shape (B, H_kv, S)
-            In float32, on the device of the keys, without gradient.
+            Scores in float32, on the device of the keys, without gradient.
 
         Raises
         ------
         TypeError, ValueError
-            If the mask is of another kind or shape.
+            If the mask has another type or shape.
         NonFiniteError
             If keys or queries hold NaN or infinity.
         """
@@ -226,7 +225,7 @@ def _check_ratio(ratio: Any) -> None:
 
 
 def _with_sinks(scores: Any, present: Any, sinks: int) -> Any:
-    """Return scores with the first keys of each sequence above every other, which is at most 1."""
+    """Raise the scores of each sequence's first keys above all others, which are at most 1."""
     if not sinks:
         return scores
     there = torch.ones_like(scores, dtype=torch.bool) if present is None else present.expand(scores.shape)
@@ -235,7 +234,7 @@ def _with_sinks(scores: Any, present: Any, sinks: int) -> Any:
 
 
 def _moments(Q: Any, present: Any, sinks: int) -> tuple[Any, Any]:
-    """Return mean and covariance of queries (B, H, m, d), the first of each sequence left out if there are others."""
+    """Return mean and covariance of queries (B, H, m, d), without the first of each sequence if there are others."""
     m = Q.shape[2]
     there = torch.ones(Q.shape[0], 1, m, dtype=torch.bool, device=Q.device) if present is None else present[..., -m:]
     later = there & (there.cumsum(-1) > sinks)
@@ -249,28 +248,28 @@ def _moments(Q: Any, present: Any, sinks: int) -> tuple[Any, Any]:
 def universal_press(
     epsilon: float, *, sliding_window_size: int = 128, center: bool = False, sinks: int = 4, decoding: bool = False
 ) -> Any:
-    """Return a press that keeps the universal set by threshold, the first keys and the last ones.
+    """Return a press that keeps the universal set by threshold, the first keys and the last keys.
 
-    Every key that any query could give an x²-attention of at least ε, among the keys of its head, is kept; how many
-    that are differs from head to head, and is at most d/ε.
+    The press keeps every key that some query could give an x²-attention of at least ε among the keys of its head.
+    The number of these keys differs from head to head, and is at most d/ε.
 
     Parameters
     ----------
     epsilon : float in (0, 1]
         The threshold.
     sliding_window_size : int, default 128
-        Last keys that are kept.
+        Number of last keys that are kept.
     center, sinks : bool, int
         As in `LeveragePress`.
     decoding : bool, default False
-        Whether kvpress scores generated tokens as well. It shows a press only the new keys then, among which a single
-        one has score 1, so that they are kept.
+        Whether kvpress scores generated tokens as well. It then shows a press only the new keys; a single new key has
+        score 1, so it is kept.
 
     Returns
     -------
     kvpress.DMSPress
-        To be used as ``with universal_press(0.01)(model): ...``. It masks what it does not keep (kvpress's way for
-        sizes that differ between heads), so that no memory is freed.
+        Use it as ``with universal_press(0.01)(model): ...``. It masks the other keys, as kvpress does for sizes that
+        differ between heads, so no memory is freed.
 
     Raises
     ------
@@ -300,7 +299,7 @@ def universal_press(
 
 
 def _present(mask: Any, K: Any) -> Any:
-    """Return which keys are no padding, (B, 1, S), or None for all: those that the last query may see."""
+    """Return which keys are not padding, (B, 1, S), or None for all: the keys that the last query may see."""
     if mask is None:
         return None
     S = K.shape[2]

@@ -20,11 +20,11 @@ with needing("LeverageScorer needs scikit-learn", "sklearn"):
 __all__ = ["LeverageScorer"]
 
 _DTYPES = (np.float64, np.float32)
-_ROWS = 8192  # that are whitened at once, so that little is held besides the result
+_ROWS = 8192  # rows whitened at a time, so that little memory is needed besides the result
 
 
 class _Seen:
-    """The rows so far, and what is read from them once it is asked for."""
+    """The stream of the rows so far, and its result, computed at the first access."""
 
     def __init__(self, stream: StreamingUniversalSet, dtype: np.dtype[Any]) -> None:
         self.stream = stream
@@ -42,16 +42,16 @@ class _Seen:
 
 
 class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    r"""Leverage scores of rows that come at once or in chunks, their universal set, and whitened rows.
+    r"""Leverage scores, universal set and whitening of rows that come at once or in chunks.
 
     The leverage of a row x against the fitted rows X is
 
     .. math:: \tau(x) = x^T (X^T X)^+ x = \max_q \langle q, x\rangle^2 / \sum_l \langle q, x_l\rangle^2.
 
-    For a row of X it is its leverage score, in [0, 1]; these scores sum to the rank of X. Rows are taken as they
-    are: for the scores of least squares with an intercept, center them first or add a column of ones.
+    The leverage of a row of X is its leverage score, in [0, 1]; these scores sum to the rank of X. The estimator does
+    not center the rows: for least squares with an intercept, center them first or add a column of ones.
 
-    The universal set is that of `universal_set`, and scores are those of `leverage_scores` to rounding. All have the
+    `universal_set` gives the same set, and `leverage_scores` the same scores up to rounding. All results have the
     same bits for the same rows in any chunks.
 
     Parameters
@@ -62,32 +62,32 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     Attributes
     ----------
     universal_set_ : array of int64, shape (size,)
-        Ascending numbers of the rows whose leverage score is at least `epsilon`, from 0. At most rank/ε.
+        Ascending numbers, from 0, of the rows with leverage scores of at least `epsilon`. There are at most rank/ε.
     result_ : levattn.StreamedSet
-        The universal set with all that is known of it: these rows, their scores, and what is guaranteed.
+        The universal set with its rows, their scores, and the guarantee.
     rank_ : int
         Numerical rank of the rows, the number of columns that `transform` returns.
     factor_ : levattn.linalg.Factor
-        The factor of the second moment of the rows; `error` there estimates the relative error of a score.
+        The factor of the second moment of the rows. Its `error` estimates the relative error of a score.
     n_samples_seen_ : int
         Number of rows so far.
     n_features_in_ : int
         Number of columns.
     feature_names_in_ : array of str, shape (d,)
-        Names of the columns, where the rows of the fit had some.
+        Names of the columns, if the fitted rows had names.
 
     See Also
     --------
-    levattn.leverage_scores, levattn.universal_set : The same for batches, more dtypes and kinds of arrays.
-    levattn.StreamingUniversalSet : The state behind it.
+    levattn.leverage_scores, levattn.universal_set : Functions for batches, and for more dtypes and array types.
+    levattn.StreamingUniversalSet : The stream behind this estimator.
 
     Notes
     -----
-    Time O(n d²), and memory O(d²/ε) whatever the number of rows; see `StreamingUniversalSet`. What the attributes
-    hold is computed when it is first asked for, so that chunks may be small.
+    Time O(n d²), and memory O(d²/ε) whatever the number of rows; see `StreamingUniversalSet`. The estimator computes
+    an attribute when you first read it, so chunks may be small.
 
-    The rank is decided in float64 whatever the dtype. Sparse rows and sample weights are not supported; a row with
-    weight w is the row times √w.
+    The rank is decided in float64 whatever the dtype. Sparse rows and sample weights are not supported. To give a row
+    the weight w, multiply it by √w.
 
     References
     ----------
@@ -118,14 +118,14 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.epsilon = epsilon
 
     def fit(self, X: Any, y: Any = None) -> LeverageScorer:  # noqa: ARG002
-        """Take these rows, and forget those before.
+        """Fit to these rows, and forget earlier ones.
 
         Parameters
         ----------
         X : array of shape (n, d)
-            Rows, n ≥ 1; float64 or float32, others are converted to float64.
+            Rows, n ≥ 1, in float64 or float32. Other dtypes are converted to float64.
         y : ignored
-            There for pipelines.
+            Present for pipelines.
 
         Returns
         -------
@@ -135,7 +135,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Raises
         ------
         TypeError, ValueError
-            If `epsilon` is no number in (0, 1], or X is not a dense array of finite numbers.
+            If `epsilon` is not a number in (0, 1], or X is not a dense array of finite numbers.
         """
         return self._take(X, StreamingUniversalSet(self.epsilon), least=1, reset=True)
 
@@ -145,9 +145,9 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Parameters
         ----------
         X : array of shape (m, d)
-            Rows, m ≥ 0 of them, of the dtype of the first chunk or, after float64, of one that float64 holds.
+            Rows, m ≥ 0 of them, in the dtype of the first chunk. After a float64 chunk, any dtype that float64 holds.
         y : ignored
-            There for pipelines.
+            Present for pipelines.
 
         Returns
         -------
@@ -157,48 +157,48 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Raises
         ------
         TypeError, ValueError
-            As for `fit`, or if X or `epsilon` does not go with the chunks before. The estimator is as it was.
+            As for `fit`, or if X or `epsilon` does not fit the earlier chunks. The estimator stays unchanged.
         """
         if not self.__sklearn_is_fitted__():
             return self._take(X, StreamingUniversalSet(self.epsilon), least=0, reset=True)
         stream = self._seen.stream
         if self.epsilon != stream.epsilon:
             raise ValueError(
-                f"epsilon is {self.epsilon!r}; the chunks before were taken with {stream.epsilon!r}. Expected the "
-                "same: set it back, or start anew with fit"
+                f"epsilon is {self.epsilon!r}; expected {stream.epsilon!r} as for the earlier chunks. Set it back, or "
+                "start again with fit"
             )
         return self._take(X, stream, least=0, reset=False)
 
     def _take(self, X: Any, stream: StreamingUniversalSet, *, least: int, reset: bool) -> LeverageScorer:
-        """Add rows, at least so many, to a stream, which is a new one if `reset`."""
+        """Add at least `least` rows to a stream, a new one if `reset`."""
         X = validate_data(self, X, reset=reset, dtype=_DTYPES, ensure_min_samples=least)
         dtype = X.dtype if reset else self._seen.dtype
         if not np.can_cast(X.dtype, dtype):
             raise TypeError(
-                f"X has dtype {X.dtype}; the chunks before had {dtype}. Expected {dtype} in all chunks: convert this "
-                f"one, or make the first one {X.dtype}"
+                f"X has dtype {X.dtype}; expected {dtype} as in the earlier chunks. Convert this chunk, or start with "
+                f"a chunk of {X.dtype}"
             )
         self._seen = _Seen(stream.update(X.astype(dtype, copy=False)), dtype)
         return self
 
     def merge(self, other: LeverageScorer) -> LeverageScorer:
-        """Add what another estimator has been fitted to, as if its rows came after those of this one.
+        """Add the rows of another estimator, as if they came after the rows of this one.
 
         Parameters
         ----------
         other : LeverageScorer
-            An estimator of the same `epsilon`, number of columns and dtype. It is not changed. One that is not fitted
-            stands for no rows.
+            An estimator of the same `epsilon`, number of columns and dtype. It is not changed. An unfitted estimator
+            has no rows.
 
         Returns
         -------
         LeverageScorer
-            This estimator, which now stands for the rows of both; to rounding the same as if it had seen them all.
+            This estimator, fitted to the rows of both: up to rounding, as if it had seen all the rows itself.
 
         Raises
         ------
         TypeError, ValueError
-            If the estimators do not go together. This one is then as it was.
+            If the estimators do not match. This one then stays unchanged.
 
         Notes
         -----
@@ -220,14 +220,14 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self
 
     def score_samples(self, X: Any) -> npt.NDArray[Any]:
-        """Return the leverage of rows against the fitted ones.
+        """Return the leverage of rows against the fitted rows.
 
-        For rows of the fit this is their leverage score. Another row may have more than 1, and has infinity if it
-        reaches outside the row space of the fit by more than rounding. So has a row of the fit that is on the edge of
-        the numerical rank, where `leverage_scores` gives 1: a score may err upwards there, never downwards.
+        The leverage of a fitted row is its leverage score. Another row may have a leverage above 1. It is infinite if
+        the row lies outside the row space of the fit by more than rounding. A fitted row on the edge of the numerical
+        rank also gets infinity, where `leverage_scores` gives 1. A score may err upward there, never downward.
 
-        Unlike those of scikit-learn's outlier detectors, large scores are the unusual ones; where a larger score must
-        mean a more usual row, take the negative.
+        Large scores mark unusual rows, while scikit-learn's outlier detectors give unusual rows small scores. Negate
+        the scores where a larger score must mean a more usual row.
 
         Parameters
         ----------
@@ -250,10 +250,10 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return np.asarray(scores[0])
 
     def transform(self, X: Any) -> npt.NDArray[Any]:
-        """Return the rows in the basis in which the columns of the fitted rows are orthonormal.
+        """Return whitened rows, in the basis in which the columns of the fitted rows are orthonormal.
 
-        The squared norm of a row so whitened is its leverage, but for what of it is outside the row space of the fit,
-        which is dropped.
+        The squared norm of a whitened row is the leverage of its projection onto the row space of the fit. The
+        part of the row outside that space is dropped.
 
         Parameters
         ----------
@@ -280,7 +280,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return out
 
     def _factor_on(self, X: Any) -> Factor:
-        """Return the factor of the fitted rows for these."""
+        """Return the factor of the fitted rows, for the rows of X."""
         factor = self.factor_.exactly()
         _, rows = in_main_memory(validate_data(self, X, reset=False, dtype=_DTYPES))
         return factor.on(rows)
@@ -292,7 +292,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     @property
     def universal_set_(self) -> npt.NDArray[np.int64]:
-        """Ascending numbers of the rows whose leverage score is at least ε."""
+        """Ascending numbers of the rows with leverage scores of at least ε."""
         return self.result_.indices
 
     @property
@@ -320,11 +320,11 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self.rank_
 
     def __sklearn_is_fitted__(self) -> bool:
-        """Tell whether there were rows yet."""
+        """Tell whether the estimator has seen rows."""
         return hasattr(self, "_seen")
 
     def __sklearn_tags__(self) -> Any:
-        """Return what scikit-learn needs to know of the estimator."""
+        """Return the estimator's tags for scikit-learn."""
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags

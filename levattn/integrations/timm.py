@@ -1,7 +1,7 @@
 """Vision transformers of timm with attention to few patches. Needs the extra ``timm``.
 
-`LevAttention` goes where timm takes a class of attention, to train with it. `prune` changes a model that there is,
-until it is taken off, and `kept_patches` tells which patches its heads attend to exactly.
+Pass `LevAttention` to timm as the attention class to train a model with it. `prune` changes an existing model until
+you remove the pruning, and `kept_patches` returns the patches that its heads attend to exactly.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ __all__ = ["LevAttention", "Pruning", "kept_patches", "prune"]
 class LevAttention(Prunable, Attention):  # type: ignore[misc]
     """`timm.layers.Attention` that attends to a few keys, by `levattn.attention.pruned_attention`.
 
-    Its parameters are those of timm's class, so that ``load_state_dict`` works both ways. timm makes layers itself,
-    and takes no options for them: `of` makes a class that has them. `levattn.nn.set_dense` switches between all keys
-    (for the first part of a training) and few.
+    The class has the same parameters as timm's class, so ``load_state_dict`` works both ways. Because timm constructs
+    the layers itself and passes no options to them, `of` returns a class with your options. `levattn.nn.set_dense`
+    switches between all keys (for the first part of training) and few.
 
     Parameters
     ----------
     *args, **kwargs
-        Those of `timm.layers.Attention`.
+        Arguments of `timm.layers.Attention`.
 
     Raises
     ------
     TypeError
-        If the class has no options; `of` makes one that has some.
+        If the class has no options; `of` returns a class with options.
     ValueError
-        By a call with `attn_mask`, or with dropout of weights while it trains, which few keys would not honor.
+        If a call passes `attn_mask`, or the layer trains with dropout of attention weights. Attention to few keys
+        would ignore both.
 
     Notes
     -----
-    Time and memory of a call as `levattn.attention.pruned_attention` says, and O(NC²) for the linear maps, N tokens of
-    C channels.
+    Time and memory of a call as for `levattn.attention.pruned_attention`, and O(NC²) for the linear maps, for N tokens
+    of C channels.
 
     References
     ----------
@@ -68,17 +69,17 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not hasattr(self, "options"):
-            raise TypeError("LevAttention has no options; expected a class that has some, as LevAttention.of(size=32)")
+            raise TypeError("LevAttention has no options; expected a class with options, as LevAttention.of(size=32)")
 
     @classmethod
     def of(cls, **options: Any) -> type[LevAttention]:
-        """Return a class of layers with options of `levattn.attention.pruned_attention`.
+        """Return a layer class with options of `levattn.attention.pruned_attention`.
 
         Parameters
         ----------
         **options
-            Those of selection: budget, size or epsilon, and summaries, window, sinks, scores, center, f. A class token
-            and registers come first in timm's models: with ``sinks=1`` (or so many) they are always kept.
+            Options of the selection: budget, size or epsilon, and summaries, window, sinks, scores, center, f. In
+            timm's models the class token and registers come first; ``sinks=1`` (or their number) always keeps them.
 
         Returns
         -------
@@ -88,7 +89,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         Raises
         ------
         TypeError, ValueError
-            By the options.
+            If the options are invalid.
         """
         return type(cls.__name__, (cls,), {"options": _checked(options), "__module__": cls.__module__})
 
@@ -102,7 +103,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         attn_mask : None
             Not supported.
         is_causal : bool
-            Whether a token sees itself and those before only.
+            Whether a token sees only itself and earlier tokens.
 
         Returns
         -------
@@ -112,13 +113,13 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         Raises
         ------
         TypeError, ValueError
-            If there is a mask, weights would be dropped out, or as `levattn.attention.pruned_attention`.
+            If there is a mask or dropout of attention weights, or as for `levattn.attention.pruned_attention`.
         """
         if attn_mask is not None:
-            raise ValueError("attn_mask was given; expected None, as attention to few keys takes no masks of timm")
+            raise ValueError("attn_mask was given; expected None, as attention to few keys does not support it")
         if self.training and self.attn_drop.p:
             raise ValueError(
-                f"attn_drop is {self.attn_drop.p}; expected 0 while training, as attention to few keys has no dropout"
+                f"attn_drop is {self.attn_drop.p}; expected 0 in training, as attention to few keys has no dropout"
             )
         Y = self._attention(*self._projected(x), is_causal)
         gate = getattr(self, "gate", None)
@@ -145,12 +146,12 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         Returns
         -------
         array of bool, shape (B, H, N)
-            True for the keys that are selected, and the first ones.
+            True for the selected keys and the first keys.
 
         Raises
         ------
         TypeError, ValueError
-            As `levattn.attention.pruned_attention`.
+            As for `levattn.attention.pruned_attention`.
         """
         Q, K, V = self._projected(x)
         if self.dense:
@@ -160,17 +161,17 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
 
 
 class Pruning:
-    """What `prune` did to a model, and the way to take it off; also as a block, ``with prune(model, ...):``.
+    """The pruned layers of a model, and the way to restore them. Also a context: ``with prune(model, ...):``.
 
     Parameters
     ----------
     changed : dict of str to LevAttention
-        The layers that are pruned, by their names.
+        The pruned layers, by their names.
 
     Attributes
     ----------
     layers : tuple of str
-        The names of the layers that are pruned, in the order of the model; empty once it is taken off.
+        The names of the pruned layers, in the order of the model; empty after `remove`.
 
     Examples
     --------
@@ -188,11 +189,11 @@ class Pruning:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The names of the layers that are pruned."""
+        """The names of the pruned layers."""
         return tuple(self._changed)
 
     def remove(self) -> None:
-        """Let the layers attend to all keys again, as timm does. A second call does nothing."""
+        """Let the layers attend to all keys again, as in timm. A second call does nothing."""
         for layer in self._changed.values():
             layer.__class__ = Attention
             for name in ("options", "dense"):
@@ -210,30 +211,30 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     """Let layers of a vision transformer attend to a few patches, and to summaries of the others.
 
     Each layer of the class `timm.layers.Attention` computes `levattn.attention.pruned_attention` of its own queries,
-    keys and values. Nothing is trained, and parameters stay the same objects with the same names.
+    keys and values. Pruning needs no training, and parameters stay the same objects with the same names.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model of timm, e.g. a ViT or DeiT. It is changed in place.
+        A timm model, e.g. a ViT or DeiT. It is changed in place.
     budget : int or float, optional
         As for `pruned_attention`; 1.0 is dense.
     layers : iterable of int, optional
-        Numbers of the layers of attention to prune, from 0; all if None.
+        Numbers of the attention layers to prune, from 0; all if None.
     **options
-        Others of `pruned_attention`: size, epsilon, summaries, window, sinks, scores, center, f. The class token and
-        registers are kept by ``sinks``, as many as the model has, if not given.
+        Other options of `pruned_attention`: size, epsilon, summaries, window, sinks, scores, center, f. By default
+        ``sinks`` is the number of class tokens and registers of the model, so they are kept.
 
     Returns
     -------
     Pruning
-        The names of the layers, and the way to take the pruning off.
+        The names of the pruned layers, and the way to restore them.
 
     Raises
     ------
     TypeError, ValueError
-        By the options; if the model has no layer of this class, is pruned already, or has other layers of attention,
-        which are named (those of Eva, Beit, Swin and others). The model is then as it was.
+        If the options are invalid, or the model has no layer of this class or is already pruned. Also if it has other
+        attention layers, such as in Eva, Beit or Swin; the message names them. The model then stays unchanged.
 
     Notes
     -----
@@ -264,9 +265,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     if layers is not None:
         wanted = list(layers)
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(names) for i in wanted):
-            raise ValueError(
-                f"layers is {wanted}; expected numbers from 0 to {len(names) - 1}, of layers of attention"
-            )
+            raise ValueError(f"layers is {wanted}; expected numbers of attention layers, from 0 to {len(names) - 1}")
         names = [names[i] for i in sorted(set(wanted))]
     changed = {name: there[name] for name in names}
     for layer in changed.values():
@@ -276,7 +275,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of selection, or raise."""
+    """Return valid options of the selection, or raise."""
     known = {"budget", "size", "epsilon", "summaries", "window", "sinks", "scores", "center", "f"}
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"{', '.join(unknown)} was given; expected options among {', '.join(sorted(known))}")
@@ -290,13 +289,13 @@ def _layers_of(model: Any) -> dict[str, Any]:
     for name, module in model.named_modules():
         kind = type(module)
         if isinstance(module, Prunable):
-            raise ValueError(f"{name} of the model is pruned already; expected a model that is not")
+            raise ValueError(f"{name} of the model is pruned already; expected an unpruned model")
         if kind is Attention:
             there[name] = module
         elif _attends(kind.__name__.lower()):
             others.add(f"{kind.__module__}.{kind.__name__}")
     if others or not there:
-        found = f"layers of {', '.join(sorted(others))}" if others else "no layer of attention"
+        found = f"layers of {', '.join(sorted(others))}" if others else "no attention layer"
         raise ValueError(
             f"the model is a {type(model).__name__} with {found}; expected timm.layers.Attention in all its blocks, "
             "as ViT and DeiT have"
@@ -305,7 +304,7 @@ def _layers_of(model: Any) -> dict[str, Any]:
 
 
 def _attends(name: str) -> bool:
-    """Tell by the name of a class whether it attends; a pool reads what all layers made, by a query of its own."""
+    """Tell by its name whether a class attends; a pool, which reads the final output, does not count."""
     return ("attn" in name or "attention" in name) and "pool" not in name
 
 
@@ -315,14 +314,14 @@ def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
     Parameters
     ----------
     model : torch.nn.Module
-        A model of timm that `prune` changed, or that was made with `LevAttention`. It is called once.
+        A timm model that `prune` changed, or with layers of `LevAttention`. It is called once.
     images : tensor of shape (B, channels, height, width)
-        What it is called with.
+        The images for the call.
 
     Returns
     -------
     array of bool, shape (layers, B, H, rows, columns)
-        True for a patch that is selected, in each layer that is pruned; class tokens and registers are left out.
+        True for the selected patches, in each pruned layer. Class tokens and registers are left out.
 
     Raises
     ------
@@ -331,7 +330,7 @@ def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
 
     Notes
     -----
-    Time: that of a call of the model, with one attention more in each pruned layer.
+    One call of the model, with one additional attention in each pruned layer.
 
     Examples
     --------
@@ -363,6 +362,6 @@ def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
     rows, columns = (-(-size // patch) for size, patch in zip(images.shape[-2:], embed.patch_size, strict=True))
     if rows * columns != flags.shape[-1]:
         raise ValueError(
-            f"{flags.shape[-1]} tokens are no grid of {rows} × {columns} patches; expected a model that keeps all"
+            f"{flags.shape[-1]} tokens are no grid of {rows} × {columns} patches; expected a model with all tokens"
         )
     return flags.reshape(*flags.shape[:-1], rows, columns)

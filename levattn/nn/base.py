@@ -1,4 +1,4 @@
-"""What layers share: how they are called, decode and are shown, and the caches that they decode with."""
+"""Base classes of layers and of their decoding caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Cache", "Layer", "Module", "Recurrent"]
 
 
 class Cache:
-    """What decoding keeps of the positions so far."""
+    """The decoding state for the positions so far."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -22,7 +22,7 @@ class Cache:
         self.feature: Any = None
 
     def numbers(self) -> int:
-        """Return how many floats are held, of all sequences together.
+        """Return the number of floats in the cache, over all sequences.
 
         Returns
         -------
@@ -34,7 +34,7 @@ class Cache:
 
     @abstractmethod
     def _numbers(self) -> int:
-        """Return how many floats the state holds."""
+        """Return the number of floats in the state."""
 
 
 C = TypeVar("C")
@@ -49,41 +49,41 @@ class Module(torch.nn.Module):  # type: ignore[misc]
         return {name: getattr(self, name) for name in self._shown}
 
     def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
+        """Return the text that `print` shows for the layer.
 
         Returns
         -------
         str
-            The options that it was made with.
+            The layer's options.
         """
         return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
 
 
 class Layer(Module, Generic[C]):
-    """A layer in the place of multi-head attention, on (B, T, C), that decodes with a cache."""
+    """A layer that replaces multi-head attention, on (B, T, C), and decodes with a cache."""
 
     _cache_class: type[C]
     dim: int
     causal: bool = True
 
     def new_cache(self) -> C:
-        """Return an empty cache of decoding, for a batch of any size.
+        """Return an empty decoding cache, for a batch of any size.
 
         Returns
         -------
         LatteCache, MacchiatoCache, TokenStatisticsCache or LevAttentionCache
-            That of this kind of layer: ``forward(x, cache=cache)`` reads and updates it.
+            A cache for this class of layers: ``forward(x, cache=cache)`` reads and updates it.
 
         Raises
         ------
         ValueError
-            If the layer is not causal: then all rows change with every new position.
+            If the layer is not causal, because every new position then changes all rows.
         """
         refuse_bidirectional(self.causal)
         return self._cache_class()
 
     def _called(self, x: Any, mask: Any, offsets: Any, cache: C | None) -> Any:
-        """Return the attention of a batch of sequences, for a call that is checked first."""
+        """Check a call, and return the attention of a batch of sequences."""
         check_input(self.dim, x, mask, offsets, cache, self._cache_class)
         if cache is not None:
             refuse_bidirectional(self.causal)
@@ -91,15 +91,15 @@ class Layer(Module, Generic[C]):
 
     @abstractmethod
     def _attended(self, x: Any, mask: Any, offsets: Any, cache: Any) -> Any:
-        """Return what the heads make of a checked call, (B, H, T, D)."""
+        """Return the outputs of the heads for a checked call, (B, H, T, D)."""
 
     @abstractmethod
     def _combined(self, Y: Any) -> Any:
-        """Return the output of what the heads made, side by side."""
+        """Return the output of the layer from the concatenated outputs of the heads."""
 
 
 class Recurrent(Layer[C]):
-    """A layer whose cache has the same number of floats however many positions there were."""
+    """A layer whose cache has the same number of floats for any number of positions."""
 
     def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, cache: C | None = None) -> Any:
         """Return the attention of a batch of sequences.
@@ -111,9 +111,9 @@ class Recurrent(Layer[C]):
         mask : tensor of bool, shape (B, T), optional
             True for a position that takes part.
         offsets : tensor or array of int, shape (n + 1,), optional
-            Packed sequences, which see nothing of each other: where each begins, from 0 to T.
+            Starts of packed sequences, which do not see each other, from 0 to T.
         cache : LatteCache, MacchiatoCache or TokenStatisticsCache, optional
-            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
+            A cache from `new_cache`: the input continues the positions in the cache, and the call updates it.
 
         Returns
         -------
@@ -123,15 +123,15 @@ class Recurrent(Layer[C]):
         Raises
         ------
         TypeError
-            If `x` or `mask` is no tensor, `cache` none of this layer, or offsets are no whole numbers.
+            If `x` or `mask` is not a tensor, `cache` is of another class, or offsets are not whole numbers.
         ValueError
-            If shapes do not go together, the options of the call exclude one another, the layer has a cache and is not
-            causal, or a sequence has more positions than a layer that counts them.
+            If shapes do not match, options of the call exclude each other, or a layer with a cache is not causal. Also
+            if a sequence has more positions than the position biases of the layer.
         """
         return self._called(x, mask, offsets, cache)
 
     def state_size(self) -> int:
-        """Return how many floats decoding keeps for each sequence; with a window, from so many positions on.
+        """Return the number of floats in a cache for each sequence; with a window, once the window is full.
 
         Returns
         -------
@@ -141,17 +141,17 @@ class Recurrent(Layer[C]):
         Raises
         ------
         ValueError
-            If the layer is not causal, so that it has no cache.
+            If the layer is not causal, and so has no cache.
         """
         refuse_bidirectional(self.causal)
         return self._state_size()
 
     @abstractmethod
     def _state_size(self) -> int:
-        """Return the same for a layer that is causal."""
+        """Return `state_size` of a causal layer."""
 
     def _continued(self, attend: Callable[..., Any], count: int, offsets: Any, cache: Any) -> Any:
-        """Return what an operator answers; with a cache, from its state, by which it moves on by so many positions."""
+        """Return the result of an operator; with a cache, continue from its state and advance it by `count`."""
         if cache is None:
             return attend(offsets=offsets)
         Y, cache.state = attend(state=cache.state, return_state=True)

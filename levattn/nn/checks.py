@@ -1,4 +1,4 @@
-"""What all layers ask of their arguments, and the projections that they are made of."""
+"""Checks of arguments that layers share, and their projections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def split_in_heads(dim: Any, heads: Any, kv_heads: Any = None) -> tuple[int, int, int]:
-    """Return numbers of channels, of heads, and of heads of keys and values (None for as many), or raise."""
+    """Return the numbers of channels, heads, and heads of keys and values (None: as many as heads), or raise."""
     channels, count = whole_number("dim", dim), whole_number("heads", heads)
     if channels % count:
         raise ValueError(f"dim is {dim} and heads is {heads}; expected a multiple of heads")
@@ -29,13 +29,13 @@ def split_in_heads(dim: Any, heads: Any, kv_heads: Any = None) -> tuple[int, int
 
 
 def refuse_bidirectional(causal: bool) -> None:
-    """Raise unless a layer is causal, so that it can decode."""
+    """Raise unless a layer is causal and can decode."""
     if not causal:
         raise ValueError("the layer has causal=False, so it cannot decode position by position; make it causal=True")
 
 
 def projection(dim: int, width: int, *, bias: bool = False, std: float | None = None, **factory: Any) -> Any:
-    """Return a linear map, whose weights begin as normal numbers (of deviation 1/√dim if None) and biases as zero."""
+    """Return a linear map with normal initial weights (of deviation 1/√dim if `std` is None) and zero biases."""
     linear = torch.nn.Linear(dim, width, bias=bool(bias), **factory)
     torch.nn.init.normal_(linear.weight, std=dim**-0.5 if std is None else std)
     if bias:
@@ -51,7 +51,7 @@ def check_sequence(dim: int, x: Any) -> None:
 
 
 def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any, kind: type) -> None:
-    """Raise unless the arguments of a call go with a layer and with one another; `kind` is the class of its caches."""
+    """Raise unless the arguments of a call match the layer and each other; `kind` is the class of its caches."""
     check_type("cache", cache, kind | None, f"a {kind.__name__}, as new_cache of the layer returns")
     check_sequence(dim, x)
     check_type("mask", mask, torch.Tensor | None, "a tensor of torch")
@@ -61,4 +61,4 @@ def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any, kind: typ
             "torch.bool, True for a position that takes part"
         )
     if cache is not None and offsets is not None:
-        raise ValueError("cache and offsets were both given; expected one of them: a cache is of unpacked sequences")
+        raise ValueError("cache and offsets were both given; expected one of them: a cache is for unpacked sequences")

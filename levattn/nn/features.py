@@ -1,4 +1,4 @@
-"""What maps the input before it is projected to latent logits: the short memory that latents lack."""
+"""Maps of the input before its projection to latent logits, such as a short memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAMED: dict[str, Any] = {"conv": CausalConv, "rg_lru": RGLRU}
 
 
 def feature_map(feature: Any, dim: int, **factory: Any) -> Any:
-    """Return the module that a `feature` argument stands for, or None.
+    """Return the module for a `feature` argument, or None.
 
-    A module with a state has `state_size()`, numbers for each sequence, and
-    ``forward(x, *, offsets=None, state=None)``, which returns the output and the state after it. Any other is a map of
-    each position by itself.
+    A module with a state has `state_size()`, the number of floats for each sequence, and
+    ``forward(x, *, offsets=None, state=None)``, which returns the output and the new state. Any other module maps each
+    position separately.
     """
     if feature is None or isinstance(feature, torch.nn.Module):
         return feature
@@ -31,12 +31,12 @@ def feature_map(feature: Any, dim: int, **factory: Any) -> Any:
 
 
 def feature_size(feature: Any) -> int:
-    """Return how many numbers of state a feature has for each sequence."""
+    """Return the size of a feature's state for each sequence."""
     return int(feature.state_size()) if hasattr(feature, "state_size") else 0
 
 
 def run_feature(feature: Any, x: Any, offsets: Any, state: Any, mask: Any = None) -> tuple[Any, Any]:
-    """Return what a feature makes of (B, T, C), and its state after it.
+    """Return a feature's output for (B, T, C), and its new state.
 
     The memories of this library leave out masked positions; any other feature reads zeros there.
     """

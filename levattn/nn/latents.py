@@ -1,4 +1,4 @@
-"""What layers with latents share: a feature in front of the logits, and values that turn with their positions."""
+"""The base class of layers with latents: a feature before the logits, and values rotated by their positions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CacheType = TypeVar("CacheType", bound=Cache)
 
 
 class LatentLayer(Recurrent[CacheType]):
-    """A layer of `latents` latents a head, whose logits read a `feature` of the input."""
+    """A layer with `latents` latents in each head, whose logits read a `feature` of the input."""
 
     heads: int
     head_dim: int
     rope: bool = False
 
     def _take_options(self, latents: Any, vapor: bool, base: Any, feature: Any, factory: dict[str, Any]) -> None:
-        """Check and keep the options of all layers with latents."""
+        """Check and store the options that layers with latents share."""
         self.latents = whole_number("latents", latents)
         if (vapor or self.rope) and self.head_dim % 2:
             raise ValueError(
-                f"dim / heads is {self.head_dim}; expected an even number, as rotations turn pairs of channels"
+                f"dim / heads is {self.head_dim}; expected an even number, as rotations act on pairs of channels"
             )
         self.vapor, self.base = bool(vapor), positive_number("base", base)
         self.feature = feature_map(feature, self.dim, **factory)
@@ -52,7 +52,7 @@ class LatentLayer(Recurrent[CacheType]):
 
     @abstractmethod
     def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
-        """Return the operator with what it mixes, made of the input and its feature."""
+        """Return the operator with its arguments, from the input and its feature."""
 
     def _values(self, x: Any, positions: Any) -> Any:
         V = self._in_heads(self.Wv(x), self.head_dim)

@@ -15,19 +15,19 @@ __all__ = ["Latte", "LatteCache"]
 
 
 class LatteCache(Cache):
-    """What decoding by `Latte` keeps of the positions so far, as ``new_cache()`` of a layer returns it.
+    """The decoding cache of a `Latte` layer, as returned by its ``new_cache()``.
 
-    The same number of floats however many positions there were: `Latte.state_size` for each sequence. Gradients do not
-    pass through it.
+    Its size does not depend on the number of positions: it has `Latte.state_size` floats for each sequence. Gradients
+    do not pass through it.
 
     Attributes
     ----------
     position : int
         Number of positions so far.
     state : SoftmaxState or None
-        The softmax over positions of each latent, in float64, for each sequence and head; None before the first ones.
+        The softmax over positions of each latent, in float64, for each sequence and head; None at the start.
     feature : tensor of shape (B, ...), or None
-        The state of the feature in front of the logits.
+        The state of the feature before the logits.
 
     Examples
     --------
@@ -45,11 +45,11 @@ class LatteCache(Cache):
 
 
 class Latte(LatentLayer[LatteCache]):
-    r"""Latent attention as a layer, in the place of multi-head attention: time linear in the number of positions.
+    r"""Latent attention as a layer that replaces multi-head attention, in time linear in the number of positions.
 
-    Of an input X (T, C) each head makes logits :math:`Q = f(X) W_q` and :math:`K = f(X) W_k` of L latents and values
-    :math:`V = X W_v`, takes `levattn.attention.latte` of these, and all heads together are multiplied by :math:`W_o`.
-    There are no biases, and weights begin as normal numbers of standard deviation :math:`1/\sqrt{C}`.
+    From an input X (T, C) each head computes logits :math:`Q = f(X) W_q` and :math:`K = f(X) W_k` of L latents, and
+    values :math:`V = X W_v`. It computes `levattn.attention.latte` of these, and :math:`W_o` maps all heads together
+    to the output. There are no biases. Initial weights are normal with standard deviation :math:`1/\sqrt{C}`.
 
     Parameters
     ----------
@@ -58,35 +58,35 @@ class Latte(LatentLayer[LatteCache]):
     heads : int
         Number of heads H, a divisor of `dim`.
     latents : int
-        Number of latents L of each head. The reference implementation counts those of all heads together, H · L.
+        Number of latents L of each head. The reference implementation counts the latents of all heads, H · L.
     causal : bool
-        True if a position sees itself and those before, False if it sees all.
+        True if a position sees itself and earlier positions, False if it sees all.
     vapor : bool
-        True to turn values by the distance of row and position (`levattn.attention.rotate_values`). ``dim / heads`` is
-        even then.
+        True to rotate values by the distance of row and position (`levattn.attention.rotate_values`). ``dim / heads``
+        must then be even.
     base : float
-        Of the angles.
+        Base of the rotation angles.
     feature : str or torch.nn.Module, optional
-        The map f in front of the two projections to logits: "conv" or "rg_lru" for a short memory, a module of one's
-        own on (B, T, C), or None for none. Modules with a state have ``state_size()`` and
-        ``forward(x, *, offsets, state)``, which returns the output and the state after it.
+        The map f before the projections to logits: "conv" or "rg_lru" for a short memory, your own module on
+        (B, T, C), or None. Modules with a state have ``state_size()`` and ``forward(x, *, offsets, state)``, which
+        returns the output and the new state.
     device, dtype : torch.device or str, torch.dtype, optional
-        Of the parameters, as in torch's own layers.
+        Device and dtype of the parameters, as in torch's own layers.
 
     Raises
     ------
     TypeError
-        If a size is no whole number, or `feature` is neither a string nor a module.
+        If a size is not a whole number, or `feature` is neither a string nor a module.
     ValueError
-        If a size or `base` is out of its range, `dim` no multiple of `heads`, ``dim / heads`` odd with `vapor`, or
-        `feature` a string that is not known.
+        If a size or `base` is out of range, or `dim` is not a multiple of `heads`. Also if ``dim / heads`` is odd
+        with `vapor`, or `feature` is an unknown string.
 
     Notes
     -----
-    Parameters: 2C(HL + C), and those of the feature. Time of a call O(TC(HL + C)) for the projections and O(TLC) for
-    attention. A cache has H L (C/H + 2) floats for each sequence, and those of the feature; a step of decoding takes
-    time O(C (H L + C)), and copies them once. Numbers of float16 and bfloat16, and autocast, are computed in float32
-    within attention.
+    Parameters: 2C(HL + C), and the parameters of the feature. Time of a call O(TC(HL + C)) for the projections and
+    O(TLC) for attention. A cache has H L (C/H + 2) floats for each sequence, and the state of the feature. A decoding
+    step takes time O(C (H L + C)), and copies the cache once. In float16, bfloat16 and autocast, attention computes in
+    float32.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Attention to few keys as a layer, trained with the selection that it runs with."""
+"""Attention to few keys as a layer, with the same selection in training and inference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LevAttention", "LevAttentionCache", "Prunable", "attend_to_all", "ch
 
 
 class Prunable:
-    """What `set_dense` switches: a layer that attends to all keys while `dense`, and else to few."""
+    """A layer that `set_dense` can switch: it attends to all keys while `dense`, and otherwise to few."""
 
     dense: bool = False
 
@@ -25,7 +25,7 @@ class Prunable:
 def set_dense(model: Any, dense: bool = True) -> None:
     """Let all `LevAttention` layers of a model attend to all keys, or to few again.
 
-    Training begins with all of them (a warm start): the authors take full attention for about the first 15 % of the
+    Begin training with all keys (a warm start): the authors use full attention for about the first 15 % of the
     steps.
 
     Parameters
@@ -38,9 +38,9 @@ def set_dense(model: Any, dense: bool = True) -> None:
     Raises
     ------
     TypeError
-        If `model` is no module, or `dense` no bool.
+        If `model` is not a module, or `dense` is not a bool.
     ValueError
-        If it has no such layer.
+        If the model has no such layer.
 
     Examples
     --------
@@ -63,17 +63,17 @@ def set_dense(model: Any, dense: bool = True) -> None:
 
 
 class LevAttentionCache:
-    """What decoding by `LevAttention` keeps of the positions so far, as ``new_cache()`` of a layer returns it.
+    """The decoding cache of a `LevAttention` layer, as returned by its ``new_cache()``.
 
-    As many keys and values as a query has slots, for each sequence and head of the keys, and O(d²) that selection
-    needs, however many positions there were. Gradients do not pass through it.
+    For each sequence and key head it has as many keys and values as a query has slots, and O(d²) numbers for the
+    selection. So its size does not grow with the number of positions. Gradients do not pass through it.
 
     Attributes
     ----------
     position : int
         Number of positions so far.
     state : PrunedState or None
-        The keys that are kept, the summaries, and the keys of the window and the chunk; None before the first ones.
+        The selected keys, the summaries, and the keys of the window and the chunk; None at the start.
 
     Examples
     --------
@@ -92,61 +92,62 @@ class LevAttentionCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays held; 0 before the first positions."""
+        """Bytes of all arrays in the cache; 0 before the first positions."""
         return 0 if self.state is None else self.state.nbytes
 
 
 class LevAttention(Prunable, Layer[LevAttentionCache]):
-    r"""Multi-head self-attention to few keys as a layer: those with the largest leverage scores, in each head.
+    r"""Multi-head self-attention to the keys with the largest leverage scores in each head, as a layer.
 
-    Of an input X (T, C) come queries, keys and values by one linear map; `levattn.attention.pruned_attention` of these
-    is multiplied by another. Keys are selected anew in each call, and the selection is a constant for the gradient. So
-    what is trained is attention restricted to these keys, as in the paper; begin with ``dense = True`` for the first
-    part of the training (`set_dense`).
+    A linear map computes queries, keys and values from an input X (T, C). A second linear map is applied to
+    `levattn.attention.pruned_attention` of these. Each call selects keys anew, and gradients treat the selection as a
+    constant. So training optimizes attention restricted to these keys, as in the paper. Begin with ``dense = True``
+    for the first part of training (`set_dense`).
 
     Parameters
     ----------
     dim : int
         Number of channels C of the input and of the output.
     heads : int
-        Number of heads of the queries, a divisor of `dim`.
+        Number of query heads, a divisor of `dim`.
     kv_heads : int, optional
-        Number of heads of the keys and values, a divisor of `heads`; as many as `heads` if not given.
+        Number of key and value heads, a divisor of `heads`; as many as `heads` if not given.
     budget, size, epsilon, summaries, window, sinks, scores, center, f : optional
-        What keys a query attends to, and how, as in `levattn.attention.pruned_attention`. One of `budget`, `size` and
-        `epsilon` is given; the layer of the paper has a `size` alone.
+        The keys that a query attends to, and the attention function, as in `levattn.attention.pruned_attention`. Give
+        exactly one argument of `budget`, `size` and `epsilon`; the layer of the paper has only a `size`.
     causal : bool
-        True if a position sees itself and those before, False if it sees all.
+        True if a position sees itself and earlier positions, False if it sees all.
     chunk : int, optional
-        Causal: positions between two selections, as there.
+        If causal, the number of positions between two selections, as in `pruned_attention`.
     bias, out_bias : bool
         Whether the two linear maps have biases.
     dense : bool
-        Whether the layer attends to all keys for now. An attribute that may be set at any time; it is no part of the
-        state dict.
+        Whether the layer attends to all keys. You may set this attribute at any time; the state dict does not
+        contain it.
     device, dtype : torch.device or str, torch.dtype, optional
-        Of the parameters, as in torch's own layers.
+        Device and dtype of the parameters, as in torch's own layers.
 
     Attributes
     ----------
     qkv : torch.nn.Linear
-        The map to queries, keys and values, one behind the other. With as many heads of the keys its parameters and
-        those of `proj` are those of ``timm.layers.Attention``, by name and in their order.
+        The map to queries, keys and values, in this order. If `kv_heads` equals `heads`, the parameters of `qkv` and
+        `proj` have the same names and order as in ``timm.layers.Attention``.
     proj : torch.nn.Linear
         The output map.
 
     Raises
     ------
     TypeError, ValueError
-        If a size is none, `dim` no multiple of `heads` or `heads` none of `kv_heads`, or by the options of attention.
+        If a size or an option of attention is invalid, or `dim` is not a multiple of `heads`, or `heads` not of
+        `kv_heads`.
 
     Notes
     -----
-    Time of a call O(TC²) for the linear maps, and as `pruned_attention` says. While ``dense``, a softmax without a
-    mask is torch's own ``scaled_dot_product_attention``. A float budget is a share of the positions of a call, or of
-    the first call of a cache.
+    Time of a call O(TC²) for the linear maps, and the time of `pruned_attention`. While ``dense``, softmax without a
+    mask uses torch's own ``scaled_dot_product_attention``. A float budget is a share of the positions of a call, or of
+    the first call with a cache.
 
-    Weights begin as normal numbers of standard deviation :math:`1/\sqrt{C}`, and biases as zero.
+    Initial weights are normal with standard deviation :math:`1/\sqrt{C}`, and initial biases are zero.
 
     References
     ----------
@@ -225,19 +226,19 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         mask : tensor of bool, shape (B, T), optional
             True for a position that takes part.
         cache : LevAttentionCache, optional
-            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
+            A cache from `new_cache`: the input continues the positions in the cache, and the call updates it.
 
         Returns
         -------
         tensor of shape (B, T, C)
-            The output. Rows of masked positions are the bias of the output alone.
+            The output. Rows of masked positions equal the bias of the output map.
 
         Raises
         ------
         TypeError
-            If `x` or `mask` is no tensor, or `cache` no `LevAttentionCache`.
+            If `x` or `mask` is not a tensor, or `cache` is not a `LevAttentionCache`.
         ValueError
-            If shapes do not go together, or there is a cache and the layer is dense or not causal.
+            If shapes do not match, or there is a cache and the layer is dense or not causal.
         """
         return self._called(x, mask, None, cache)
 
@@ -276,16 +277,16 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
 
 
 def check_selection(options: dict[str, Any], **others: Any) -> None:
-    """Raise for options that `pruned_attention` would refuse, whatever the keys."""
+    """Raise for options that `pruned_attention` would refuse for any keys."""
     check_type("scores", options.get("scores", "residual"), str, "the name of a kind of scores")
     pruned_attention(*torch.zeros(3, 0, 1), **options, **others)
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:
-    """Return attention of Q (B, H, T, d) to all keys, with options of `pruned_attention` that select none."""
+    """Return the attention of Q (B, H, T, d) to all keys; options do not include a selection."""
     causal, T = options["causal"], K.shape[2]
     if options["f"] == "softmax" and "mask" not in options:
         grouped = Q.shape[1] != K.shape[1]
         return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=grouped)
-    # Causal: one chunk, in which a row reads what is up to itself.
+    # Causal: one chunk, in which a row reads all positions up to its own.
     return pruned_attention(Q, K, V, size=0 if causal else T, chunk=max(T, 1) if causal else None, **options)

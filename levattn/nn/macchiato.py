@@ -20,9 +20,9 @@ __all__ = ["Macchiato", "MacchiatoCache"]
 
 
 class MacchiatoCache(Cache):
-    """What decoding by `Macchiato` keeps of the positions so far, as ``new_cache()`` of a layer returns it.
+    """The decoding cache of a `Macchiato` layer, as returned by its ``new_cache()``.
 
-    From `window` positions on the same number of floats: `Macchiato.state_size` for each sequence. Gradients do not
+    From `window` positions on its size is constant: `Macchiato.state_size` floats for each sequence. Gradients do not
     pass through it.
 
     Attributes
@@ -30,9 +30,9 @@ class MacchiatoCache(Cache):
     position : int
         Number of positions so far.
     state : MacchiatoState or None
-        The last keys and values, and the sums of the latents; None before the first positions.
+        The last keys and values, and the sums of the latents; None at the start.
     feature : tensor of shape (B, ...), or None
-        The state of the feature in front of the logits.
+        The state of the feature before the logits.
 
     Examples
     --------
@@ -50,61 +50,60 @@ class MacchiatoCache(Cache):
 
 
 class Macchiato(LatentLayer[MacchiatoCache]):
-    r"""A mixture of softmax attention in a window and latents, as a layer in the place of multi-head attention.
+    r"""A mixture of softmax attention in a window and latents, as a layer that replaces multi-head attention.
 
-    Of an input X (T, C) each head makes queries, keys and values, logits of L latents for rows and positions from
-    f(X), and a gate, takes `levattn.attention.macchiato` of these, and all heads together are multiplied by an output
-    matrix. Latents have no place, so queries and keys of the window alone are rotated (RoPE), and `vapor` turns
-    values, which both parts share.
+    From an input X (T, C) each head computes queries, keys, values and a gate. From f(X) it computes logits of L
+    latents for rows and positions. It combines these by `levattn.attention.macchiato`, and an output matrix maps all
+    heads together to the output. Latents have no position, so RoPE rotates only the queries and keys of the window.
+    `vapor` rotates the values, which both parts share.
 
     Parameters
     ----------
     dim : int
         Number of channels C of the input and of the output.
     heads : int
-        Number of heads H of queries, a divisor of `dim`.
+        Number of query heads H, a divisor of `dim`.
     kv_heads : int, optional
-        Number of heads of keys and values, a divisor of `heads`; None for as many.
+        Number of key and value heads, a divisor of `heads`; None for as many as `heads`.
     latents : int
         Number of latents L of each head.
     window : int
-        Number of positions W that a row sees by its window, its own among them.
+        Number of positions W that a row sees in its window, including its own.
     overlap : {"mixture", "exclusive"}
-        Whether latents see all positions so far, or those before the window only.
+        Whether latents see all positions so far, or only positions before the window.
     rope : bool
         True to rotate queries and keys by their positions.
     vapor : bool
-        True to turn values by the distance of row and position.
+        True to rotate values by the distance of row and position.
     base : float
-        Of the angles of both.
+        Base of the angles of both rotations.
     feature : str or torch.nn.Module, optional
-        The map f in front of the logits of the latents, as in `Latte`.
+        The map f before the logits of the latents, as in `Latte`.
     softcap : float, optional
         Logits x of the window become c tanh(x/c) with this c > 0.
     delta : float in (0, 1), optional
-        The weight that latents begin with: the gate begins as the same number everywhere, such that the window has a
-        weight of about 1 − δ. For a layer added to trained weights 0.05 to 0.1 is advised: gradients of the latents
-        are proportional to δ, and much smaller ones may never be taken up. None for a gate that begins with random
-        weights.
+        The initial weight of the latents: the gate is initially constant, so that the window has a weight of about
+        1 − δ. For a layer added to trained weights, use 0.05 to 0.1. Gradients of the latents are proportional to δ,
+        so with a much smaller δ training may never use the latents. None for a gate with random initial weights.
     device, dtype : torch.device or str, torch.dtype, optional
-        Of the parameters, as in torch's own layers.
+        Device and dtype of the parameters, as in torch's own layers.
 
     Raises
     ------
     TypeError
-        If a size or `delta` is no number, or `feature` neither a string nor a module.
+        If a size or `delta` is not a number, or `feature` is neither a string nor a module.
     ValueError
-        If a size is below 1, `dim` no multiple of `heads`, `heads` none of `kv_heads`, ``dim / heads`` odd with `rope`
-        or `vapor`, or an option out of its range.
+        If a size is below 1, `dim` is not a multiple of `heads`, or `heads` is not a multiple of `kv_heads`. Also if
+        ``dim / heads`` is odd with `rope` or `vapor`, or an option is out of range.
 
     Notes
     -----
-    Time of a call O(T (C² + C H L)) for the projections and O(T C (W + L)) for attention; nothing of size T × T is
-    formed. With G heads of keys and values, a cache has 2 (W − 1) G C/H floats for each sequence for the window when
-    it is full, (W − 1) H L more in the mode "exclusive", H L (C/H + 2) for the latents, and those of the feature. A
-    step of decoding takes time O(C² + C H L + W C), and copies them once.
+    Time of a call O(T (C² + C H L)) for the projections and O(T C (W + L)) for attention. No T × T matrix is
+    formed. With G key and value heads, a cache has 2 (W − 1) G C/H floats for each sequence when the window is full.
+    It has (W − 1) H L more in the mode "exclusive", H L (C/H + 2) for the latents, and the state of the feature. A
+    decoding step takes time O(C² + C H L + W C), and copies the cache once.
 
-    The gate reads the input, not f of it; the paper does not say.
+    The gate reads the input, not f of it; the paper leaves this open.
 
     References
     ----------
@@ -163,7 +162,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
                 self.gate.weight.normal_(std=self.dim**-0.5)
             else:
                 self.gate.weight.zero_()
-                # logits of latents begin as normal numbers: the logarithm of their sum is about log L + 1/2
+                # initial logits of latents are normal, so their log-sum-exp is about log L + 1/2
                 self.gate.bias.fill_(math.log((1 - delta) / delta) + math.log(self.latents) + 0.5)
 
     def _state_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Short memories in front of latent logits, as layers: a causal convolution and a gated linear recurrence."""
+"""Short memories before latent logits, as layers: a causal convolution and a gated linear recurrence."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from levattn.nn.checks import check_sequence, split_in_heads
 
 __all__ = ["RGLRU", "CausalConv"]
 
-_SLOWEST, _FASTEST = 0.999, 0.9  # the decays r that the recurrence begins between
+_SLOWEST, _FASTEST = 0.999, 0.9  # the range of initial decays r of the recurrence
 
 
 class _Memory(Module):
-    """A layer with a state that its call returns: `_operator`, with the arguments that `_arguments` makes."""
+    """A layer whose calls return a state: it applies `_operator` to the result of `_arguments`."""
 
     dim: int
     _size: int  # of a state, for each sequence
     _operator: ClassVar[Callable[..., Any]]
 
     def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, state: Any = None) -> tuple[Any, Any]:
-        """Return what becomes of a batch of sequences, and the state after it.
+        """Return the output for a batch of sequences, and the new state.
 
         Parameters
         ----------
@@ -39,7 +39,7 @@ class _Memory(Module):
         offsets : tensor or array of int, shape (n + 1,), optional
             Packed sequences, from 0 to T.
         state : tensor of shape (B, ...), optional
-            What came before, as a call returned it; not together with packed sequences.
+            The state that the previous call returned; not together with packed sequences.
 
         Returns
         -------
@@ -49,8 +49,8 @@ class _Memory(Module):
         Raises
         ------
         TypeError, ValueError
-            If shapes do not go together, the mask is not of bool, or offsets do not ascend from 0 to T or are given
-            together with a state.
+            If shapes do not match, the mask is not bool, offsets do not ascend from 0 to T, or offsets come with a
+            state.
         """
         check_sequence(self.dim, x)
         attend = partial(type(self)._operator, *self._arguments(x), mask=mask, state=state)
@@ -60,10 +60,10 @@ class _Memory(Module):
 
     @abstractmethod
     def _arguments(self, x: Any) -> tuple[Any, ...]:
-        """Return what the operator reads of an input, and with what weights."""
+        """Return the arguments of the operator for an input: inputs and weights."""
 
     def state_size(self) -> int:
-        """Return how many numbers a state has for each sequence.
+        """Return the number of floats in a state for each sequence.
 
         Returns
         -------
@@ -74,23 +74,23 @@ class _Memory(Module):
 
 
 class CausalConv(_Memory):
-    r"""Convolution of each channel with its last inputs: `levattn.attention.causal_conv` as a layer.
+    r"""Causal convolution of each channel: `levattn.attention.causal_conv` as a layer.
 
-    Weights begin uniform on :math:`\pm 1/\sqrt{k}`, the bias at 0.
+    Initial weights are uniform on :math:`\pm 1/\sqrt{k}`, and the initial bias is 0.
 
     Parameters
     ----------
     dim : int
         Number of channels C.
     width : int
-        Number of positions k that a row reads, its own among them.
+        Number of positions k that a row reads, including its own.
     device, dtype : torch.device or str, torch.dtype, optional
-        Of the parameters, as in torch's own layers.
+        Device and dtype of the parameters, as in torch's own layers.
 
     Raises
     ------
     TypeError, ValueError
-        If a size is no whole number of at least 1.
+        If a size is not a whole number of at least 1.
 
     Notes
     -----
@@ -98,7 +98,7 @@ class CausalConv(_Memory):
 
     References
     ----------
-    As in front of the recurrence of De et al., Griffin, arXiv:2402.19427.
+    De et al., Griffin, arXiv:2402.19427, where the convolution precedes the recurrence.
 
     Examples
     --------
@@ -127,11 +127,11 @@ class CausalConv(_Memory):
 
 
 class RGLRU(_Memory):
-    r"""Real-gated linear recurrence: `levattn.attention.rg_lru` with gates that it reads from its input.
+    r"""Real-gated linear recurrence: `levattn.attention.rg_lru` with gates computed from the input.
 
-    Each head makes both gates of its own channels, by a square matrix and a bias. With
-    :math:`\mathrm{softplus}(\text{a\_param}) = -\log r`, r² begins uniform on [0.9², 0.999²], so that a channel decays
-    by 0.66 to 0.996 a position where its gate is half open.
+    Each head computes both gates from its own channels, by a square matrix and a bias. With
+    :math:`\mathrm{softplus}(\text{a\_param}) = -\log r`, r² is initially uniform on [0.9², 0.999²]. So where its gate
+    is half open, a channel decays by a factor of 0.66 to 0.996 a position.
 
     Parameters
     ----------
@@ -140,17 +140,17 @@ class RGLRU(_Memory):
     heads : int, optional
         Number of blocks of the gates, a divisor of `dim`; None for the largest of 8, 4, 2, 1 that divides it.
     device, dtype : torch.device or str, torch.dtype, optional
-        Of the parameters, as in torch's own layers.
+        Device and dtype of the parameters, as in torch's own layers.
 
     Raises
     ------
     TypeError, ValueError
-        If a size is no whole number of at least 1, or `dim` no multiple of `heads`.
+        If a size is not a whole number of at least 1, or `dim` is not a multiple of `heads`.
 
     Notes
     -----
     2C (C/heads) + 3C parameters, time O(T C²/heads). A state has C + 1 numbers for each sequence: one for each
-    channel, and whether there was any position so far.
+    channel, and a flag for whether there was any position so far.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""The names under which the public code of token statistics transformers stores a layer."""
+"""Read a layer that the public code of token statistics transformers has stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from levattn._core.checks import check_type
 
 __all__ = ["read_released"]
 
-# The names here, and those of the image models and of the language models there
+# Names of this library, and the corresponding names in the public image and language models
 _IMAGES = {
     "project.weight": "qkv.weight",
     "project.bias": "qkv.bias",
@@ -30,7 +30,7 @@ _LANGUAGE = {
 
 
 def read_released(state_dict: Any, prefix: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options and the state dict of the layer whose stored names begin with a prefix, or raise."""
+    """Return the options and the state dict of the layer whose stored names start with a prefix, or raise."""
     check_type("state_dict", state_dict, Mapping, "a dict of tensors")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; expected a string, e.g. 'blocks.3.attn.'")
@@ -39,20 +39,20 @@ def read_released(state_dict: Any, prefix: Any) -> tuple[dict[str, Any], dict[st
     if len(layouts) != 1:
         raise ValueError(
             f"state_dict has {'both' if layouts else 'neither'} of {prefix}qkv.weight and {prefix}c_attn.weight; "
-            "expected one of them, of an image or a language model. A prefix ends with its dot: "
+            "expected one of them, for an image or a language model. End a prefix with its dot: "
             "'blocks.3.attn.', 'transformer.h.0.attn.'"
         )
     names = {mine: prefix + theirs for mine, theirs in layouts[0].items()}
     _refuse_unknown(found, layouts[0], prefix)
     needed = [theirs for mine, theirs in names.items() if not mine.endswith(".bias")]
     if missing := [name for name in needed if name not in state_dict]:
-        raise ValueError(f"state_dict has no {', '.join(missing)}; expected the weights of all of a layer")
+        raise ValueError(f"state_dict has no {', '.join(missing)}; expected all weights of a layer")
     tensors = {mine: state_dict[theirs] for mine, theirs in names.items() if theirs in state_dict}
     for mine, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"{names[mine]} is no tensor of floats; expected what the released code stores")
+            raise TypeError(f"{names[mine]} is no tensor of floats; expected weights that the released code stored")
     _refuse_misshapen(tensors, names)
-    # Temperatures and biases of positions have a last axis there, which broadcasts along channels
+    # The released temperatures and position biases have a last axis, which broadcasts along channels
     tensors = {mine: t[..., 0] if mine in ("temperature", "position_bias") else t for mine, t in tensors.items()}
     places = tensors.get("position_bias")
     options = {
@@ -70,7 +70,7 @@ def _refuse_unknown(found: dict[str, Any], layout: dict[str, str], prefix: str) 
     if unknown := sorted(set(found) - set(layout.values())):
         shown = ", ".join(prefix + name for name in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
         raise ValueError(
-            f"state_dict has {shown}, which is not of a layer of token statistics; expected, behind the prefix, "
+            f"state_dict has {shown}, which is not of a layer of token statistics; expected, after the prefix, "
             f"{', '.join(layout.values())} alone"
         )
 

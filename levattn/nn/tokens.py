@@ -21,17 +21,17 @@ __all__ = ["TokenStatistics", "TokenStatisticsCache"]
 
 
 class TokenStatisticsCache(Cache):
-    """What decoding by `TokenStatistics` keeps of the tokens so far, as ``new_cache()`` of a layer returns it.
+    """The decoding cache of a `TokenStatistics` layer, as returned by its ``new_cache()``.
 
-    The same number of floats however many tokens there were: `TokenStatistics.state_size` for each sequence. Gradients
-    do not pass through it.
+    Its size does not depend on the number of tokens: it has `TokenStatistics.state_size` floats for each sequence.
+    Gradients do not pass through it.
 
     Attributes
     ----------
     position : int
         Number of positions so far.
     state : TokenState or None
-        The sums of each sequence and head, in float64; None before the first ones.
+        The sums of each sequence and head, in float64; None at the start.
 
     Examples
     --------
@@ -51,12 +51,11 @@ class TokenStatisticsCache(Cache):
 class TokenStatistics(Recurrent[TokenStatisticsCache]):
     r"""Token statistics self-attention as a layer: time linear in the number of tokens, and half the weights.
 
-    Of an input X (T, C) each head k makes tokens :math:`W_k = X U_k` of d = C/h channels, takes
-    `levattn.attention.tssa` of these, and all heads together are multiplied by an output matrix, one of its own
-    (untied), or :math:`[U_1, \dots, U_h]^\top` (tied). What is returned is to be added to the tokens, as in any
-    transformer: ``x + layer(norm(x))``.
+    From an input X (T, C) each head k computes tokens :math:`W_k = X U_k` of d = C/h channels, and
+    `levattn.attention.tssa` of these. An output matrix maps all heads together to the output: its own (untied), or
+    :math:`[U_1, \dots, U_h]^\top` (tied). Add the output to the tokens, as in any transformer: ``x + layer(norm(x))``.
 
-    No value is copied from one token to another: what needs that (recall) has to come from another layer (`Latte`).
+    The layer never copies a value from one token to another. Use another layer (`Latte`) for recall, which needs it.
 
     Parameters
     ----------
@@ -65,59 +64,60 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     heads : int
         Number of heads h, a divisor of `dim`.
     causal : bool
-        True if a token sees itself and those before, False if it sees all.
+        True if a token sees itself and earlier tokens, False if it sees all.
     membership : {"diag_leverage", "norm", "leverage", "uniform"}
-        As in `levattn.attention.tssa`, like the next two: "diag_leverage" is the released code's, "norm" the paper's.
+        As in `levattn.attention.tssa`, like the next two. The released code has "diag_leverage", the paper "norm".
     normalize : {"sum", "mean"}
-        With "mean" temperatures begin as :math:`d^{-1/2}`, else as 1.
+        Temperatures are initially :math:`d^{-1/2}` with "mean", and otherwise 1.
     decay : float or sequence of h floats
-        Causal only. It is not learned.
+        For causal layers only. It is not learned.
     output : {"untied", "tied"}
-        Whether there is an output matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
-        \sqrt 2`, adding the output to the tokens that it was made of lowers the variational rate
-        (`levattn.attention.rates.variational_rate`) for fixed memberships; behind a norm nothing is promised.
+        Whether the output has its own matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
+        \sqrt 2`, adding the output to the input tokens lowers the variational rate
+        (`levattn.attention.rates.variational_rate`) for fixed memberships. After a norm there is no such guarantee.
     positions : int, optional
-        The longest sequence, where heads have a bias for each position (as in the released language models), which
-        is added to the mean score of a channel; None for no bias. Masked tokens have no position, and each of packed
-        sequences begins at the first.
+        The length of the longest sequence, for position biases as in the released language models; None for no
+        biases. Each head adds the bias of a position to the mean score of a channel. Masked tokens have no position,
+        and each packed sequence begins at the first position.
     bias, out_bias : bool
-        Whether the two linear maps have biases; the second one is of untied outputs.
+        Whether the two linear maps have biases; `out_bias` is for untied outputs.
     c, step : float
         The constants c and τ′ of `levattn.attention.tssa`.
     out_std : float
-        The standard deviation that weights of an untied output begin with; the released language models of n layers
-        take ``0.02 / sqrt(2 * n)``.
+        The standard deviation of the initial weights of an untied output. The released language models of n layers
+        use ``0.02 / sqrt(2 * n)``.
     device, dtype : torch.device or str, torch.dtype, optional
-        Of the parameters, as in torch's own layers.
+        Device and dtype of the parameters, as in torch's own layers.
 
     Attributes
     ----------
     project : torch.nn.Linear
         The maps :math:`[U_1, \dots, U_h]`, whose weight (C, C) has :math:`U_k^\top` as rows k d to (k + 1) d.
     temperature : torch.nn.Parameter of shape (h,), or None
-        The temperatures of the heads; with "uniform" there are none.
+        The temperatures of the heads; None with "uniform".
     position_bias : torch.nn.Parameter of shape (h, positions), or None
-        The biases of positions; zero at first.
+        The biases of positions, initially zero.
     out : torch.nn.Linear or None
         The output map, if it is untied.
 
     Raises
     ------
     TypeError
-        If a number is none.
+        If a number is of another type.
     ValueError
-        If a size is below 1, `dim` no multiple of `heads`, a number out of its range, or options exclude one another.
+        If a size is below 1, `dim` is not a multiple of `heads`, a number is out of range, or options exclude each
+        other.
 
     Notes
     -----
     Parameters: 2C² + h and the biases, or C² + h if tied. Time of a call O(TC²) for the linear maps and O(TC) for
-    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h; a step of decoding takes
-    time O(C²), and copies them once. Rows of masked tokens are the bias of the output alone.
+    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h. A decoding step takes
+    time O(C²), and copies the cache once. Rows of masked tokens equal the bias of the output.
 
-    Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do, whose language
-    models leave temperatures and biases of positions out of weight decay: `no_weight_decay`. Their code drops out
-    the factors 1/(1 + c m) and the output while it trains; this layer has no dropout. Numbers of float16 and bfloat16,
-    and autocast, are computed in float32 within attention.
+    Initial weights are normal with standard deviation 0.02, and initial biases are zero, as in the authors' code. The
+    authors' language models exclude temperatures and position biases from weight decay; see `no_weight_decay`. Their
+    code applies dropout to the factors 1/(1 + c m) and the output; this layer has no dropout. In float16, bfloat16 and
+    autocast, attention computes in float32.
 
     References
     ----------
@@ -194,31 +194,31 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     def from_released(
         cls, state_dict: Any, prefix: str = "", *, device: Any = None, dtype: Any = None
     ) -> TokenStatistics:
-        """Return a layer of the released code's form with its weights, in the sizes that these have.
+        """Return a layer in the form of the released code, with released weights.
 
         Parameters
         ----------
         state_dict : dict of tensors
-            What a public model stores. Image models, which are not causal, have behind the prefix the names
-            ``qkv.weight``, ``temp``, ``to_out.0.weight``, and language models, which are, ``c_attn.weight``, ``temp``,
-            ``denom_bias``, ``c_proj.weight``; both with biases ``.bias`` where the linear maps have them.
+            The stored tensors of a public model, with names after the prefix. Image models, which are not causal, have
+            ``qkv.weight``, ``temp`` and ``to_out.0.weight``. Language models, which are causal, have
+            ``c_attn.weight``, ``temp``, ``denom_bias`` and ``c_proj.weight``. Linear maps may also have ``.bias``.
         prefix : str
-            What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
+            The prefix of the names of this layer, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
         device, dtype : torch.device or str, torch.dtype, optional
-            Of the parameters; those of the stored weights if left out.
+            Device and dtype of the parameters; by default the same as the stored weights.
 
         Returns
         -------
         TokenStatistics
-            It computes what the released layer does when it does not train. ``load_state_dict`` takes the weights of
-            its ``state_dict()`` into a layer that there is.
+            It computes the same output as the released layer in evaluation mode. To copy its weights to an existing
+            layer, pass its ``state_dict()`` to ``load_state_dict``.
 
         Raises
         ------
         TypeError
-            If an argument, or what is stored, is of another type.
+            If an argument, or a stored value, is of another type.
         ValueError
-            If a name behind the prefix is missing or not known, or shapes do not go together.
+            If a name after the prefix is missing or unknown, or shapes do not match.
 
         Examples
         --------
@@ -240,13 +240,13 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         return layer
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters that are not to decay.
+        """Return the names of the parameters to exclude from weight decay.
 
         Returns
         -------
         set of str
-            Names within this layer. Optimizers that ask a whole model for them (timm's) need them with the path of
-            the layer in front, from the model's own method.
+            Names within this layer. Optimizers that call this method on a whole model (timm's) need the names with the
+            path of the layer, from the model's own method.
         """
         held = {"temperature": self.temperature, "position_bias": self.position_bias}
         return {name for name, parameter in held.items() if parameter is not None}
@@ -265,7 +265,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
             "bias": self._bias(x, mask, offsets, cache),
             "mask": mask,
         }
-        W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, which is read where it lies
+        W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, without a copy
         temperature = 1.0 if self.temperature is None else self.temperature
         return self._continued(partial(tssa, W, temperature, **options), x.shape[1], offsets, cache)
 
@@ -273,7 +273,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         return Y @ self.project.weight if self.out is None else self.out(Y)
 
     def _bias(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
-        """Return the biases of the positions that tokens have, (h, T) or (B, h, T), or None."""
+        """Return the biases of the tokens' positions, (h, T) or (B, h, T), or None."""
         if self.position_bias is None:
             return None
         T = x.shape[1]
@@ -284,7 +284,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         places = _places(x, mask, offsets) + (before if isinstance(before, int) else before[:, None])
         if mask is not None:
             places = torch.where(mask, places, 0)
-        if not compiling() and places.numel():  # in a compiled graph the index below is checked instead
+        if not compiling() and places.numel():  # a compiled graph checks the index below instead
             self._refuse_longer(int(places.max()) + 1)
         found = self.position_bias[:, places]
         return found if found.ndim == 2 else found.transpose(0, 1)
@@ -292,8 +292,8 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     def _refuse_longer(self, count: int) -> None:
         if count > self.position_bias.shape[1]:
             raise ValueError(
-                f"a sequence has {count} tokens and the layer {self.positions} positions; expected no more than "
-                "that. Make the layer with more positions or without (positions=None), or cut the sequence"
+                f"a sequence has {count} tokens and the layer {self.positions} positions; expected at most as many "
+                "tokens. Make the layer with more positions or without (positions=None), or shorten the sequence"
             )
 
     def _options(self) -> dict[str, Any]:
@@ -303,17 +303,17 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
 
 
 def _counts(state: TokenState, x: Any) -> Any:
-    """Return how many tokens of each sequence are in a state: one number if they agree, else (B,)."""
+    """Return the number of tokens of each sequence in a state: one number if they are equal, else (B,)."""
     counts = np.zeros(0, np.int64) if state.tokens is None else state.tokens.count[..., 0]
     if counts.shape != (x.shape[0],):
-        return 0  # another batch than that of the cache, which attention refuses
+        return 0  # a batch that does not match the cache, which attention refuses
     if len(set(counts.tolist())) == 1:
         return int(counts[0])
     return torch.from_numpy(counts.copy()).to(x.device)
 
 
 def _places(x: Any, mask: Any, offsets: Any) -> Any:
-    """Return the position of each token in its sequence, (T,) or with a mask (B, T): the number of those before."""
+    """Return the position of each token in its sequence, (T,), or (B, T) with a mask."""
     T = x.shape[1]
     order = torch.arange(T, device=x.device)
     starts = torch.zeros_like(order)

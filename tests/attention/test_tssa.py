@@ -388,7 +388,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "state-shape": (
         {"state": TokenState(*(Moments(4, (2,), diagonal=True) for _ in "An"))},
         ValueError,
-        r"batch \(2,\) and d = 4; expected diagonal ones with batch \(3,\)",
+        r"batch \(2,\) and d = 4; expected diagonal=True, batch \(3,\)",
     ),
     "state-decay": (
         {"state": TokenState(*(Moments(4, (3,), diagonal=True, decay=0.5) for _ in "An"))},

@@ -120,13 +120,13 @@ def test_a_file_gives_it_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "else"}, "does not begin as one"),
+        ({"format": "else"}, "its format is not 'levattn calibration'"),
         ({"version": 3}, "version 3"),
         ({"version": 0}, "version 0"),
         ({"metric": "none"}, "model or metric"),
         ({"budgets": [[0, 0, 1.5]]}, "budget 1.5 is not in"),
         ({"budgets": [[0, -1, 0.5]]}, "no numbers of a layer"),
-        ({"budgets": [[0, 0, 0.5], [0, 0, 0.5]]}, "there twice"),
+        ({"budgets": [[0, 0, 0.5], [0, 0, 0.5]]}, "occurs twice"),
         ({"budgets": [[0, 0.5]]}, "no calibration"),
         ({"reached": "0"}, "target or reached"),
         ({"options": 3}, "options are no mapping"),

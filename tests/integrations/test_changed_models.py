@@ -228,7 +228,7 @@ def test_several_models_at_once(form: str, other: str) -> None:
     ids = tokens()
     one, two, plain = changed(form), changed(other, "Qwen2"), base("Llama")
     wanted = [output(model, ids) for model in (one, two, plain)]
-    with pytest.raises(ValueError, match=r"LlamaAttention 0 of it is (pruned|extended by macchiato_from) already"):
+    with pytest.raises(ValueError, match=r"its LlamaAttention 0 is (pruned|extended by macchiato_from) already"):
         change(one, other)
     three = copy.deepcopy(one)
     assert torch.equal(output(three, ids), wanted[0])
@@ -303,7 +303,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "offloaded cache": (lambda model: {CACHE: offloaded(model)}, "DynamicCache, offloaded"),
     "cache of the base": (
         lambda _: {CACHE: base()(tokens(), use_cache=True)[CACHE]},
-        f"holds {T} positions of the base model, without what the .* keep",
+        f"holds {T} positions of the base model without the .*; expected",
     ),
 }
 

@@ -442,7 +442,7 @@ def test_pruning_takes_the_profile_and_warns_without_one() -> None:
     with pytest.raises(TypeError, match=r"prune\(model, 0.25, heads=profile\)"):
         prune(model, profile())
     for options in ({"budget": 0.5, "layers": [0]}, {"size": 4}, {"budget": {0: 0.5}}):
-        with pytest.raises(ValueError, match="expected a budget that is a share of the keys, and no layers"):
+        with pytest.raises(ValueError, match="expected a share of the keys as budget, and no layers"):
             prune(model, **options, heads=profile())
 
 

@@ -285,7 +285,7 @@ def test_weights_on_what_a_cache_has_summarized_are_refused() -> None:
     model, ids = base(), tokens()
     with torch.no_grad(), prune(model, **SPLIT):
         past = model(ids, use_cache=True)[CACHE]
-        with pytest.raises(ValueError, match="output_attentions is True and LlamaAttention 0 goes on from a cache"):
+        with pytest.raises(ValueError, match="output_attentions is True and LlamaAttention 0 continues from a cache"):
             model(ids[:, :1], output_attentions=True, **{CACHE: past})
 
 
@@ -408,9 +408,9 @@ def test_a_report_ends_its_pruning_once() -> None:
     assert report.active
     report.remove()
     assert not report.active
-    with pytest.raises(ValueError, match="was taken off already"):
+    with pytest.raises(ValueError, match="was removed already"):
         report.remove()
-    with pytest.raises(ValueError, match="was taken off; expected one in use"), report:
+    with pytest.raises(ValueError, match="was removed; expected one in use"), report:
         pass
     with pytest.raises(ZeroDivisionError), prune(model, **SPLIT):
         raise ZeroDivisionError
@@ -450,7 +450,7 @@ def test_an_example_may_be_given() -> None:
     with prune(model, 60, example={"inputs_embeds": torch.zeros(1, 2, 32), "use_cache": False}):
         output(model)
     model.main_input_name = "input_features"
-    with pytest.raises(ValueError, match="is called with input_features, which is not made up here"):
+    with pytest.raises(ValueError, match="is called with input_features, which has no default example"):
         prune(model, 8)
 
 
@@ -542,5 +542,5 @@ def test_keys_of_another_sequence_are_refused() -> None:
     model = pruned(base())
     attention = model.model.layers[0].self_attn
     q = torch.zeros(1, 4, 3, 8)
-    with pytest.raises(ValueError, match="LlamaAttention 0 has 3 queries and 5 keys, where 3 were expected"):
+    with pytest.raises(ValueError, match="LlamaAttention 0 has 3 queries and 5 keys; expected 3 keys"):
         _attention(attention, q, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), None)

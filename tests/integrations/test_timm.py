@@ -139,14 +139,14 @@ def test_what_cannot_be_honored_is_refused() -> None:
         ({"budget": 2.0}, ValueError, "budget is 2.0"),
         ({"size": 3, "causal": True}, TypeError, "causal was given; expected options among budget, center"),
         ({"size": 3, "scores": np.ones(3)}, TypeError, "scores is of type ndarray"),
-        ({"size": 3, "layers": [2]}, ValueError, r"layers is \[2\]; expected numbers from 0 to 1"),
+        ({"size": 3, "layers": [2]}, ValueError, r"layers is \[2\]; expected numbers of attention layers, from 0"),
     ):
         with pytest.raises(error, match=message):
             prune(model, **options)
         assert {type(block.attn) for block in model.blocks} == {Attention}
     with pytest.raises(TypeError, match="model is of type int"):
         prune(3, 0.5)
-    with pytest.raises(ValueError, match="the model is a Linear with no layer of attention"):
+    with pytest.raises(ValueError, match="the model is a Linear with no attention layer"):
         prune(torch.nn.Linear(2, 2), 0.5)
     with pytest.raises(TypeError, match="LevAttention has no options"):
         LevAttention(24)
@@ -160,5 +160,5 @@ def test_what_cannot_be_honored_is_refused() -> None:
         layer(torch.randn(1, 65, 24), torch.ones(65, 65, dtype=torch.bool))
     layer.attn_drop.p = 0.1
     layer(torch.randn(1, 65, 24))
-    with pytest.raises(ValueError, match=r"attn_drop is 0\.1; expected 0 while training"):
+    with pytest.raises(ValueError, match=r"attn_drop is 0\.1; expected 0 in training"):
         layer.train()(torch.randn(1, 65, 24))

@@ -343,14 +343,14 @@ def sequence_to_sequence() -> Any:
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder-decoder": (sequence_to_sequence, "T5ForConditionalGeneration, an encoder-decoder"),
     "ALiBi": (small("Falcon", alibi=True), "ALiBi"),
-    "ALiBi without a switch": (small("Bloom", n_head=4, n_layer=2), "BloomAttention does not go through"),
+    "ALiBi without a switch": (small("Bloom", n_head=4, n_layer=2), "BloomAttention does not use"),
     "no interface": (
         small("GPTNeo", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
-        "GPTNeo.*Attention.* does not go through",
+        "GPTNeo.*Attention.* does not use",
     ),
     "no attention": (small("Mamba"), "no attention function was reached"),
     "layers of another kind": (of_kind("linear_attention"), "layer 0 is of type 'linear_attention'"),
-    "windows of their own": (of_kind("sliding_attention"), "slides, but does not hand its window to its attention"),
+    "windows of their own": (of_kind("sliding_attention"), "slides, but does not pass its window to its attention"),
     "twice": (lambda: macchiato_from(extended()), "extended by macchiato_from already"),
     "window": (lambda: macchiato_from(base(), window=0), "window is 0"),
     "latents": (lambda: macchiato_from(base(), latents=2.5), "latents is 2.5"),

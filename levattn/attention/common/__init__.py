@@ -1,1 +1,1 @@
-"""What operators share: arguments, groups of heads, packed sequences, namespaces."""
+"""Shared code of operators: arguments, groups of heads, packed sequences, namespaces."""

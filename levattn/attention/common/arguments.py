@@ -1,4 +1,4 @@
-"""What the operators share: arguments checked and brought into one form, and the way to the kernels."""
+"""Shared code of the operators: check arguments, bring them into one form, and call the kernels."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ __all__ = [
 class Stacks:
     """The arrays of a call in the form that the kernels read.
 
-    stacks: (b, ...) arrays of one library, one device and one kind, float32 or float64, in the order of the arguments;
-        None for what was not given. Those of torch still carry gradients.
+    stacks: (b, ...) arrays of one library, device and dtype (float32 or float64), in the order of the arguments.
+        A missing argument is None. Tensors of torch still carry gradients.
     mask: (b, U) bool, or None.
     batch: the leading axes, whose product is b.
-    dtype: what results are returned in.
+    dtype: the dtype of results.
     """
 
     stacks: tuple[Any, ...]
@@ -62,13 +62,13 @@ class Stacks:
 
 
 def dense_array(name: str, array: Any) -> Any:
-    """Return a dense array of any library, lists by numpy, or raise."""
+    """Return a dense array of any library, converting lists to numpy, or raise."""
     if type(array) is np.ndarray:
         return array
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
-                f"{name} is a masked array; expected a plain one. Give {name}.data and leave rows out by mask="
+                f"{name} is a masked array; expected a plain array. Give {name}.data, and leave rows out with mask="
             )
         return array
     if isinstance(array, list | tuple):
@@ -76,7 +76,7 @@ def dense_array(name: str, array: Any) -> Any:
     if is_torch(array):
         if array.is_nested or array.layout is not sys.modules["torch"].strided:
             raise TypeError(
-                f"{name} is a nested or sparse torch tensor; expected a dense one. Convert it first: "
+                f"{name} is a nested or sparse torch tensor; expected a dense tensor. Convert it first: "
                 f"{name}.to_dense(), or torch.nested.to_padded_tensor({name}, 0.0)"
             )
         return array
@@ -89,9 +89,9 @@ def dense_array(name: str, array: Any) -> Any:
 
 
 def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
-    """Return the arrays of a call as dense ones, or raise unless they agree in the sizes that they share.
+    """Return the arrays of a call as dense arrays, or raise unless their shared sizes are equal.
 
-    A letter for each of the last axes of an array says which: those of one letter are as long. None stays None.
+    A letter names each of the last axes of an array; axes with the same letter have equal sizes. None stays None.
     """
     arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
     found = list(arrays.values())
@@ -111,7 +111,7 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
 
 @lru_cache(1024)
 def _agree(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
-    """Tell whether shapes agree in the sizes that they share; each comes behind the letters of its last axes."""
+    """Tell whether the shared sizes of shapes are equal; letters before each shape name its last axes."""
     known: dict[str, int] = {}
     return all(
         len(shape) >= len(axes)
@@ -127,12 +127,12 @@ def stack_arguments(
     mask: tuple[Any, int] | None = None,
     stored: str | None = None,
 ) -> Stacks:
-    """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
+    """Check the arrays of a call, promote them to one dtype, broadcast their leading axes and stack these.
 
-    `arguments` names each array and its number of axes behind the leading ones; an array may be None. `like` is the
-    one whose dtype results have. `mask` is what the caller gave and the number of positions; one from elsewhere is
-    brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous, but for the array
-    that `stored` names, of 16 bits, which stays as it is unless another one is of float64.
+    `arguments` names each array and its number of axes after the leading axes; an array may be None. `like` names the
+    array whose dtype the results have. `mask` is the caller's mask and the number of positions; it is moved to the
+    device of the arrays. The last axis of stacks of numpy and CuPy is contiguous. Only the array of 16 bits that
+    `stored` names stays unchanged, unless another array is float64.
     """
     arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
     first, flags = next(iter(arrays)), None
@@ -159,7 +159,7 @@ def stack_arguments(
 
 
 def _layout(arrays: dict[str, tuple[Any, int]]) -> tuple[bool, dict[str, tuple[int, ...]]]:
-    """Return whether one of some arrays is of float64, and their leading axes, or raise; with each its other axes."""
+    """Return whether any array is float64, and the leading axes of each, or raise; each comes with its other axes."""
     leading: dict[str, tuple[int, ...]] = {}
     double = False
     for name, (array, axes) in arrays.items():
@@ -176,7 +176,7 @@ def _layout(arrays: dict[str, tuple[Any, int]]) -> tuple[bool, dict[str, tuple[i
 def _known_layout(
     named: tuple[tuple[str, int, tuple[int, ...], Any], ...], flags: tuple[int, ...] | None
 ) -> tuple[bool, tuple[int, ...]]:
-    """Return whether one of some arrays of numpy is of float64, and what their leading axes broadcast to, or raise.
+    """Return whether any numpy array is float64, and the broadcast leading axes, or raise.
 
     named: the names of arrays, the number of their other axes, shapes and dtypes. flags: the leading axes of a mask.
     """
@@ -186,9 +186,9 @@ def _known_layout(
 
 
 def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
-    """Raise unless arrays agree in the sizes that they share: each entry is (array, axis from the end, symbol).
+    """Raise unless the shared sizes of arrays are equal: each entry is (array, axis from the end, symbol).
 
-    The first array with a symbol sets its size. A key is the array's name, with anything behind a space.
+    The first array with a symbol sets its size. A key is the array's name, and may have more text after a space.
     """
     known: dict[str, tuple[int, str]] = {}
     for label, (array, axis, symbol) in sizes.items():
@@ -205,9 +205,9 @@ def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
 
 
 def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any) -> State | None:
-    """Check a state of what came before and return its arrays as (b, n, ...) in the library of the stacks K and V.
+    """Check a state of earlier positions, and return its arrays as (b, n, ...) in the library of the stacks K and V.
 
-    `bounds` is what `cumulative` returned. None stays None; for torch in main memory the arrays are numpy's.
+    `bounds` is the result of `cumulative`. None stays None; for torch in main memory the arrays are numpy arrays.
     """
     if state is None:
         return None
@@ -218,7 +218,7 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
     if (state.batch, state.latents, state.d) != (expected, L, D):
         raise ValueError(
             f"state has batch {state.batch}, {state.latents} latents and d = {state.d}; expected batch {expected}, "
-            f"{L} latents and d = {D}, as the logits and values"
+            f"{L} latents and d = {D}, as the logits and values have"
         )
     b = math.prod(batch)
     parts = (reshaped(part, (b, n, *part.shape[len(expected) :])) for part in (state.m, state.s, state.S))
@@ -228,7 +228,7 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
 
 
 def state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
-    """Return the state after the positions of stacks, from one that `state_stacks` took or from nothing."""
+    """Return the state after the positions of stacks, from an earlier state or from None."""
     return untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
 
 
@@ -242,9 +242,9 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
 
 
 def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: Any) -> Any:
-    """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
+    """Return the output (b, T, D) of latent attention on stacks, by their kernels; see `LatentArguments`.
 
-    offsets: as `cumulative` returns it. Gradients of torch reach Q, K, V, gate and gate_value.
+    offsets: the result of `cumulative`. Gradients of torch reach Q, K, V, gate and gate_value.
     """
     if offsets is None:
         offsets = np.array([0, Q.shape[1]], np.int64)
@@ -253,13 +253,13 @@ def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:
     raise ValueError(
-        f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Give one of each leading axis, "
-        f"e.g. {name}[None, ...]"
+        f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Add the missing axes, e.g. "
+        f"{name}[None, ...]"
     )
 
 
 def _refuse_mixtures(first: str, arrays: dict[str, Any]) -> None:
-    """Raise unless all arrays are of one library and on one device."""
+    """Raise unless all arrays are of the same library and on the same device."""
     head = arrays[first]
     if isinstance(head, np.ndarray):
         same = all(isinstance(array, np.ndarray) for array in arrays.values())
@@ -282,21 +282,21 @@ def _home(array: Any) -> tuple[Any, Any]:
 
 
 def is_double(name: str, array: Any) -> bool:
-    """Tell whether an array of real floats is of float64, or raise for another kind."""
+    """Tell whether an array of real floats is float64, or raise for another kind."""
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
     return format_of(array.dtype, name, f"{name} to float64") == "float64"
 
 
 def is_wide(array: Any) -> bool:
-    """Tell whether an array is of float64, by its name, which torch's compiler can follow."""
+    """Tell whether an array is float64 by the name of its dtype, which torch's compiler can trace."""
     if isinstance(array, np.ndarray):
         return bool(array.dtype == np.float64)
     return str(array.dtype).endswith("float64")
 
 
 def promoted(array: Any, double: bool) -> Any:
-    """Return an array in the kind that a call is computed in, its last axis contiguous where kernels read it."""
+    """Return an array in the dtype of the computation, with a contiguous last axis where kernels read it."""
     if isinstance(array, np.ndarray):
         array = np.asarray(array, np.float64 if double else np.float32)
         return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
@@ -310,7 +310,7 @@ def _is_dense_along_rows(array: Any) -> bool:
 
 
 def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the leading axes that named ones are broadcast to, or raise."""
+    """Return the shape to which named leading axes broadcast, or raise."""
     first, *others = shapes.values()
     if all(shape == first for shape in others):
         return first
@@ -328,7 +328,7 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
-    """Return (..., axes) as (b, axes), broadcast; a copy only where the leading axes cannot be one stride."""
+    """Return (..., axes) as (b, axes), broadcast; a copy only if the leading axes cannot share a stride."""
     last = tuple(array.shape[array.ndim - axes :])
     shape, full = (math.prod(batch), *last), (*batch, *last)
     if tuple(array.shape) == shape:

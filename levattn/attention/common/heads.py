@@ -1,4 +1,4 @@
-"""Groups of query heads that share keys and values: one form for them, and the way back."""
+"""Groups of query heads that share keys and values: their common form, and the way back."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ __all__ = ["Heads", "heads_of"]
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads there are.
+    """Numbers of heads."""
 
-    shared: heads of the keys and values, G.
-    group: query heads that read each of them.
-    bare: whether no argument has an axis of heads.
-    """
-
-    shared: int
-    group: int
-    bare: bool
+    shared: int  # key and value heads, G
+    group: int  # query heads that read each of them
+    bare: bool  # whether no argument has an axis of heads
 
     def per_query(self, name: str, array: Any, axes: int) -> Any:
         """Return a dense array (..., H, axes) as (..., G, H / G, axes).
 
-        It may also have one head for each group, or for all; then the other size is 1.
+        It may also have one head for each group, or for all; the other size is then 1.
         """
         xp = namespace_of(array)
         last = tuple(array.shape[array.ndim - axes :])
@@ -45,7 +40,7 @@ class Heads:
         return xp.reshape(array, (*lead, *split, *last))
 
     def of_queries(self, **arrays: Any) -> dict[str, tuple[Any, int]]:
-        """Return dense arrays (..., H, T, n) as `stacked` takes them: (..., G, H / G, T, n), of 3 axes each."""
+        """Return dense arrays (..., H, T, n) in the form for `stacked`: (..., G, H / G, T, n), of 3 axes each."""
         return {name: (self.per_query(name, array, 2), 3) for name, array in arrays.items()}
 
     def joined(self, array: Any, axes: int = 2) -> Any:
@@ -54,12 +49,12 @@ class Heads:
         return namespace_of(array).reshape(array, shape)
 
     def leading(self, batch: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the leading axes of a result from those of keys and values."""
+        """Return the leading axes of a result from the leading axes of keys and values."""
         return batch if self.bare else (*batch[:-1], self.shared * self.group)
 
 
 def heads_of(q: Any, k: Any, V: Any, *, names: tuple[str, str, str] = ("q", "k", "V")) -> Heads:
-    """Return the heads of dense queries, keys and values, or raise by the names that the caller knows them by."""
+    """Return the heads of dense queries, keys and values, or raise an error with the caller's names."""
     heads = [array.shape[-3] if array.ndim > 2 else 1 for array in (q, k, V)]
     shared = max(heads[1:])
     if not all(heads):
@@ -68,7 +63,7 @@ def heads_of(q: Any, k: Any, V: Any, *, names: tuple[str, str, str] = ("q", "k",
         raise ValueError(f"{names[1]} has {heads[1]} heads and {names[2]} has {heads[2]}; expected as many")
     if heads[0] % shared and heads[0] != 1:
         raise ValueError(
-            f"{names[0]} has {heads[0]} heads and {names[1]} has {shared}; expected a multiple: each head of "
-            f"{names[1]} serves as many of {names[0]}"
+            f"{names[0]} has {heads[0]} heads and {names[1]} has {shared}; expected a multiple, so that each head of "
+            f"{names[1]} serves equally many of {names[0]}"
         )
     return Heads(shared, max(1, heads[0] // shared), all(array.ndim == 2 for array in (q, k, V)))

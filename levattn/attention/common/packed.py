@@ -1,4 +1,4 @@
-"""Packed sequences: where each begins and ends among the positions of a call."""
+"""Packed sequences: the begin and end of each among the positions of a call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["compiling", "cumulative", "refuse_packed", "untraced"]
 
 
 def compiling() -> bool:
-    """Tell whether torch is tracing the call, so that numbers cannot be looked at."""
+    """Tell whether torch is tracing the call, so that values are not available."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
 def untraced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
+    """Return ``function(*arguments)``, run by Python even under torch's compiler, because states are not tensors."""
     if not compiling():
         return function(*arguments)
     from levattn._kernels import tensors
@@ -32,14 +32,14 @@ def untraced(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
-    """Return where packed sequences begin and end, (n + 1,) int64 in main memory, or None if there is only one.
+    """Return the bounds of packed sequences, (n + 1,) int64 in main memory, or None if there is only one.
 
-    While torch traces the call it is a tensor, which the operator checks when it runs.
+    While torch traces the call, the result is a tensor, which the operator checks when it runs.
     """
     if offsets is None and lengths is None:
         return None
     if offsets is not None and lengths is not None:
-        raise ValueError("offsets and lengths were both given; expected one of them: they say the same")
+        raise ValueError("offsets and lengths were both given; expected one of them, as they mean the same")
     name, given = ("offsets", offsets) if lengths is None else ("lengths", lengths)
     if compiling():
         torch = sys.modules["torch"]
@@ -58,11 +58,11 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
 
 
 def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
-    """Raise if packed sequences are to go on from a state or to one."""
+    """Raise if packed sequences come with a state, or are to return one."""
     if bounds is not None and (state is not None or return_state):
         raise ValueError(
-            "offsets or lengths were given with state or return_state; expected one sequence then: call this for each "
-            "sequence, or stack sequences of one length along a leading axis"
+            "offsets or lengths were given with state or return_state; expected one sequence. Call this for each "
+            "sequence, or stack sequences of equal length along a leading axis"
         )
 
 

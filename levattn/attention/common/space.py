@@ -1,4 +1,4 @@
-"""The library of an array, found in a way that torch can trace."""
+"""The namespace of an array, determined in a way that torch can trace."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def namespace_of(array: Any) -> Any:
 
 
 def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
-    """Return tensors of torch that are numbers in main memory and nothing else as arrays of numpy, and tell of it.
+    """Return plain torch tensors in main memory as numpy arrays, and whether they were tensors.
 
-    What operators ask of torch for each of their steps takes longer than a short call of the kernels.
+    The operators' calls to torch would take longer than a short call of the kernels.
     """
     if is_torch(arrays[0]):
         from levattn._kernels import tensors
@@ -39,12 +39,12 @@ def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
 
 
 def as_given(array: Any, were_tensors: bool) -> Any:
-    """Return a result of arrays from `plain_arrays` as what came in."""
+    """Return a result for arrays from `plain_arrays` in the type of the input."""
     return sys.modules["torch"].from_numpy(array) if were_tensors else array
 
 
 def changed(record: _Record, **fields: Any) -> _Record:
-    """Return a frozen dataclass with other fields, in a tenth of the time that `replace` takes."""
+    """Return a frozen dataclass with changed fields, in a tenth of the time of `replace`."""
     other = object.__new__(type(record))
     vars(other).update(vars(record))
     vars(other).update(fields)
@@ -57,13 +57,13 @@ def device_of(array: Any) -> Any:
 
 
 def without_gradient(array: Any) -> Any:
-    """Return the same numbers, which gradients of torch do not reach."""
+    """Return an array detached from gradients of torch."""
     return array.detach() if is_torch(array) else array
 
 
 def running_counts(flags: Any) -> Any:
-    """Return how many flags (b, n, ...) are set before each place along the second axis, (b, n + 1, ...)."""
-    if is_torch(flags):  # its namespace takes a way that its compiler warns of
+    """Return the number of flags (b, n, ...) set before each place along the second axis, (b, n + 1, ...)."""
+    if is_torch(flags):  # torch's compiler warns about the array-API namespace here
         return sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
     xp = array_namespace(flags)
     return xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)

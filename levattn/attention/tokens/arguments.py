@@ -1,4 +1,4 @@
-"""Calls of token statistics attention: arguments checked, and what memberships are made of."""
+"""Calls of token statistics attention: checks of arguments, and the inputs of memberships."""
 
 from __future__ import annotations
 
@@ -37,32 +37,23 @@ __all__ = ["Membership", "TokenCall", "check_form", "checked_call", "decay_rates
 
 Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
 _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
-_NUMBERS = {int, float}  # by which calls are known again
+_NUMBERS = {int, float}  # types of arguments by which a repeated call is recognized
 
-# The constants of the released code: what sums of squares, and of memberships, are kept from being zero by
+# Constants of the released code that keep sums of squares, and of memberships, above zero
 _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
 
 
 @dataclass(frozen=True, eq=False)
 class TokenCall:
-    """A call whose arguments are checked.
+    """A call with checked arguments."""
 
-    given: the arrays, and how results go back.
-    x: what the kernels read, but for the state.
-    bounds: what `cumulative` returned.
-    keeps_norms: whether the state has sums of squares without weights.
-    leverage: whether memberships are made of exact leverage scores, so that these are a full second moment.
-    state: what was given, not looked at yet.
-    shape: of the stack of tokens, (b, h, T, d).
-    """
-
-    given: Stacks
-    x: TokenArguments
-    bounds: Any
-    keeps_norms: bool
-    leverage: bool
-    state: TokenState | None
-    shape: tuple[int, ...]
+    given: Stacks  # the arrays, and the form of results
+    x: TokenArguments  # for the kernels, without the state
+    bounds: Any  # the result of `cumulative`
+    keeps_norms: bool  # whether the state has sums of squares without weights
+    leverage: bool  # whether memberships use exact leverage scores, so that the norms are a full second moment
+    state: TokenState | None  # not checked yet
+    shape: tuple[int, ...]  # of the stack of tokens, (b, h, T, d)
 
     def with_state(self, sums: TokenSums) -> TokenCall:
         """Return the call with the sums of its state."""
@@ -85,7 +76,7 @@ def checked_call(
     c: Any = 1.0,
     step: Any = 1.0,
 ) -> TokenCall:
-    """Check the arguments of `tssa` or `memberships`; the state is looked at by `entered`."""
+    """Check the arguments of `tssa` or `memberships`; `entered` checks the state."""
     form = temperature, membership, normalize, causal, decay, c, step
     given = bias, mask, offsets, lengths
     known = isinstance(membership, str) and isinstance(normalize, str) and isinstance(causal, bool)
@@ -99,7 +90,7 @@ def checked_call(
 
 @lru_cache(256, typed=True)
 def _call_like(shape: tuple[int, ...], dtype: Any, *form: Any) -> TokenCall:
-    """Return a call with one array of this shape, once it is checked, without the array."""
+    """Return a checked call for an array of this shape, without the array."""
     W = np.broadcast_to(np.empty(shape[-1:], dtype), shape)
     call = _checked(W, form, None, None, None, None, None)
     return changed(call, x=changed(call.x, W=None), given=changed(call.given, stacks=()))
@@ -120,7 +111,7 @@ def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, 
         }
     )
     h, T, d = W.shape[-3:]
-    if bias is not None:  # multiplied before it is repeated for each of the batch
+    if bias is not None:  # multiplied before it is repeated along the batch
         bias = d * promoted(bias, is_double("bias", bias))
     logits = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
     stored = "W" if name != "leverage" and _is_read_as_stored(W) else None
@@ -165,7 +156,7 @@ def _with_heads(W: Any) -> Any:
 
 
 def _is_read_as_stored(W: Any) -> bool:
-    """Tell whether kernels of a device read tokens of 16 bits, and write their outputs."""
+    """Tell whether kernels of a device read tokens of 16 bits and write such outputs."""
     if not is_torch(W):
         return on_cuda(W) and bool(W.dtype.itemsize == 2 and W.shape[-1] % 4 == 0)
     if W.device.type != "cuda" or W.dtype.itemsize != 2 or W.shape[-1] % 4:
@@ -176,12 +167,12 @@ def _is_read_as_stored(W: Any) -> bool:
 
 
 def _least_normal(array: Any) -> float:
-    """Return what takes the place of such a constant in forms that do not depend on the scale of tokens."""
+    """Return the constant that replaces these in forms that do not depend on the scale of tokens."""
     return 2.0**-1022 if is_wide(array) else 2.0**-126
 
 
 def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
-    """Raise if a form of memberships does not go with other arguments."""
+    """Raise if a form of memberships does not match other arguments."""
     if name not in (*_NAMES, "logits"):
         raise ValueError(f"membership is {name!r}; expected one of {', '.join(map(repr, _NAMES))}, or an array")
     if normalize not in ("sum", "mean"):
@@ -189,25 +180,25 @@ def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
     if normalize == "mean" and name not in ("diag_leverage", "leverage"):
         raise ValueError(
             f"normalize is 'mean' and membership is {'an array' if name == 'logits' else repr(name)}; expected "
-            "leverage scores, which have a sum to be normalized. Leave normalize out, and choose the temperature"
+            "leverage scores, whose sum can be normalized. Leave normalize out, and choose the temperature"
         )
     if name == "leverage" and causal:
         raise ValueError(
-            "membership is 'leverage' and causal is True; expected causal=False: these are scores among all tokens. "
-            "Give levattn.online_leverage_scores(W) as membership, or take 'diag_leverage'"
+            "membership is 'leverage' and causal is True; expected causal=False: these scores depend on all tokens. "
+            "Give levattn.online_leverage_scores(W) as membership, or use 'diag_leverage'"
         )
     if name == "uniform" and bias is not None:
-        raise ValueError("bias was given and membership is 'uniform'; expected no bias, as it would not be used")
+        raise ValueError("bias was given and membership is 'uniform'; expected no bias, as it would have no effect")
 
 
 def _temperatures(temperature: Any, W: Any) -> Any:
-    """Return temperatures as an array that has an axis of heads, in the library of W."""
+    """Return temperatures as an array with an axis of heads, in the library of W."""
     h = W.shape[-3]
     if isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool):
         if not math.isfinite(temperature):
             raise ValueError(f"temperature is {temperature!r}; expected a finite number")
         xp = namespace_of(W)
-        kind = "float64" if is_wide(W) else "float32"  # in which halves are computed
+        kind = "float64" if is_wide(W) else "float32"  # the dtype of the computation, also for halves
         return xp.full((h,), float(temperature), dtype=getattr(xp, kind), device=device_of(W))
     theta = dense_array("temperature", temperature)
     if not theta.ndim:
@@ -216,11 +207,11 @@ def _temperatures(temperature: Any, W: Any) -> Any:
 
 
 def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
-    """Return a decay for each head, or None where nothing decays. Numbers of Python are read as torch can trace it."""
+    """Return a decay for each head, or None if nothing decays; torch can trace this for numbers of Python."""
     if isinstance(decay, int | float) and decay == 1:
         return None
     if is_torch(decay) and decay.requires_grad:
-        raise ValueError("decay requires a gradient, which there is none of; give decay.detach()")
+        raise ValueError("decay requires a gradient; expected a constant, which has none. Give decay.detach()")
     each = list(decay) if isinstance(decay, list | tuple) else [decay] * h
     if not all(isinstance(rate, int | float) for rate in each):
         rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay)
@@ -232,7 +223,7 @@ def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | N
     if all(rate == 1 for rate in each):
         return None
     if not causal:
-        raise ValueError("decay was given and causal is False; expected causal=True, as tokens have no order without")
+        raise ValueError("decay was given and causal is False; expected causal=True, as decay needs ordered tokens")
     return np.array(each, np.float64)
 
 
@@ -246,7 +237,7 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         norms = state.norms if isinstance(state, TokenState) else None
         if norms is None or norms.diagonal:
             raise ValueError(
-                "state has no full second moment as norms, which membership 'leverage' reads; expected "
+                "state has no full second moment as norms, which membership 'leverage' needs; expected "
                 "TokenState(Moments(d, (..., h)).update(W))"
             )
         if is_torch(W) and W.requires_grad and sys.modules["torch"].is_grad_enabled():
@@ -278,14 +269,14 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
 
 
 def _per_token(n: Any, scores: Any) -> Any:
-    """Return numbers of tokens (b, h or 1) as they multiply scores (b, h, T)."""
+    """Return numbers of tokens (b, h or 1) in a form that multiplies scores (b, h, T)."""
     if isinstance(n, np.ndarray) and not isinstance(scores, np.ndarray):
         n = namespace_of(scores).asarray(n.astype(np.float64), dtype=scores.dtype, device=device_of(scores))
     return n[..., None].astype(scores.dtype) if isinstance(n, np.ndarray) else n[..., None]
 
 
 def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
-    """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
+    """Return ``w G⁺ w`` of tokens (b, h, T, d), with a full second moment of these and other tokens."""
     matrices, rows = readable(without_gradient(W), mask)
     scores = norms.factor().on(rows).scores(numerical=True)[0]
     found = matrices.give_back(reshaped(scores, tuple(W.shape[:3])))

@@ -1,4 +1,4 @@
-"""States of token statistics attention as sums that the kernels read, and back."""
+"""Conversion between states of token statistics attention and the sums that the kernels read."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _axes(call: TokenCall) -> tuple[int, ...]:
 
 
 def entered(call: TokenCall, *, reads: bool = True) -> TokenCall:
-    """Return a call with the sums of its state; without `reads` weighted ones are not looked at."""
+    """Return a call with the sums of its state; without `reads` the state needs no weighted sums."""
     if call.state is None:
         return call
     return call.with_state(_sums_of(call, reads))
 
 
 def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
-    """Check a state and return its sums as the kernels read them."""
+    """Check a state, and return its sums in the form that the kernels read."""
     state, W = call.state, call.x.W
     if not isinstance(state, TokenState):
         raise TypeError(f"state is of type {type(state).__name__}; expected a levattn.states.TokenState")
@@ -49,7 +49,7 @@ def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
         if not part.diagonal or (part.batch, part.d) != (axes, d):
             raise ValueError(
                 f"state has {name} with diagonal={part.diagonal}, batch {part.batch} and d = {part.d}; expected "
-                f"diagonal ones with batch {axes} and d = {d}, as W"
+                f"diagonal=True, batch {axes} and d = {d}, as W has"
             )
         expected = None if rates is None else rates if call.bounds is None else rates[:, None]
         if not same_decay(part.decay, expected, axes):
@@ -68,7 +68,7 @@ def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
 def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
     """Return sums (b, h, n, ...) of the kernels as a state."""
     if sums is None:
-        raise AssertionError("a kernel was asked for its sums and gave none")
+        raise AssertionError("a kernel did not return the sums that it was asked for")
     x, axes = call.x, _axes(call)
     if not x.causal and call.state is not None:
         return call.state.copy()
@@ -96,7 +96,7 @@ def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
 
 
 def _counts(call: TokenCall) -> int | npt.NDArray[np.int64]:
-    """Return how many tokens take part: one number for all, or an array of the axes of the state."""
+    """Return the number of tokens that take part: one number, or an array of the axes of the state."""
     x, axes = call.x, _axes(call)
     if x.mask is None and call.bounds is None:
         return int(x.W.shape[2])

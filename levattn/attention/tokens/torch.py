@@ -13,11 +13,11 @@ __all__ = ["leverage"]
 
 
 def leverage(W: Any, mask: Any) -> Any:
-    """Return the leverage scores (b, h, T) of tokens (b, h, T, d), of which `mask` (b, 1, T) takes part."""
+    """Return the leverage scores (b, h, T) of the tokens (b, h, T, d) that `mask` (b, 1, T) flags."""
     if is_transformed(W):
         raise NotImplementedError(
-            "membership is 'leverage' within torch.func (vmap, grad or another), which these scores do not follow; "
-            "call without torch.func, or give scores of your own as membership"
+            "membership is 'leverage' within torch.func (vmap, grad or another); expected a call without torch.func, "
+            "which these scores do not support. Or give your own scores as membership"
         )
     there = None if mask is None else mask.expand(W.shape[:3])
     return _Leverage.apply(W, there) if torch.is_grad_enabled() and W.requires_grad else _scores(W, there)
@@ -53,6 +53,6 @@ class _Leverage(torch.autograd.Function):  # type: ignore[misc]
         inverse = torch.where(kept, 1 / s, torch.zeros_like(s))
         flow = e.double()[..., None] * ((basis * inverse[..., None, :]) @ right / sizes)
         found = 2 * (flow - basis @ (basis.mT @ flow))
-        if mask is not None:  # rotations leave rounding where there are zeros
+        if mask is not None:  # rotations leave rounding errors in place of zeros
             found = found.where(mask[..., None], found.new_zeros(()))
         return found.to(W.dtype), None

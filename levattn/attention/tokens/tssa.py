@@ -35,101 +35,102 @@ def tssa(
     state: TokenState | None = None,
     return_state: bool = False,
 ) -> Any:
-    r"""Token statistics self-attention: each head shrinks its part of a token by what tokens of this head are like.
+    r"""Token statistics self-attention: each head shrinks its part of a token by second moments of its tokens.
 
-    Of tokens :math:`z_t` each head k has projections :math:`w_{kt} = U_k^\top z_t`. Memberships
-    :math:`\Pi_{kt}` share a token out over the heads, and
+    Each head k has projections :math:`w_{kt} = U_k^\top z_t` of tokens :math:`z_t`. Memberships
+    :math:`\Pi_{kt}` distribute a token over the heads, and
 
     .. math::
 
         y_{kt} = -\tau' \, c \, \frac{\Pi_{kt}\, w_{kt}}{1 + c\, m_{kt}}, \qquad
         m_{kt} = \frac{\sum_s \Pi_{ks}\, w_{ks}^2}{\sum_s \Pi_{ks}},
 
-    channel by channel, with sums over the tokens :math:`s \le t` if `causal`, else all. The memberships are
-    :math:`\Pi_{\cdot t} = \mathrm{softmax}_k(\theta_k (\ell_{kt} + d\, b_{kt}))` over the heads, with temperatures
+    for each channel, with sums over the tokens :math:`s \le t` if `causal`, and otherwise over all. The memberships
+    are :math:`\Pi_{\cdot t} = \mathrm{softmax}_k(\theta_k (\ell_{kt} + d\, b_{kt}))` over the heads, with temperatures
     :math:`\theta`, a bias b, and
 
-    - ``"diag_leverage"``, as the authors' code has it: :math:`\ell_{kt} = \sum_i w_{kti}^2 / \sum_s w_{ksi}^2` over
-      the channels, the diagonal leverage score of the token (online, among the tokens so far, if `causal`);
-    - ``"norm"``, as the paper has it: :math:`\ell_{kt} = \|w_{kt}\|^2`, with :math:`\theta = 1/(2\eta)`;
-    - ``"leverage"``: :math:`\ell_{kt}` the leverage score of the token among all of its head; not if `causal`;
-    - ``"uniform"``: :math:`\Pi = 1/h`, whatever the temperature;
+    - ``"diag_leverage"``, from the authors' code: :math:`\ell_{kt} = \sum_i w_{kti}^2 / \sum_s w_{ksi}^2` over the
+      channels. This is the diagonal leverage score of the token (online, among the tokens so far, if `causal`);
+    - ``"norm"``, from the paper: :math:`\ell_{kt} = \|w_{kt}\|^2`, with :math:`\theta = 1/(2\eta)`;
+    - ``"leverage"``: :math:`\ell_{kt}`, the leverage score of the token among all tokens of its head; not if `causal`;
+    - ``"uniform"``: :math:`\Pi = 1/h`, for any temperature;
     - an array: :math:`\ell` itself.
 
-    The paper's operator is ``c = D / eps**2``, D being the channels of z (h d, as a rule), and ``step`` = τ/n of its
-    equations, with "norm" and tied outputs; its rows are the last rows of the bidirectional form on their prefix. The
-    released one has ``c = step = 1`` and untied outputs; its memberships are frozen with the statistics of their time,
-    so its rows are not. Outputs of all heads are to be multiplied by :math:`[U_1, \dots, U_h]` (tied) or by another
-    matrix (untied) and added to the tokens.
+    The paper's operator has "norm" and tied outputs, ``c = D / eps**2`` and ``step`` = τ/n of its equations. Here D is
+    the number of channels of z (usually h d). Its rows are the last rows of the bidirectional form on their prefix.
+    The released operator has ``c = step = 1`` and untied outputs. Its rows differ from the bidirectional form, because
+    each membership keeps the statistics of its own time. Multiply the outputs of all heads by
+    :math:`[U_1, \dots, U_h]` (tied) or by another matrix (untied), and add the result to the tokens.
 
-    Always :math:`|y| \le \tau' c\, \Pi\, |w|`. Other tokens enter through 2d + 1 statistics of each head alone, so no
-    value is copied: what needs that (retrieval, recall) has to come from another layer.
+    Always :math:`|y| \le \tau' c\, \Pi\, |w|`. Other tokens enter only through 2d + 1 statistics of each head, so no
+    value is copied. Use another layer for retrieval and recall, which need copies.
 
-    Diagonal leverage scores dilute: their mean over N tokens is d/N, and the softmax of small logits is uniform. With
-    ``normalize="mean"`` scores are multiplied by the number of tokens seen (of mean d, at any length; a temperature of
-    about :math:`d^{-1/2}` keeps logits of order 1), and with `decay` below 1 tokens long past count for little.
+    Diagonal leverage scores become small for many tokens: their mean over N tokens is d/N, and the softmax of small
+    logits is uniform. With ``normalize="mean"`` the operator multiplies scores by the number of tokens seen. Scores
+    then have the mean d at any length, and a temperature of about :math:`d^{-1/2}` keeps logits of order 1. With
+    `decay` below 1, old tokens have little weight.
 
     Parameters
     ----------
     W : array of float, shape (..., h, T, d)
-        Projected tokens of h heads. Of any library (numpy, CuPy, torch or another namespace of the array-API
-        standard), float64, float32, float16 or bfloat16, with any strides: ``X.unflatten(-1, (h, -1)).transpose(1,
-        2)`` of a layer's output is read where it lies, and the result is laid out alike.
+        Projected tokens of h heads, of any library (numpy, CuPy, torch or another namespace of the array-API
+        standard), in float64, float32, float16 or bfloat16. Strides are arbitrary: the kernels read
+        ``X.unflatten(-1, (h, -1)).transpose(1, 2)`` of a layer's output in place, and the result has the same layout.
     temperature : float or array of float, shape (..., h)
         The temperatures θ. Leading axes of all arrays broadcast as in numpy.
     membership : str or array of float, shape (..., h, T)
         One of the names above, or ℓ.
     normalize : {"sum", "mean"}
-        Whether leverage scores are multiplied by the number of tokens seen; for these only.
+        Whether to multiply leverage scores by the number of tokens seen ("mean"); for leverage scores only.
     bias : array of float, shape (..., h, T), optional
         The positional bias b. Not with "uniform".
     causal : bool
-        True if token t sees the tokens up to itself, False if it sees all of its sequence.
+        True if token t sees the tokens up to itself, False if it sees all tokens of its sequence.
     decay : float or array of float, shape (h,)
-        What a token counts for in all sums after the next has come, in (0, 1]. Causal only; it has no gradient.
+        The factor in (0, 1] by which each new token reduces the weight of all earlier tokens in all sums. Causal only;
+        it has no gradient.
     c, step : float
         The constants c and τ′, above 0.
     mask : array of bool, shape (..., T), optional
-        True for a token that takes part. The others are as if they were not there, and their outputs are 0.
+        True for a token that takes part. Other tokens are ignored, and their outputs are 0.
     offsets : array of int, shape (n + 1,), optional
-        Packed sequences, which see nothing of each other: from 0 to T, ascending, sequence i being
+        Packed sequences, which do not see each other: from 0 to T, ascending, sequence i being
         ``offsets[i]:offsets[i + 1]``. Known elsewhere as ``cu_seqlens``.
     lengths : array of int, shape (n,), optional
-        The same by the number of tokens of each sequence.
+        The packed sequences by their numbers of tokens.
     state : TokenState, optional
-        If `causal`, what tokens see besides: those before, as `return_state` gave it. Else all that they see: then
-        none of the tokens is added to it. Its batch is (..., h), with n behind for packed sequences. It is not
-        changed, and its `norms` are read for leverage scores only.
+        If `causal`, the earlier tokens that tokens also see, as returned with `return_state`. Otherwise all tokens
+        that they see: the call then adds none of its tokens. Its batch is (..., h), followed by n for packed
+        sequences. It is not changed, and its `norms` are read for leverage scores only.
     return_state : bool
-        True to return the state after all tokens, too.
+        True to return also the state after all tokens.
 
     Returns
     -------
     array of shape (..., h, T, d)
-        In the dtype of W. Or the pair of it and a `levattn.states.TokenState`, if `return_state`.
+        The output in the dtype of W. With `return_state`, a pair of the output and a `levattn.states.TokenState`.
 
     Raises
     ------
     TypeError
-        If an argument is no array of real floats (or of bool, or of int), or arrays are of several libraries or
+        If an argument is not an array of real floats (or of bool, or of int), or arrays are of several libraries or
         devices.
     ValueError
-        If shapes do not go together, a number is out of its range, or options exclude one another.
+        If shapes do not match, a number is out of range, or options exclude each other.
 
     Notes
     -----
-    Time O(T h d); memory for the result and O(h (T + d)), and nothing of size T × h × d besides, but for float32
-    copies of tokens of 16 bits and their output. A step of decoding is a call with T = 1, a `state` and
-    `return_state`.
+    Time O(T h d), memory for the result and O(h (T + d)). No other memory of size T × h × d is needed, except float32
+    copies of tokens of 16 bits and their output. A decoding step is a call with T = 1, a `state` and `return_state`.
 
-    Computed in float64 if any array is, else in float32, with sums of more than a few tokens in float64, so that
-    errors do not grow with T. As the released code does, "diag_leverage" replaces sums of squares below 1e-12 by that
-    (not causal: below 1e-24) and adds 1e-8 to sums of memberships, unless ``normalize="mean"``; the other forms are
-    free of such constants, and a moment 0/0 is 0. Squares have to be within the range: in float32 tokens below 1e19.
+    The operator computes in float64 if any array is float64, and otherwise in float32. Sums of more than a few tokens
+    are in float64, so errors do not grow with T. Like the released code, "diag_leverage" raises smaller sums of
+    squares to 1e-12 (not causal: to 1e-24) and adds 1e-8 to sums of memberships, unless ``normalize="mean"``. The
+    other forms have no such constants, and a moment 0/0 is 0. Squares must not overflow: in float32 tokens below 1e19.
 
-    In torch gradients reach W, the temperature, the bias and logits of one's own, by an operator that
-    ``torch.compile`` keeps whole (but for "leverage", and calls with states). They do not reach states, and none come
-    from them. There are no second derivatives. Within ``torch.func`` the definitions run instead, slower by far.
+    In torch, gradients reach W, the temperature, the bias and an array of logits. ``torch.compile`` keeps the operator
+    whole, except for "leverage" and calls with states. Gradients do not reach states, nor come from states. There are
+    no second derivatives. Within ``torch.func`` the definitions run instead, far more slowly.
 
     References
     ----------
@@ -151,7 +152,7 @@ def tssa(
     """
     form = membership, normalize, bias, causal, decay
     arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
-    if return_state or state is not None:  # states are no tensors, so nothing of this is traced
+    if return_state or state is not None:  # states are not tensors, so torch does not trace this call
         return untraced(_answer, *arguments)
     return _answer(*arguments)
 
@@ -172,16 +173,16 @@ def memberships(
     lengths: Any = None,
     state: TokenState | None = None,
 ) -> Any:
-    """Return the memberships that `tssa` shares tokens out by: for each token a distribution over the heads.
+    """Return the memberships of `tssa`: for each token a distribution over the heads.
 
-    They show what a head looks at (as pictures of attention do), and weigh the tokens of a state (`TokenState`).
+    They show the tokens that matter to a head, as attention maps do, and weight the tokens of a state (`TokenState`).
 
     Parameters
     ----------
     W : array of float, shape (..., h, T, d)
         Tokens, projected to the heads.
     temperature, membership, normalize, bias, causal, decay, mask, offsets, lengths, state : as in `tssa`
-        What the memberships are made of, and what tokens see. Of a state the `norms` are enough.
+        Arguments of `tssa` that determine the memberships. A state needs only its `norms`.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""Models of Hugging Face transformers, with attention of ours. Needs the extra ``transformers``.
+"""Models of Hugging Face transformers, with the attention of levattn. Needs the extra ``transformers``.
 
-`prune` lets layers of any model attend to a few keys and to summaries of the others, and reports what that does.
-`macchiato_from` extends a pretrained causal decoder: its own attention, restricted to a window, is mixed with latents
-that read all positions before, so that it decodes in constant memory.
+`prune` lets layers of any model attend to a few keys and to summaries of the others, and reports the effect.
+`macchiato_from` extends a pretrained causal decoder, so that it decodes in constant memory. It restricts the model's
+own attention to a window, and mixes it with latents that read all earlier positions.
 """
 
 from __future__ import annotations

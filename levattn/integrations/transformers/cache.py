@@ -1,4 +1,4 @@
-"""Layers of a transformers cache that hold a state of ours in the place of all keys and values."""
+"""Layers of a transformers cache that hold a state in place of all keys and values."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ __all__ = ["StateLayer", "refuse_crop", "replaced"]
 
 
 class StateLayer:
-    """A layer that holds states alone, so that its size does not grow with the positions.
+    """A layer that holds only states, so its size does not grow with the number of positions.
 
-    A mixin in front of a `DynamicLayer`, so that sizes of masks stay those of the layer it takes the place of.
-    `update` hands the new keys and values on; the attention function, which takes them in, stores the states.
-    Subclasses tell `positions` and `sequences` (how many the states have taken in and are of), `nbytes`, `reset` and
-    `batch_select_indices`.
+    A mixin before `DynamicLayer`, so that masks keep the sizes of the replaced layer. `update` passes on the new keys
+    and values; the attention function adds them to the states and stores these. Subclasses define `positions` and
+    `sequences` (their numbers in the states), `nbytes`, `reset` and `batch_select_indices`.
     """
 
     is_croppable = False
-    owner = ""  # what messages call the models that such states are of, and what was done to them
-    change = ""
+    owner = ""  # the name, in messages, of the models with such states
+    change = ""  # and of the change to these models
     expected = False  # whether a layer of such a model is about to update
     positions: int
     sequences: int
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Return the new keys and values, without those before."""
+        """Return the new keys and values, without earlier ones."""
         if not self.expected:
             raise ValueError(
                 f"the cache holds the states of {self.owner}, and came to another model, or {self.change} was "
@@ -39,19 +38,19 @@ class StateLayer:
 
     @property
     def cumulative_length(self) -> int:
-        """What a sliding layer computes the sizes of masks from."""
+        """The number of positions, from which a sliding layer computes sizes of masks."""
         return self.positions
 
     @cumulative_length.setter
     def cumulative_length(self, value: int) -> None:
-        """Count nothing: the states do."""
+        """Do nothing: the states count."""
 
     def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
         """Return the number of positions so far."""
         return self.positions
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate nothing: the states have the size that they need."""
+        """Do nothing: the states need no allocation here."""
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take the sequences with these numbers, for beam search."""
@@ -72,21 +71,21 @@ class StateLayer:
 
 
 def refuse_crop(owner: str) -> None:
-    """Raise for positions that are to be forgotten."""
+    """Raise, because states cannot forget positions."""
     raise ValueError(
         f"crop was called on the cache of {owner}; its states cannot forget positions. Copy the cache before the "
-        "positions to be forgotten, or decode without drafts (assisted generation)"
+        "positions that you may drop, or decode without drafts (assisted generation)"
     )
 
 
 def replaced(cache: Any, index: int, full: type[Any], sliding: type[Any], keeper: str) -> Any:
-    """Return a layer of a cache as one of two types of ours, putting it there in the place of an empty one."""
+    """Return a layer of a cache as an instance of `full` or `sliding`, which replaces an empty layer."""
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
         raise TypeError(
             f"the cache is of type {type(cache).__name__}{', offloaded' if offloading else ''}; expected a "
-            "DynamicCache on the device, whose layers are replaced by others. Give DynamicCache(config=model.config), "
-            "or nothing"
+            "DynamicCache on the device, whose layers can be replaced. Give DynamicCache(config=model.config), or "
+            "nothing"
         )
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
@@ -100,8 +99,8 @@ def replaced(cache: Any, index: int, full: type[Any], sliding: type[Any], keeper
         )
     if layer.get_seq_length():
         raise ValueError(
-            f"layer {index} of the cache holds {layer.get_seq_length()} positions of the base model, without "
-            f"what {keeper} keep of them; expected an empty cache. Compute them anew with the model as it is now"
+            f"layer {index} of the cache holds {layer.get_seq_length()} positions of the base model without {keeper}; "
+            "expected an empty cache. Compute the positions again with the changed model"
         )
     held = full() if type(layer) is DynamicLayer else sliding(layer.sliding_window)
     cache.layers[index] = held

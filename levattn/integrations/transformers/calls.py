@@ -1,4 +1,4 @@
-"""What attention modules of transformers are called with: names of caches, and keywords."""
+"""The arguments of attention modules of transformers: names of caches, and keywords."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "whole_numbers",
 ]
 
-# What modules call their cache: since transformers 5.24, and before
+# Names of the cache argument: since transformers 5.24, and before
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _HARMLESS = {
     "cache_position",
@@ -47,13 +47,13 @@ _REFUSED = {
 
 
 def layer_of(module: Any) -> str:
-    """Return what messages call an attention module."""
+    """Return the name of an attention module for messages."""
     number = getattr(module, "layer_idx", None)
     return type(module).__name__ if number is None else f"{type(module).__name__} {number}"
 
 
 def parameters_of(module: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the names that the forward of a module takes, and whether it takes others besides."""
+    """Return the parameter names of a module's forward, and whether it takes other keywords."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -69,7 +69,7 @@ def cache_among(given: dict[str, Any]) -> Any:
 
 
 def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
-    """Return a cache as the keyword by which a module takes it."""
+    """Return a cache under the keyword that a module uses for it."""
     names = parameters_of(module)[0]
     return {next(name for name in _CACHES if name in names): cache}
 
@@ -80,7 +80,7 @@ def takes_cache(names: tuple[str, ...]) -> bool:
 
 
 def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str, remedy: str) -> None:
-    """Raise for whatever an attention of ours would ignore."""
+    """Raise for arguments that the attention would ignore."""
     if dropout:
         raise ValueError(
             f"{layer} drops attention weights with probability {dropout}; expected none, as {attention} drops none. "
@@ -97,7 +97,7 @@ def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str
 
 
 def whole_numbers(name: str, value: Any) -> list[int] | None:
-    """Return whole numbers as a list, or raise; None, which stands for all, stays None."""
+    """Return whole numbers as a list, or raise; None, for all, stays None."""
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
@@ -109,7 +109,7 @@ def whole_numbers(name: str, value: Any) -> list[int] | None:
 
 
 def numbers_among(name: str, numbers: list[int] | None, among: list[int]) -> list[int]:
-    """Return different numbers of those there are, ascending, or raise; None stands for all."""
+    """Return distinct numbers out of `among`, ascending, or raise; None stands for all."""
     if numbers is None:
         return sorted(among)
     if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(among):

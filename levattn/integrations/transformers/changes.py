@@ -1,4 +1,4 @@
-"""What is changed in a model for an attention of ours, and how it becomes what it was."""
+"""Change a model to use an attention of levattn, and undo the change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from levattn.integrations.transformers.calls import layer_of
 __all__ = ["EXTENSION", "PART", "Changes", "check_model"]
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
-EXTENSION = "macchiato"  # the submodule of an attention module that holds what is trained
+EXTENSION = "macchiato"  # the submodule of an attention module that holds the trained parameters
 
 
 def check_model(model: Any) -> None:
-    """Raise for no model of transformers, one that is changed already, or whose attention does not see positions."""
-    from transformers import PreTrainedModel  # two seconds of imports, which who has a model has paid
+    """Raise if this is not a transformers model, is already changed, or has an unsupported kind of attention."""
+    from transformers import PreTrainedModel  # two seconds, which the caller's imports have already spent
 
     check_type("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
@@ -31,26 +31,26 @@ def check_model(model: Any) -> None:
         change = "pruned" if hasattr(module, PART) else "extended by macchiato_from"
         if hasattr(module, PART) or hasattr(module, EXTENSION):
             raise ValueError(
-                f"model is {name}, and {layer_of(module)} of it is {change} already; expected a model as it was "
-                "loaded. Leave the with block of prune, or call remove on the model, first"
+                f"model is {name}, and its {layer_of(module)} is {change} already; expected an unchanged model. "
+                "Leave the with block of prune, or call remove on the model, first"
             )
 
 
 @dataclass
 class Changes:
-    """What was changed in a model."""
+    """A record of the changes in a model."""
 
     part: str  # the attribute that its modules were given
     modules: list[Any] = field(default_factory=list)
-    configs: list[Any] = field(default_factory=list)  # of these modules, before
-    implementations: list[tuple[Any, str]] = field(default_factory=list)  # of configs that were changed themselves
+    configs: list[Any] = field(default_factory=list)  # of these modules, before the change
+    implementations: list[tuple[Any, str]] = field(default_factory=list)  # of configs changed in place
     hooks: list[Any] = field(default_factory=list)
-    frozen: list[Any] = field(default_factory=list)  # parameters that were to be trained
+    frozen: list[Any] = field(default_factory=list)  # parameters that required gradients
 
     def give_part(self, module: Any, implementation: str, part: Any) -> None:
-        """Let a module call this attention, which finds the part at it.
+        """Let a module call this attention, which reads the part from the module.
 
-        It is given a config of its own; modules of one config share its copy.
+        The module gets a copy of its config; modules with the same config share the copy.
         """
         pairs = zip(self.modules, self.configs, strict=True)
         config = next((mine.config for mine, before in pairs if before is module.config), None)
@@ -63,13 +63,13 @@ class Changes:
         setattr(module, self.part, part)
 
     def give_masks(self, implementation: str) -> None:
-        """Let the model make the masks of this attention for these modules."""
+        """Let the model make masks of this attention for these modules."""
         for config in {id(config): config for config in self.configs}.values():
             self.implementations.append((config, config._attn_implementation))
             config._attn_implementation = implementation
 
     def undo(self) -> None:
-        """Make the model what it was."""
+        """Restore the model."""
         for hook in self.hooks:
             hook.remove()
         for module, config in zip(self.modules, self.configs, strict=True):

@@ -1,4 +1,4 @@
-"""Which layers of a model go through the attention interface of transformers, and what they hand to it."""
+"""Find the layers of a model that use the attention interface of transformers, and the arguments they pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from levattn.integrations.transformers.interface import Interface, Probe
 __all__ = ["ModelLayer", "discovered", "shared_configs"]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
-_POSITIONS = 3  # of what a model is tried with
+_POSITIONS = 3  # of the trial input
 
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """An attention module that goes through the attention interface."""
+    """An attention module that uses the attention interface."""
 
     number: int
     name: str
@@ -32,21 +32,21 @@ class ModelLayer:
 
     @property
     def heads(self) -> int:
-        """How many heads the keys have."""
+        """Number of key heads."""
         return int(self.probe.key.shape[1])
 
     @property
     def handed(self) -> bool:
-        """Whether keywords of the module come to its attention."""
+        """Whether the module passes its keywords on to its attention."""
         return self.probe.call is not None
 
 
 def discovered(
     interface: Interface, model: Any, layers: Any, example: Mapping[str, Any] | None = None
 ) -> dict[int, ModelLayer]:
-    """Return the layers of a model by their numbers, from a call on a few tokens; the model stays as it is.
+    """Return the layers of a model by their numbers, from a call on a few tokens; the model stays unchanged.
 
-    Those that go past the attention interface raise, unless `layers` leaves them out.
+    Raises for a layer that does not use the attention interface, unless `layers` leaves it out.
     """
     names = {id(module): name for name, module in model.named_modules()}
     trial = interface.tried(model, _attending(model), _inputs(model) if example is None else dict(example))
@@ -57,9 +57,9 @@ def discovered(
     if not probes:
         kind = type(past[0] if past else model).__name__
         raise ValueError(
-            f"{type(model).__name__}: no attention function was reached ({kind} does not go through the attention "
-            "interface of transformers); expected a model whose attention can be chosen by its config. Take a newer "
-            "version of transformers, in which this model does, or another model"
+            f"{type(model).__name__}: no attention function was reached ({kind} does not use the attention interface "
+            "of transformers); expected a model whose config chooses its attention. Use another model, or a newer "
+            "transformers in which this model uses the interface"
         )
     numbers: list[Any] = [getattr(probe.module, "layer_idx", None) for probe in probes]
     if all(number is None for number in numbers):
@@ -68,15 +68,15 @@ def discovered(
         kinds = sorted({type(probe.module).__name__ for probe in probes})
         cross = "cross-attention among them, " if crossed else ""
         raise ValueError(
-            f"{type(model).__name__} has several stacks of layers ({cross}{', '.join(kinds)}), so that a number does "
-            "not tell a layer; expected one stack. Take a part of the model, e.g. prune(model.get_encoder(), ...)"
+            f"{type(model).__name__} has several stacks of layers ({cross}{', '.join(kinds)}), so a number does not "
+            "identify a layer; expected one stack. Use a part of the model, e.g. prune(model.get_encoder(), ...)"
         )
     wanted = None if layers is None else set(layers)
     for module in past:
         if wanted is None or getattr(module, "layer_idx", None) in wanted:
             raise ValueError(
-                f"{names[id(module)]} ({layer_of(module)}) does not go through the attention interface of "
-                "transformers; expected layers that do. Name those in layers"
+                f"{names[id(module)]} ({layer_of(module)}) does not use the attention interface of transformers; "
+                "expected layers that use it. Leave this one out of layers"
             )
     found: dict[int, ModelLayer] = {}
     for number, probe in sorted(zip(numbers, probes, strict=True), key=lambda pair: int(pair[0])):
@@ -84,14 +84,14 @@ def discovered(
         if id(module) in crossed and (wanted is None or number in wanted):
             raise ValueError(
                 f"{names[id(module)]} ({layer_of(module)}) attends from one sequence to another; expected "
-                "self-attention. Take the encoder alone, e.g. prune(model.get_encoder(), ...)"
+                "self-attention. Use the encoder alone, e.g. prune(model.get_encoder(), ...)"
             )
         found[number] = ModelLayer(number, names[id(module)], probe)
     return found
 
 
 def shared_configs(model: Any, modules: list[Any], some: list[Any] | None = None) -> bool:
-    """Tell whether other attention modules of a model read the configs of these, or of some of them."""
+    """Tell whether other attention modules of a model read the configs of these modules, or of `some` of them."""
     configs = {id(module.config) for module in (modules if some is None else some)}
     mine = {id(module) for module in modules}
     others = (module for module in _attending(model) if id(module) not in mine and not _holds_another(module))
@@ -99,7 +99,7 @@ def shared_configs(model: Any, modules: list[Any], some: list[Any] | None = None
 
 
 def _attending(model: Any) -> list[Any]:
-    """Return the attention modules of a model, by the names of their types; torch's own are not transformers'."""
+    """Return the attention modules of a model, by the names of their types, without torch's own modules."""
     from transformers import PreTrainedModel
 
     return [
@@ -112,12 +112,12 @@ def _attending(model: Any) -> list[Any]:
 
 
 def _holds_another(module: Any) -> bool:
-    """Tell whether an attention module holds another, which attends for it."""
+    """Tell whether an attention module contains another, which computes the attention."""
     return any("Attention" in type(inner).__name__ for inner in list(module.modules())[1:])
 
 
 def _inputs(model: Any) -> dict[str, Any]:
-    """Return a few tokens, or a small image, as a model takes them."""
+    """Return a few tokens or a small image, as the model expects."""
     name, names = model.main_input_name, parameters_of(model)[0]
     if name == "input_ids":
         inputs = {name: torch.zeros((1, _POSITIONS), dtype=torch.int64, device=model.device)}
@@ -128,7 +128,7 @@ def _inputs(model: Any) -> dict[str, Any]:
         inputs = {name: torch.zeros((1, channels, size, size), dtype=model.dtype, device=model.device)}
     else:
         raise ValueError(
-            f"{type(model).__name__} is called with {name}, which is not made up here; expected a model of tokens or "
-            f"images. Give a small example of its inputs, e.g. example={{{name!r}: ...}}"
+            f"{type(model).__name__} is called with {name}, which has no default example; expected a model of tokens "
+            f"or images. Give a small example of its inputs, e.g. example={{{name!r}: ...}}"
         )
     return {**inputs, "use_cache": False} if "use_cache" in names else inputs

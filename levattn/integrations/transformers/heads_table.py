@@ -1,4 +1,4 @@
-"""A table with a row for each layer and head of a model, as it is drawn and written down."""
+"""A table with a row for each layer and head of a model, to draw and to save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["HeadsTable"]
 
 
 class HeadsTable:
-    """Rows of figures, of which those with a label can be drawn."""
+    """Rows of figures; the figures with a label can be drawn."""
 
     _labels: ClassVar[dict[str, str]]
 
@@ -19,15 +19,15 @@ class HeadsTable:
         raise NotImplementedError
 
     def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
-        """Draw one of the figures for all layers and heads.
+        """Draw a figure of all layers and heads.
 
         Parameters
         ----------
         value : str
-            Which: "captured", "error", "selected" or "slots" of what `prune` did; "captured", "heavy_captured",
-            "size", "share", "largest" or "condition" of what `inspect_model` found.
+            The figure: "captured", "error", "selected" or "slots" for a report of `prune`; "captured",
+            "heavy_captured", "size", "share", "largest" or "condition" for the results of `inspect_model`.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            The axes to draw on; by default new ones.
 
         Returns
         -------
@@ -37,7 +37,7 @@ class HeadsTable:
         Raises
         ------
         ValueError
-            If `value` is none of these.
+            If `value` is not in this list.
         ImportError
             If matplotlib is not installed.
         """

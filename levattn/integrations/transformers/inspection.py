@@ -1,4 +1,4 @@
-"""What the keys of a model's layers are like: their universal sets, and how much attention falls on them."""
+"""Inspect the keys of a model's layers: their universal sets, and the attention on these sets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from levattn.integrations.transformers.pruning.prune import observed
 
 __all__ = ["Inspection", "inspect_model"]
 
-_QUERIES = 256  # of a call, whose attention is measured
+_QUERIES = 256  # of a sequence, whose attention is measured
 
 
 class Inspection(HeadsTable):
-    """What `inspect_model` found: a row for each layer and head of the keys.
+    """The results of `inspect_model`: a row for each layer and key head.
 
     Attributes
     ----------
@@ -28,12 +28,19 @@ class Inspection(HeadsTable):
     epsilon : float
         The threshold of the universal sets.
     rows : list of dict
-        ``layer``, ``head``; ``n`` and ``d``, keys and their columns (of all sequences together n is the sum);
-        ``condition``, the condition number of the keys on their range; ``rank``; ``size`` of the universal set for
-        x², ``share`` of the keys in it, ``bound`` rank/ε, ``vacuous``: whether the bound is not below n; ``largest``
-        leverage score; ``captured``, the mean softmax mass on the set; ``heavy``, the number of softmax scores of at
-        least ε among the queries measured, and ``heavy_captured``, the share of these that are on keys of the set
-        (None if there are none). For several sequences sizes are means, and conditions the largest.
+        Each row has the keys:
+
+        - ``layer`` and ``head``;
+        - ``n`` and ``d``, the number of keys (summed over sequences) and of their columns;
+        - ``condition``, the condition number of the keys on their range, and ``rank``;
+        - ``size`` of the universal set for x², ``share`` of the keys in it, and ``bound``, rank/ε;
+        - ``vacuous``, whether the bound is not below n;
+        - ``largest``, the largest leverage score;
+        - ``captured``, the mean softmax mass on the set;
+        - ``heavy``, the number of softmax scores of at least ε among the measured queries;
+        - ``heavy_captured``, the share of these scores on keys of the set (None if there are none).
+
+        For several sequences, sizes are means, and condition numbers are the largest.
 
     Examples
     --------
@@ -85,21 +92,21 @@ def inspect_model(
     epsilon: float = 0.05,
     layers: Iterable[int] | None = None,
 ) -> Inspection:
-    r"""Look at the keys of each layer and head of a model: their universal sets for f(x) = x², and what these catch.
+    r"""Compute the universal sets of a model's keys for f(x) = x², and the softmax attention on these sets.
 
-    The universal set holds every key that any query can give an x²-attention of at least ε; that is exact. What is
-    said of softmax is measured: the mass on the set, and how many of the scores of at least ε are on its keys.
+    The universal set is exact: it holds every key that some query can give an x²-attention of at least ε. The softmax
+    figures are measurements: the mass on the set, and the share of the scores of at least ε on its keys.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        As for `prune`. It is run once, and stays as it is.
+        As for `prune`. It runs once, and stays unchanged.
     inputs : mapping of str to tensor
-        One batch, as the model takes it.
+        A batch of the model's inputs.
     epsilon : float in (0, 1], default 0.05
         The threshold.
     layers : iterable of int, optional
-        Numbers of the layers to look at; all if None.
+        Numbers of the layers to inspect; all if None.
 
     Returns
     -------
@@ -109,7 +116,7 @@ def inspect_model(
     Raises
     ------
     TypeError, ValueError
-        If epsilon is out of range, or as `prune` does for models and inputs that it refuses.
+        If epsilon is out of range, or as `prune` raises for unsupported models and inputs.
 
     Notes
     -----

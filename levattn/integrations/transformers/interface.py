@@ -1,4 +1,4 @@
-"""How transformers comes to call an attention of ours: by its name, with what hooks bring it of the module's call."""
+"""Make transformers call an attention of levattn by its name, with arguments that hooks take from module calls."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Call:
     """One call of an attention module, on its way from the hook in front to the attention function."""
 
     held: Any = None  # the layer of the cache
-    hidden: Any = None  # the states that came to the module
+    hidden: Any = None  # the hidden states, input of the module
     reached: bool = False
 
 
 @dataclass
 class Trial:
-    """What happened while a model was tried out."""
+    """The record of a trial call of a model."""
 
-    entered: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # modules and what they were called with
+    entered: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # modules and their arguments
     reached: list[Probe] = field(default_factory=list)  # in the order of their calls
 
 
 @dataclass
 class Probe:
-    """What a module hands to its attention, in the place of a part while a model is tried out."""
+    """A record of a module's call of its attention, in place of a part during a trial call."""
 
     module: Any
     trial: Trial
@@ -43,10 +43,10 @@ class Probe:
     key: Any = None
     causal: bool = True
     sliding_window: int | None = None
-    call: Any = None  # None where keywords of the module do not come to its attention
+    call: Any = None  # None if the module does not pass its keywords to its attention
 
     def take(self, call: Any, query: Any, key: Any, value: Any, **found: Any) -> tuple[Any, None]:
-        """Keep what came to the attention, and return zeros in the place of its output."""
+        """Record the arguments of the attention, and return zeros as its output."""
         self.trial.reached.append(self)
         self.call, self.query, self.key = call, query, key
         for name, what in found.items():
@@ -56,24 +56,24 @@ class Probe:
 
 @dataclass(frozen=True)
 class Interface:
-    """An attention of ours, under the name by which transformers calls it."""
+    """An attention of levattn, under the name by which transformers calls it."""
 
-    name: str  # no "flash", "sdpa", "flex_attention", "/" or ":", which transformers reads in names
-    part: str  # the attribute of an attention module that says what it computes
+    name: str  # without "flash", "sdpa", "flex_attention", "/" and ":", which have a meaning to transformers
+    part: str  # the attribute of an attention module that describes its attention
     held_in: Callable[[Any, Any], Any]  # the layer of a cache for a module
-    maker: str  # who gives models this attention, and what messages call it
-    attention: str
-    remedy: str  # if it would ignore something
+    maker: str  # the function that gives models this attention
+    attention: str  # its name in messages
+    remedy: str  # the advice in messages about arguments that it would ignore
 
     def register(self, attention: Callable[..., Any], masks: Callable[..., Any], name: str | None = None) -> None:
-        """Tell transformers the attention function and the masks that go with it, by name."""
+        """Register the attention function and its masks with transformers, by name."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(name or self.name, attention)
         AttentionMaskInterface.register(name or self.name, masks)
 
     def hook(self, module: Any) -> list[Any]:
-        """Bring the attention of a module what it will need of each call, and see to it that it is reached."""
+        """Hook a module, to pass each `Call` to its attention and check that it reaches the attention."""
         before = partial(self._hand_on, parameters_of(module)[0])
         return [
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -94,17 +94,17 @@ class Interface:
         if not kwargs[self.name].reached:
             raise RuntimeError(
                 f"{layer_of(module)} did not call the attention of {self.maker}; expected the attention "
-                f"implementation {self.name!r} in its config, found {module.config._attn_implementation!r}. Leave it "
-                "as it is, or call remove(model)"
+                f"implementation {self.name!r} in its config, found {module.config._attn_implementation!r}. Do not "
+                "change it, or call remove(model)"
             )
 
     def begin(self, module: Any, dropout: float, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the part of a module, and its `Call` (or None) from keywords; raise for others that it ignores."""
+        """Return the part of a module, and its `Call` or None; raise for keywords that the attention ignores."""
         part, call, layer = getattr(module, self.part, None), kwargs.pop(self.name, None), layer_of(module)
         if part is None:
             raise ValueError(
                 f"the attention implementation {self.name!r} was chosen by hand for {layer}; expected a layer that "
-                f"{self.maker} changed. Call it on the model, or choose another one"
+                f"{self.maker} changed. Call {self.maker} on the model, or choose another implementation"
             )
         refuse(layer, dropout, kwargs, attention=self.attention, remedy=self.remedy)
         if call is not None:
@@ -112,9 +112,9 @@ class Interface:
         return part, call
 
     def tried(self, model: Any, modules: Iterable[Any], inputs: dict[str, Any]) -> Trial:
-        """Let a model compute inputs as it would after training, and return what these modules did.
+        """Call a model on inputs in evaluation mode, and return the record of these modules.
 
-        The model stays as it is.
+        The model stays unchanged.
         """
         from transformers import PretrainedConfig
 

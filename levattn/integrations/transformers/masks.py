@@ -1,4 +1,4 @@
-"""Masks of transformers, and which positions they leave in."""
+"""Attention masks of transformers, and the positions that they let through."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 __all__ = ["causal_padding", "padding_and_kind", "padding_mask", "seen_by"]
 
-_HIDDEN = -1e4  # what is added to a logit that is masked is at most this
+_HIDDEN = -1e4  # a mask adds at most this to a masked logit
 
 
 def seen_by(mask: Any, keys: int) -> Any:
-    """Return which keys each row may see, (B, T or 1, U) bool, or (B, U) where a mask is of padding alone.
+    """Return which keys each row may see, (B, T or 1, U) bool, or (B, U) for a padding mask.
 
-    The masks of transformers are bool, or added to logits. U is at least the number of `keys`.
+    The masks of transformers are bool, or added to the logits. U is at least the number of `keys`.
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < keys:
         shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -34,17 +34,17 @@ def seen_by(mask: Any, keys: int) -> Any:
         return mask
     if ((mask != 0) & (mask > _HIDDEN)).any():
         raise ValueError(
-            "the attention mask adds numbers to logits that are neither 0 nor those of a masked position (biases of "
-            "positions); expected a mask of padding. Leave them out, or use the base model"
+            "the attention mask adds numbers to logits, as biases of positions do; expected a padding mask, which "
+            "adds 0 or masks a position. Leave the biases out, or use the base model"
         )
     return mask == 0
 
 
 def padding_mask(*args: Any, **kwargs: Any) -> Any:
-    """Return which positions are no padding, (B, U), or None for all: a function that makes masks for transformers.
+    """Return which positions are not padding, (B, U), or None for all: a mask function for transformers.
 
-    What transformers makes for kernels that unpad has no more than padding in it. Where the model may want more, its
-    whole mask is made and looked at: packed sequences, overlays of its own.
+    The masks that transformers makes for kernels that unpad contain padding alone. Where the model may need more, such
+    as packed sequences or overlays, this function makes the whole mask and checks it.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -56,13 +56,13 @@ def padding_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def causal_padding(mask: Any, T: int, sliding_window: int | None) -> Any:
-    """Return which of the last T positions are no padding, (B, T), or None for all, or raise if a mask is not causal.
+    """Return which of the last T positions are not padding, (B, T), or None for all; raise if a mask is not causal.
 
-    sliding_window: how many positions a row may see, itself included, or None for all.
+    sliding_window: the number of positions that a row may see, including itself, or None for all.
     """
     if mask is None:
         return None
-    allowed = seen_by(mask, T)[..., -T:]  # where other layers keep their attention, the mask is made for theirs
+    allowed = seen_by(mask, T)[..., -T:]  # made for the attention of other layers, where they keep it
     if mask.ndim == 2:
         return allowed
     present = allowed.diagonal(dim1=-2, dim2=-1)
@@ -77,15 +77,15 @@ def causal_padding(mask: Any, T: int, sliding_window: int | None) -> Any:
 
 
 def padding_and_kind(layer: str, mask: Any, rows: int, keys: int, causal: bool, *, whole: bool) -> tuple[Any, bool]:
-    """Return which keys are no padding, (B, keys) bool or None for all, and whether attention is causal.
+    """Return which keys are not padding, (B, keys) bool or None for all, and whether attention is causal.
 
-    causal: what it is if the mask does not tell. whole: whether no mask says that all keys are there, and rows last.
+    causal: the default if the mask does not tell. whole: whether no mask means that all keys are there, rows last.
     """
     if mask is None:
         if causal and 1 < rows < keys and not whole:
             raise ValueError(
-                f"{layer} was given no attention mask for {rows} queries and {keys} keys; expected one, as it is not "
-                "said which of them come first. Give the model an attention_mask of shape (batch, positions)"
+                f"{layer} was given no attention mask for {rows} queries and {keys} keys; expected one, as their "
+                "order is unknown without it. Give the model an attention_mask of shape (batch, positions)"
             )
         return None, causal
     seen = seen_by(mask, keys)
@@ -111,7 +111,7 @@ def padding_and_kind(layer: str, mask: Any, rows: int, keys: int, causal: bool, 
 
 
 def _not_with_padding(problem: str, besides: str) -> str:
-    """Return the message on a mask that is more than padding."""
+    """Return the message for a mask with more than padding."""
     return (
         f"{problem} with padding; expected one sequence in each row, and no {besides} (position_ids that start again) "
         "or overlays. Give the model an attention_mask of shape (batch, positions), 0 for padding"
@@ -119,6 +119,6 @@ def _not_with_padding(problem: str, besides: str) -> str:
 
 
 def _same(seen: Any, expected: Any) -> bool:
-    """Tell whether a mask is as expected; some versions let rows that see nothing see everything."""
+    """Tell whether a mask is as expected; in some versions, rows that should see nothing see everything."""
     nothing = ~expected.any(-1, keepdim=True) & seen.all(-1, keepdim=True)
     return bool(((seen == expected) | nothing).all())

@@ -1,1 +1,1 @@
-"""Budgets that are chosen for a wanted loss."""
+"""Budgets for a wanted loss."""

@@ -1,4 +1,4 @@
-"""Budgets for each layer and head of a model, chosen for a wanted loss on sample inputs."""
+"""Choose budgets for each layer and head of a model, for a wanted loss on sample inputs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["calibrate"]
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads
-_CANDIDATES = 12  # budgets that are tested at a risk
+_CANDIDATES = 12  # budgets to test for a risk
 _CONFIDENCE = 0.95
 
 _Budgets = dict[tuple[int, int], float]
-_Errors = dict[tuple[int, int], dict[float, float]]  # of each head's output with each share of the keys
+_Errors = dict[tuple[int, int], dict[float, float]]  # the error of each head's output at each share of the keys
 
 
 def calibrate(
@@ -50,93 +50,93 @@ def calibrate(
 
     The loss compares the pruned model with the dense one:
 
-    - ``"embedding"``: 1 − the mean cosine of the embeddings of the two (means of the last hidden states over the
-      positions that the attention mask leaves in);
+    - ``"embedding"``: 1 − the mean cosine between the embeddings of the two models. An embedding is the mean of the
+      last hidden states over the positions that the attention mask leaves in;
     - ``"logits"``: the mean Kullback–Leibler divergence, in nats, of the pruned model's next tokens from the dense
-      one's;
-    - ``"perplexity"``: by what share the perplexity of the inputs rises, 0.03 being 3 %; of a causal model.
+      model's;
+    - ``"perplexity"``: the relative increase of the inputs' perplexity, 0.03 being 3 %; for a causal model.
 
-    With a profile as `heads` it tells how budgets are split over the heads (`HeadProfile.shares`), and only their sum
-    is chosen here: what heads recall, which no sample of plain text shows, is then accounted for. Otherwise
-    each head is measured first, with each budget: the relative error of its output against dense attention on the same
-    queries, keys and values. A bound of these errors, one for all heads, gives budgets: the smallest budget within the
-    bound for each head (1.0 where there is none). Larger bounds give smaller budgets. One of `target` and `risk` says
-    which bound is chosen.
+    A profile as `heads` splits budgets over the heads (`HeadProfile.shares`), and `calibrate` chooses only their sum.
+    This accounts for the recall of heads, which a sample of plain text does not show. Without a profile, `calibrate`
+    first measures the relative error of each head's output with each budget, against dense attention on the same
+    arrays. A common bound on these errors gives each head the smallest budget within the bound (1.0
+    if no budget is). Larger bounds give smaller budgets. Either `target` or `risk` determines the bound.
 
-    **Guarantee of a target.** The bound is found by bisection. With the returned budgets the loss on these inputs was
-    measured, is `reached`, and is at most `target`. It says nothing about other inputs but by their likeness.
+    **Guarantee of a target.** Bisection finds the bound. The loss on these inputs was measured with the returned
+    budgets, is `reached`, and is at most `target`. It says nothing about other inputs, except if they are similar.
 
-    **Guarantee of a risk.** If the texts are drawn independently from one distribution, then with probability at least
-    `confidence` over these texts, the expected loss of a further text of that distribution is at most `risk` with the
-    returned budgets. A text is one sequence of a batch (one image for a vision model), and its loss is that of the
-    text by itself, **clipped to [0, 1]**: a divergence above 1 nat, a cosine below 0 and a perplexity that more than
-    doubles count as 1, a perplexity that falls counts as 0. The guarantee is about this clipped loss and its mean over
-    texts, not about each text. Every fourth text, from the first, measures the heads and chooses at most 12 bounds;
-    the other texts test these, from the largest budgets to the smallest, and the tests end at the first that fails
-    (Learn then Test with fixed-sequence testing and Hoeffding–Bentkus p-values). `reached` is the mean clipped loss of
+    **Guarantee of a risk.** Let the texts be drawn independently from one distribution. With probability at least
+    `confidence` over these texts, the expected loss of a further text is then at most `risk` with the returned
+    budgets. A text is one sequence of a batch (one image for a vision model). Its loss is computed for the text alone
+    and **clipped to [0, 1]**. So a divergence above 1 nat, a cosine below 0 and a perplexity that more than doubles
+    count as 1, and a perplexity that falls counts as 0. The guarantee is about the mean of this clipped loss over
+    texts, not about each text. Every fourth text, from the first, measures the heads and chooses at most 12
+    bounds. The other texts test these bounds, from the largest budgets to the smallest, until a test fails. (This is
+    Learn then Test with fixed-sequence testing and Hoeffding–Bentkus p-values.) `reached` is the mean clipped loss of
     the tested texts.
 
-    The texts, their order and the options must not depend on what the texts have shown: sorted by length, or tested by
-    an earlier call, they do not have this confidence. For a second call take new texts, or give each of k calls the
-    confidence 1 − (1 − `confidence`)/k. Nothing is drawn at random.
+    The texts, their order and the options must not depend on the contents of the texts or on earlier results. Texts
+    sorted by length, or tested by an earlier call, do not have this confidence. For a second call use new texts, or
+    give each of k calls the confidence 1 − (1 − `confidence`)/k. Nothing is drawn at random.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         As for `prune`, in evaluation mode.
     inputs : mapping of str to tensor, or iterable of them
-        Batches as the model takes them. With `risk` each tensor of a batch has a row for each of its texts, or one row
-        for all of them.
+        Batches of the model's inputs. With `risk`, each tensor of a batch has a row for each text, or one row for all
+        texts.
     target : float, optional
-        The loss on the inputs, above 0. One of target and risk is given.
+        The loss on the inputs, above 0. Give either target or risk.
     risk : float, optional
         The expected loss on texts like the inputs, above 0 and below 1.
     confidence : float, optional
-        How surely the risk is kept, above 0 and below 1; 0.95 if not given. It comes with `risk` only.
+        The confidence that the risk holds, above 0 and below 1; 0.95 if not given. Use it with `risk` only.
     metric : {"embedding", "logits", "perplexity"}, default "embedding"
-        Which loss.
+        The loss.
     budgets : sequence of float, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
-        Shares of the keys to choose from, each above 0 and below 1; dense is always among them. With a profile they
+        Shares of the keys to choose from, each above 0 and below 1; dense is always included. With a profile they
         are means over all heads.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
     heads : HeadProfile, in the place of numbers
-        How budgets are split.
+        A profile that splits budgets over the heads.
     progress : bool or function, optional
-        True for a bar, or a function of the forward passes done and their number.
+        True for a bar, or a function of the forward passes done and their total.
     **options
-        Further options of `prune`: summaries, window, sinks, scores, center, chunk.
+        Options of `prune`: summaries, window, sinks, scores, center, chunk.
 
     Returns
     -------
     Calibration
-        The budgets, and the loss that they have.
+        The budgets and their loss.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
-        With `risk` also if the texts are too few, or lose too much with all budgets that were tested, to show the
-        risk; the message says how many texts would do. Dense budgets, which have no loss, are never returned then.
+        With `risk` also if the texts are too few to show the risk, or have too large a loss with all tested budgets.
+        The message then gives a sufficient number of texts. With `risk`, dense budgets, which have no loss, are never
+        returned.
     ImportError
         If `progress` is True and rich is not installed.
 
     Notes
     -----
-    Time with `target`: runs the model once for each budget, once dense, and at most 8 times for the bisection, over
-    all inputs. With `risk`: on a quarter of the texts once for each budget, once dense and 12 times; on the others
-    once dense and at most 12 times, so that 7 budgets cost about 15 runs over all texts. Batches whose texts have one
-    length are faster, as `prune` works on lengths one by one where budgets are shares. Memory with `risk`: the outputs
-    of two runs on one batch; with `target` those of two runs on all inputs.
+    Time with `target`: the model runs once for each budget, once dense, and at most 8 times for the bisection, over
+    all inputs. With `risk`, it runs once for each budget, once dense and 12 times on a quarter of the texts. On the
+    others it runs once dense and at most 12 times, so 7 budgets cost about 15 runs over all texts. Batches whose texts
+    have the same length are faster, as for budgets in shares `prune` processes each length separately. Memory with
+    `risk`: the outputs of two runs on one batch; with `target`, the outputs of two runs on all inputs.
 
-    How many texts: without any loss, n tested texts show a risk if
+    Number of texts: without any loss, n tested texts show a risk if
     :math:`(1 - \text{risk})^n \le 1 - \text{confidence}`, which takes 199 texts for 0.02 and 0.95, 149 of them
-    tested. With a mean loss of half of that risk it takes about 1280. Texts cut from one document are not independent:
-    give one of each.
+    tested. With a mean loss of half of that risk it takes about 1280. Texts cut from the same document are not
+    independent: use one text of each document.
 
     References
     ----------
-    Own construction; the losses are those that papers on pruned attention report, e.g. Devoto, Jeblick and Jégou,
+    Own construction; papers on pruned attention report these losses, e.g. Devoto, Jeblick and Jégou,
     "Expected Attention", arXiv:2510.00636. The tests of a risk: Angelopoulos, Bates, Candès, Jordan and Lei, "Learn
     then Test", arXiv:2110.01052, Section 2.2. Their p-values: Bates, Angelopoulos, Lei, Malik and Jordan,
     "Distribution-free, risk-controlling prediction sets", JACM 68, 2021, Section 3.1.
@@ -168,16 +168,16 @@ def calibrate(
     shares = sorted({fraction("budgets", budget) for budget in budgets})
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
-        raise TypeError(f"{', '.join(unknown)} is no option here; expected some of {', '.join(_OPTIONS)}")
+        raise TypeError(f"{', '.join(unknown)} is no option here; expected options among {', '.join(_OPTIONS)}")
     batches = [dict(batch) for batch in ([inputs] if isinstance(inputs, Mapping) else inputs)]
     if not batches:
         raise ValueError("inputs is empty; expected at least one batch")
     if model.training:
         raise ValueError(
-            "model is in training mode; expected evaluation mode, so that outputs can be compared. Call eval()"
+            "model is in training mode; expected evaluation mode, to make outputs comparable. Call model.eval()"
         )
     if isinstance(heads, HeadProfile) and layers is not None:
-        raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers, as it tells of all")
+        raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers with a profile")
     source = _Source(model, shares, layers, heads, options)
     if isinstance(wanted, tuple):
         with torch.no_grad():
@@ -192,14 +192,14 @@ def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, flo
     """Return the target, or the risk and the confidence, or raise."""
     if (target is None) == (risk is None):
         raise ValueError(
-            f"target is {target!r} and risk is {risk!r}; expected one of them: target bounds the loss on the inputs "
-            "themselves, risk the expected loss on texts like them"
+            f"target is {target!r} and risk is {risk!r}; expected one of them. target is for the loss on the inputs, "
+            "risk for similar texts"
         )
     if risk is None:
         if confidence is not None:
             raise ValueError(
                 f"confidence is {confidence!r} and target is given; expected confidence with risk only. Leave it out, "
-                "or give risk in the place of target"
+                "or give risk instead of target"
             )
         return positive_number("target", target, what="a finite loss above 0, e.g. 0.01")
     confidence = _CONFIDENCE if confidence is None else confidence
@@ -208,7 +208,7 @@ def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, flo
 
 @dataclass(frozen=True)
 class _Ladder:
-    """Budgets to choose from, the largest first: their number, those at a place, and those of the dense model."""
+    """Budgets to choose from, the largest first: their number, the budgets at a place, and the dense budgets."""
 
     count: int
     at: Callable[[int], _Budgets]
@@ -216,7 +216,7 @@ class _Ladder:
 
 
 class _Source:
-    """Where budgets come from: the errors of heads on texts, or a profile of them."""
+    """The source of budgets: the errors of heads on texts, or a profile of the heads."""
 
     def __init__(self, model: Any, shares: list[float], layers: Any, heads: Any, options: dict[str, Any]) -> None:
         self.model, self.shares, self.options = model, shares, options
@@ -226,11 +226,11 @@ class _Source:
 
     @property
     def passes(self) -> int:
-        """How often the model reads each batch for it."""
+        """Number of times that the model reads each batch."""
         return 0 if self.profile else len(self.shares)
 
     def ladder(self, batches: list[dict[str, Any]], advance: Callable[[int], None]) -> _Ladder:
-        """Return the budgets, measured on these batches where there is no profile."""
+        """Return the budgets, measured on these batches if there is no profile."""
         profile, shares = self.profile, self.shares
         if profile:
             return _Ladder(len(shares), lambda i: profile.shares(shares[-1 - i]), dict.fromkeys(profile, 1.0))
@@ -239,9 +239,9 @@ class _Source:
         return _Ladder(len(bounds), lambda i: _within(errors, bounds[i]), dict.fromkeys(errors, 1.0))
 
     def _errors(self, batches: list[dict[str, Any]], advance: Callable[[int], None]) -> _Errors:
-        """Return the relative error of each head's output with each budget, on what comes to it."""
+        """Return the relative error of each head's output with each budget, on the inputs of that head."""
         layers = self.layers
-        if layers is None and self.heads is None:  # named, as they are not all pruned alike in the end
+        if layers is None and self.heads is None:  # named, because heads get different budgets in the end
             register()
             layers = list(discovered(PRUNED, self.model, None))
         errors: _Errors = {}
@@ -257,16 +257,16 @@ class _Source:
 
 
 def _within(errors: _Errors, bound: float) -> _Budgets:
-    """Return the smallest budget of each head whose error is within a bound, and 1.0 where there is none."""
+    """Return the smallest budget of each head whose error is within a bound, or 1.0."""
     return {
         head: min((share for share, error in of.items() if error <= bound), default=1.0) for head, of in errors.items()
     }
 
 
 def _bisected(ladder: _Ladder, target: float, loss: Callable[[_Budgets], float]) -> tuple[_Budgets, float]:
-    """Return the smallest budgets that were found to reach the target, and their loss."""
+    """Return the smallest budgets found that reach the target, and their loss."""
     best = (ladder.dense, 0.0)
-    low, high = -1, ladder.count - 1  # those at low reach the target, those after high do not
+    low, high = -1, ladder.count - 1  # the budgets at low reach the target, budgets after high do not
     for _ in range(_STEPS + 1):
         if low >= high:
             break
@@ -283,7 +283,7 @@ def _bisected(ladder: _Ladder, target: float, loss: Callable[[_Budgets], float])
 def _by_risk(
     source: _Source, batches: list[dict[str, Any]], metric: str, risk: float, confidence: float, progress: Any
 ) -> Calibration:
-    """Return the smallest budgets that were shown to have the risk: chosen with some texts, tested on the others."""
+    """Return the smallest budgets that the tests show to keep the risk."""
     model, options = source.model, source.options
     choosing, testing, first, tested = dealt(model, batches)
     wish = f"risk={risk:g} with confidence={confidence:g}"
@@ -291,8 +291,8 @@ def _by_risk(
     if least and tested < least:
         raise ValueError(
             f"inputs has {first + tested} texts, of which {tested} are for the test of {wish}; expected at least "
-            f"{needed_for(least)} texts, {least} of them for the test, as fewer show nothing even if they have no "
-            "loss. Give more texts, a larger risk or a smaller confidence (no text was tested yet)"
+            f"{needed_for(least)} texts, {least} of them for the test. Give more texts, a larger risk or a smaller "
+            "confidence (no text was tested yet)"
         )
     passes = len(choosing) * (source.passes + 1 + _CANDIDATES) + len(testing) * (1 + _CANDIDATES)
     with reported(progress, passes) as advance:
@@ -309,7 +309,7 @@ def _by_risk(
         remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
         raise ValueError(
             f"inputs has {first + tested} texts, and {tested} of them have a mean loss of {mean:.3g} with the largest "
-            f"budgets that were tested, which does not show {wish}; expected {remedy}. Give "
+            f"budgets, which does not show {wish}; expected {remedy}. Give "
             f"{'more texts, ' if more else ''}a larger risk or larger budgets"
         )
     reached = float(losses[:, shown - 1].mean())
@@ -327,11 +327,11 @@ def _by_risk(
 
 
 def _candidates(ladder: _Ladder, risk: float, loss: Callable[[list[_Budgets]], Any]) -> list[_Budgets]:
-    """Return budgets to test, the largest first, up to the first that lose too much on the texts to choose with."""
+    """Return budgets to test, the largest first, up to the first with a loss above the risk on the choosing texts."""
     if not ladder.count:
         raise ValueError(
-            "inputs has no output of a head to measure in every fourth text, which budgets are chosen with; expected "
-            "texts of at least one token that the attention mask leaves in, and heads whose outputs are not all 0"
+            "inputs has no output of a head to measure in every fourth text; expected texts with unmasked tokens, "
+            "and heads with outputs other than 0"
         )
     coarse = _spread(ladder.count)
     losses = loss([ladder.at(place) for place in coarse])
@@ -341,5 +341,5 @@ def _candidates(ladder: _Ladder, risk: float, loss: Callable[[list[_Budgets]], A
 
 
 def _spread(count: int) -> list[int]:
-    """Return places in a list of that length, evenly spread, with its last one."""
+    """Return places in a list of `count` items, evenly spread, with the last place."""
     return sorted({-(-count * step // _CANDIDATES) - 1 for step in range(1, _CANDIDATES + 1)})

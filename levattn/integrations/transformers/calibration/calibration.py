@@ -1,4 +1,4 @@
-"""A budget for each layer and head of a model, as it is held and written down."""
+"""A budget for each layer and head of a model, and its file."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ _RISK = ("risk", "confidence", "texts")
 
 
 class Calibration(Mapping[tuple[int, int], float]):
-    """A budget for each layer and head of the keys, as `calibrate` chose it; `prune` takes it as its budget.
+    """A budget for each layer and key head, as chosen by `calibrate`; pass it to `prune` as the budget.
 
     Parameters
     ----------
     budgets : mapping
-        From (layer, head) to the share of the keys, in (0, 1]; 1.0 is dense. The calibration is such a mapping, and
-        has the others as attributes.
+        From (layer, head) to the share of the keys, in (0, 1]; 1.0 is dense. The calibration is such a mapping itself,
+        and has the other parameters as attributes.
     model : str
         The type of the model.
     metric : {"embedding", "logits", "perplexity"}
-        What was measured.
+        The measured loss.
     target : float, optional
-        The loss that was wanted on the sample inputs; None where a risk was given.
+        The wanted loss on the sample inputs; None with a risk.
     reached : float
-        The loss that was measured with these budgets: on the sample inputs, or the mean of the texts that the risk was
-        tested on.
+        The measured loss with these budgets, on the sample inputs or as a mean over the texts that tested the risk.
     options : mapping, optional
-        Further options of `prune` that the budgets are for; ``prune(model, calibration)`` uses them.
+        Further options of `prune` that belong to the budgets; ``prune(model, calibration)`` uses them.
     risk, confidence : float, optional
-        The expected loss that was wanted on texts like the sample inputs, and how surely; None where a target was
-        given.
+        The wanted expected loss on texts like the sample inputs, and the confidence; None with a target.
     texts : int, optional
-        On how many texts the risk was tested.
+        The number of texts that tested the risk.
 
     Raises
     ------
     ValueError
-        If both of target and risk are given or neither, or if confidence and texts do not come with risk.
+        If both or neither of target and risk are given, or confidence and texts do not come with risk.
 
     Examples
     --------
@@ -114,7 +112,7 @@ class Calibration(Mapping[tuple[int, int], float]):
         return sum(self._budgets.values()) / max(len(self), 1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration to a JSON file, which appears whole or not at all.
+        """Write the calibration to a JSON file, atomically.
 
         Parameters
         ----------
@@ -149,14 +147,14 @@ class Calibration(Mapping[tuple[int, int], float]):
         Returns
         -------
         Calibration
-            As it was saved.
+            The saved calibration.
 
         Raises
         ------
         ValueError
-            If the file is not one, or is damaged; the message tells what is wrong.
+            If the file is not a calibration, or is damaged; the message gives the reason.
         OSError
-            If it cannot be read.
+            If the file cannot be read.
         """
         try:
             document = json.loads(Path(path).read_bytes())
@@ -170,11 +168,11 @@ class Calibration(Mapping[tuple[int, int], float]):
     @classmethod
     def _from(cls, document: Any) -> Calibration:
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError("it does not begin as one")
+            raise ValueError(f"its format is not {_FORMAT!r}")
         if type(document.get("version")) is not int or not 1 <= document["version"] <= _VERSION:
             raise ValueError(f"it is of version {document.get('version')!r}, and this release reads 1 to {_VERSION}")
         if not isinstance(document["model"], str) or document["metric"] not in METRICS:
-            raise ValueError("model or metric is not what they can be")
+            raise ValueError("model or metric is invalid")
         options = document["options"]
         if not isinstance(options, dict):
             raise ValueError("options are no mapping")
@@ -187,13 +185,13 @@ class Calibration(Mapping[tuple[int, int], float]):
             if type(share) not in (int, float) or not 0 < share <= 1:
                 raise ValueError(f"the budget {share!r} is not in (0, 1]")
             if (layer, head) in budgets:
-                raise ValueError(f"head {head} of layer {layer} is there twice")
+                raise ValueError(f"head {head} of layer {layer} occurs twice")
             budgets[layer, head] = float(share)
         return cls(budgets, document["model"], document["metric"], options=options, **cls._losses_from(document))
 
     @staticmethod
     def _losses_from(document: dict[str, Any]) -> dict[str, Any]:
-        """Return the losses wanted and reached; files of version 1 know no risk."""
+        """Return the wanted and the reached loss; files of version 1 have no risk."""
         found = {name: document[name] for name in ("target", "reached")}
         if document["version"] == 1 or document["target"] is not None:
             if not all(_is_finite(value) for value in found.values()):

@@ -1,4 +1,4 @@
-"""How far a pruned model is from the dense one, on all texts or text by text."""
+"""Losses of a pruned model against the dense model, on all texts or for each text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Loss", "embeddings", "following", "perplexity", "text_losses"]
 
 
 class Loss:
-    """The loss on all inputs, of budgets."""
+    """The loss of budgets on all inputs."""
 
     def __init__(self, model: Any, batches: list[dict[str, Any]], metric: str, advance: Callable[[int], None]) -> None:
         self.model, self.batches, self.metric, self.advance = model, batches, metric, advance
@@ -53,9 +53,9 @@ def text_losses(
     options: dict[str, Any],
     advance: Callable[[int], None],
 ) -> npt.NDArray[np.float64]:
-    """Return the loss of each text by itself (rows), at most 1, with each of several budgets (columns).
+    """Return the loss of each text (rows), at most 1, with each of several budgets (columns).
 
-    The outputs of two runs on one batch are in memory at a time.
+    Memory holds the outputs of two runs on one batch at a time.
     """
     rows = []
     for batch in batches:
@@ -71,14 +71,14 @@ def text_losses(
     found = np.concatenate(rows).astype(np.float64)
     if np.isnan(found).any():
         raise ValueError(
-            "inputs has a text whose loss is not a number; expected texts of at least one token that the attention "
-            "mask leaves in (two for perplexity), and a model with finite outputs"
+            "inputs has a text whose loss is not a number; expected texts with an unmasked token (two for "
+            "perplexity), and a model with finite outputs"
         )
     return found
 
 
 def _by_text(metric: str, mine: tuple[Any, Any], dense: tuple[Any, Any]) -> Any:
-    """Return the loss of each text of a batch; not a number for one without positions."""
+    """Return the loss of each text of a batch; not a number for a text without positions."""
     values = _distances(metric, mine, dense)
     if metric == "embedding":
         return values
@@ -88,7 +88,7 @@ def _by_text(metric: str, mine: tuple[Any, Any], dense: tuple[Any, Any]) -> Any:
 
 
 def _distances(metric: str, mine: tuple[Any, Any], dense: tuple[Any, Any]) -> Any:
-    """Return one minus the cosine of each text, or for each position the divergence or the rise of −log p."""
+    """Return one minus the cosine of each text, or the divergence or the increase of −log p at each position."""
     if metric == "embedding":
         return 1 - torch.nn.functional.cosine_similarity(mine[0], dense[0], dim=-1)
     if metric == "perplexity":
@@ -97,7 +97,7 @@ def _distances(metric: str, mine: tuple[Any, Any], dense: tuple[Any, Any]) -> An
 
 
 def _read(model: Any, batch: dict[str, Any], metric: str) -> tuple[Any, Any]:
-    """Return what the loss is made of, in float64: embeddings, or log-probabilities and which of them count."""
+    """Return the inputs of the loss, in float64: embeddings, or log-probabilities and flags of the ones to count."""
     output = model(**batch)
     if metric == "embedding":
         if getattr(output, "last_hidden_state", None) is None:
@@ -114,7 +114,7 @@ def _read(model: Any, batch: dict[str, Any], metric: str) -> tuple[Any, Any]:
 
 def _refuse(model: Any, metric: str, missing: str, other: str) -> None:
     raise ValueError(
-        f"{type(model).__name__} returns no {missing}, which metric={metric!r} is of; expected another "
+        f"{type(model).__name__} returns no {missing}, which metric={metric!r} needs; expected another "
         f"metric, e.g. {other!r}, or a model with that output"
     )
 
@@ -127,19 +127,19 @@ def _present(batch: dict[str, Any], like: Any) -> Any:
 
 
 def embeddings(batch: dict[str, Any], output: Any) -> Any:
-    """Return the means of an output's last hidden states over the positions that are there, in float64."""
+    """Return the means of an output's last hidden states over unmasked positions, in float64."""
     states = output.last_hidden_state
     mask = _present(batch, states)[..., None]
     return (states.double() * mask).sum(1) / mask.sum(1)
 
 
 def following(batch: dict[str, Any], output: Any) -> tuple[Any, Any]:
-    """Return the log-probability of each next token in an output, in float64, and which of them count."""
+    """Return the log-probability of each next token in an output, in float64, and flags of the ones to count."""
     log_p, there = output.logits[:, :-1].double().log_softmax(-1), _present(batch, output.logits)
     return log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0], there[:, 1:] & there[:, :-1]
 
 
 def perplexity(parts: list[tuple[Any, Any]]) -> float:
-    """Return the perplexity of what `following` returned for all batches."""
+    """Return the perplexity from the results of `following` for all batches."""
     total = sum(float(values[there].sum()) for values, there in parts)
     return math.exp(-total / sum(int(there.sum()) for _, there in parts))

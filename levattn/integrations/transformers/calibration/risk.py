@@ -1,6 +1,6 @@
-"""Losses in [0, 1] that are shown to be small in expectation, by p-values that hold for any number of texts.
+"""Tests that losses in [0, 1] are small in expectation, by p-values that hold for any number of texts.
 
-No torch here: numbers only.
+This module does not need torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["count_shown", "least_texts", "p_value"]
 
 
 def p_value(total: float, count: int, risk: float) -> float:
-    """Return the Hoeffding–Bentkus p-value of an expected loss above `risk`, for independent losses with that sum.
+    """Return the Hoeffding–Bentkus p-value of an expected loss above `risk`, for independent losses with this sum.
 
-    If the expectation of `count` independent losses in [0, 1] of one distribution is above `risk`, the probability
-    that the value is at most u is at most u, for every u (Bates, Angelopoulos, Lei, Malik and Jordan,
-    "Distribution-free, risk-controlling prediction sets", JACM 68, 2021, Section 3.1). Half of it is Hoeffding's
-    bound by relative entropy, which is the smaller one for a sum of 0, and half of it Bentkus's by a binomial tail.
+    Consider `count` independent losses in [0, 1] of one distribution with an expectation above `risk`. For every u,
+    the value is then at most u with probability at most u. See Bates, Angelopoulos, Lei, Malik and Jordan,
+    "Distribution-free, risk-controlling prediction sets", JACM 68, 2021, Section 3.1. The value is the smaller of
+    Hoeffding's bound by relative entropy, which is smaller for a sum of 0, and Bentkus's by a binomial tail.
     """
     from scipy.special import bdtr
 
@@ -28,10 +28,10 @@ def p_value(total: float, count: int, risk: float) -> float:
 
 
 def least_texts(mean: float, risk: float, confidence: float) -> int | None:
-    """Return how many losses with that mean suffice to show a risk with a confidence; None if no number does.
+    """Return a number of losses with this mean that shows a risk with a confidence; None if no number does.
 
-    For a mean of 0 fewer do not suffice: it is the least n with (1 − risk)ⁿ ≤ 1 − confidence. For other means
-    Bentkus's bound may need some fewer.
+    For a mean of 0 the number is minimal: it is the least n with (1 − risk)ⁿ ≤ 1 − confidence. For other means
+    Bentkus's bound may need slightly fewer losses.
     """
     rate = _relative_entropy(min(mean, risk), risk)
     if rate <= 0:
@@ -41,12 +41,12 @@ def least_texts(mean: float, risk: float, confidence: float) -> int | None:
 
 
 def count_shown(losses: npt.NDArray[np.float64], risk: float, confidence: float) -> int:
-    """Return how many candidates, from the first, are shown to have an expected loss of at most `risk`.
+    """Return how many candidates, from the first, the tests show to have an expected loss of at most `risk`.
 
-    The losses are those of texts (rows) with candidates (columns), in an order that does not depend on these texts.
-    Each candidate is tested at the whole level 1 − `confidence`, and the first that fails ends the tests: that one of
-    those before it has an expected loss above the risk has at most the probability 1 − `confidence` (fixed-sequence
-    testing; Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then Test", arXiv:2110.01052, Section 2.2).
+    The losses are for texts (rows) and candidates (columns), in an order that does not depend on these texts. Each
+    candidate is tested at the whole level 1 − `confidence`, and the first failure ends the tests. With probability at
+    most 1 − `confidence`, a candidate before it has an expected loss above the risk. This is fixed-sequence testing;
+    see Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then Test", arXiv:2110.01052, Section 2.2.
     """
     for place, of in enumerate(losses.T):
         if p_value(math.fsum(of), len(of), risk) > 1 - confidence:
@@ -59,5 +59,5 @@ def _hoeffding(mean: float, count: int, risk: float) -> float:
 
 
 def _relative_entropy(a: float, b: float) -> float:
-    """Return that of a coin with the probability a from one with b, in nats, for 0 <= a <= b < 1."""
+    """Return the relative entropy of a coin with probability a from a coin with b, in nats, for 0 <= a <= b < 1."""
     return (a * math.log(a / b) if a else 0.0) + (1 - a) * (math.log1p(-a) - math.log1p(-b))

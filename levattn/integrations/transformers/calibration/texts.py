@@ -1,4 +1,4 @@
-"""The texts of batches, dealt out to choose budgets and to test them."""
+"""Split the texts of batches into texts that choose budgets and texts that test them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 __all__ = ["EVERY", "dealt", "needed_for"]
 
-EVERY = 4  # of so many texts one is for choosing, the first, and the others for testing
+EVERY = 4  # the first of so many texts is for choosing, the others are for testing
 
 
 def dealt(model: Any, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int, int]:
-    """Return the batches of texts to choose with and to test with, and how many texts each of the two has."""
+    """Return the batches of texts for choosing and for testing, and the number of texts of both."""
     choosing: list[dict[str, Any]] = []
     testing: list[dict[str, Any]] = []
     seen = 0
@@ -29,7 +29,7 @@ def dealt(model: Any, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any
 
 
 def needed_for(tested: int) -> int:
-    """Return the least number of texts of which so many are tested."""
+    """Return the least number of texts that leaves `tested` of them for testing."""
     return -(-tested * EVERY // (EVERY - 1))
 
 
@@ -40,12 +40,12 @@ def _texts_in(model: Any, batch: dict[str, Any]) -> int:
             return len(batch[name])
     raise ValueError(
         f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(names)} "
-        "where risk is given, as its texts are told apart"
+        "with risk, which needs single texts"
     )
 
 
 def _rows(batch: dict[str, Any], count: int, places: Any) -> dict[str, Any]:
-    """Return a batch with some of its texts; what is not of each text stays."""
+    """Return a batch with some of its texts; entries without a row for each text stay."""
     found = dict(batch)
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1:
@@ -53,7 +53,7 @@ def _rows(batch: dict[str, Any], count: int, places: Any) -> dict[str, Any]:
         if len(value) != count:
             raise ValueError(
                 f"inputs has {name} of shape {tuple(value.shape)} in a batch of {count} texts; expected a row for "
-                "each text where risk is given, as the texts are told apart. Give each text a batch of its own"
+                "each text with risk, which needs single texts. Give each text its own batch"
             )
         found[name] = value[places.to(value.device)]
     return found

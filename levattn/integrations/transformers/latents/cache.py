@@ -26,11 +26,11 @@ class LatentState(StateLayer):
 
     @property
     def sequences(self) -> int:  # type: ignore[override]
-        """How many sequences the state is of."""
+        """Number of sequences in the state."""
         return 0 if self.state is None else self.state.batch[0]
 
     def advance(self, state: MacchiatoState, feature: Any, count: int) -> None:
-        """Hold states that have so many positions more."""
+        """Store the new states, which include `count` more positions."""
         self.state = state
         self.feature = None if feature is None else feature.detach()
         self.positions += count
@@ -57,15 +57,15 @@ class LatentState(StateLayer):
 
 
 class _FullLatentLayer(LatentState, DynamicLayer):  # type: ignore[misc]
-    """In the place of a layer that attends to all positions."""
+    """A replacement for a layer that attends to all positions."""
 
 
 class _SlidingLatentLayer(LatentState, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """In the place of a layer that slides in the base model too."""
+    """A replacement for a layer that slides in the base model too."""
 
 
 def latent_layer_for(cache: Any, index: int) -> LatentState:
-    """Return the layer of a cache that holds a state, putting one there in the place of an empty one."""
+    """Return the layer of a cache that holds a state; it replaces an empty layer."""
     return replaced(cache, index, _FullLatentLayer, _SlidingLatentLayer, "the latents")  # type: ignore[no-any-return]
 
 
@@ -75,7 +75,7 @@ def _of_sequences(state: MacchiatoState, indices: Any) -> MacchiatoState:
     sequences, heads = state.batch
 
     def of(array: Any) -> Any:
-        """Take them from an array (sequences, ...) or (sequences · heads, ...), or None."""
+        """Select sequences in an array (sequences, ...) or (sequences · heads, ...), or None."""
         if array is None:
             return None
         xp = array_namespace(array)

@@ -25,7 +25,7 @@ LATENTS = Interface(
 
 
 def register_latents() -> None:
-    """Tell transformers the attention of extended layers, and its masks."""
+    """Register the attention of extended layers and its masks with transformers."""
     LATENTS.register(_attention, padding_mask)
 
 

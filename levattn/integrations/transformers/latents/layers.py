@@ -1,4 +1,4 @@
-"""Which layers of a model can be extended, and what they hand to their attention."""
+"""Find the layers of a model that `macchiato_from` can extend."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def extendable(model: Any, layers: Iterable[int] | None) -> list[ModelLayer]:
             )
         if not layer.handed or layer.probe.call.hidden is None:
             raise ValueError(
-                f"{layer.name} ({layer_of(layer.module)}) takes no hidden_states, or hands none of its further "
-                "keywords to its attention; expected a module that does. Leave it out of layers"
+                f"{layer.name} ({layer_of(layer.module)}) takes no hidden_states, or does not pass its keywords on to "
+                "its attention; expected a module that does both. Leave it out of layers"
             )
         if kind == "sliding_attention" and layer.probe.sliding_window is None:
             raise ValueError(
-                f"{layer_of(layer.module)} slides, but does not hand its window to its attention; expected "
+                f"{layer_of(layer.module)} slides, but does not pass its window to its attention; expected "
                 "sliding_window. Leave it out of layers"
             )
     return chosen

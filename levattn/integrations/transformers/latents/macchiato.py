@@ -1,4 +1,4 @@
-"""Extend a pretrained decoder by latents, keep what they learn, and take them off again."""
+"""Extend a pretrained decoder by latents, save their parameters, and remove them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "state_size",
 ]
 
-_RECORD = "_levattn_macchiato"  # the attribute of an extended model that remembers what it was
+_RECORD = "_levattn_macchiato"  # the attribute of an extended model that records its changes
 
 
 def macchiato_from(
@@ -38,69 +38,70 @@ def macchiato_from(
     feature: str | None = None,
     layers: Iterable[int] | None = None,
 ) -> Any:
-    r"""Extend a pretrained causal decoder by latents that read what is behind a window.
+    r"""Extend a pretrained causal decoder by latents that read the positions behind a window.
 
-    Each extended layer keeps its attention, restricted to the last `window` positions, with its own queries, keys,
-    values, rotary embedding, scale and softcap, and mixes it with L latents of each head:
+    Each extended layer restricts its attention to the last `window` positions, and keeps its own queries, keys,
+    values, rotary embedding, scale and softcap. It mixes this attention with L latents of each head:
 
     .. math:: y_t = p(0|t)\,\mathrm{SWA}_t + \sum_{l \ge 1} p(l|t) \sum_{s \le t} p(s|l, t)\, V_s,
 
-    where ``p(·|t)`` is one softmax over the gate and the L latent logits of row t, ``p(s|l, t)`` the softmax of the
-    latent logits of the positions seen, and all logits are linear in the hidden states that enter the layer, or in a
-    `feature` of them. The weights of the base model are frozen; the projections to these logits are to be trained.
+    where ``p(·|t)`` is one softmax over the gate and the L latent logits of row t. The softmax ``p(s|l, t)`` is over
+    the latent logits of the positions seen. All logits are linear in the hidden states that enter the layer, or in a
+    `feature` of them. The weights of the base model are frozen; you train the projections to these logits.
 
-    **Guarantee.** Weights are a mixture of distributions over the positions seen, so those of every row sum to 1. At
-    the start ``p(0|t) = 1 − δ`` in every row whose latents have seen a position, and 1 in the others; so with δ → 0
-    and a window as long as the sequence the model is the base model. Decoding token by token gives what a forward pass
-    over the whole sequence gives, to rounding.
+    **Guarantee.** The weights of each row are a mixture of distributions over the positions seen, so they sum to 1.
+    At the start ``p(0|t) = 1 − δ`` in every row whose latents have seen a position, and 1 in the others. So with
+    δ → 0 and a window as long as the sequence, the model equals the base model. Decoding token by token gives the same
+    output as a forward pass over the whole sequence, to rounding.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal decoder whose attention goes through the attention interface of transformers. It is changed in place.
+        A causal decoder that uses the attention interface of transformers. It is changed in place.
     window : int, default 128
         W ≥ 1: row t attends to the positions t − W + 1 to t. Layers that slide in the base model keep their own window
-        where that is smaller.
+        if it is smaller.
     latents : int, default 64
         L ≥ 1, for each head.
     delta : float in (0, 1), default 0.05
-        The weight of all latents together at the start. Gradients of the latents are proportional to it, so a very
-        small one is slow to train.
+        The total weight of the latents at the start. Gradients of the latents are proportional to it, so a very small
+        one makes training slow.
     overlap : {"mixture", "exclusive"}, default "mixture"
         Whether latents see all positions up to t, or only those behind the window.
     feature : {"conv", "rg_lru"}, optional
-        What stands between the hidden states and the projections to latent logits, one of each layer, and gives
-        latents the order of near positions: a `levattn.nn.CausalConv` or a `levattn.nn.RGLRU`. Nothing if None.
+        A module in each layer between the hidden states and the projections to latent logits: a
+        `levattn.nn.CausalConv` or a `levattn.nn.RGLRU`. It tells latents the order of near positions. None: no module.
     layers : iterable of int, optional
         Numbers of the layers to extend, from 0; all if None. The others keep their attention and its cache.
 
     Returns
     -------
     transformers.PreTrainedModel
-        The model itself. `latent_parameters` gives what is to be trained, `remove` takes the extension off.
+        The model itself. `latent_parameters` yields the parameters to train, and `remove` removes the extension.
 
     Raises
     ------
     TypeError, ValueError
-        If an option is out of range, if the model is extended already, or if it is one that cannot be extended: an
-        encoder-decoder, a layer that does not go through the attention interface or hands it what the mixture would
-        ignore (biases of positions, sinks, chunks, keys shared between layers). The model is then as it was.
+        If an option is out of range, or the model is already extended or cannot be extended. It cannot if it is an
+        encoder-decoder, or a layer does not use the attention interface. Nor can it if a layer has features that the
+        mixture would ignore (biases of positions, sinks, chunks, keys shared between layers). The model then stays
+        unchanged.
 
     Notes
     -----
     Time O(T (W + L) D) for each head, instead of O(T² D). A layer decodes with the last W − 1 keys and values of each
-    key/value head and the `MacchiatoState` of its latents, whatever T; both are held in the `DynamicCache` that
-    `model.generate` makes, or that is given as its cache. `state_size` reports them. Gradients do not pass
-    through a cache. Where `layers` leaves some out, these keep all their keys and values, and masks of padding take T²
-    booleans as in the base model; so they do in transformers 4 for calls without `attention_mask` and cache.
+    key/value head and the `MacchiatoState` of its latents, whatever T. The `DynamicCache` that `model.generate` makes,
+    or that you pass as its cache, holds both; `state_size` reports them. Gradients do not pass through a cache. Layers
+    left out by `layers` keep all their keys and values, and padding masks then take T² booleans as in the base model.
+    In transformers 4 they also do in calls without `attention_mask` and cache.
 
-    Padding by `attention_mask` may be left or right, and beam search takes states along. Refused by name when they
-    come: attention dropout, attention weights (`output_attentions`), packed sequences, masks of four axes that are not
-    causal with padding, keywords that are not known, caches other than a `DynamicCache` on the device, and forgetting
-    positions (assisted generation). As in the base model, a call with a cache does not look whether `position_ids`
-    start again.
+    Padding by `attention_mask` may be left or right, and beam search reorders the states. The layers refuse these by
+    name: attention dropout, attention weights (`output_attentions`), packed sequences, and masks of four axes that are
+    not causal with padding. They also refuse unknown keywords, caches other than a `DynamicCache` on the device, and
+    cropping the cache (assisted generation). As in the base model, a call with a cache does not check whether
+    `position_ids` start again.
 
-    The new logits of keys start from torch's random numbers: `torch.manual_seed` makes them repeatable.
+    The initial key logits use torch's random numbers: `torch.manual_seed` makes them repeatable.
 
     References
     ----------
@@ -143,7 +144,7 @@ def macchiato_from(
     for module, part in zip(modules, parts, strict=True):
         changes.give_part(module, LATENTS.name, part)
         changes.hooks += LATENTS.hook(module)
-    if whole:  # then the masks of the model are ours too: of padding alone, (B, T)
+    if whole:  # then the model can make padding masks alone, (B, T)
         changes.give_masks(LATENTS.name)
     added = {id(parameter) for part in parts for parameter in part.parameters()}
     for parameter in model.parameters():
@@ -155,23 +156,23 @@ def macchiato_from(
 
 
 def remove(model: Any) -> Any:
-    """Take the extension of `macchiato_from`, or the pruning of `prune`, off a model.
+    """Remove the extension of `macchiato_from`, or the pruning of `prune`, from a model.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         An extended or pruned model. It is changed in place: its layers attend to all positions again, and the
-        parameters that were to be trained before are so again.
+        parameters that required gradients before require them again.
 
     Returns
     -------
     transformers.PreTrainedModel
-        The model itself, as it was before; what the latents had learned is gone, see `latent_state_dict`.
+        The model itself, restored. The parameters of the latents are lost; save them first with `latent_state_dict`.
 
     Raises
     ------
     ValueError
-        If the model is neither.
+        If the model is neither extended nor pruned.
 
     Examples
     --------
@@ -192,7 +193,7 @@ def remove(model: Any) -> Any:
 
 
 def latent_parameters(model: Any) -> Iterator[Any]:
-    """Yield the parameters that `macchiato_from` added to a model: what is to be trained.
+    """Yield the parameters that `macchiato_from` added to a model, which are the ones to train.
 
     Parameters
     ----------
@@ -202,9 +203,9 @@ def latent_parameters(model: Any) -> Iterator[Any]:
     Yields
     ------
     torch.nn.Parameter
-        For each extended layer the projections to logits of queries (heads · L, C), of keys (kv_heads · L, C) and to
-        gates (heads, C), the bias of the gates (heads,), and those of the `feature`; float32 for a model in half
-        precision.
+        For each extended layer the projections to query logits (heads · L, C), key logits (kv_heads · L, C) and gates
+        (heads, C). Also the bias of the gates (heads,), and the parameters of the `feature`. All are in float32 for a
+        model in half precision.
 
     Raises
     ------
@@ -225,7 +226,7 @@ def latent_parameters(model: Any) -> Iterator[Any]:
 
 
 def latent_state_dict(model: Any) -> dict[str, Any]:
-    """Return what `macchiato_from` added to a model, as tensors by name, e.g. for safetensors.
+    """Return the tensors that `macchiato_from` added to a model, by name, e.g. for safetensors.
 
     Parameters
     ----------
@@ -235,8 +236,8 @@ def latent_state_dict(model: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to torch.Tensor
-        Under the names that they have in ``model.state_dict()``, without gradients and not copied. Besides the weights
-        it has the window and the overlap of each layer, so that weights are not loaded into another mixture.
+        Tensors under their names in ``model.state_dict()``, without gradients and not copied. Besides the weights they
+        contain the window and the overlap of each layer, so that weights are not loaded into another mixture.
 
     Raises
     ------
@@ -259,20 +260,20 @@ def latent_state_dict(model: Any) -> dict[str, Any]:
 
 
 def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
-    """Give an extended model the weights that `latent_state_dict` returned of another.
+    """Load the weights that `latent_state_dict` returned for another model into an extended model.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A model of the same kind, extended in the same layers with the same `window`, `latents` and `overlap`.
+        A model of the same architecture, extended in the same layers with the same `window`, `latents` and `overlap`.
     state : dict of str to torch.Tensor
-        The tensors by name. They are copied, to the device and dtype of the model's.
+        The tensors by name. They are copied, to the device and dtype of the model's tensors.
 
     Raises
     ------
     ValueError
-        If the model is not extended, or a tensor is missing, not known or of another shape, or another window or
-        overlap is among them. The model is then as it was.
+        If the model is not extended; if a tensor is missing, unknown or of another shape; or if the window or the
+        overlap differs. The model then stays unchanged.
 
     Examples
     --------
@@ -295,7 +296,7 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
         if tuple(given.shape) != tuple(tensor.shape):
             raise ValueError(
                 f"state has {name!r} of shape {tuple(given.shape)}; expected {tuple(tensor.shape)}. Extend the model "
-                "with as many latents"
+                "with the same number of latents"
             )
         if name.endswith(".settings") and given.tolist() != tensor.tolist():
             (window, overlap), (own_window, own_overlap) = given.tolist(), tensor.tolist()
@@ -309,7 +310,7 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
 
 
 def state_size(cache: Any) -> dict[int, int]:
-    """Return how many bytes a cache holds for each extended layer, of all its sequences together.
+    """Return the bytes that a cache holds for each extended layer, over all sequences.
 
     Parameters
     ----------
@@ -319,13 +320,13 @@ def state_size(cache: Any) -> dict[int, int]:
     Returns
     -------
     dict of int to int
-        Bytes by number of the layer: the state of the latents, and the ring of the window, which is full after
-        `window` positions; from then on the number stays. Layers that were not extended are not in it.
+        Bytes by layer number, for the state of the latents and the ring of the window. The bytes stop growing when the
+        ring is full, after `window` positions. Layers that were not extended are left out.
 
     Raises
     ------
     TypeError
-        If it is no cache.
+        If `cache` is not a cache.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What an extended layer learns: latent logits and a gate from the layer's hidden states."""
+"""The trained parameters of an extended layer: latent logits and a gate from the layer's hidden states."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OVERLAPS = ("mixture", "exclusive")
 class LatentLogits(torch.nn.Module):  # type: ignore[misc]
     """Projections of hidden states (B, T, C) to the logits of latents and the gate of the window.
 
-    A feature with a short memory may stand before the logits; the gate reads the hidden states themselves.
+    A feature with a short memory may precede the logits; the gate reads the hidden states themselves.
 
-    Logits of queries and gates are per query head. Logits of keys are per key/value head: what a latent remembers is a
-    mean of values, and a group of query heads shares its values; so it shares the means too, and weighs them each in
-    its own way, with one projection for the group and nothing that grows with its size.
+    Query logits and gates are per query head. Key logits are per key/value head, because a latent stores means of
+    values, which a group of query heads shares. Each query head weights these means by its own logits. The group needs
+    one projection of keys, whose cost does not grow with the number of query heads.
 
-    At the start the logits of queries are zero and the gate is its bias, so that p(0|t) = 1 − δ in every row whose
-    latents have seen something; random logits of keys tell the latents apart, so that every parameter has a gradient.
+    Initially the query logits are zero and the gate equals its bias. So p(0|t) = 1 − δ in every row whose latents have
+    seen a position. The random key logits differ between latents, so every parameter has a gradient.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LatentLogits(torch.nn.Module):  # type: ignore[misc]
         like = layer.probe.query
         hidden, heads = layer.probe.call.hidden.shape[-1], like.shape[1]
         self.latents, self.window, self.overlap = latents, window, overlap
-        # what trains in half precision loses updates that are small beside the weight
+        # in half precision, updates that are small relative to the weight would be lost
         dtype = torch.promote_types(like.dtype, torch.float32)
         where: dict[str, Any] = {"device": like.device, "dtype": dtype}
         self.feature = feature_map(feature, hidden, **where)
@@ -54,14 +54,14 @@ class LatentLogits(torch.nn.Module):  # type: ignore[misc]
         torch.nn.init.normal_(self.key.weight, std=1 / math.sqrt(hidden))
         torch.nn.init.zeros_(self.gate.weight)
         torch.nn.init.constant_(self.gate.bias, math.log1p(-delta) - math.log(delta) + math.log(latents))
-        # what the weights were trained with travels with them, as a tensor, because their files hold nothing else
+        # saved with the weights, as a tensor, because their files hold nothing else
         self.register_buffer("settings", torch.tensor([window, OVERLAPS.index(overlap)], device=like.device))
 
     def forward(self, hidden: Any, present: Any, state: Any) -> tuple[Any, Any, Any, Any]:
         """Return q_logits (B, heads, T, L), k_logits (B, kv_heads, T, L), gate (B, heads, T) and the feature's state.
 
-        present: (B, T) bool, False for padding, which the feature leaves out, or None. state: that of the feature
-        before, or None.
+        present: (B, T) bool, False for padding, which the feature leaves out, or None. state: the feature's state
+        before these positions, or None.
         """
         hidden = hidden.to(self.gate.weight.dtype)
         read, state = run_feature(self.feature, hidden, None, state, present)

@@ -1,4 +1,4 @@
-"""Layers of a transformers cache that hold the states of pruned attention beside their keys and values."""
+"""Layers of a transformers cache that hold the states of pruned attention, with or without keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWNER = "a model pruned by prune"
 class Held:
     """The state of some sequences and heads of a layer.
 
-    rows: (b,) numbers of the sequences, of numpy, or None for all.
+    rows: (b,) numbers of the sequences, a numpy array, or None for all.
     group: the number of the group of heads.
     """
 
@@ -33,33 +33,33 @@ class Held:
 
 @dataclass
 class Progress:
-    """What pruned attention has taken in of the positions of a layer."""
+    """The positions of a layer that pruned attention has processed, and its states."""
 
-    pruning: int  # the number of the pruning that the states are of
+    pruning: int  # the number of the pruning that computed the states
     positions: int = 0
     states: list[Held] = field(default_factory=list)
-    present: Any = None  # (B,), how many positions of each sequence are there, or None for all
+    present: Any = None  # (B,), the number of present positions of each sequence, or None for all
 
     def check(self, layer: str, present: Any) -> None:
-        """Raise unless as many of the positions so far are there as there were; present: (B, positions) or None."""
+        """Raise if the number of present positions so far has changed; present: (B, positions) or None."""
         if present is None and self.present is None:
             return
         now = torch.tensor(self.positions) if present is None else present[:, : self.positions].sum(1)
         before = self.positions if self.present is None else self.present
         if (now.to(torch.int64) != before).any():
             raise ValueError(
-                f"{layer} was given an attention mask that leaves out other positions than before, of those in the "
-                "cache; expected the same ones, as the states have taken them in. Begin with an empty cache"
+                f"{layer} was given an attention mask that leaves out other positions than before; expected the same "
+                "positions, as the states depend on them. Begin with an empty cache"
             )
 
 
 class _Following:
-    """A layer that holds how far pruned attention has come, and its states."""
+    """A layer that holds the progress of pruned attention and its states."""
 
     progress: Progress | None = None
 
     def begin(self, pruning: int) -> Progress:
-        """Return how far a pruning has come here, or raise if the states are of another."""
+        """Return the progress of a pruning, or raise if the states belong to another."""
         if self.progress is None:
             self.progress = Progress(pruning)
         if self.progress.pruning != pruning:
@@ -92,9 +92,9 @@ class _Following:
 
 
 class PrunedLayer(_Following):
-    """A layer that holds states beside all keys and values, which a model without pruning can go on with.
+    """A layer that holds states beside all keys and values, from which a model without pruning can continue.
 
-    A mixin in front of a `DynamicLayer`, so that sizes of masks stay those of the layer it takes the place of.
+    A mixin before `DynamicLayer`, so that masks keep the sizes of the replaced layer.
     """
 
     is_croppable = False
@@ -129,26 +129,26 @@ class PrunedLayer(_Following):
 
 
 class _FullPrunedLayer(PrunedLayer, DynamicLayer):  # type: ignore[misc]
-    """In the place of a layer that attends to all positions."""
+    """A replacement for a layer that attends to all positions."""
 
 
 class _SlidingPrunedLayer(PrunedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """In the place of a layer that slides, for sequences no longer than its window."""
+    """A replacement for a sliding layer, for sequences no longer than its window."""
 
 
 class StreamedLayer(StateLayer, _Following):
-    """A layer that holds states alone."""
+    """A layer that holds only states."""
 
     owner, change = f"{_OWNER} (stream=True)", "the pruning"
 
     @property
     def positions(self) -> int:  # type: ignore[override]
-        """How many positions the states have taken in."""
+        """Number of positions in the states."""
         return 0 if self.progress is None else self.progress.positions
 
     @property
     def sequences(self) -> int:  # type: ignore[override]
-        """How many sequences the states are of."""
+        """Number of sequences in the states."""
         states = [] if self.progress is None else self.progress.states
         if not states or states[0].rows is None:
             return states[0].state.batch[0] if states else 0
@@ -168,24 +168,24 @@ class StreamedLayer(StateLayer, _Following):
 
 
 class _FullStreamedLayer(StreamedLayer, DynamicLayer):  # type: ignore[misc]
-    """In the place of a layer that attends to all positions."""
+    """A replacement for a layer that attends to all positions."""
 
 
 class _SlidingStreamedLayer(StreamedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """In the place of a layer that slides, for sequences no longer than its window."""
+    """A replacement for a sliding layer, for sequences no longer than its window."""
 
 
 def pruned_layer_for(cache: Any, index: int, stream: bool) -> PrunedLayer | StreamedLayer:
-    """Return the layer of a cache that holds states, putting one there in the place of an empty one.
+    """Return the layer of a cache that holds states; it replaces an empty layer.
 
-    stream: whether it is to hold nothing else.
+    stream: whether the layer holds only states.
     """
     kinds = (_FullStreamedLayer, _SlidingStreamedLayer) if stream else (_FullPrunedLayer, _SlidingPrunedLayer)
     return replaced(cache, index, kinds[0], kinds[1], "the states of pruned attention")  # type: ignore[no-any-return]
 
 
 def of_sequences(state: PrunedState, chosen: Any) -> PrunedState:
-    """Return the state of these sequences, an array of numpy, of the batch (sequences, heads)."""
+    """Return the state of the chosen sequences, a numpy array, out of the batch (sequences, heads)."""
     sequences, heads = state.batch
     items = (chosen[:, None] * heads + np.arange(heads)).reshape(-1)
     parts = []
@@ -199,10 +199,10 @@ def of_sequences(state: PrunedState, chosen: Any) -> PrunedState:
 
 
 def exactly(state: PrunedState, rank: Any) -> tuple[Any, Any]:
-    """Return which keys a query after a state attends exactly, (B, G, n) bool, and how many were before it, (B, G).
+    """Return the keys that a query after a state attends exactly, (B, G, n) bool, and how many precede it, (B, G).
 
-    rank: (B, n) int64, the number of each key among those of its sequence that are there. Keys from the first recent
-    one on are among them, those to come included.
+    rank: (B, n) int64, the rank of each key among the present keys of its sequence. All keys from the first recent key
+    on are flagged, including later ones.
     """
     sequences, heads = state.batch
     flags = torch.zeros((sequences * heads, rank.shape[1]), dtype=torch.bool, device=rank.device)
@@ -224,7 +224,7 @@ def exactly(state: PrunedState, rank: Any) -> tuple[Any, Any]:
 
 
 def _tensor(array: Any, like: Any) -> Any:
-    """Return an array of numpy or torch on the device of a tensor."""
+    """Return a numpy array or tensor on the device of a tensor."""
     if array is None or isinstance(array, torch.Tensor):
         return array
     return torch.tensor(array, device=like.device)

@@ -1,4 +1,4 @@
-"""The output of a pruned layer: groups of heads by their budgets, each over the keys that are there."""
+"""The output of a pruned layer: groups of heads by their budgets, each over the present keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from levattn.integrations.transformers.pruning.cache import Held
 
 __all__ = ["Arrays", "Group", "SharedOptions", "concatenated", "outputs", "weights"]
 
-_ENDLESS = 1 << 40  # more keys than any sequence has: a budget in numbers does not depend on how many there are yet
+_ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does not depend on the current length
 
 
 @dataclass(frozen=True)
 class Group:
-    """Heads of the keys that share a budget, or are dense.
+    """Key heads that share a budget, or are dense.
 
-    heads: their numbers, ascending. budget: slots, or a share of the keys; None where `size` or `epsilon` is given.
+    heads: their numbers, ascending. budget: slots, or a share of the keys; None if `size` or `epsilon` is given.
     """
 
     heads: tuple[int, ...]
@@ -30,7 +30,7 @@ class Group:
     dense: bool = False
 
     def of_queries(self, each: int) -> Any:
-        """Return the numbers of the query heads that read these, `each` for one head of the keys."""
+        """Return the numbers of the query heads that read these key heads, `each` for a key head."""
         return (np.asarray(self.heads)[:, None] * each + np.arange(each)).reshape(-1)
 
 
@@ -48,7 +48,7 @@ class SharedOptions:
     chunk: int | None = None
 
     def slots(self, budget: float | None, n: int, *, causal: bool) -> Slots:
-        """Return the slots of a query for n keys; causal, for any number of keys, of which a share was of n."""
+        """Return the slots of a query for n keys; if causal, for any number of keys, with a share taken of n."""
         if causal:
             if isinstance(budget, float):
                 Slots.of(budget, n)  # raises out of range
@@ -83,9 +83,9 @@ class SharedOptions:
 
 @dataclass(frozen=True)
 class Arrays:
-    """What some heads of some sequences attend with.
+    """Queries, keys and values of some heads of some sequences.
 
-    q: (B, H, m, d). k, v: (B, G, n, ·), of which the last m are of the positions of q. present: (B, n) bool, or None.
+    q: (B, H, m, d). k, v: (B, G, n, ·); the last m belong to the positions of q. present: (B, n) bool, or None.
     """
 
     q: Any
@@ -96,7 +96,7 @@ class Arrays:
     scale: float
 
     def of_heads(self, group: Group) -> Arrays:
-        """Return those of a group of heads."""
+        """Return the arrays of a group of heads."""
         if len(group.heads) == self.k.shape[1]:
             return self
         q = _taken(self.q, group.of_queries(self.q.shape[1] // self.k.shape[1]), 1)
@@ -104,20 +104,20 @@ class Arrays:
         return replace(self, q=q, k=k, v=v)
 
     def of_sequences(self, rows: Any) -> Arrays:
-        """Return those of some sequences; None stands for all."""
+        """Return the arrays of some sequences; None stands for all."""
         if rows is None:
             return self
         q, k, v, present = (_taken(array, rows, 0) for array in (self.q, self.k, self.v, self.present))
         return replace(self, q=q, k=k, v=v, present=present)
 
     def lengths(self) -> Any:
-        """Return how many keys each sequence has, (B,)."""
+        """Return the number of keys of each sequence, (B,)."""
         if self.present is None:
             return np.full(self.k.shape[0], self.k.shape[2])
         return self.present.sum(1).cpu().numpy()
 
     def visible(self, places: Any) -> Any:
-        """Return which keys some queries may see, (B or 1, s, n) bool, by the places of the queries among the rows."""
+        """Return which keys the queries at these places may see, (B or 1, s, n) bool."""
         key = torch.arange(self.k.shape[2], device=self.k.device)
         row = torch.as_tensor(places, device=self.k.device) + self.k.shape[2] - self.q.shape[2]
         seen = key <= row[:, None] if self.causal else (key >= 0).expand(len(row), -1)
@@ -132,9 +132,9 @@ class Arrays:
         return torch.softmax(logits, -1).nan_to_num()  # of rows that see nothing
 
     def attended(self, options: dict[str, Any], first: int, last: int, state: PrunedState | None, **more: Any) -> Any:
-        """Return what `pruned_attention` does for the queries first to last, and the keys that are new to the state.
+        """Return `pruned_attention` of the queries first to last, with the keys that are new to the state.
 
-        Not causal, these are all queries and keys.
+        If not causal, these are all queries and keys.
         """
         before = self.k.shape[2] - self.q.shape[2]
         new = slice(before + first, before + last)
@@ -154,9 +154,9 @@ class Arrays:
 
 
 def outputs(arrays: Arrays, group: int, budget: float | None, rule: SharedOptions, states: list[Held] | None) -> Any:
-    """Return the output (B, H, m, D) of a group of heads, and where states are kept those after it.
+    """Return the output (B, H, m, D) of a group of heads, and the new states.
 
-    states: those before, none where nothing was before, or None where none are kept.
+    states: the states before, an empty list at the start, or None to keep no states.
     """
     found: list[tuple[Any, Any, PrunedState | None]] = [(held.rows, None, held.state) for held in states or ()]
     if not found:
@@ -173,10 +173,10 @@ def outputs(arrays: Arrays, group: int, budget: float | None, rule: SharedOption
 
 
 def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[tuple[Any, dict[str, Any]]]:
-    """Return which sequences go together, and the options of their call.
+    """Return groups of sequences, and the options of their calls.
 
-    A share is of the keys that a sequence has, and a number of slots may cover them all: neither depends on what the
-    sequence is padded to.
+    Options depend on a sequence's number of keys without padding, as a share is of these keys, and a number of slots
+    may cover them.
     """
     by_length = isinstance(budget, float) or not arrays.causal
     lengths = arrays.lengths() if by_length else np.full(1, arrays.k.shape[2])
@@ -189,14 +189,14 @@ def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[tup
 
 
 def weights(arrays: Arrays, budget: float | None, rule: SharedOptions) -> Any:
-    """Return the weight of each key for each query, (B, H, m, n), that of a summary spread over its members."""
+    """Return the weight of each key for each query, (B, H, m, n); a summary spreads its weight over its members."""
     n = arrays.k.shape[2]
     each = torch.eye(n, dtype=arrays.v.dtype, device=arrays.v.device).expand(*arrays.v.shape[:2], n, n)
     return outputs(replace(arrays, v=each), 0, budget, rule, None)[0]
 
 
 def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
-    """Return parts of an array as one, given the places of each along an axis; None stands for all of them."""
+    """Join parts of an array, given the places of each along an axis; None stands for all places."""
     if len(pieces) == 1:
         return pieces[0]
     order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")

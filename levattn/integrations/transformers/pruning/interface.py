@@ -27,21 +27,21 @@ from levattn.integrations.transformers.pruning.sample import Tally, sampled
 
 __all__ = ["PRUNED", "STREAM", "LayerPruning", "register"]
 
-STREAM = "levattn_stream"  # pruned attention with masks of padding alone, which are of one row
+STREAM = "levattn_stream"  # pruned attention with padding masks alone, which have one row
 
 
 @dataclass
 class LayerPruning:
-    """How an attention module is pruned."""
+    """The pruning of an attention module."""
 
     number: int  # of the layer
-    pruning: int  # which call of `prune` this is of
+    pruning: int  # the number of the call of `prune`
     groups: tuple[Group, ...]
     rule: SharedOptions
     tally: Tally
     measure: bool = False
-    stream: bool = False  # whether caches hold states alone
-    look: Callable[[int, Arrays], None] | None = None  # who is shown what the layer attends with
+    stream: bool = False  # whether caches hold only states
+    look: Callable[[int, Arrays], None] | None = None  # a callback for the arrays of each call
 
 
 PRUNED = Interface(
@@ -55,10 +55,10 @@ PRUNED = Interface(
 
 
 def register() -> None:
-    """Tell transformers the attention "levattn" and its masks, which are those of "sdpa".
+    """Register the attention "levattn" with transformers, with the masks of "sdpa".
 
-    `prune` does so itself. It is of use where a model is loaded with ``attn_implementation="levattn"``, to be pruned
-    afterwards; a layer with this attention that is not pruned raises when it is called.
+    `prune` calls this function itself. Call it before you load a model with ``attn_implementation="levattn"``, to
+    prune it later. An unpruned layer with this attention raises in a call.
 
     Examples
     --------
@@ -88,18 +88,18 @@ def _attention(
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Return the output of a pruned layer, (B, T, heads, D), and its weights where they are asked for."""
+    """Return the output of a pruned layer, (B, T, heads, D), and its weights if `output_attentions`."""
     part, call = PRUNED.begin(module, dropout, kwargs)
     layer, rows = layer_of(module), query.shape[2]
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     if scaling is None and (by_layer or not getattr(module, "scale_attn_weights", True)):
         raise ValueError(
-            f"{layer} scales its logits by its number, or not at all, and does not tell its attention; expected a "
-            "scale. Take a newer version of transformers, which tells it"
+            f"{layer} scales its logits by its number, or not at all, and passes no scale to its attention; expected "
+            "a scale. Use a newer version of transformers, which passes it"
         )
     held = None if call is None else call.held
     progress = None if held is None else held.begin(part.pruning)
-    whole = isinstance(held, StateLayer)  # then the keys are those of the rows alone
+    whole = isinstance(held, StateLayer)  # then the keys are at the rows' positions alone
     seen = (0 if progress is None else progress.positions) + rows
     _check_lengths(layer, rows, key.shape[2], seen, sliding_window, whole=whole)
     declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
@@ -120,8 +120,8 @@ def _attention(
         part.look(part.number, arrays)
     if output_attentions and causal and seen > rows:
         raise ValueError(
-            f"output_attentions is True and {layer} goes on from a cache; expected all positions in one call, as "
-            "weights on summaries of those before cannot be told apart. Call the model without a cache"
+            f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "
+            "a state cannot split a summary's weight over keys. Call the model without a cache"
         )
     found = [
         _group(module, attention_mask, is_causal, part, number, arrays.of_heads(group), progress, output_attentions)
@@ -138,17 +138,17 @@ def _attention(
 
 
 def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: int | None, *, whole: bool) -> None:
-    """Raise unless there are as many keys as positions seen (`whole`: as rows), and no more than a window holds."""
+    """Raise unless the number of keys equals the positions seen (`whole`: the rows), and fits the window."""
     if sliding_window is not None and seen > sliding_window:
         raise ValueError(
-            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected no more of them. Leave "
-            "the layer out of layers"
+            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected at most that many. "
+            "Leave the layer out of layers"
         )
     if keys != (rows if whole else seen):
         raise ValueError(
-            f"{layer} has {rows} queries and {keys} keys, where {seen} were expected: keys of the same positions as "
-            "the queries, and those in a DynamicCache that this model has filled. Leave layers with cross-attention, "
-            "or with a cache of another kind, out of layers"
+            f"{layer} has {rows} queries and {keys} keys; expected {seen} keys: at the positions of the queries, and "
+            "in a DynamicCache that this model has filled. Leave layers with cross-attention, or with a cache of "
+            "another type, out of layers"
         )
 
 
@@ -162,7 +162,7 @@ def _group(
     progress: Progress | None,
     asked: bool | None,
 ) -> tuple[Any, Any, Any]:
-    """Return the output (B, H, m, D) of one group of heads, its weights if they are asked for, and states to keep."""
+    """Return the output (B, H, m, D) of a group of heads, its weights if `asked`, and the states to keep."""
     group = part.groups[number]
     if group.dense:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -186,7 +186,7 @@ def _group(
 
 
 def _now(like: Any) -> float:
-    """Return the time, after what was asked of the device is done."""
+    """Return the time after the device has finished its work."""
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     return perf_counter()

@@ -1,4 +1,4 @@
-"""Which layers and heads of a model are pruned, with what budget, and what of a layer stands against it."""
+"""The layers and heads to prune, their budgets, and checks that a layer can be pruned."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _READABLE = ("eager", "sdpa", PRUNED.name)  # implementations whose masks tell w
 
 
 def budgets_of(budget: Any, layers: dict[int, ModelLayer], chosen: Any, heads: Any) -> dict[int, dict[int, Any]]:
-    """Return the budget of each head that is pruned, by the number of its layer: None where there is none."""
+    """Return the budget of each pruned head, by the number of its layer; None if there is no budget."""
     if isinstance(budget, Mapping):
         if chosen is not None or heads is not None:
             raise ValueError(
-                "budget names layers, and layers or heads were given; expected one of the two. Leave them out"
+                "budget names layers, and layers or heads were given; expected only one of them. Leave layers and "
+                "heads out"
             )
         return _named(budget, layers)
     numbers = numbers_among("layers", chosen, list(layers))
@@ -55,14 +56,14 @@ def _named(budget: Mapping[Any, Any], layers: dict[int, ModelLayer]) -> dict[int
 
 
 def _plain(budget: Any) -> Any:
-    """Return a number as one of Python's; a share is then a float, and nothing else is."""
+    """Return a number as an int or float of Python; only a share is then a float."""
     if isinstance(budget, bool) or not isinstance(budget, Real):
         return budget
     return int(budget) if isinstance(budget, Integral) else float(budget)
 
 
 def groups_of(layer: ModelLayer, budgets: dict[int, Any]) -> tuple[Group, ...]:
-    """Return the heads of a layer by their budgets; those without, or with all keys as theirs, are dense."""
+    """Return the heads of a layer by their budgets; heads without a budget, or with all keys, are dense."""
     of: dict[Any, list[int]] = {}
     for head, budget in sorted(budgets.items()):
         if not (isinstance(budget, float) and budget == 1.0):
@@ -74,18 +75,18 @@ def groups_of(layer: ModelLayer, budgets: dict[int, Any]) -> tuple[Group, ...]:
 
 
 def check_layer(layer: ModelLayer) -> None:
-    """Raise if a layer has a cache that could not be followed."""
+    """Raise if a layer has a cache but does not pass its keywords on."""
     if takes_cache(parameters_of(layer.module)[0]) and not layer.handed:
         raise ValueError(
-            f"{layer.name} ({layer_of(layer.module)}) keeps a cache and hands none of its further keywords to its "
+            f"{layer.name} ({layer_of(layer.module)}) keeps a cache and does not pass its keywords on to its "
             "attention; expected a module that does. Leave the layer out of layers"
         )
 
 
 def needs_masks(model: Any, modules: list[Any]) -> bool:
-    """Tell whether a model has to make other masks than it does, for these modules to read them.
+    """Tell whether a model must make other masks, which these modules can read.
 
-    Raises where it has to, and other modules read them too.
+    Raises if it must, but other modules read the masks too.
     """
     unread = [module for module in modules if module.config._attn_implementation not in (*_READABLE, None)]
     if not unread:
@@ -93,7 +94,7 @@ def needs_masks(model: Any, modules: list[Any]) -> bool:
     if shared_configs(model, modules, unread):
         raise ValueError(
             f"the attention implementation of the model is {unread[0].config._attn_implementation!r}, whose masks do "
-            'not tell which keys a query sees; expected "sdpa" or "eager" where some layers are not pruned. Load '
-            'the model with attn_implementation="sdpa", or prune all layers'
+            'not tell which keys a query sees; expected "sdpa" or "eager" for unpruned layers. Load the model with '
+            'attn_implementation="sdpa", or prune all layers'
         )
     return True

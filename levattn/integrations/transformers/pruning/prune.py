@@ -1,4 +1,4 @@
-"""Prune the attention of a transformers model, for a while or until it is taken off."""
+"""Prune the attention of a transformers model, until the end of a block or until you remove the pruning."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from levattn.nn.levattention import check_selection
 __all__ = ["observed", "prune"]
 
 _ALIKE = (
-    "all heads of a decoder are pruned alike: it loses what it should recall, while the loss of plain text hardly "
-    "moves. Give heads=head_profile(model, tokenizer), or name the layers to prune"
+    "all heads of a decoder are pruned alike: the decoder loses recall, while the loss of plain text hardly "
+    "changes. Give heads=head_profile(model, tokenizer), or name the layers to prune"
 )
-_prunings = count()  # states in caches are of one of them
+_prunings = count()  # each state in a cache belongs to a pruning
 
 
 def prune(
@@ -58,75 +58,76 @@ def prune(
     """Let layers of a pretrained model attend to a few keys, and to summaries of all the others.
 
     Each chosen head computes `levattn.attention.pruned_attention` with its own queries, keys (after rotary embedding)
-    and values, in the place of dense attention. Nothing is trained. The pruning lasts until ``report.remove()``, or to
-    the end of a block: ``with prune(model, budget=0.25) as report: ...``.
+    and values, in place of dense attention. Pruning needs no training. It lasts until ``report.remove()``, or to the
+    end of a block: ``with prune(model, budget=0.25) as report: ...``.
 
-    **Guarantee.** Layers and heads that are not named are dense. Heads whose slots cover all keys are, to rounding.
-    A sequence of a padded batch comes out as it does alone. Decoding with a cache gives what one call over the
-    same positions gives, for budgets in numbers of slots (a share is of the positions of the first call). Whatever a
-    layer hands to its attention is honored, or refused by name.
+    **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys are dense up to
+    rounding. A sequence has the same output in a padded batch as alone. Decoding with a cache gives the same output as
+    one call over the same positions, for budgets in numbers of slots. (A share refers to the positions of the first
+    call.) The pruning honors each argument that a layer passes to its attention, or refuses it by name.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        An encoder or a decoder whose attention goes through the attention interface. It is changed in place.
+        An encoder or a decoder that uses the attention interface. It is changed in place.
     budget : int, float in (0, 1], mapping or Calibration, optional
-        Slots of each query, their number or the share of the keys of its sequence, as for `pruned_attention`; 1.0
-        is dense. A mapping from layers, or from pairs (layer, head), to budgets names what is pruned: the rest is
-        dense. A `Calibration` is such a mapping, and brings the options that it was made with, which are left out
-        then. One of budget, size and epsilon is given.
+        Slots of each query: their number, or a share of the keys of its sequence, as for `pruned_attention`; 1.0
+        is dense. A mapping from layers, or from pairs (layer, head), to budgets names the heads to prune; the others
+        stay dense. A `Calibration` is such a mapping, and brings its own options, so leave them out. Give exactly one
+        argument of budget, size and epsilon.
     layers : iterable of int, optional
-        Numbers of the layers to prune, from 0; all that the model goes through if None.
+        Numbers of the layers to prune, from 0; all layers that the model runs if None.
     heads : iterable of int or HeadProfile, optional
-        Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs. A
-        `HeadProfile` splits `budget`, a share, over all heads by what they cost.
+        Numbers of the key heads to prune in each of these layers, together with their query heads; all if None. A
+        `HeadProfile` splits `budget`, a share, over all heads by their costs.
     size, epsilon, summaries, window, sinks, scores, center, chunk : optional
-        As for `pruned_attention`, but for `scores`, which is a name here; `chunk` is for decoders alone.
+        As for `pruned_attention`, except that `scores` is a name here, and `chunk` is for decoders alone.
     stream : bool, default False
-        Whether caches hold the bounded states of pruned layers alone, instead of all keys and values as well: for
-        prompts of any length, given in chunks (with a `DynamicCache`, or
-        ``generate(prefill_chunk_size=)``). All heads of a layer are pruned then, and nothing is measured. A padded
-        batch needs ``position_ids`` that begin with each sequence, as ``generate`` makes them.
+        Whether caches hold only the bounded states of pruned layers, without all keys and values. Prompts may then
+        have any length, given in chunks (with a `DynamicCache`, or ``generate(prefill_chunk_size=)``). All heads of a
+        layer must be pruned, and nothing is measured. A padded batch needs ``position_ids`` that begin with each
+        sequence, as ``generate`` makes them.
     measure : bool, optional
-        Whether the report compares some queries of each call with dense attention (at most 64), and takes the time;
-        True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a step of
-        decoding; without it, only calls are counted.
+        Whether the report compares some queries of each call (at most 64) with dense attention, and measures the time;
+        True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a decoding step.
+        Without it, the report only counts calls.
     example : mapping of str to array, optional
-        Inputs of the model to try it with; by default three tokens, or an image of zeros.
+        Inputs for a trial call of the model; by default three tokens, or an image of zeros.
 
     Returns
     -------
     PruneReport
-        What was measured, and the way to take the pruning off.
+        The measurements, and the way to remove the pruning.
 
     Raises
     ------
     TypeError, ValueError
-        If an option is out of range, if the model is pruned or extended already, or if a chosen layer cannot be
-        pruned: one that goes past the attention interface, has cross-attention, or hands on what would be ignored
-        (biases of positions, bounded logits, sinks). The model is then as it was. Calls raise where they come with
-        packed sequences, more positions than a sliding window, dropout of weights, a cache that is not a
-        `DynamicCache`, or a mask that is neither full nor causal with padding.
+        If an option is out of range, the model is already pruned or extended, or a chosen layer cannot be pruned. It
+        cannot if it does not use the attention interface, has cross-attention, or passes arguments that pruning would
+        ignore (biases of positions, bounded logits, sinks). The model then stays unchanged. Calls raise for packed
+        sequences, more positions than a sliding window, and dropout of weights. They also raise for a cache that is
+        not a `DynamicCache`, or a mask that is neither full nor causal with padding.
 
     Warns
     -----
     RecallWarning
-        If all heads of a decoder get one budget: it loses what it should recall.
+        If all heads of a decoder get the same budget, because the decoder then loses recall.
 
     Notes
     -----
-    Time of a call as of `pruned_attention` for each group of heads with one budget (and for shares, of sequences with
-    one length) instead of O(n²). A cache keeps all keys and values, which dense heads and the model without pruning
-    read, and beside them the bounded states of pruned heads; with `stream`, these alone: memory does not grow with the
-    positions, but for a flag of each where there is padding. States cannot forget positions, so that assisted
-    generation is refused. Weights (``output_attentions=True``) are those of the mixture, with what a summary has
-    spread over its members; they take O(n²) time and memory. Gradients flow as through `pruned_attention`.
+    A call takes the time of `pruned_attention` for each group of heads with the same budget, instead of O(n²). For
+    shares, each length of sequences makes its own group. A cache keeps all keys and values, which dense heads and the
+    model without pruning read, and also the bounded states of pruned heads. With `stream` it keeps only these states:
+    memory does not grow with the positions, except for a flag of each position where there is padding. States cannot
+    forget positions, so assisted generation is refused. Weights (``output_attentions=True``) are the weights of the
+    mixture, where each summary spreads its weight over its members; they take O(n²) time and memory. Gradients flow as
+    through `pruned_attention`.
 
-    A copy of a pruned model is pruned too, and `remove` takes that off. Weights are saved as those of the model.
+    A copy of a pruned model is pruned too, and `remove` restores it. Saved weights are the model's own.
 
     References
     ----------
-    Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention", arXiv:2410.05462, for keys that are chosen by leverage.
+    Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention", arXiv:2410.05462, for selecting keys by leverage.
 
     Examples
     --------
@@ -148,7 +149,7 @@ def prune(
     budget, heads = _split(budget, heads, layers)
     if measure and stream:
         raise ValueError(
-            "measure and stream are True; expected one of them: without all keys there is no dense attention"
+            "measure and stream are True; expected at most one: a stream lacks the keys to measure dense attention"
         )
     options: dict[str, Any] = {
         "size": size,
@@ -188,18 +189,18 @@ def prune(
 
 
 def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
-    """Return budget and heads, the budget split over all heads where these are a profile, or raise."""
+    """Return budget and heads, or raise; a head profile splits the budget over all heads."""
     if isinstance(budget, HeadProfile):
         raise TypeError(
-            "budget is a HeadProfile, which tells costs; expected the share of the keys, and the profile as heads: "
-            "prune(model, 0.25, heads=profile)"
+            "budget is a HeadProfile; expected a share of the keys, and the profile as heads: prune(model, 0.25, "
+            "heads=profile)"
         )
     if not isinstance(heads, HeadProfile):
         return budget, heads
     if layers is not None or not isinstance(budget, float | int):
         raise ValueError(
-            f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a budget that is a "
-            "share of the keys, and no layers, as the profile tells of all heads"
+            f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a share of the keys as "
+            "budget, and no layers"
         )
     return heads.shares(budget), None
 
@@ -208,12 +209,12 @@ def _check_stream(layer: ModelLayer, groups: tuple[Group, ...]) -> None:
     """Raise for a layer that needs all its keys."""
     if not layer.probe.causal:
         raise ValueError(
-            f"stream is True and layer {layer.number} is not causal; expected a decoder, as only these have caches"
+            f"stream is True and layer {layer.number} is not causal; expected a decoder, as only decoders have caches"
         )
     if any(group.dense for group in groups):
         raise ValueError(
             f"stream is True and heads of layer {layer.number} are dense; expected all heads of a layer to be pruned, "
-            "as dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
+            "as dense heads need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
         )
 
 
@@ -223,20 +224,20 @@ def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, 
     given = [name for name, value in options.items() if value != defaults[name]]
     if given:
         raise ValueError(
-            f"budget is a Calibration, and {', '.join(given)} were given; expected none of them, as it was made with "
-            "options of its own"
+            f"budget is a Calibration, and {', '.join(given)} were given; expected none of them, as the calibration "
+            "has its own options"
         )
     unknown = sorted(set(calibration.options) - set(options))
     if unknown:
         raise ValueError(
-            f"budget is a Calibration with the options {', '.join(unknown)}; expected those of prune alone"
+            f"budget is a Calibration with the options {', '.join(unknown)}; expected options of prune alone"
         )
     return {**options, **calibration.options}
 
 
 @contextmanager
 def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None) -> Iterator[None]:
-    """Show what layers attend with, call by call, while they compute dense attention: their number, and arrays."""
+    """Call `look` with the number and the `Arrays` of each layer, at each call, while layers stay dense."""
     check_model(model)
     register()
     numbers = whole_numbers("layers", layers)
@@ -253,7 +254,7 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
 
 
 def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning]) -> Changes:
-    """Give layers of a model their parts, and return how to undo it; a model that is refused is as it was."""
+    """Give layers of a model their parts, and return the changes, to undo them; a refused model stays unchanged."""
     chosen = [layers[part.number] for part in parts]
     modules = [layer.module for layer in chosen]
     masks = PRUNED.name if needs_masks(model, modules) else None
@@ -283,7 +284,7 @@ def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:
 
 
 def _shown(value: Any) -> Any:
-    """Return an option as numbers, strings and lists; a mapping as a list of [layer, (head,) budget]."""
+    """Return an option as numbers, strings and lists, and a mapping as a list of [layer, (head,) budget]."""
     if isinstance(value, Mapping):
         return [
             [*_shown(list(key) if isinstance(key, tuple | list) else [key]), _shown(of)] for key, of in value.items()

@@ -1,4 +1,4 @@
-"""What a pruned model does, layer by layer and head by head."""
+"""A report on a pruned model, by layer and head."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _COLUMNS = ("layer", "head", "calls", "slots", "selected", "captured", "error", 
 
 
 class PruneReport(HeadsTable):
-    """What `prune` did to a model, and what it measured since.
+    """A pruning of a model, and its measurements.
 
-    It is a context manager, which takes the pruning off at its end; `remove` does the same. What was measured stays.
+    It is a context manager that removes the pruning at its end, as `remove` does. The measurements stay.
 
     Attributes
     ----------
     model : str
         The type of the model.
     options : dict
-        What `prune` was called with.
+        The arguments of `prune`.
     active : bool
         Whether the model is still pruned.
 
@@ -64,12 +64,12 @@ class PruneReport(HeadsTable):
         self._owner: Any = None
 
     def _take(self, model: Any, changes: Changes) -> None:
-        """Hold what was changed in a model, until it is removed."""
+        """Store the changes in a model, until `remove`."""
         self._owner, self._changes = model, changes
         setattr(model, REPORT, self)
 
     def _watch(self, layer: int, tally: Tally, heads: list[int]) -> None:
-        """Read what is measured of some heads of a layer."""
+        """Include the measurements of some heads of a layer."""
         self._tallies[layer] = (tally, heads)
 
     @property
@@ -78,22 +78,22 @@ class PruneReport(HeadsTable):
         return self._changes is not None
 
     def remove(self) -> None:
-        """Take the pruning off: the model is as it was before, but for what was trained.
+        """Remove the pruning: the model is restored, except for trained parameters.
 
         Raises
         ------
         ValueError
-            If it was taken off already.
+            If the pruning was already removed.
         """
         if self._changes is None:
-            raise ValueError(f"the pruning of this {self.model} was taken off already; expected to do so once")
+            raise ValueError(f"the pruning of this {self.model} was removed already; expected one in use")
         self._changes.undo()
         delattr(self._owner, REPORT)
         self._changes = self._owner = None
 
     def __enter__(self) -> PruneReport:
         if not self.active:
-            raise ValueError(f"the pruning of this {self.model} was taken off; expected one in use. Call prune again")
+            raise ValueError(f"the pruning of this {self.model} was removed; expected one in use. Call prune again")
         return self
 
     def __exit__(
@@ -103,16 +103,20 @@ class PruneReport(HeadsTable):
             self.remove()
 
     def table(self) -> list[dict[str, Any]]:
-        """Return what was measured, one row for each pruned head of the keys.
+        """Return the measurements, one row for each pruned key head.
 
         Returns
         -------
         list of dict
-            ``layer``, ``head`` (of the keys; its query heads are taken together), ``calls`` of the layer, and means
-            over the queries sampled: ``slots`` that were read, ``selected`` keys that were attended exactly (those
-            near the query among them), ``captured`` mass of these under dense attention, ``error`` of the output
-            relative to that of dense attention (root of the sums of squares), ``seconds`` in pruned attention of all
-            pruned heads of the layer, divided among them. None where nothing was measured.
+            Each row has ``layer``, ``head`` (a key head, with its query heads) and ``calls`` of the layer. Four
+            figures are over the sampled queries, and None where nothing was measured:
+
+            - ``slots``, the mean number of slots that a query reads;
+            - ``selected``, the mean number of keys attended exactly, including keys near the query;
+            - ``captured``, the mean mass of these keys under dense attention;
+            - ``error``, of the output relative to dense attention (root of the sums of squares).
+
+            ``seconds`` is the time in pruned attention, divided among the layer's pruned heads, or None.
         """
         rows = []
         for layer, (tally, heads) in self._tallies.items():
@@ -135,7 +139,7 @@ class PruneReport(HeadsTable):
         return {"model": self.model, "options": self.options, "heads": self.table()}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` to a file, which appears whole or not at all.
+        """Write `to_dict` to a file, atomically.
 
         Parameters
         ----------
@@ -146,7 +150,7 @@ class PruneReport(HeadsTable):
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
 
     def __str__(self) -> str:
-        """Return a table of plain text with a line for each layer, its heads taken together, and one for all."""
+        """Return a table in plain text, with a line for each layer."""
         lines: list[tuple[str, ...]] = [("layer", "heads", *_COLUMNS[2:])]
         for layer, (tally, heads) in self._tallies.items():
             lines.append((str(layer), str(len(heads)), str(tally.calls), *_shown(tally.figures(heads), tally.seconds)))

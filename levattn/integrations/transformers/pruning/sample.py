@@ -1,4 +1,4 @@
-"""What pruned attention loses, measured against dense attention on a few queries of each call."""
+"""Compare pruned attention with dense attention on a few queries of each call."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from levattn.integrations.transformers.pruning.heads import Arrays, SharedOption
 __all__ = ["Tally", "sampled"]
 
 _QUERIES = 64  # of a call
-_SEQUENCES = 8  # that these are of, at most
+_SEQUENCES = 8  # at most, with these queries
 _RUNS = 8  # of consecutive queries, where attention is causal
 
-# What is summed over queries, for each head of the keys.
+# Figures summed over queries, for each key head.
 _SUMS = ("queries", "captured", "selected", "slots", "error", "norm")
 
 
 @dataclass
 class Tally:
-    """What was measured of one layer: sums over sampled queries, for each head of the keys."""
+    """Measurements of a layer: sums over sampled queries, for each key head."""
 
     heads: int
     calls: int = 0
@@ -37,13 +37,13 @@ class Tally:
         self.sums = {name: np.zeros(self.heads) for name in _SUMS}
 
     def add(self, heads: tuple[int, ...], seconds: float, found: dict[str, Any]) -> None:
-        """Count the time of a call of some heads, and what was found of its queries."""
+        """Add the time of a call of some heads, and the sums over its queries."""
         self.seconds += seconds
         for name, values in found.items():
             self.sums[name][list(heads)] += values
 
     def figures(self, heads: list[int]) -> dict[str, float | None]:
-        """Return means over the queries of some heads, and their relative error; None where nothing was measured."""
+        """Return means over the queries of some heads, and their relative error; None without measurements."""
         sums = {name: float(values[heads].sum()) for name, values in self.sums.items()}
         count = sums["queries"]
         means = {name: sums[name] / count if count else None for name in ("slots", "selected", "captured")}
@@ -53,9 +53,9 @@ class Tally:
 def sampled(
     arrays: Arrays, budget: float | None, rule: SharedOptions, before: list[Held] | None, Y: Any
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Return sums over some queries of a call, for each head of its keys, given its output Y (B, H, m, D).
+    """Return sums over some queries of a call, for each key head, given its output Y (B, H, m, D).
 
-    The queries are spread evenly over the sequences and positions, so that the same call is measured at the same ones.
+    The queries are spread evenly over sequences and positions, so a repeated call is measured at the same queries.
     """
     few = np.unique(np.linspace(0, arrays.k.shape[0] - 1, _SEQUENCES).round().astype(np.int64))
     each = _QUERIES // len(few)
@@ -80,9 +80,9 @@ def sampled(
 def _compared(
     arrays: Arrays, Y: Any, places: Any, exact: Any, counted: Any, R: int
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Return sums over the queries at some places, of which those count that are flagged, (B, G, s).
+    """Return sums over the queries at some places that `counted` (B, G, s) flags.
 
-    exact: (B, G, s, n), the keys that each attends exactly. R: how many summaries there may be.
+    exact: (B, G, s, n), the keys that each query attends exactly. R: the largest number of summaries.
     """
     groups = arrays.k.shape[1]
     P = arrays.dense_weights(places)
@@ -105,7 +105,7 @@ def _compared(
 
 
 def _exact(arrays: Arrays, options: dict[str, Any], state: Any, each: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield places of queries, which keys each attends exactly, (B, G, s, n), and which of them count, (B, G, s)."""
+    """Yield places of queries, the keys that each attends exactly, (B, G, s, n), and flags to count it, (B, G, s)."""
     rank = _ranks(arrays)
     m, before = arrays.q.shape[2], arrays.k.shape[2] - arrays.q.shape[2]
     if arrays.causal:
@@ -126,7 +126,7 @@ def _exact(arrays: Arrays, options: dict[str, Any], state: Any, each: int) -> It
                 kept, count = exactly(state, rank)
             ranks = (row[:, None] - chosen.first, count[..., None] - chosen.first)
             last, held = (rank.div(chosen.slots.chunk, rounding_mode="floor").clamp(min=-1) for rank in ranks)
-            same = last == held  # no selection since
+            same = last == held  # no selection since the state
             exact = kept[:, :, None] & arrays.visible(places)[:, None]
             yield places, exact, same & _there(arrays, before + places)[:, None]
         return
@@ -143,21 +143,21 @@ def _exact(arrays: Arrays, options: dict[str, Any], state: Any, each: int) -> It
 
 
 def _ranks(arrays: Arrays) -> Any:
-    """Return the number of each key among those of its sequence that are there, (B, n); of others, any."""
+    """Return the rank of each key among the present keys of its sequence, (B, n); arbitrary for absent keys."""
     if arrays.present is not None:
         return arrays.present.cumsum(1) - 1
     return torch.arange(arrays.k.shape[2], device=arrays.k.device).expand(arrays.k.shape[0], -1)
 
 
 def _there(arrays: Arrays, keys: Any) -> Any:
-    """Return whether some keys are there, (B, s)."""
+    """Return whether some keys are present, (B, s)."""
     if arrays.present is None:
         return torch.ones((arrays.k.shape[0], len(keys)), dtype=torch.bool, device=arrays.k.device)
     return arrays.present[:, torch.as_tensor(keys, device=arrays.k.device)]
 
 
 def _runs(m: int, each: int) -> list[tuple[int, int]]:
-    """Return runs of consecutive queries, spread over m, of `each` queries together; the last ends at the end."""
+    """Return runs of consecutive queries, spread over m, with `each` queries in total; the last ends at m."""
     count = min(_RUNS, m, each)
     length = max(1, each // count)
     ends = [(i + 1) * m // count for i in range(count)]
