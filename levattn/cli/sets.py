@@ -3,8 +3,12 @@
 import itertools
 import os
 import re
+import shutil
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +29,7 @@ from levattn.cli.output import (
 from levattn.io import replace_file
 from levattn.sets.views import saved_arrays
 
-__all__ = ["Request", "SetMethod", "find_sets"]
+__all__ = ["Request", "SetMethod", "find_sets", "read_from_pipe"]
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
@@ -47,6 +51,8 @@ _COLUMNS_WITH_COVERAGE = {heading: key for heading, key in _COLUMNS.items() if h
     "mass": "mass:.4g",
     "queries": "threshold_queries",
 }
+
+_MAGIC = {".npy": b"\x93NUMPY", ".npz": b"PK"}  # the first bytes of the formats
 
 SetMethod = Literal["auto", "gram", "qr", "svd"]
 
@@ -70,6 +76,7 @@ class Request:
     memory: int | None  # in bytes
     checkpoint: Path | None
     scheduler: str | None
+    shown: str | None = None  # the name of a file that is not the user's
 
     @property
     def in_passes(self) -> bool:
@@ -80,6 +87,8 @@ class Request:
     @property
     def name(self) -> str:
         """What messages and pictures call the keys."""
+        if self.shown is not None:
+            return self.shown
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     @property
@@ -88,8 +97,27 @@ class Request:
         return self.files[0] if len(self.files) == 1 else self.files
 
 
-def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
-    """Run the command."""
+@contextmanager
+def read_from_pipe(request: Request) -> Iterator[Request]:
+    """Give the request with the keys of standard input, where it names them by -, in a file that is removed after."""
+    pipe = Path("-")
+    if pipe not in request.files:
+        yield request
+        return
+    if len(request.files) > 1:
+        fail("- stands for standard input, which goes with no other file")
+    begin = sys.stdin.buffer.read(len(_MAGIC[".npy"]))
+    suffix = next((suffix for suffix, magic in _MAGIC.items() if begin.startswith(magic)), ".safetensors")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"stdin{suffix}")
+        with path.open("wb") as file:
+            file.write(begin)
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield replace(request, files=(path,), shown="standard input")
+
+
+def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None, *, title: bool = False) -> None:
+    """Run the command; title: name the array above its table."""
     _check_targets(request, plot, output)
     source = _opened(request.paths, request.tensor, request.memory)
     if request.size is not None and request.size > source.shape[-2]:
@@ -122,6 +150,8 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
     if as_json:
         print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
+        if title:
+            new_console().print(f"{request.name}: {request.tensor}")
         _print_reports(reports, source, request)
 
 
@@ -229,7 +259,7 @@ def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
         if sets.scores.ndim == 1:  # of a batch the line is the median
             ax.lines[0].set_label("scores by queries")
             ax.legend(loc="best", fontsize="small")
-    name = request.files[0].name if len(request.files) == 1 else request.name
+    name = request.files[0].name if len(request.files) == 1 and request.shown is None else request.name
     title = name if request.tensor is None else f"{name}: {request.tensor}"
     ax.set_title(title if request.function.is_square else f"{title} ({request.function.text})")
     return plots.figure_bytes(figure, suffix)

@@ -12,6 +12,7 @@ from levattn._core.checks import fraction
 __all__ = ["RESULTS", "AsJson", "HeavyFrom", "ModelPath", "Picture", "ProfilePath", "WebPage", "by_library", "ends_in"]
 
 RESULTS = "Results"
+PAGE = "https://levattn.readthedocs.io/en/stable/program.html"
 
 
 def by_library(name: str) -> Any:
@@ -52,7 +53,7 @@ AsJson = Annotated[
     typer.Option(
         "--json",
         rich_help_panel=RESULTS,
-        help="Print one JSON document instead of the table; docs/program.md lists its keys.",
+        help=f"Print one JSON document instead of the table. {PAGE} lists its keys.",
     ),
 ]
 HeavyFrom = Annotated[

@@ -1,6 +1,7 @@
 """The command line of ``levattn universal-set``."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ in the set with the probability that --coverage says.
 \b
 Examples:
   levattn universal-set keys.npy --epsilon 0.1
+  levattn universal-set - < keys.npy
   levattn universal-set keys.npy --size 8
   levattn universal-set keys.npy --epsilon 0.1 --json
   levattn universal-set keys.npy --epsilon 0.1 -o set.npz --plot scores.svg
@@ -64,7 +66,8 @@ With --queries there is no bound that could be vacuous. The last columns are:
 The numbers of the keys follow, counted from 0, if there is one matrix: the first 12. --json and --output have all of
 them.
 """
-_CHOICE, _WORK = "Which keys (one of --epsilon, --size and --mass is required)", "How they are read"
+_EPSILON = 0.1
+_CHOICE, _WORK = "Which keys (one of --epsilon, --size and --mass)", "How they are read"
 _FOR_QUERIES = "For queries like given ones"
 
 
@@ -72,7 +75,8 @@ _Files = Annotated[
     list[Path],
     typer.Argument(
         help="Keys (..., n, d) of floats: .npy, .npz, .safetensors (or its .index.json), .parquet, a zarr "
-        "store, or a folder of such files. The rows of several files follow each other.",
+        "store, or a folder of such files; - for one of the first three from standard input. The rows of several "
+        "files follow each other.",
         metavar="PATH...",
         show_default=False,
     ),
@@ -80,7 +84,9 @@ _Files = Annotated[
 _Epsilon = Annotated[
     float | None,
     typer.Option(
-        callback=by_library("epsilon"), rich_help_panel=_CHOICE, help="Keys that can score at least this, in (0, 1]."
+        callback=by_library("epsilon"),
+        rich_help_panel=_CHOICE,
+        help=f"Keys that can score at least this, in (0, 1]; {_EPSILON} if neither --size nor --mass is given.",
     ),
 ]
 _Size = Annotated[
@@ -141,7 +147,12 @@ _Center = Annotated[
     ),
 ]
 _Tensor = Annotated[
-    str | None, typer.Option(rich_help_panel=_WORK, help="Name of the array, if a file holds several.")
+    list[str] | None,
+    typer.Option(
+        rich_help_panel=_WORK,
+        help="Name of the array, if a file holds several. If given more than once, each array gets its own table, or "
+        "with --json a line.",
+    ),
 ]
 _Method = Annotated[
     SetMethod,
@@ -213,10 +224,14 @@ def _universal_set(
     plot: Picture = None,
     output: _Output = None,
 ) -> None:
+    names: list[str | None] = [*tensor] if tensor else [None]
+    several = (plot, output, checkpoint)
+    if len(names) > 1 and any(path is not None for path in several):
+        raise typer.BadParameter("--plot, --output and --checkpoint are for one array; give one --tensor")
     request = sets.Request(
         files=tuple(files),
-        tensor=tensor,
-        epsilon=epsilon,
+        tensor=None,
+        epsilon=_EPSILON if epsilon is size is mass is None else epsilon,
         size=size,
         function=parse_function(function, for_queries=queries is not None),
         queries=queries,
@@ -233,7 +248,9 @@ def _universal_set(
     for wrong, message in _conflicts(request, plot):
         if wrong:
             raise typer.BadParameter(message)
-    sets.find_sets(request, as_json, plot, output)
+    with sets.read_from_pipe(request) as readable:
+        for name in names:
+            sets.find_sets(replace(readable, tensor=name), as_json, plot, output, title=len(names) > 1)
 
 
 def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
@@ -245,7 +262,7 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
     return [
         *_conflicts_of_queries(request),
         (
-            request.queries is None and by_size == (request.size is None),
+            request.epsilon is not None and request.size is not None,
             "give exactly one of --epsilon and --size, or --mass with --queries",
         ),
         (

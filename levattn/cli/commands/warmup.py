@@ -11,7 +11,7 @@ from levattn.cli.program import Command
 __all__ = ["add"]
 
 _HELP = """\
-Compile the kernels for this processor, so that no later call has to.
+Compile all kernels now, so that no later call does.
 
 Use it once after installing, or where an image is built. Without it each kernel is compiled at its first call, which
 takes seconds. The code is kept on disk, for this Python, this processor and this version: see NUMBA_CACHE_DIR in the
