@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_model, read_text
@@ -14,7 +15,7 @@ from levattn.io import replace_file
 
 __all__ = ["Inquiry", "ScoreColumn", "draw", "inspect", "prune_report"]
 
-
+_PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians
 ScoreColumn = Literal["residual", "expected", "leverage"]
 _SETS_OF_HEADS = {
     "layer": "layer",
@@ -83,12 +84,17 @@ def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, options: d
 
     options = {**options, "heads": profile_of(heads, budget if model.can_generate() else 1)}
     with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
-        _run(model, inputs)  # what is made at first use is not to be timed
-        dense, dense_seconds = _run(model, inputs)
         with prune(model, budget, **options) as report:
             _run(model, inputs)
-        with prune(model, budget, measure=False, **options):
-            pruned, seconds = _run(model, inputs)
+        _run(model, inputs)  # the first call of each kind compiles and makes buffers
+        times: dict[str, list[float]] = {"dense": [], "pruned": []}
+        for _ in range(_PASSES):
+            dense, passed = _run(model, inputs)
+            times["dense"].append(passed)
+            with prune(model, budget, measure=False, **options):
+                pruned, passed = _run(model, inputs)
+            times["pruned"].append(passed)
+    seconds, dense_seconds = median(times["pruned"]), median(times["dense"])
     loss = _loss(inputs, dense, pruned)
     draw(inquiry.plot, lambda: report.plot("captured"))
     outcome = {"tokens": inputs["input_ids"].shape[1], "seconds": seconds, "dense_seconds": dense_seconds, **loss}
@@ -105,7 +111,7 @@ def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, options: d
     for name, value in loss.items():
         if value is not None:
             console.print(f"{name.replace('_', ' ')}: {value:.6g}")
-    console.print(f"seconds: {seconds:.3g}, dense {dense_seconds:.3g}")
+    console.print(f"seconds: {seconds:.3g}, dense {dense_seconds:.3g} (medians of {_PASSES} interleaved passes)")
 
 
 def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:

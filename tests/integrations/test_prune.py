@@ -321,7 +321,7 @@ def test_the_report_is_what_dense_attention_says(family: str) -> None:
 
 def test_the_report_of_decoding_and_padding() -> None:
     model, ids = base(), tokens()
-    with torch.no_grad(), prune(model, **SPLIT) as report:
+    with torch.no_grad(), prune(model, **SPLIT, measure=True) as report:
         past = model(ids[:, :16], attention_mask=LEFT[:, :16], use_cache=True)[CACHE]
         before = report.table()
         for t in range(16, T):
@@ -399,6 +399,37 @@ def test_measuring_can_be_left_out() -> None:
     assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1}
 
 
+def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
+    model, prompt = base(), torch.arange(T)[None]
+
+    def measured(measure: bool | None) -> float:
+        with prune(model, 12, chunk=4, measure=measure) as report:
+            model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        (tally, _), *_ = report._tallies.values()
+        assert tally.calls == 3
+        return float(tally.sums["queries"].sum())
+
+    assert 0 < measured(None) < measured(True)
+
+
+def test_a_report_without_figures_says_why() -> None:
+    model = base()
+    with prune(model, 12, chunk=4, measure=False) as report:
+        output(model)
+    assert str(report).endswith("-: not measured; give measure=True")
+    with prune(model, 12, chunk=4) as report:
+        output(model)
+    assert "-:" not in str(report)
+
+
+def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base()
+    monkeypatch.setattr(type(model), "forward", None)  # would be called
+    for budget in (0, -0.5, 1.5):
+        with pytest.raises(ValueError, match="budget|size"):
+            prune(model, budget)
+
+
 # Coming and going
 
 
@@ -408,8 +439,9 @@ def test_a_report_ends_its_pruning_once() -> None:
     assert report.active
     report.remove()
     assert not report.active
-    with pytest.raises(ValueError, match="was removed already"):
-        report.remove()
+    before = output(model)
+    report.remove()  # once more changes nothing
+    assert torch.equal(output(model), before)
     with pytest.raises(ValueError, match="was removed; expected one in use"), report:
         pass
     with pytest.raises(ZeroDivisionError), prune(model, **SPLIT):

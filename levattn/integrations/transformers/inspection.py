@@ -174,13 +174,11 @@ def _figures(part: tuple[Any, Any, Any]) -> dict[str, Any]:
     K, universal, P = part
     n, d = K.shape
     inside = torch.as_tensor(np.asarray(universal.mask.cpu()))
-    values = np.linalg.svd(K.double().cpu().numpy(), compute_uv=False)
-    values = values[: universal.rank]
     heavy = universal.epsilon <= P
     return {
         "n": n,
         "d": d,
-        "condition": float(values[0] / values[-1]) if len(values) and values[-1] > 0 else 0.0,
+        "condition": float(universal.condition),
         "rank": int(universal.rank),
         "size": float(inside.sum()),
         "bound": float(universal.size_bound),

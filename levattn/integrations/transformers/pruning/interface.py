@@ -39,7 +39,7 @@ class LayerPruning:
     groups: tuple[Group, ...]
     rule: SharedOptions
     tally: Tally
-    measure: bool = False
+    measure: bool | None = False  # None: calls of more than one token
     stream: bool = False  # whether caches hold only states
     look: Callable[[int, Arrays], None] | None = None  # a callback for the arrays of each call
 
@@ -176,9 +176,10 @@ def _group(
             (),
         )
     before = None if progress is None else [held for held in progress.states if held.group == number]
-    start = _now(arrays.q) if part.measure else 0.0
+    measured = arrays.q.shape[2] > 1 if part.measure is None else part.measure
+    start = _now(arrays.q) if measured else 0.0
     Y, after = outputs(arrays, number, group.budget, part.rule, before)
-    if part.measure:
+    if measured:
         seconds = _now(arrays.q) - start
         with torch.no_grad():
             part.tally.add(group.heads, seconds, sampled(arrays, group.budget, part.rule, before, Y))

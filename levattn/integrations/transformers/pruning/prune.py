@@ -88,9 +88,9 @@ def prune(
         layer must be pruned, and nothing is measured. A padded batch needs ``position_ids`` that begin with each
         sequence, as ``generate`` makes them.
     measure : bool, optional
-        Whether the report compares some queries of each call (at most 64) with dense attention, and measures the time;
-        True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a decoding step.
-        Without it, the report only counts calls.
+        Whether the report compares some queries of each call (at most 64) with dense attention, and measures the time.
+        This costs about as much again as the call, or O(n) for a decoding step. None measures calls of more than one
+        token, and so no decoding steps, and nothing with `stream`. With False, the report only counts calls.
     example : mapping of str to array, optional
         Inputs for a trial call of the model; by default three tokens, or an image of zeros.
 
@@ -166,6 +166,9 @@ def prune(
     rule = SharedOptions(**options)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named = _named_layers(budget) if isinstance(budget, Mapping) else layers
+    if not isinstance(budget, Mapping):  # the trial call takes seconds
+        causal = chunk is not None
+        check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
     register()
     there = discovered(PRUNED, model, named, example)
     budgets = budgets_of(budget, there, layers, heads)
@@ -175,8 +178,9 @@ def prune(
     if alike and budget != 1 and any(there[number].probe.causal for number in chosen):
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"budget": budget, "layers": layers, "heads": heads, **options}
-    report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
-    measured = not stream if measure is None else bool(measure)
+    missing = "a stream lacks the keys to measure dense attention" if stream else "not measured; give measure=True"
+    report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()}, missing)
+    measured = False if stream else measure
     pruning, parts = next(_prunings), []
     for number, groups in chosen.items():
         if stream:

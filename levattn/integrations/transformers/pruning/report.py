@@ -56,7 +56,8 @@ class PruneReport(HeadsTable):
         "error": "relative error of the output",
     }
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, options: dict[str, Any], missing: str = "") -> None:
+        self._missing = missing  # why there are no figures
         self.model = model
         self.options = options
         self._tallies: dict[int, tuple[Tally, list[int]]] = {}  # of each layer, with the heads that are pruned
@@ -78,15 +79,9 @@ class PruneReport(HeadsTable):
         return self._changes is not None
 
     def remove(self) -> None:
-        """Remove the pruning: the model is restored, except for trained parameters.
-
-        Raises
-        ------
-        ValueError
-            If the pruning was already removed.
-        """
+        """Remove the pruning: the model is restored, except for trained parameters. A second call does nothing."""
         if self._changes is None:
-            raise ValueError(f"the pruning of this {self.model} was removed already; expected one in use")
+            return
         self._changes.undo()
         delattr(self._owner, REPORT)
         self._changes = self._owner = None
@@ -99,8 +94,7 @@ class PruneReport(HeadsTable):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.active:
-            self.remove()
+        self.remove()
 
     def table(self) -> list[dict[str, Any]]:
         """Return the measurements, one row for each pruned key head.
@@ -150,14 +144,14 @@ class PruneReport(HeadsTable):
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
 
     def __str__(self) -> str:
-        """Return a table in plain text, with a line for each layer."""
+        """Return a table in plain text, with a line for each layer; `table` has a row for each head."""
         lines: list[tuple[str, ...]] = [("layer", "heads", *_COLUMNS[2:])]
         for layer, (tally, heads) in self._tallies.items():
             lines.append((str(layer), str(len(heads)), str(tally.calls), *_shown(tally.figures(heads), tally.seconds)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        return "\n".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        )
+        if any("-" in line for line in lines):
+            lines.append((f"-: {self._missing}",))
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
     def __repr__(self) -> str:
         state = "pruned" if self.active else "removed"
