@@ -176,7 +176,7 @@ class _Array:
         chunk = self._chunk_at(place)
         if chunk is None:
             problem = (
-                f"{self._what} lacks chunk {self._key(place)}: it held fill values only, or a copy was cut short"
+                f"{self._what} lacks chunk {self._key(place)}, which held fill values only, or the copy was cut short"
             )
             remedy = "copy it again, or write it with config={'write_empty_chunks': True}"
             raise refusal(self._path, problem, remedy)

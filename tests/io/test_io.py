@@ -380,8 +380,8 @@ def test_an_index_stands_alone_in_a_folder(tmp_path: Path) -> None:
         ("[]", "no weight_map"),
         ('{"weight_map": ["a.k"]}', "no weight_map"),
         ('{"weight_map": {}}', "holds no array"),
-        ('{"weight_map": {"a.k": 3}}', "said to be in 3"),
-        ('{"weight_map": {"a.k": "config.json"}}', r"said to be in 'config\.json'"),
+        ('{"weight_map": {"a.k": 3}}', "in 3, which is no"),
+        ('{"weight_map": {"a.k": "config.json"}}', r"in 'config\.json'"),
         ('{"weight_map": {"a.k": "model-00002-of-00002.safetensors"}}', r"has no tensor 'a\.k', it holds"),
     ],
 )
