@@ -264,7 +264,7 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
         V = V.rechunk({V.ndim - 2: rows})
     if V.numblocks != logits.numblocks or (known and V.chunks[-2] != rows):
         raise ValueError(
-            f"V has chunks {V.chunks} and logits have {logits.chunks}; expected equal positions and batches"
+            f"V has chunks {V.chunks} and logits have {logits.chunks}; expected as many positions, and equal batches"
         )
     new = partial(SoftmaxState, logits.shape[-1], V.shape[-1], tuple(logits.shape[:-2]))
     new().update(_no_rows(logits), _no_rows(V))  # raises for wrong arguments
