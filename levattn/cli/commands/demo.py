@@ -14,7 +14,7 @@ __all__ = ["add"]
 _HELP = """\
 Try it: universal sets of the 72 heads of a real encoder.
 
-Use it to see the sets, and to check their guarantee, without data of your own. The queries and keys of
+Use it to see the sets and to check their guarantee, without own data. The queries and keys of
 all-MiniLM-L6-v2 on a text of 512 tokens come with the package. The demo compares the set of each head with brute force
 over every attention score. It makes a second set from half of the queries of the text, and tries it on the others. It
 writes two files with the same four pictures, and takes ten seconds to a minute.
@@ -34,8 +34,8 @@ What is printed, a row for each head:
   bound        the most keys that the set can have: rank/ε
   vacuous      yes: the bound is not below n
   worst        scores of at least ε of 512 worst-case queries, one per key
-  missed       scores of at least ε of these and of the 512 queries of the text,
-               on keys outside the set: always 0
+  missed       scores of at least ε on keys outside the set, for these and
+               for the 512 queries of the text: always 0
   softmax      mean share of the softmax attention that falls on the set
   |C|          keys in the set with coverage 0.9 for softmax at ε, made from
                every second query of the text

@@ -93,8 +93,8 @@ _Selection = Annotated[
     ScoreColumn,
     typer.Option(
         rich_help_panel=_SLOTS,
-        help="Score that selects keys: expected attention, expected attention times the error of a summary of the "
-        "key (residual), or leverage scores.",
+        help="Score that selects keys: expected attention, the same times the distance of the key from its summary "
+        "(residual), or leverage scores.",
     ),
 ]
 _Summaries = Annotated[
