@@ -140,9 +140,7 @@ def open_npz(path: Path, tensor: str | None) -> Iterator[Opened]:
             name = choose(path, names, tensor)
             info = archive.getinfo(name + ".npy")
             if info.compress_type not in _ZIP_METHODS:
-                raise refusal(
-                    path, f"tensor {name!r} has a compression that numpy does not write", "save it again"
-                )
+                raise refusal(path, f"tensor {name!r} has a compression that numpy does not write", "save it again")
             with archive.open(info) as member:
                 header = _read_header(path, f"tensor {name!r}", member, info.file_size)
         yield Opened(name, header.shape, header.dtype, read)
