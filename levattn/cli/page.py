@@ -129,7 +129,7 @@ class KeptText:
         """Return the section of the page; consecutive tokens with the same number are one piece."""
         most = max(self.kept, default=0)
         lines = [
-            "<h2>What the cut heads keep of the text</h2>",
+            "<h2>Tokens that the cut heads keep</h2>",
             f'<p>0 <span class="key"></span> {most}: number of the {self.heads} cut heads that keep a token itself, '
             "colored by the square root; the other heads read it in a summary. Point at the text to read the "
             "number.</p>",
