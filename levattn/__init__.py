@@ -1,9 +1,9 @@
 """Numerical linear algebra for heavy-attention detection.
 
-Given keys K there is a small set of them, the same for every query, that holds every large attention score:
-`universal_set` finds it, `leverage_scores` are what it is made of, and `heavy_attention` returns the large scores
-themselves; `sensitivities` bound what other attention functions can do. The kind of array that comes in decides where
-the work is done and what comes back.
+Given keys K there is a small set of them, the same for every query, that holds every large attention score.
+`universal_set` finds this set from `leverage_scores`, and `heavy_attention` returns the large scores themselves. For
+other attention functions, `sensitivities` bound the largest score of each key. The kind of the input array decides
+the device of the computation and the kind of the result.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _PACKAGES = (
     "integrations",
     "nn",
     "plots",
-)  # each is imported once it is named
+)  # each is imported at its first use
 
 _FUNCTIONS = {"warmup": "warming"}  # as are the modules of these
 

@@ -1,4 +1,4 @@
-"""Keys to try things on: heads of a real encoder, as many keys like them, worst-case queries, planted models.
+"""Example keys: heads of a real encoder, any number of similar keys, worst-case queries, planted models.
 
 No module of the library imports this one.
 """
@@ -22,7 +22,7 @@ __all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "plante
 Float16Array: TypeAlias = npt.NDArray[np.float16]
 RNGLike: TypeAlias = int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
 Variant: TypeAlias = Literal["isotropic", "anisotropic", "duplicated"]
-_DRAWN = 1 << 14  # rows that are drawn at a time
+_DRAWN = 1 << 14  # rows drawn at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,7 +32,7 @@ class AttentionHeads:
     Attributes
     ----------
     queries, keys, values : ndarray of float16, shape (layers, heads, n, d)
-        What enters the attention of each head, before the logits are scaled. Read-only.
+        The inputs of the attention of each head, before the logits are scaled. Read-only.
     tokens : tuple of str
         The n tokens of the text, one per row.
     scale : float
@@ -62,7 +62,7 @@ def minilm() -> AttentionHeads:
     """Load the 72 attention heads of all-MiniLM-L6-v2 over a public-domain English text.
 
     A pretrained sentence encoder reads the Gettysburg Address and the opening of the Declaration of Independence.
-    Attention is bidirectional, there is no padding, and positions are part of the embeddings, so the keys are the ones
+    Attention is bidirectional, there is no padding, and positions are part of the embeddings. So the keys are the keys
     inside the logits.
 
     Returns
@@ -113,14 +113,14 @@ def resampled(
 ) -> npt.NDArray[Any]:
     r"""Draw any number of keys that look like given ones: their mean, their covariance, and their tails.
 
-    With the mean μ and the covariance :math:`C = L L^\top` of the m given keys, a row i drawn from them and a standard
-    normal g for every new key (a smoothed bootstrap with the variance kept),
+    This is a smoothed bootstrap that keeps the variance. Let μ and :math:`C = L L^\top` be the mean and the covariance
+    of the m given keys. Every new key draws a row i of them and a standard normal g:
 
     .. math:: k = \mu + \sqrt{1 - h^2}\,(k_i - \mu) + h\, L g .
 
-    So for any smoothing h the mean of a new key is μ and its covariance C, exactly, and the excess of its fourth
-    moments is :math:`(1 - h^2)^2` times that of the given keys. So large key matrices can be made that are like those
-    of a real head; h = 0 gives copies of its rows, and h = 1 Gaussian keys.
+    So for any smoothing h the mean of a new key is μ and its covariance C, exactly. The excess of its fourth moments
+    is :math:`(1 - h^2)^2` times the excess of the given keys. So large key matrices can resemble the keys of a real
+    head; h = 0 gives copies of its rows, and h = 1 Gaussian keys.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def resampled(
     smoothing : float in [0, 1], default 0.5
         The h above.
     dtype : dtype, default float32
-        A floating dtype of the keys that are returned.
+        A floating dtype of the returned keys.
     rng : int, SeedSequence, BitGenerator, Generator or None
         Passed to `numpy.random.default_rng`; None draws fresh entropy.
 
@@ -143,13 +143,13 @@ def resampled(
     Raises
     ------
     TypeError
-        If K does not hold real numbers, `n` is not whole, or `dtype` is no floating dtype.
+        If K does not hold real numbers, `n` is not whole, or `dtype` is not a floating dtype.
     ValueError
-        If K has not two axes or no rows or holds NaN or infinity, or a number is outside its range.
+        If K does not have two axes, has no rows, or holds NaN or infinity. Also if a number is outside its range.
 
     Notes
     -----
-    Time O(m d² + n d²), memory O(m d + d²) beyond the keys that are returned.
+    Time O(m d² + n d²), memory O(m d + d²) beyond the returned keys.
 
     References
     ----------
@@ -209,8 +209,8 @@ def adversarial_queries(K: npt.ArrayLike, /) -> Float64:
 
     .. math:: \max_y \; \frac{\langle k_j, y\rangle^2}{\sum_l \langle k_l, y\rangle^2} = \tau_j .
 
-    With f(x) = x^2 no query gives key j a larger score, so a set of keys misses nothing exactly when it
-    misses nothing on these n queries. It comes with :math:`\langle k_j, y_j\rangle = \sum_l \langle k_l,
+    With f(x) = x^2 no query gives key j a larger score. So a set of keys misses no large score exactly when it
+    misses none on these n queries. The query is scaled so that :math:`\langle k_j, y_j\rangle = \sum_l \langle k_l,
     y_j\rangle^2 = \tau_j`. A zero key has the zero query.
 
     Parameters
@@ -222,7 +222,7 @@ def adversarial_queries(K: npt.ArrayLike, /) -> Float64:
     -------
     ndarray of float64, shape (..., n, d)
         The queries. Where K has dependent columns, a row can differ from :math:`(K^\top K)^+ k_j` by a
-        vector orthogonal to all keys, which no score can see.
+        vector orthogonal to all keys, which changes no score.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def adversarial_queries(K: npt.ArrayLike, /) -> Float64:
     Notes
     -----
     One singular value decomposition per matrix, O(n d min(n, d)) time and O(n d) memory: meant for tests.
-    Columns are first brought to one scale, so that graded columns are no near rank deficiency; directions
+    Columns are first brought to one scale, so that graded columns do not look nearly rank-deficient. Directions
     whose singular value is then below max(n, d) times the float64 rounding unit count as absent.
 
     References
@@ -276,9 +276,9 @@ class Planted:
     indices : ndarray of int64, shape (k,)
         Rows of ``keys`` that are planted, ascending.
     groups : ndarray of int64, shape (k,)
-        Which planted direction the row belongs to, 0 ... n_planted - 1.
+        The planted direction of the row, 0 ... n_planted - 1.
     targets : ndarray of int64, shape (m,)
-        Which planted direction the query asks for.
+        The planted direction that the query asks for.
     planted_score, background_score : float
         Predicted leverage score of a planted key, and predicted largest one of a background key.
 
@@ -322,32 +322,36 @@ def planted(
 ) -> Planted:
     r"""Draw keys of which a known few have a large leverage score.
 
-    With orthonormal :math:`b_1, \dots, b_d` and standard normal g, g' of their own for every row, a key is
+    With orthonormal :math:`b_1, \dots, b_d` and separate standard normal g, g' for every row, a key is
 
     .. math::
 
         k_j = \alpha\, b_{i(j)} + \sigma g  \quad\text{(planted)}, \qquad
         k_l = \sigma g + B g'               \quad\text{(background)},
 
-    where i(j) is one of the s = ``n_planted`` first directions and the columns of B are ``background_rank``
-    of the others. Only isotropic noise meets a planted direction, so with c copies of each and r columns of B
+    where i(j) is one of the s = ``n_planted`` first directions. The columns of B are ``background_rank``
+    of the others. Only isotropic noise meets a planted direction. So with c copies of each and r columns of B
 
     .. math::
 
-        \tau_{\text{planted}} \approx \frac{\alpha^2}{c\,\alpha^2 + n\sigma^2} + \frac{d - s - r}{n}, \qquad
-        \max \tau_{\text{background}} \lesssim \frac{(\sqrt d + \sqrt{2 \ln n})^2}{n},
+        \tau_{\text{planted}} \approx \frac{\alpha^2}{c\,\alpha^2 + n\sigma^2} + \frac{d - s - r}{n},
 
-    and where the first is larger, the planted rows are the universal set of every threshold between the two.
+    .. math::
+
+        \max \tau_{\text{background}} \lesssim \frac{(\sqrt d + \sqrt{2 \ln n})^2}{n}.
+
+    Where the first is larger, the planted rows are the universal set of every threshold between the two.
 
     Parameters
     ----------
     n, d : int
         Number of keys and their dimension, at least 1.
     variant : {"anisotropic", "isotropic", "duplicated"}
-        *isotropic*: no B; planted keys also have the largest norms. *anisotropic*: with a ``strength`` below
-        the root of ``background_rank``, background keys have the larger norms, so norms mislead where
-        leverage scores do not. *duplicated*: as anisotropic, each planted key c times up to noise; a copy
-        scores about 1/c at most, so single keys mislead too and only the group as a whole is heavy.
+        - *isotropic*: no B; planted keys also have the largest norms.
+        - *anisotropic*: with a ``strength`` below the root of ``background_rank``, background keys have the
+          larger norms. So norms mislead where leverage scores do not.
+        - *duplicated*: as anisotropic, with each planted key c times up to noise. A copy scores about 1/c at
+          most, so single keys mislead too and only the group as a whole is heavy.
     n_planted : int, optional
         Number s of planted directions, 1 to d. Default: d // 4, at least 1.
     strength, noise : float
@@ -372,7 +376,7 @@ def planted(
     Raises
     ------
     TypeError
-        If a number is none, or not whole where it should be.
+        If an argument is not a number, or not whole where it should be.
     ValueError
         If an argument is outside its range, or given to a variant that does not have it.
 
@@ -438,8 +442,8 @@ def _background_rank(variant: Variant, asked: int | None, d: int, s: int) -> int
         return 0
     if s == d:
         raise ValueError(
-            f"n_planted must be below d for variant {variant!r}, which needs directions of its own for the "
-            f"background; got n_planted {s}, d {d}: change them or take variant 'isotropic'"
+            f"n_planted must be below d for variant {variant!r}, whose background needs other directions; got "
+            f"n_planted {s}, d {d}. Change them or take variant 'isotropic'"
         )
     return whole_number("background_rank", min(d // 2, d - s) if asked is None else asked, 1, d - s)
 

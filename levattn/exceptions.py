@@ -1,4 +1,4 @@
-"""Typed errors and warnings, each of which also is the built-in type that a caller would expect."""
+"""Typed errors and warnings; each is also the built-in type that a caller would expect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["AxesWarning", "CacheWarning", "KeyFileError", "LevattnError", "NonFi
 
 
 class LevattnError(Exception):
-    """Base class of the errors that only levattn raises."""
+    """Base class of levattn's own errors."""
 
 
 class NonFiniteError(LevattnError, ValueError):
@@ -14,7 +14,7 @@ class NonFiniteError(LevattnError, ValueError):
 
 
 class KeyFileError(LevattnError, ValueError):
-    """A file of keys is damaged, of another kind, or does not hold what was asked for."""
+    """A file of keys is damaged, of another kind, or does not hold the requested keys."""
 
 
 class AxesWarning(UserWarning):
@@ -22,8 +22,8 @@ class AxesWarning(UserWarning):
 
 
 class CacheWarning(UserWarning):
-    """Compiled code cannot be kept on disk: results are the same, and each process compiles anew. Said once."""
+    """Compiled code cannot be kept on disk: results are the same, but each process compiles anew. Given once."""
 
 
 class RecallWarning(UserWarning):
-    """All heads of a decoder are cut alike, so that it loses what it should recall of its context."""
+    """All heads of a decoder are cut alike, so the decoder cannot recall facts of its context."""

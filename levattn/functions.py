@@ -1,4 +1,4 @@
-"""Attention functions f: what a score ``f(⟨q, k⟩) / Σ f(⟨q, k_l⟩)`` is made of, and how fast it may grow."""
+"""Attention functions f, whose scores are ``f(⟨q, k⟩) / Σ f(⟨q, k_l⟩)``, and their growth."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
 
 
 INSIDE = 1e-12  # by which queries may be larger than the radius, relative to it
-_ALIKE = 1e-12  # relative error of the entries of a matrix that is taken for symmetric, and positive semi-definite
+_ALIKE = 1e-12  # relative error of the entries up to which a matrix counts as symmetric, and positive semi-definite
 
 
 @runtime_checkable
 class AttentionFunction(Protocol):
-    """An attention function of one's own.
+    """A user-defined attention function.
 
     f must be even, finite, not negative, not constantly zero, not decreasing in abs(x), and of growth p:
     ``f(x) ≤ |x/y|^p f(y)`` for ``|x| ≥ |y| > 0``. For these functions, and no others, there is a certificate that
-    needs nothing else of f. They are checked on a grid when they are used, which finds most mistakes but proves
+    needs nothing else of f. Each use of f checks these conditions on a grid, which finds most mistakes but proves
     nothing.
 
     Attributes
@@ -48,7 +48,7 @@ class AttentionFunction(Protocol):
     growth : float
         The exponent p > 0.
     monotone : bool
-        True if f does not decrease in abs(x); a function that says otherwise is refused.
+        True if f does not decrease in abs(x). Other functions are refused.
     scale : float, optional
         The number c, if f divides x by c and multiplies the value by c², as `Tukey` and `Fair` do. Values below c²
         times the least positive float64 vanish, and `heavy_attention` misses none of their keys if it knows c.
@@ -83,7 +83,7 @@ def _with_square(name: str, value: Any) -> float:
     number = positive_number(name, value)
     if number > 1e150:
         raise ValueError(
-            f"{name} is {value!r}, whose square overflows; expected at most 1e150: scale it and the queries"
+            f"{name} is {value!r}, whose square overflows; expected at most 1e150. Scale it and the queries"
         )
     return number
 
@@ -100,7 +100,7 @@ class Power:
     Raises
     ------
     TypeError, ValueError
-        If it is no finite number above 0.
+        If `p` is not a finite number above 0.
 
     References
     ----------
@@ -138,7 +138,7 @@ class _Quadratic:
 
 
 class _Scaled(_Quadratic):
-    """A quadratic function whose argument is divided by c, and its value multiplied by c²."""
+    """A quadratic function that divides its argument by c and multiplies the value by c²."""
 
     c: float
 
@@ -159,12 +159,12 @@ class Huber(_Quadratic):
     Parameters
     ----------
     delta : float, default 1
-        Where it becomes linear; of the size of ⟨q, k⟩.
+        The point where f becomes linear; of the size of ⟨q, k⟩.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no finite number above 0.
+        If `delta` is not a finite number above 0.
 
     References
     ----------
@@ -197,12 +197,12 @@ class Tukey(_Scaled):
     Parameters
     ----------
     c : float, default 4.685
-        Where it becomes constant; of the size of ⟨q, k⟩.
+        The point where f becomes constant; of the size of ⟨q, k⟩.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no number above 0 and at most 1e150.
+        If `c` is not a number above 0 and at most 1e150.
 
     References
     ----------
@@ -253,12 +253,12 @@ class Fair(_Scaled):
     Parameters
     ----------
     c : float, default 1.4
-        Where it turns from quadratic to linear; of the size of ⟨q, k⟩.
+        The point where f turns from quadratic to linear; of the size of ⟨q, k⟩.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no number above 0 and at most 1e150.
+        If `c` is not a number above 0 and at most 1e150.
 
     References
     ----------
@@ -285,21 +285,22 @@ class Fair(_Scaled):
 class Softmax:
     r"""The exponential function of softmax attention, for queries of bounded size.
 
-    For unbounded queries softmax has no small universal set: every extreme point of the keys would be in it. With
-    :math:`\|q\| \le` `radius`, or :math:`q^T \Sigma^{-1} q \le` `radius`\ ² for a given Σ, it may have one. So it has
-    for queries like given ones: `expected_scores` and ``universal_set(..., queries=)`` need no radius.
+    For unbounded queries softmax has no small universal set: every extreme point of the keys would be in it. It may
+    have one for :math:`\|q\| \le` `radius`, or for :math:`q^T \Sigma^{-1} q \le` `radius`\ ² with a given Σ. For
+    queries like given ones, `expected_scores` and ``universal_set(..., queries=)`` need no radius.
 
     Parameters
     ----------
     radius : float, default infinity
-        Largest norm of a query, with the scale of the logits (1/√d) multiplied in. Certified bounds need a finite one.
+        Largest norm of a query, including the scale of the logits (1/√d). Certified bounds need a finite radius.
     matrix : array of shape (d, d), optional
-        Σ, symmetric and positive semi-definite: queries lie in an ellipsoid of its shape. The identity if left out.
+        Σ, symmetric and positive semi-definite: queries lie in an ellipsoid of its shape. Default: the identity.
 
     Raises
     ------
     TypeError, ValueError
-        If the radius is no number above 0, infinite beside a Σ, or Σ not symmetric and positive semi-definite.
+        If the radius is not a number above 0, or is infinite beside a Σ. Also if Σ is not symmetric and positive
+        semi-definite.
 
     Notes
     -----
@@ -307,7 +308,7 @@ class Softmax:
 
     References
     ----------
-    The bounds for it are ours: docs/design.md, from Jensen's inequality.
+    The bounds for softmax are ours: docs/design.md, from Jensen's inequality.
 
     Examples
     --------
@@ -335,7 +336,7 @@ class Softmax:
             raise ValueError("matrix is not symmetric or not finite; expected Σ of the queries' ellipsoid")
         even = matrix / 2 + matrix.T / 2
         axes = _axes(even)
-        if axes is None:  # as it may look after rounding relative to the largest entry, which then is allowed for
+        if axes is None:  # perhaps by rounding relative to the largest entry, which is then allowed for
             noise = _ALIKE * size * len(matrix)
             axes = _axes(even + 2 * noise * np.eye(len(even))) if np.linalg.eigvalsh(even)[0] >= -noise else None
         if axes is None:
@@ -362,14 +363,14 @@ class Softmax:
         """
         if self.radius == math.inf:
             raise ValueError(
-                "f is Softmax() without a radius, for which any extreme key can get all the attention; expected a "
-                "radius, Softmax(r), or queries that are like those to come, queries="
+                "f is Softmax() without a radius, for which any extreme key can get all the attention. Give a "
+                "radius, Softmax(r), or a sample of the queries to come, queries="
             )
 
     def root(self, d: int) -> Float64:
         """Return a matrix L with ``L Lᵀ = radius² Σ``: queries are L times a vector of norm at most 1.
 
-        Σ is made a little larger, by about d 2⁻⁵¹ of its diagonal, so that rounding leaves out no query.
+        L enlarges Σ by about d 2⁻⁵¹ of its diagonal, so that rounding leaves out no query.
 
         Parameters
         ----------
@@ -394,7 +395,7 @@ class Softmax:
         return np.asarray(self.radius * sizes[:, None] * vectors * np.sqrt(values))
 
     def contains(self, Q: Float64, /) -> Flags:
-        """Tell which queries are those that are meant.
+        """Tell which queries lie within the radius.
 
         Parameters
         ----------
@@ -404,7 +405,7 @@ class Softmax:
         Returns
         -------
         array of bool, shape (m,)
-            True within the radius, up to 1e-12 of it, which certificates allow for.
+            True within the radius, up to 1e-12 of it. Certificates allow for that excess.
 
         Raises
         ------
@@ -433,9 +434,9 @@ class Softmax:
 
 
 def _axes(matrix: Float64) -> tuple[Float64, Float64, Float64] | None:
-    """Return the roots of the diagonal, and the eigenvalues and vectors of what they leave; None if some are negative.
+    """Return the roots of the diagonal and the eigenpairs of the scaled matrix; None if an eigenvalue is negative.
 
-    So every row and column is right to rounding of its own size.
+    The scaling makes the error of every row and column relative to its own size.
     """
     diagonal = np.diag(matrix)
     sizes = np.sqrt(np.maximum(diagonal, 0.0))
@@ -453,17 +454,17 @@ def _axes(matrix: Float64) -> tuple[Float64, Float64, Float64] | None:
 _GRID = np.geomspace(1e-6, 1e6, 193)
 
 
-# By their names, as saved states and the program know them
+# The names by which saved states and the program know them
 FAMILIES: dict[str, type[Any]] = {family.__name__: family for family in (Power, Huber, Tukey, L1L2, Fair)}
 
 
 def is_square(f: Any) -> bool:
-    """Tell whether f is x², of which sensitivities are leverage scores."""
+    """Tell whether f is x², whose sensitivities are leverage scores."""
     return isinstance(f, Power) and f.p == 2
 
 
 def scale_of(f: AttentionFunction) -> float:
-    """Return the number by which f divides its argument; 1 if it names none."""
+    """Return the number by which f divides its argument; 1 if f has no scale."""
     return float(getattr(f, "scale", 1.0))
 
 
@@ -510,8 +511,8 @@ def as_function(f: Any) -> AttentionFunction | Softmax:
         return Power(positive_number("f", f))
     if not isinstance(f, AttentionFunction):
         raise TypeError(
-            f"f is {f!r}; expected an exponent, one of levattn's functions, or an object that can be called and has "
-            "the attributes growth and monotone (see AttentionFunction)"
+            f"f is {f!r}; expected an exponent, one of levattn's functions, or a callable object with the attributes "
+            "growth and monotone (see AttentionFunction)"
         )
     growth = positive_number("f.growth", f.growth)
     _with_square("f.scale", getattr(f, "scale", 1.0))
@@ -527,11 +528,11 @@ def as_function(f: Any) -> AttentionFunction | Softmax:
     if np.any(np.abs(values - mirrored) > 1e-9 * values):
         raise ValueError("f is not even: f(-x) differs from f(x); expected an even function")
     if np.any(values[:-1] > values[1:] * slack):
-        raise ValueError("f decreases in |x| somewhere between 1e-6 and 1e6; expected that it does not")
+        raise ValueError("f decreases in |x| somewhere between 1e-6 and 1e6; expected a non-decreasing function")
     ratio = (_GRID[1:] / _GRID[:-1]) ** growth
     if np.any(values[1:] > values[:-1] * ratio * slack):
         raise ValueError(
-            f"f grows faster than |x|^{growth:g} somewhere between 1e-6 and 1e6; expected f(x) <= |x/y|^p f(y) for "
-            "|x| >= |y| > 0 with p = f.growth. Give a larger growth"
+            f"f grows faster than |x|^{growth:g} somewhere between 1e-6 and 1e6. With p = f.growth, expected "
+            "f(x) <= |x/y|^p f(y) for |x| >= |y| > 0. Give a larger growth"
         )
     return f

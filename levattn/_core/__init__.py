@@ -1,1 +1,1 @@
-"""What all of the library stands on: arrays, threads, random numbers, states as bytes, progress."""
+"""The base of the library: arrays, threads, random numbers, states as bytes, progress."""

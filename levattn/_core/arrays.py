@@ -1,4 +1,4 @@
-"""Which array came in: its namespace and device, and how a result goes back the same way."""
+"""Input arrays: their namespace and device, and the conversion of results back to the caller's kind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "with_shape",
 ]
 
-_PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats that numpy has as they are read
+_PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats of numpy that the kernels read directly
 _NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of the array-API standard
 
 
@@ -53,11 +53,14 @@ _NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of th
 class Matrices:
     """A checked stack of matrices in the form that the kernels read.
 
-    data: (b, n, d); on the CPU a numpy array in which 16-bit floats are uint16 words, else an array-API array. Or
-        one sparse matrix, a `Csr`.
+    data: (b, n, d). On the CPU it is a numpy array in which 16-bit floats are uint16 words, else an array-API array.
+        It may also be one sparse matrix, a `Csr`.
+
     batch: the leading axes, whose product is b.
-    format: what the numbers are ("float64", "float32", "float16", "bfloat16").
-    give_back: turns a numpy array (or an array of the namespace) into the caller's kind, on its device.
+
+    format: of the numbers ("float64", "float32", "float16", "bfloat16").
+
+    give_back: a function. It turns a numpy array (or an array of the namespace) into the caller's kind, on its device.
     """
 
     data: Any
@@ -88,14 +91,15 @@ class Matrices:
 
 
 def on_cuda(array: Any) -> bool:
-    """Tell whether the CUDA kernels read an array, which is CuPy's then."""
+    """Tell whether the CUDA kernels read an array, which then is a CuPy array."""
     return not isinstance(array, np.ndarray) and bool(array_api_compat.is_cupy_array(array))
 
 
 def array_namespace(*arrays: Any) -> Any:
-    """Return the functions of the library of some arrays, by the names of the array-API standard.
+    """Return the namespace of some arrays, with functions named as in the array-API standard.
 
-    NumPy has them itself from 2.1 on. What array-api-compat makes of NumPy takes longer to import than this library.
+    NumPy is such a namespace from 2.1 on. Importing array-api-compat's wrapper of NumPy takes longer than importing
+    this library.
     """
     if _NUMPY_HAS_THEM and all(isinstance(array, np.ndarray | np.generic) for array in arrays):
         return np
@@ -103,7 +107,7 @@ def array_namespace(*arrays: Any) -> Any:
 
 
 def with_shape(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return an array of any library in another shape."""
+    """Return an array of any library with another shape."""
     if isinstance(array, np.ndarray):
         return array.reshape(shape)
     return array_namespace(array).reshape(array, shape)
@@ -116,7 +120,7 @@ def is_torch(array: Any) -> bool:
 
 
 def _in_main_memory(tensor: Any) -> bool:
-    """Tell whether the compiled kernels can read a torch tensor; the definitions take the others."""
+    """Tell whether the compiled kernels can read a torch tensor; the definitions take other tensors."""
     return bool(tensor.device.type == "cpu")
 
 
@@ -131,9 +135,9 @@ def has_cupy() -> bool:
 
 
 def as_cupy(array: Any) -> Any | None:
-    """Return an array of a CUDA device as CuPy's, on the same memory, or None for others and where there is no CuPy.
+    """Return an array on a CUDA device as a CuPy array on the same memory; None for other arrays and without CuPy.
 
-    Numbers of bfloat16, which CuPy lacks, come as words. CuPy works on torch's stream (`device`), so nothing waits.
+    bfloat16 numbers, which CuPy lacks, become words. CuPy works on torch's stream (`device`), so nothing waits.
     """
     if not (is_torch(array) and array.is_cuda and has_cupy()):
         return array if on_cuda(array) else None
@@ -141,8 +145,8 @@ def as_cupy(array: Any) -> Any | None:
 
     if sys.modules["torch"].cuda.is_current_stream_capturing():
         raise ValueError(
-            "a tensor came while torch captures a CUDA graph, and kernels take small tables from main memory, which "
-            "the graph would not read again; expected a call outside. Capture what comes before and what comes after"
+            "a tensor came while torch captures a CUDA graph; expected a call outside. A graph would not read again "
+            "the small tables that kernels take from main memory. Capture the code before and after this call"
         )
     kind = dtype_name(array.dtype)
     dtype = np.dtype(np.uint16 if kind == "bfloat16" else kind)
@@ -154,20 +158,20 @@ def as_cupy(array: Any) -> Any | None:
 
 
 def tensor_behind(array: Any) -> Any | None:
-    """Return the torch tensor whose memory an array of CuPy is on, or None if CuPy gave it."""
+    """Return the torch tensor whose memory a CuPy array uses, or None if the memory is CuPy's."""
     owner = getattr(array.data.mem, "_owner", None)
     return owner if is_torch(owner) else None
 
 
 def as_tensor(array: Any) -> Any:
-    """Return an array of CuPy as a torch tensor on the same memory.
+    """Return a CuPy array as a torch tensor on the same memory.
 
-    Where that is torch's it is torch's in full, so that ``record_stream`` and the like are heeded.
+    If torch owns the memory, the tensor shares its storage, so that ``record_stream`` and the like take effect.
     """
     torch = sys.modules["torch"]
     owner = tensor_behind(array)
     if owner is None:
-        if array.dtype == np.bool_:  # which not all releases hand over
+        if array.dtype == np.bool_:  # not all releases of CuPy export it
             return torch.from_dlpack(array.view(np.uint8)).view(torch.bool)
         return torch.from_dlpack(array)
     tensor = torch.empty(0, dtype=getattr(torch, array.dtype.name), device=owner.device)
@@ -179,7 +183,7 @@ def as_tensor(array: Any) -> Any:
 
 
 def _plain_tensor(tensor: Any, name: str) -> Any:
-    """Return a torch tensor as dense numbers without a gradient, or raise where it has none."""
+    """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
     if tensor.is_nested:
         raise TypeError(
             f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
@@ -200,7 +204,7 @@ def _plain_tensor(tensor: Any, name: str) -> Any:
 
 
 def from_list(values: Any, name: str) -> npt.NDArray[Any]:
-    """Return what numpy makes of nested lists, or raise where that is no array."""
+    """Return nested lists as a numpy array; raise if they form no array."""
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -212,19 +216,19 @@ def from_list(values: Any, name: str) -> npt.NDArray[Any]:
 
 
 def _numpy_words(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a numpy array of floats with 16-bit floats seen as words."""
+    """Return a numpy array of floats, with 16-bit floats viewed as words."""
     if not array.dtype.isnative or not array.flags.aligned:
         array = array.astype(array.dtype.newbyteorder("="))
-    array = np.asarray(array)  # a memory map stays one, its subclass does not
+    array = np.asarray(array)  # keeps a memory map, but drops its subclass
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
 def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     """Check that `array` is a (..., n, d) array of real floats with d ≥ 1 and return it as `Matrices`.
 
-    numpy arrays and torch tensors in main memory are not copied (unless their leading axes cannot be merged, or
-    they are unaligned or in foreign byte order). Gradients are not followed. A scipy CSR matrix (n, d) is taken
-    where `sparse` allows it; results then are numpy arrays.
+    CPU arrays and tensors are copied only if they are unaligned or in foreign byte order, or if their leading axes
+    cannot be merged. Gradients are not followed. With `sparse`, a scipy CSR matrix (n, d) is
+    accepted; results then are numpy arrays.
     """
     plain = _PLAIN.get(array.dtype) if type(array) is np.ndarray else None
     if plain is not None and array.ndim > 1 and array.shape[-1] and array.flags.aligned:  # most chunks of a stream
@@ -254,7 +258,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
 
 
 def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
-    """Return the numbers of an array as the kernels read them, their format, and the way back to its kind."""
+    """Return the numbers of an array for the kernels, their format, and a function back to the array's kind."""
     conversion = f"{name}.astype('float64')"
     if isinstance(array, list | tuple):
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
@@ -302,10 +306,10 @@ def _remedy(array: Any, name: str) -> str:
 
 
 def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) -> None:
-    """Raise unless an array of flags is one of bool of the expected shape.
+    """Raise unless an array of flags has dtype bool and the expected shape.
 
-    Its leading axes may have size 1, and are any where the expected shape begins with an ellipsis. `meaning` says what
-    has the flag True.
+    Its leading axes may have size 1, and are arbitrary if the expected shape begins with an ellipsis. `meaning` names
+    the items whose flag is True.
     """
     shape = tuple(flags.shape)
     leading = shape[:-1] if ... in expected else expected[:-1]
@@ -321,7 +325,7 @@ def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) 
 
 
 def as_mask(mask: Any, matrices: Matrices) -> Any | None:
-    """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
+    """Check a (..., n) boolean mask of `matrices` and return it as (b, n), or None for None."""
     if mask is None:
         return None
     if is_torch(mask):
@@ -344,11 +348,11 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
 
 
 def to_device(array: npt.NDArray[Any], like: Any) -> Any:
-    """Return a numpy array in the namespace and on the device of `like`; where that is numpy, as it is."""
+    """Return a numpy array in the namespace and on the device of `like`; for numpy, the array itself."""
     if isinstance(like, np.ndarray | Csr):
         return array
     xp = array_namespace(like)
-    # torch takes no negative strides and warns of memory that cannot be written
+    # torch refuses negative strides, and warns of read-only memory
     return xp.asarray(np.require(array, requirements=["C", "W"]), device=array_api_compat.device(like))
 
 
@@ -374,14 +378,14 @@ def item_entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDA
 
 
 def nonzero(flags: Any) -> npt.NDArray[np.int64]:
-    """Return where flags (n,) are true, in main memory."""
+    """Return the indices of true flags (n,), in main memory."""
     if on_cuda(flags):
         return to_numpy(array_namespace(flags).nonzero(flags)[0])
     return np.flatnonzero(flags)
 
 
 def where(condition: Any, value: float, otherwise: Any) -> Any:
-    """Return `value` where the condition holds, else `otherwise`, on whose device they are."""
+    """Return `value` where the condition holds, else `otherwise`, on the device of `otherwise`."""
     if isinstance(otherwise, np.ndarray):
         return np.where(condition, value, otherwise)
     xp = array_namespace(otherwise)
@@ -400,7 +404,7 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
 
 
 def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
-    """Return an array of any library or nested lists as float64 of numpy, or raise where these are no real numbers."""
+    """Return an array of any library, or nested lists, as numpy float64; raise if they are no real numbers."""
     if is_torch(values):
         values = values.detach()
         values = values.float() if values.is_floating_point() and values.element_size() == 2 else values
@@ -412,7 +416,7 @@ def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
 
 
 def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
-    """Return a new numpy array of float64 with the numbers of `data`, whose format is `kind`."""
+    """Return the numbers of `data`, whose format is `kind`, as a new numpy array of float64."""
     if isinstance(data, Csr):
         data = data.to_dense()
     if on_cuda(data):
@@ -424,7 +428,7 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
 
 
 def float64_beside(data: Any, kind: str, other: Any) -> Any:
-    """Return the rows of a batch of one in float64: on a CUDA device if they and `other` are there."""
+    """Return the rows of a batch of one in float64, on a CUDA device if they and `other` are there."""
     if on_cuda(data) and on_cuda(other):
         return decode_half(data, kind)[0].astype(np.float64)
     return to_float64(data, kind)[0]

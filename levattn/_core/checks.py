@@ -1,4 +1,4 @@
-"""Checks of arguments by themselves: an error names the argument, what came and what was expected."""
+"""Checks of single arguments: an error names the argument, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
     "whole_number",
 ]
 
-TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
+TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in the set
 
 
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
-    """Say how to install what an import in the block lacks: `what` needs a package, which an extra of levattn has."""
+    """Name the `extra` of levattn to install if an import in the block fails; `what` says who needs the package."""
     try:
         yield
     except ImportError as error:
@@ -36,7 +36,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 
 def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise TypeError unless an argument is an instance of a class, or of one of several."""
+    """Raise TypeError unless an argument is an instance of a class, or of any of several classes."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is of type {type(value).__name__}; expected {expected}")
 
@@ -44,9 +44,9 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
 def whole_number(
     name: str, value: Any, least: int = 1, most: int | None = None, *, what: str = "a whole number"
 ) -> int:
-    """Return an argument that is a whole number of Python or numpy in a range, or raise; `what` says what it counts.
+    """Return an argument that is a whole number of Python or numpy in a range, or raise; `what` names its unit.
 
-    Arrays and tensors are none, whatever they hold.
+    Arrays and tensors are refused, whatever they hold.
     """
     try:
         number = operator.index(value)
@@ -79,7 +79,7 @@ def positive_number(name: str, value: Any, *, what: str = "a finite number above
 
 
 def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int64]:
-    """Return offsets of packed sequences that the kernels may follow, or raise."""
+    """Return offsets of packed sequences if they are valid for the kernels, or raise."""
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != T or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(
             f"offsets is {shown(offsets)}; expected whole numbers that ascend from 0 to T = {T}: sequence i is "
@@ -97,5 +97,5 @@ def fraction(name: str, value: Any) -> float:
 
 
 def shown(numbers: npt.NDArray[Any]) -> str:
-    """Return an array as an error shows it, in one line."""
+    """Return an array as text for an error, in one line."""
     return np.array2string(numbers, max_line_width=1000, threshold=8)

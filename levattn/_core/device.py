@@ -1,7 +1,8 @@
-"""Where a call works: on the CUDA device of its arrays, and for torch on its current stream, in memory of torch's.
+"""The place of a call: the CUDA device of its arrays, and for torch its current stream and its memory.
 
-Whatever takes or holds arrays enters by `where_arrays_are`. The device, stream and allocator of CuPy are those of one
-thread, so each way in enters by itself: public calls, and operators, which autograd calls in threads of its own.
+Every function that takes or holds arrays enters by `where_arrays_are`. CuPy keeps device, stream and allocator for
+each thread. So every entry point enters separately: public calls, and operators, which autograd calls in its own
+threads.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ class _Kind(Enum):
 _NOTHING = {np.ndarray, type(None), bool, int, float, str}  # types of values that are never on a device
 _KINDS: dict[type, _Kind] = {}  # of other types
 
-_entered = threading.local()  # `stream`: the device and torch's stream of it that this thread works on
+_entered = threading.local()  # `stream`: the device of this thread, and torch's stream on it
 
 
 def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function work on the CUDA device of the arrays among its arguments.
 
-    Arguments are looked at as they are, and within tuples. An object that holds arrays has an attribute
-    ``_held_array``: one of them, or what holds one. A generator, which works later, cannot be made so.
+    The wrapper looks at the arguments, and at the items of tuples. An object that holds arrays has an attribute
+    ``_held_array``: an array, or another object that holds one. A generator cannot be wrapped, because it works later.
     """
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         torch = sys.modules.get("torch")
         compiler = getattr(torch, "compiler", None)  # another thread may be importing torch
-        # torch's compiler takes operators of torch for the work, and these enter when they run. It is asked first, as
-        # that of earlier releases cannot trace what follows
+        # torch's compiler traces operators of torch, which enter when they run. This check comes first, because the
+        # compiler of earlier releases cannot trace the code below
         if compiler is not None and compiler.is_compiling():
             return function(*args, **options)
         initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
@@ -68,7 +69,7 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kind_of(value: Any) -> _Kind | None:
-    """Return what has to be done with values of this type, None for nothing, and keep it."""
+    """Return the kind of a value by its type, None if it holds no array, and remember it."""
     kind = type(value)
     if is_torch(value):
         _KINDS[kind] = _Kind.TENSOR
@@ -86,7 +87,7 @@ def _kind_of(value: Any) -> _Kind | None:
 
 
 def _array_in(value: Any) -> Any:
-    """Return an array on a CUDA device that a value is or holds, or None."""
+    """Return the array on a CUDA device that a value is or holds, or None."""
     if type(value) in _NOTHING:
         return None
     kind = _KINDS.get(type(value)) or _kind_of(value)
@@ -98,9 +99,9 @@ def _array_in(value: Any) -> Any:
         return next((found for part in value if (found := _array_in(part)) is not None), None)
     if kind is _Kind.CACHE:
         return _array_in(tuple(layers_of(value) or ())[:1])
-    # an object that is being made holds none yet
+    # an object under construction holds none yet
     found = _array_in(getattr(value, "_held_array", None)) if kind is _Kind.HOLDER else None
-    # what was made of a tensor goes on as torch does, by whichever library it is held
+    # an array made from a tensor follows torch, whichever library holds it
     behind = tensor_behind(found) if found is not None and on_cuda(found) else None
     return found if behind is None else behind
 
@@ -112,12 +113,12 @@ def _device_of(array: Any) -> int:
 def _place(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> AbstractContextManager[Any] | None:
-    """Return the place of the arrays among the arguments, or None if that is here; raise if there are two."""
+    """Return the place of the arrays among the arguments, or None if it is current; raise if there are two."""
     if _NOTHING.issuperset(map(type, args)) and _NOTHING.issuperset(map(type, options.values())):
         return None
     given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
     arrays = {where: array for where, value in given if (array := _array_in(value)) is not None}
-    if not arrays or not has_cupy():  # torch without CuPy finds its way
+    if not arrays or not has_cupy():  # torch without CuPy needs no place
         return None
     first, *others = arrays.values()
     device = _device_of(first)
@@ -133,7 +134,7 @@ def _place(
 
 
 def _refuse(function: Callable[..., Any], args: tuple[Any, ...], arrays: dict[int | str, Any]) -> None:
-    """Raise, and name two arrays on different devices."""
+    """Raise an error that names two arrays on different devices."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     def name(where: int | str) -> str:
@@ -158,7 +159,7 @@ def _refuse(function: Callable[..., Any], args: tuple[Any, ...], arrays: dict[in
 
 @dataclass(frozen=True)
 class _Handle:
-    """A stream of torch by the CUDA stream protocol, which torch's own keep from 2.9 on."""
+    """A stream of torch by the CUDA stream protocol, which torch's own streams follow from 2.9 on."""
 
     handle: int
 
@@ -167,9 +168,9 @@ class _Handle:
 
 
 def _memory_of_torch(size: int) -> Any:
-    """Return memory of torch's on the current device, for CuPy; it goes back to torch when CuPy lets go of it.
+    """Return torch's memory on the current device, for CuPy; it goes back to torch when CuPy releases it.
 
-    Torch gives it to others in the order of the stream that is current now, on which CuPy works as well.
+    Torch gives it to others in the order of the current stream, on which CuPy works as well.
     """
     cuda, torch = sys.modules["cupy"].cuda, sys.modules["torch"]
     device = cuda.runtime.getDevice()
@@ -179,16 +180,16 @@ def _memory_of_torch(size: int) -> Any:
 
 @contextmanager
 def _by_torch(device: int, handle: int, *, wait: bool) -> Iterator[None]:
-    """Let CuPy work as torch does: on a device, on torch's stream with that handle, in memory that torch gives.
+    """Let CuPy work as torch does: on a device, on torch's stream with that handle, in torch's memory.
 
-    wait: whether arrays of CuPy take part, whose stream and torch's are to wait for each other.
+    wait: whether CuPy arrays take part. Then CuPy's stream and torch's stream wait for each other.
     """
     from cupy import cuda
 
     before = getattr(_entered, "stream", None)
     with cuda.Device(device):
         own = cuda.get_current_stream()
-        # CuPy 14 has the first, and warns of the second
+        # CuPy 14 has the former, and warns of the latter
         make = getattr(cuda.Stream, "from_external", None)
         stream = cuda.ExternalStream(handle, device) if make is None else make(_Handle(handle))
         if wait:

@@ -1,4 +1,4 @@
-"""What the numbers of an array are: the floats that keys may be stored in."""
+"""Number formats of arrays: the floats in which keys may be stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def format_of(dtype: Any, name: str, conversion: str) -> str:
-    """Return the name of the format of real floats, or raise with the `conversion` that helps."""
+    """Return the name of the format of real floats, or raise with a `conversion` as the remedy."""
     kind = dtype_name(dtype)
     if kind not in _FLOATS:
         raise TypeError(
@@ -29,11 +29,11 @@ def dtype_name(dtype: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _numpy_name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # which NumPy makes anew each time
+    return dtype.name  # NumPy builds the name anew each time
 
 
 def decode_half(data: Any, kind: str) -> Any:
-    """Return an array of numpy or CuPy, in which 16-bit floats are words, as the numbers that it holds."""
+    """Return the numbers of a numpy or CuPy array in which 16-bit floats are words."""
     if kind == "float16":
         return data.view(np.float16)
     return (data.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else data

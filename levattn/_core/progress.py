@@ -1,4 +1,4 @@
-"""Progress of long work, for whoever asks: a function of one's own, or a bar."""
+"""Progress of long work: a function of the caller, or a bar."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["reported"]
 
 @contextmanager
 def reported(progress: Any, total: int | None, what: str = "rows of keys") -> Iterator[Callable[[int], None]]:
-    """Give a function to call with the number of rows that were worked on since the last call.
+    """Give a function to call with the number of rows processed since the last call.
 
-    `progress` is None, True for a bar on the terminal, or a function of the rows done and their total (None where it
-    is not known). what: is counted, in the words of the bar.
+    `progress` is None, True for a bar on the terminal, or a function of the rows done and their total. The total is
+    None where it is unknown. what: the unit, as the bar shows it.
     """
     if progress is None or progress is False:
         yield lambda _: None

@@ -1,8 +1,8 @@
 """Counter-based randomness: words that are a pure function of a seed, a stream, a row and a column.
 
-Nothing is drawn in sequence. So a row has the same bucket, sign or normal in whatever chunk, thread, process or
-array library it is asked for. The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, Parallel random numbers:
-as easy as 1, 2, 3, SC 2011): four rows share one counter, and each takes a word of it.
+Nothing is drawn in sequence. So a row has the same bucket, sign or normal in every chunk, thread, process and array
+library. Four rows share one counter, and each takes a word of it. The generator is Philox4x32-10 (Salmon, Moraes, Dror
+and Shaw, Parallel random numbers: as easy as 1, 2, 3, SC 2011).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HALF = np.uint64(32)
 
 
 def as_seed(rng: Any, name: str = "rng") -> int:
-    """Return the seed below 2⁶⁴ that None (0), an integer or a Generator (its next one) stands for, or raise."""
+    """Return the seed below 2⁶⁴ of None (0), of an integer, or of a Generator (its next seed), or raise."""
     if rng is None:
         return 0
     if isinstance(rng, np.random.Generator):
@@ -55,7 +55,7 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Words,
 def words(seed: int, stream: int, start: int, count: int, columns: int) -> Words:
     """Return a random word for each of the rows ``start:start + count`` and each of the columns from 0 on.
 
-    Streams keep apart what different distributions, or different parts of one, draw under the same seed.
+    Streams separate the draws of different distributions, or of different parts of one, under the same seed.
     """
     first, last = start >> 2, (start + count + 3) >> 2
     groups = np.arange(first, last, dtype=np.uint64)[:, None]
@@ -71,14 +71,14 @@ def signs(drawn: Words) -> npt.NDArray[np.int8]:
 
 
 def below(drawn: Words, size: int) -> npt.NDArray[np.int64]:
-    """Return a number below `size` for each word, by its other 31 bits; none is likelier than 1/size + 2⁻³¹."""
+    """Return a number below `size` for each word, by its other 31 bits; each has a chance of at most 1/size + 2⁻³¹."""
     return ((drawn >> np.uint32(1)).astype(np.uint64) * np.uint64(size) >> np.uint64(31)).astype(np.int64)
 
 
 def normals(seed: int, stream: int, start: int, count: int, columns: int) -> Float64:
     """Return independent standard normals for some rows and the columns from 0 on (Box and Muller).
 
-    Columns 2c and 2c + 1 share the two words that have their places. The largest possible magnitude is 6.8.
+    Columns 2c and 2c + 1 share the two words in their places. The largest possible magnitude is 6.8.
     """
     drawn = words(seed, stream, start, count, columns + columns % 2)
     uniform = (drawn + 0.5) * 2.0**-32

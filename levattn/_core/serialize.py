@@ -1,8 +1,13 @@
 r"""States as bytes: a header in JSON, arrays as they lie in memory, and a checksum. Nothing is ever unpickled.
 
-The layout, all numbers little-endian: the eight bytes ``LEVATTN\0``; the length of the header, eight bytes; the
-header, UTF-8 text of a JSON object with ``kind``, ``version``, ``fields`` and ``arrays`` (a list of name, dtype and
-shape); the arrays one after the other in C order; a BLAKE2b digest of 32 bytes of all before it.
+The layout, with all numbers little-endian:
+
+- the eight bytes ``LEVATTN\0``;
+- the length of the header, eight bytes;
+- the header, UTF-8 text of a JSON object with ``kind``, ``version``, ``fields`` and ``arrays`` (a list of name, dtype
+  and shape);
+- the arrays one after the other in C order;
+- a BLAKE2b digest of 32 bytes of everything before it.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from levattn._core.checks import check_type
 
 __all__ = ["MOST_ROWS", "StoredState", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
 
-MOST_ROWS = 2**53  # that a state has seen: sums of many such numbers, and of their multiples, hold in 64 bits
+MOST_ROWS = 2**53  # of a state: sums of many such numbers, and of their multiples, fit in 64 bits
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
 _DTYPES = (
@@ -30,7 +35,7 @@ _DTYPES = (
 
 
 def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
-    """Return the bytes of a state of this kind, with fields that JSON holds and arrays."""
+    """Return the bytes of a state of this kind, with JSON fields and arrays."""
     ready = {name: np.asarray(a, a.dtype.newbyteorder("<"), order="C") for name, a in arrays.items()}
     listed = [[name, a.dtype.str, list(a.shape)] for name, a in ready.items()]
     header = json.dumps(
@@ -42,7 +47,7 @@ def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.
 
 
 def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Return the fields and arrays of a state of this kind and version; raise ValueError if the data are no such."""
+    """Return the fields and arrays of a state of this kind and version; raise ValueError for other data."""
     check_type("data", data, bytes | bytearray | memoryview, "bytes, as to_bytes returns them")
     data = bytes(data)
     if data[: len(_MAGIC)] != _MAGIC:
@@ -69,7 +74,7 @@ def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str
 
 
 def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays that lie from place `at` of the body on, or raise where it does not hold exactly these."""
+    """Return the arrays from place `at` of the body on; raise if the body does not hold exactly these arrays."""
     arrays = {}
     for name, dtype, shape in listed:
         if dtype not in _DTYPES:
@@ -85,7 +90,7 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
-    """Tell whether `pack` takes arrays of this dtype."""
+    """Tell whether `pack` accepts arrays of this dtype."""
     return dtype.newbyteorder("<").str in _DTYPES
 
 
@@ -107,16 +112,16 @@ def whole(value: Any, least: int = 0, most: int | None = None) -> int:
 
 
 def counts(array: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Return numbers of rows if they are such, and as many of them can be; else raise ValueError."""
+    """Return the array if it holds possible numbers of rows; else raise ValueError."""
     if ((shaped(array, np.int64, shape) < 0) | (array > MOST_ROWS)).any():
         raise ValueError(f"a number of rows is negative or above {MOST_ROWS}")
     return array
 
 
 class StoredState:
-    """A state that is stored as bytes, made of the fields and arrays that it is taken apart into.
+    """A state that is stored as bytes: it splits into fields and arrays, and is made from them again.
 
-    A class of states says under what name its bytes go, and in which version of their form.
+    A class of states gives the name of its bytes, and the version of their form.
     """
 
     _stored_as: ClassVar[tuple[str, int]]
@@ -127,12 +132,12 @@ class StoredState:
             cls._stored_as = name, version
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return the fields and arrays from which `from_parts` makes the state again, which `to_bytes` stores.
+        """Return the fields and arrays that `to_bytes` stores, and from which `from_parts` makes the state again.
 
         Returns
         -------
         fields : dict
-            Numbers and strings by name, which JSON holds.
+            Numbers and strings by name, for JSON.
         arrays : dict
             Arrays of numpy by name.
         """
@@ -145,17 +150,17 @@ class StoredState:
         Parameters
         ----------
         fields, arrays : dict
-            What `parts` returned.
+            The results of `parts`.
 
         Returns
         -------
         state
-            It goes on exactly as the other would have.
+            It continues exactly as the original state would.
 
         Raises
         ------
         TypeError, ValueError, LookupError
-            If something is missing, or does not go together.
+            If a part is missing, or parts do not match.
         """
         raise NotImplementedError
 
@@ -170,30 +175,30 @@ class StoredState:
         Raises
         ------
         TypeError
-            If the state holds a function or a distribution of one's own, which has no name to be saved by.
+            If the state holds a user-defined function or distribution, which has no name to save.
         """
         return pack(*self._stored_as, *self.parts())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the state that `to_bytes` made bytes of, with arrays of numpy.
+        """Return the state that `to_bytes` stored, with numpy arrays.
 
         Parameters
         ----------
         data : bytes
-            What `to_bytes` returned.
+            The bytes that `to_bytes` returned.
 
         Returns
         -------
         state
-            It goes on exactly as the other would have.
+            It continues exactly as the original state would.
 
         Raises
         ------
         TypeError
             If the data are no bytes.
         ValueError
-            If they are damaged, of another kind, or of a version that is not known.
+            If the data are damaged, of another kind, or of an unknown version.
         """
         fields, arrays = unpack(data, *cls._stored_as)
         try:
@@ -202,12 +207,12 @@ class StoredState:
             raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
 
     def copy(self) -> Self:
-        """Return a state of its own.
+        """Return an independent copy.
 
         Returns
         -------
         state
-            What either sees from now on, the other does not.
+            Later updates of either state do not change the other.
         """
         return copy.copy(self)
 

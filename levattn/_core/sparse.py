@@ -13,18 +13,21 @@ from levattn._core.formats import format_of
 
 __all__ = ["Csr", "from_csr", "is_scipy_sparse"]
 
-_CHUNK = 1 << 20  # entries whose order is looked at together
+_CHUNK = 1 << 20  # entries whose order is checked together
 
 
 @dataclass(frozen=True, eq=False)
 class Csr:
     """One sparse matrix in the form that the kernels read: rows of (column, value), columns ascending, none twice.
 
-    It stands where a (1, n, d) array does, and is cut like one.
+    It replaces a (1, n, d) array, and is sliced like one.
 
-    indptr: (n + 1,) int64, ascending; row r has the entries ``indptr[r]:indptr[r + 1]``. It need not begin at 0.
+    indptr: (n + 1,) int64, ascending. Row r has the entries ``indptr[r]:indptr[r + 1]``. It need not begin at 0.
+
     indices: int32 or int64 columns, checked to be in ``range(d)``.
+
     values: float32 or float64, of native byte order.
+
     d: number of columns.
     """
 
@@ -63,7 +66,7 @@ class Csr:
         return Csr(indptr, self.indices[places], self.values[places], self.d)
 
     def to_dense(self) -> npt.NDArray[Any]:
-        """Return (1, n, d) with the zeros written out: for a block of rows."""
+        """Return a dense (1, n, d) array, for a block of rows."""
         columns, values = self.entries()
         out = np.zeros(self.shape, self.values.dtype)
         out[0, np.repeat(np.arange(len(self.indptr) - 1), self.counts), columns] = values
@@ -76,7 +79,7 @@ def is_scipy_sparse(array: Any) -> bool:
 
 
 def from_csr(K: Any, name: str) -> Csr:
-    """Return a scipy CSR matrix or array as `Csr`, or raise; entries in order are not copied."""
+    """Return a scipy CSR matrix or array as `Csr`, or raise; sorted entries are not copied."""
     if K.format != "csr":
         raise TypeError(
             f"{name} is a scipy sparse matrix in {K.format} format; expected csr, which is read row by row. "
@@ -99,10 +102,10 @@ def from_csr(K: Any, name: str) -> Csr:
             f"with scipy.sparse.coo_array, and see {name}.check_format()"
         )
     indptr = indptr.astype(np.int64)
-    indices, values = indices[: indptr[-1]], values[: indptr[-1]]  # there may be room for more
+    indices, values = indices[: indptr[-1]], values[: indptr[-1]]  # the arrays may be longer
     if not _in_order(indptr, indices):
         again = type(K)((values.astype(kind), indices.copy(), indptr.copy()), shape=(n, d))
-        again.has_sorted_indices = again.has_canonical_format = False  # newly looked at, not taken over
+        again.has_sorted_indices = again.has_canonical_format = False  # check anew, do not trust the flags
         again.sum_duplicates()
         indptr, indices, values = again.indptr.astype(np.int64), again.indices, again.data
     if indices.dtype != np.int32:
@@ -114,7 +117,7 @@ def from_csr(K: Any, name: str) -> Csr:
 def _csr_problem(
     indptr: npt.NDArray[Any], indices: npt.NDArray[Any], values: npt.NDArray[Any], n: int, d: int
 ) -> str | None:
-    """Return what is wrong with the three arrays of a CSR matrix: the kernels would read and write out of bounds."""
+    """Return the fault of the arrays of a CSR matrix by which kernels would read and write out of bounds, or None."""
     for label, array in (("indptr", indptr), ("indices", indices), ("data", values)):
         if array.ndim != 1 or (label != "data" and array.dtype.kind not in "iu"):
             return f"{label} is an array of {array.dtype} of shape {array.shape}"

@@ -1,8 +1,8 @@
 """Threads of the CPU kernels: how many, and one loop that shares work between them.
 
-The kernels release the GIL, so plain Python threads run them side by side. Unlike an OpenMP or workqueue layer the
-loop may be entered from several threads at once and survives a fork. A thread that sleeps takes as long to wake as
-many a kernel runs; so after its work one looks out for more for a while, if there is a way to do that without the GIL.
+The kernels release the GIL, so plain Python threads run them side by side. Unlike an OpenMP or workqueue layer, the
+loop may be entered from several threads at once and survives a fork. Waking a sleeping thread takes as long as many a
+kernel runs. So after its work a thread looks for more work for a while, if it can do so without the GIL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Background", "look_out_by", "num_threads", "parallel_for", "thread_l
 
 _limit: ContextVar[int | None] = ContextVar("levattn_thread_limit", default=None)
 _PATIENCE = 10.0  # seconds
-_LOOKS = 50  # of some tenths of a millisecond, in which a thread that waits finds work to do
+_LOOKS = 50  # of some tenths of a millisecond, in which a waiting thread looks for work
 _look_out: Callable[[Any, int], object] | None = None
 
 
@@ -65,9 +65,9 @@ def thread_limit(n: SupportsIndex) -> AbstractContextManager[None]:
     Raises
     ------
     TypeError
-        If `n` is no whole number.
+        If `n` is not a whole number.
     ValueError
-        If it is below 1.
+        If `n` is below 1.
 
     Examples
     --------
@@ -90,16 +90,16 @@ def _limited(n: int) -> Iterator[None]:
 
 
 def look_out_by(wait_for_change: Callable[[Any, int], object]) -> None:
-    """Let threads look out for work by a function that returns soon after ``word[0]`` is another, or some time after.
+    """Set the function by which threads look for work: it returns soon after ``word[0]`` changes, or after some time.
 
-    It is called with a word, an array of one int64, and what it was; it must release the GIL.
+    Its arguments are a word, an array of one int64, and the old value of the word. It must release the GIL.
     """
     global _look_out
     _look_out = wait_for_change
 
 
 class _Share:
-    """A thread's share in a loop: whoever claims it first, a helper or the caller who has done the rest, has it."""
+    """A share of a loop, which runs in the thread that claims it first: a helper, or the caller at its end."""
 
     __slots__ = ("_begun", "_claimed", "_done", "_ended", "_word", "context", "error", "giver", "runner", "work")
 
@@ -114,7 +114,7 @@ class _Share:
         self._word = np.zeros(1, np.int64)
 
     def run(self) -> None:
-        """Do the work, in a helper, unless the caller needs no help anymore."""
+        """Do the work, in a helper, unless the caller has already claimed it."""
         if self._claimed.acquire(blocking=False):
             self.runner, self._begun = threading.get_ident(), True
             try:
@@ -123,33 +123,33 @@ class _Share:
             except BaseException as error:  # the caller raises it
                 self.error = error
             finally:
-                self.work = None  # which may hold this
+                self.work = None  # it may refer to this share
                 self._done = True
                 self._word[0] = 1
                 self._ended.release()
 
     @property
     def under_way(self) -> bool:
-        """Whether a helper has begun the work and not ended it."""
+        """Whether a helper has begun the work and has not ended it."""
         return self._begun and not self._done
 
     def look_out(self) -> None:
-        """Return once the work is done, or some time after."""
+        """Return once the work is done, or after some time."""
         if _look_out is not None:
             _look_out(self._word, 0)
 
     def settle(self) -> BaseException | None:
-        """Return once the work is done, or will not begin, with its error; it may be called again if interrupted."""
+        """Return its error once the work is done or will not begin; may be called again if interrupted."""
         if not self._done and self._claimed.acquire(blocking=False):
             self._done = True
-            self.work = None  # a queue may hold this for long, but not what the work reads
+            self.work = None  # a queue may hold this share for long, but must not hold the arrays of the work
         if not self._done:
             self.look_out()
         while not self._done:
             if self._ended.acquire(timeout=_PATIENCE):
-                self._ended.release()  # for others who wait
+                self._ended.release()  # for other waiting threads
             elif not self._begun:
-                break  # an interrupt came just as this was claimed above
+                break  # an interrupt came right after the claim above
         return self.error
 
 
@@ -159,10 +159,10 @@ class _Helpers:
     def __init__(self) -> None:
         self._lock, self._made = threading.Lock(), 0
         self._shares: SimpleQueue[_Share] = SimpleQueue()
-        self._given = np.zeros(1, np.int64)  # how many shares were, which tells those who look out
+        self._given = np.zeros(1, np.int64)  # counts calls of `give`, so that looking threads notice
 
     def give(self, shares: list[_Share]) -> None:
-        """Hand out shares, to that many threads at least."""
+        """Hand out shares, to at least as many threads."""
         if self._made < len(shares):
             with self._lock:
                 for _ in range(self._made, len(shares)):
@@ -173,7 +173,7 @@ class _Helpers:
         self._given[0] += 1
 
     def help_with(self, share: _Share) -> None:
-        """Take what the thread that has begun a share shares out, until that is done; give up after some time."""
+        """Run shares that the thread of a begun share hands out, until it is done; give up after some time."""
         looks = _LOOKS if _look_out is not None else 0
         while looks and share.under_way:
             other = None
@@ -181,7 +181,7 @@ class _Helpers:
                 other = self._shares.get_nowait()
             if other is not None and other.giver == share.runner:
                 other.run()
-                if isinstance(other.error, KeyboardInterrupt):  # that came to this thread
+                if isinstance(other.error, KeyboardInterrupt):  # meant for this thread
                     raise other.error
                 continue
             if other is not None:
@@ -214,8 +214,8 @@ def _forget_helpers() -> None:
 def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = None) -> None:
     """Call ``body(i)`` for every ``i < n``, on as many threads as are allowed (and as `threads` says).
 
-    Each index is taken by whichever thread is free, so `body` must write only to places of its own. After an error, or
-    Ctrl-C, no further index is taken, and the error is raised once those in work are done.
+    A free thread takes the next index, so each call of `body` must write only to places of its own. After an error, or
+    Ctrl-C, no thread takes a further index, and the error is raised once the running calls are done.
     """
     workers = min(n, num_threads() if threads is None else threads)
     if workers <= 1:
@@ -241,7 +241,7 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
         drain()
     except BaseException as raised:
         stopped, error = True, raised
-    while shares:  # what they read and write is freed once this returns, so another Ctrl-C waits as well
+    while shares:  # their arrays are freed once this returns, so another Ctrl-C waits as well
         try:
             found = shares[-1].settle()
             shares.pop()
@@ -251,7 +251,7 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
     if error is not None:
         try:
             raise error
-        finally:  # else it would hold this frame, which holds it
+        finally:  # else the error and this frame would refer to each other
             found = error = None
 
 
@@ -259,10 +259,10 @@ _Result = TypeVar("_Result")
 
 
 class Background(Generic[_Result]):
-    """A call that a helper makes meanwhile, or whoever asks for its result before one has begun.
+    """A call that a helper makes meanwhile, or the thread that asks for its result before a helper has begun.
 
-    The call must come to the same if it is made again, as it is after an error. A fork waits for it, as the other
-    process would not have the thread that makes it, but all the locks that it holds.
+    The call must give the same result if it is repeated, because it is repeated after an error. A fork waits for it:
+    the new process would have the locks of the thread that makes the call, but not the thread.
     """
 
     def __init__(self, call: Callable[[], _Result]) -> None:
@@ -280,11 +280,11 @@ class Background(Generic[_Result]):
             self._call = None
 
     def wait(self) -> None:
-        """Return once the call is made, or will not be made by a helper."""
+        """Return once the call is made, or no helper will make it."""
         self._share.settle()
 
     def result(self) -> _Result:
-        """Return what the call returned, or raise what it raises when it is made here."""
+        """Return the result of the call, or raise its error when it is repeated here."""
         with self._asking:
             _helpers.help_with(self._share)
             self.wait()

@@ -1,4 +1,4 @@
-"""Types of arrays that many modules name."""
+"""Types of arrays that many modules use."""
 
 from __future__ import annotations
 

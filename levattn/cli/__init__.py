@@ -1,8 +1,8 @@
 """The ``levattn`` program: universal sets of keys in files and models, and a demonstration on a real encoder.
 
-Results go to standard output, as tables or (``--json``) as one JSON document; everything else goes to
-standard error, an error as one line. Exit status: 0 done, 1 the data or the machine did not allow it, 2 the command
-line is wrong, 130 interrupted, 141 whoever read standard output closed it.
+Results go to standard output, as tables or (``--json``) as one JSON document. Everything else goes to standard error,
+an error as one line. Exit status: 0 done, 1 the data or the machine did not allow it, 2 the command line is wrong, 130
+interrupted, 141 the reader of standard output closed it.
 """
 
 import sys
@@ -33,7 +33,7 @@ def build_app() -> "typer.Typer":
     typer.Typer
         The application.
     """
-    import rich  # noqa: F401 (so that it is missed here, not half-way)
+    import rich  # noqa: F401 (so that a missing package shows here, not half-way)
     import typer  # noqa: F401
 
     from levattn.cli.commands import add_commands

@@ -1,4 +1,4 @@
-"""``levattn profile``, ``compress`` and ``ask``: contexts that are read once, kept small, and asked."""
+"""``levattn profile``, ``compress`` and ``ask``: compressed contexts, and questions to them."""
 
 import sys
 import time
@@ -31,14 +31,14 @@ _KEPT_HEADS = {
     "summaries": "summaries:.0f",
     "share": "share:.3f",
 }
-_MARK = "@@content@@"  # stands for the message while a chat template is read
-_TOLD = 3  # first tokens by which a context is known to begin a message
+_MARK = "@@content@@"  # replaces the message while a chat template is read
+_TOLD = 3  # first tokens that show that a context begins a message
 _ROOM = 256  # positions that a context leaves for question and answer
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What ``levattn profile`` was asked for."""
+    """The options of ``levattn profile``."""
 
     model: Path
     output: Path
@@ -52,7 +52,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Compression:
-    """What ``levattn compress`` was asked for."""
+    """The options of ``levattn compress``."""
 
     model: Path
     text: Path
@@ -81,12 +81,12 @@ def profile(asked: Measurement) -> None:
     found.save(asked.output)
     draw(asked.plot, lambda: found.plot("recall"))
     rows = [{**row, "cost": found[row["layer"], row["head"]]} for row in found.table()]
-    if asked.tasks == 1:  # of which there is no interval
+    if asked.tasks == 1:  # one task gives no interval
         rows = [row | {"recall_error": None, "text_error": None} for row in rows]
     if asked.html is not None:
         facts = {name: f"{value:.4g}" for name, value in {**options, "seconds": seconds}.items()}
         costs = HeatMap.of(rows, "cost", "Cost of cutting a head, in nats a token", ".3f", by_root=True)
-        title = f"What it costs to cut each head of {asked.model.name}"
+        title = f"Cost of cutting each head of {asked.model.name}"
         write_page(asked.html, title, facts, [costs], rows, _COSTS)
     if asked.as_json:
         outcome = {"file": str(asked.output), "model": type(model).__name__, **options, "seconds": seconds}
@@ -95,8 +95,8 @@ def profile(asked: Measurement) -> None:
     console = new_console()
     console.print(table_of(rows, _COSTS))
     console.print(
-        f"cost: by how many nats a token the loss rises if the head is cut to {asked.share:.3g}; of answers that must "
-        "be recalled, and of plain text; ±: half of a 95% confidence interval, over tasks."
+        f"cost: rise of the loss, in nats a token, if the head is cut to {asked.share:.3g}, for answers that must be "
+        "recalled and for plain text; ±: half of a 95% confidence interval, over tasks."
     )
     console.print(f"seconds: {seconds:.3g}")
 
@@ -177,7 +177,7 @@ def ask(path: Path, context: Path, question: str, max_tokens: int, as_json: bool
 
 
 class _Clock:
-    """A streamer that hands tokens on, and notes when they came."""
+    """A streamer that hands tokens on, and notes their times."""
 
     def __init__(self, shown: Any) -> None:
         self._shown = shown
@@ -185,13 +185,13 @@ class _Clock:
         self._times: list[float] = []
 
     def put(self, tokens: Any) -> None:
-        """Take in the prompt, and then each token."""
+        """Receive the prompt, and then each token."""
         self._times.append(time.perf_counter())
         if self._shown is not None:
             self._shown.put(tokens)
 
     def end(self) -> None:
-        """Show what is left."""
+        """Show the remaining text."""
         if self._shown is not None:
             self._shown.end()
 
@@ -202,13 +202,13 @@ class _Clock:
 
     @property
     def each(self) -> float | None:
-        """Seconds of each further token; None if there is none."""
+        """Seconds for each further token; None if there is none."""
         further = len(self._times) - 2
         return (self._times[-1] - self._times[1]) / further if further else None
 
 
 def _around(tokenizer: Any) -> tuple[str, str] | None:
-    """Return what a chat template writes before and after a message; None if there is no template."""
+    """Return the text of a chat template before and after a message; None without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
@@ -217,14 +217,14 @@ def _around(tokenizer: Any) -> tuple[str, str] | None:
         )
     except ImportError:
         raise
-    except Exception as error:  # of any kind: templates are programs
+    except Exception as error:  # of any kind, because templates are programs
         fail(f"the chat template of the tokenizer cannot be read ({type(error).__name__}: {error}); mend or remove it")
     before, mark, after = whole.partition(_MARK)
     return (before, after) if mark else None
 
 
 def _tokens_of(asked: Compression, words: str, model: Any, tokenizer: Any) -> tuple[str, dict[str, Any]]:
-    """Return a text, after what begins a message if the model is one for chats, and its first tokens."""
+    """Return a text, after the start of a message if the model has a chat template, and its first tokens."""
     around = _around(tokenizer)
     message = words if around is None else around[0] + words
     ids = tokenizer(message, add_special_tokens=around is None, return_tensors="pt")["input_ids"].long()
@@ -239,7 +239,7 @@ def _tokens_of(asked: Compression, words: str, model: Any, tokenizer: Any) -> tu
 
 
 def _question(cache: Any, tokenizer: Any, question: str) -> str:
-    """Return what follows a context: the question, and what the model expects around it."""
+    """Return the question with the text of the chat template around it, to follow a context."""
     around = _around(tokenizer)
     if around is None:
         return f"\n{question}"
@@ -251,7 +251,7 @@ def _question(cache: Any, tokenizer: Any, question: str) -> str:
 
 
 def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
-    """Return the text of a context with the number of cut heads that keep each token; None if that cannot be told."""
+    """Return the text of a context with the number of cut heads that keep each token; None if it is unknown."""
     if not tokenizer.is_fast:
         return None
     import torch
@@ -259,7 +259,7 @@ def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
     P = cache.context_length
     kept, cut = torch.zeros(P, dtype=torch.long), 0
     for layer in cache.layers:
-        for group in getattr(layer, "groups", ()):  # layers that slide have none
+        for group in getattr(layer, "groups", ()):  # sliding layers have none
             if group.places.shape[2] < P:
                 cut += len(group.heads)
                 places = group.places[0].long().cpu()
@@ -269,14 +269,14 @@ def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
     with_special = _around(tokenizer) is None
     spans = tokenizer(message, add_special_tokens=with_special, return_offsets_mapping=True)["offset_mapping"][:P]
     pieces, done = [], 0
-    for _, end in spans:  # tokens of one letter's bytes have the same span: the first of them has the letter
+    for _, end in spans:  # tokens of one letter's bytes share a span; the first token gets the letter
         pieces.append(message[done:end])
         done = max(done, end)
     return KeptText(pieces, kept.tolist(), cut)
 
 
 def _facts(sizes: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is said of a compressed context."""
+    """Yield the figures of a compressed context, as text."""
     yield "positions", str(sizes["positions"])
     yield "bytes", f"{_size(sizes['bytes'])} ({sizes['bytes'] / sizes['dense_bytes']:.1%} of dense)"
     yield "dense bytes", _size(sizes["dense_bytes"])

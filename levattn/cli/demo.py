@@ -1,4 +1,4 @@
-"""``levattn demo``: the sets of 72 heads of a real encoder, checked against brute force."""
+"""``levattn demo``: the universal sets of 72 heads of a real encoder, checked against brute force."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ _COVERAGE = 0.9
 
 @dataclass(frozen=True)
 class _HeadReport:
-    """What the demonstration says of one head."""
+    """The figures of one head."""
 
     layer: int
     head: int
@@ -51,18 +51,18 @@ class _HeadReport:
     size: int
     size_bound: float
     is_vacuous: bool
-    heavy: int  # entries >= epsilon of the queries of the text
-    heavy_worst_case: int  # the same of the n worst-case queries
-    missed: int  # of both, against brute force
+    heavy: int  # entries >= epsilon, for the queries of the text
+    heavy_worst_case: int  # the same for the n worst-case queries
+    missed: int  # for both, compared with brute force
     captured_x2: float
     captured_softmax: float
-    captured_softmax_row_norm: float  # by as many keys, of largest norm
-    captured_softmax_oracle: float  # by as many keys, of largest softmax mass
+    captured_softmax_row_norm: float  # by as many keys of largest norm
+    captured_softmax_oracle: float  # by as many keys of largest softmax mass
     heavy_softmax: int  # softmax entries >= epsilon, which the theorem does not cover
     heavy_softmax_in_set: int
-    captured_softmax_expected: float  # by as many keys, of largest expected score; of the queries not seen, as below
+    captured_softmax_expected: float  # by as many keys of largest expected score, for unseen queries
     coverage_size: int  # of the set with coverage, for softmax
-    coverage_found: float  # share of the queries with all their entries >= epsilon on it
+    coverage_found: float  # share of the queries whose entries >= epsilon all lie in the set
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Covering:
-    """What every second query of each head tells of softmax; the others judge it."""
+    """Results for softmax from every second query of each head; the other queries judge them."""
 
     mask: npt.NDArray[np.bool_]  # (..., n) the set with coverage
     expected: Float64  # (..., n) expected scores
@@ -173,7 +173,7 @@ def _measure(place: tuple[int, int], encoder: Any, epsilon: float, covering: _Co
 
 
 def _x2_attention(Q: Float64, K: Float64) -> Float64:
-    """Brute force, to judge the library by: every score from its definition, in float64."""
+    """Return all scores from their definition, in float64: brute force, to judge the library."""
     squares = np.square(Q @ K.T)
     totals = squares.sum(axis=1, keepdims=True)
     return np.asarray(np.divide(squares, totals, out=np.zeros_like(squares), where=totals > 0))
@@ -238,19 +238,19 @@ def _print_demo(reports: list[_HeadReport], summary: dict[str, Any], epsilon: fl
 
 
 def _sentences(s: dict[str, Any], epsilon: float, n: int) -> Iterator[str]:
-    """What the table means, and what it does not."""
+    """Yield sentences on the meaning of the table, and its limits."""
     share = s["size"] / s["n"]
     yield (
         f"{s['heads']} heads of all-MiniLM-L6-v2, f(x) = x², ε = {epsilon:g}: U holds {s['size']} of "
         f"{s['n']} keys ({share:.1%}), heavy entries missed: {s['missed']}."
     )
     yield (
-        f"worst: heavy entries, of at least ε, of the {n} worst-case queries of each head, one built against each "
-        f"key ({s['heavy_worst_case']} in all; the {n} queries of the text have {s['heavy']}); missed: of both, "
-        "against brute force over every entry in float64."
+        f"worst: heavy entries, of at least ε, for the {n} worst-case queries of each head, one built for each "
+        f"key ({s['heavy_worst_case']} in all; the {n} queries of the text have {s['heavy']}); missed: entries of "
+        "both outside U, by brute force over every entry in float64."
     )
     if s["vacuous"]:
-        yield f"{VACUOUS} ({s['vacuous']} of {s['heads']} heads); the sets are exact all the same."
+        yield f"{VACUOUS} ({s['vacuous']} of {s['heads']} heads); the sets are still exact."
     else:
         yield "vacuous: no head; every bound rank/ε is below n."
     yield (

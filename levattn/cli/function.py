@@ -1,4 +1,4 @@
-"""Attention functions as text: what ``--function`` takes."""
+"""Attention functions as text: the values of ``--function``."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ class Function:
 
     @property
     def is_square(self) -> bool:
-        """Whether it is x², whose scores are leverage scores."""
+        """Whether f is x², whose scores are leverage scores."""
         return is_square(self.f)
 
 
 def parse_function(text: str, *, for_queries: bool = False) -> Function:
-    """Return the function that `text` names; what is wrong with it is an error of the command line.
+    """Return the function that `text` names; a wrong text is an error of the command line.
 
-    for_queries: the set is for queries like given ones, so that softmax needs no radius.
+    for_queries: whether the set is for queries like given ones. Then softmax needs no radius.
     """
     import typer
 

@@ -1,4 +1,4 @@
-"""``levattn inspect`` and ``levattn prune-report``: sets and pruning on a text."""
+"""``levattn inspect`` and ``levattn prune-report``: universal sets and pruning on a text."""
 
 import time
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _PRUNED_HEADS = {
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What the command line asked for: a model, a text, and where results go."""
+    """The options of the command line: a model, a text, and the places of results."""
 
     model: Path
     text: Path
@@ -68,7 +68,7 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     console.print(table_of(rows, _SETS_OF_HEADS))
     console.print(
         f"κ: condition number; |U|: universal set for x² at ε = {epsilon}; max: largest leverage score; mass: mean "
-        "softmax mass on U; heavy: softmax scores of at least ε among the queries measured, and how many U caught."
+        "softmax mass on U; heavy: softmax scores of at least ε among the measured queries; caught: share in U."
     )
     if any(row["vacuous"] for row in found.rows):
         console.print("* vacuous: the bound rank/ε is not below n, so the theorem alone does not promise a small set.")
@@ -126,7 +126,7 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     if count < 2:
         fail(f"{inquiry.text} has {count} tokens; give a longer text")
     inputs = dict(inputs)
-    if "token_type_ids" not in signature(model.forward).parameters:  # which its tokenizer may give all the same
+    if "token_type_ids" not in signature(model.forward).parameters:  # the tokenizer may return them all the same
         inputs.pop("token_type_ids", None)
     return model, inputs
 
@@ -138,7 +138,7 @@ def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, float]:
 
 
 def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float | None]:
-    """Return how far two outputs of a model are apart; None where that is not told of such a model."""
+    """Return the difference of two outputs of a model; None for figures that do not apply to the model."""
     import torch
 
     from levattn.integrations.transformers.calibration.losses import embeddings, following, perplexity
@@ -152,7 +152,7 @@ def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float | 
 
 
 def draw(path: Path | None, picture: Any) -> None:
-    """Write the picture that was asked for, if one was."""
+    """Draw a picture into a file, if one is named."""
     if path is None:
         return
     from levattn.plots import figure_bytes
@@ -163,7 +163,7 @@ def draw(path: Path | None, picture: Any) -> None:
 
 
 def _page_of(inquiry: Inquiry, rows: list[dict[str, Any]], outcome: dict[str, Any]) -> None:
-    """Write the page that was asked for: what the heads of a pruned model do."""
+    """Write the page with the figures of the heads of a pruned model, if a file is named."""
     if inquiry.html is None:
         return
     mass = HeatMap.of(rows, "captured", "Softmax mass on the keys attended exactly", ".3f", top=1.0)

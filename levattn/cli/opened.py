@@ -1,4 +1,4 @@
-"""Models and texts as the commands open them: a folder or a .gguf file, a text file, and what is wrong with them."""
+"""Models and texts of the commands: a folder or a .gguf file, a text file, and their errors."""
 
 import io
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def opened_model(path: Path) -> tuple[Any, Any]:
     """Return the model in a folder or a .gguf file, in evaluation mode, and its tokenizer, or end the program."""
     check_model_path(path)
     with needing("this needs torch and transformers", "transformers"):
-        import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
+        import torch  # noqa: F401 (transformers can be imported without it, but loads nothing)
         import transformers
     if _is_gguf(path):
         _check_gguf(path)
@@ -34,7 +34,7 @@ def opened_model(path: Path) -> tuple[Any, Any]:
     transformers.utils.logging.disable_progress_bar()
     try:
         return _of_gguf(path) if _is_gguf(path) else _of_folder(path)
-    except Exception as error:  # of any kind: of the files' readers, and of what the configuration names
+    except Exception as error:  # of any kind: readers of files, and code that the configuration names, may raise it
         remedy = (
             "it needs a decoder that transformers reads from GGUF, and the whole file, so download it again"
             if _is_gguf(path)
@@ -79,20 +79,20 @@ def read_text(path: Path) -> str:
 
 
 def most_tokens(model: Any, asked: int | None) -> int:
-    """Return how many tokens to read: those asked for, or as many as the model has positions."""
+    """Return the number of tokens to read: `asked`, but at most as many as the model has positions."""
     limit = 1 << 30 if asked is None else asked
     positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or limit
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
-            positions -= padding + 1  # the first position comes after that of padding: RoBERTa
+            positions -= padding + 1  # the first position follows the padding position: RoBERTa
             break
     return min(limit, positions)
 
 
 @contextmanager
 def forward_errors_in_one_line(path: Path, count: int, remedy: str = "give fewer --tokens") -> Iterator[None]:
-    """End the program if a model cannot be run on so many tokens."""
+    """End the program if a model cannot run on so many tokens."""
     try:
         yield
     except (RuntimeError, IndexError) as error:
@@ -133,6 +133,6 @@ def _of_gguf(file: Path) -> tuple[Any, Any]:
     import transformers
 
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    with redirect_stderr(io.StringIO()):  # on which transformers draws a bar that cannot be turned off
+    with redirect_stderr(io.StringIO()):  # hides a progress bar of transformers that cannot be turned off
         model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
         return model, transformers.AutoTokenizer.from_pretrained(file.parent, **where)

@@ -1,4 +1,4 @@
-"""What every command prints with: tables, JSON, and one line for what went wrong."""
+"""The output of every command: tables, JSON, and one line for each error."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ __all__ = [
     "table_of",
 ]
 
-# Exit status, beside 0 and 1. The last two are those of a program that signals end: 128 and the signal's number.
+# Exit status, beside 0 and 1. The last two are the status of a program that a signal ends: 128 plus its number.
 WRONG_COMMAND_LINE, INTERRUPTED, CLOSED = 2, 130, 141
 
 _VACUOUS = "vacuous: the bound{} is not below n, so the theorem alone does not promise that any key is left out"
@@ -55,7 +55,7 @@ _REMEDIES = dict.fromkeys(NO_SPACE, "no space left on the disk; free some, or wr
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """End the program with a status and one line that says why."""
+    """End the program with a status and one line that gives the reason."""
     report(message)
     sys.exit(status)
 
@@ -66,11 +66,11 @@ def report(message: str) -> None:
 
 
 def of_system(error: OSError) -> str:
-    """Return what the operating system did not allow, and the remedy."""
+    """Return an error of the operating system as text, with the remedy."""
     if error.errno is None:
         return str(error)
     said = _REMEDIES.get(error.errno, error.strerror or str(error))
-    # A file that appears whole is written under a name of its own at first.
+    # `replace_file` first writes to a temporary name.
     name = re.sub(r"\.([^/\\]+)\.[0-9a-f]{12}\.tmp$", r"\1", str(error.filename))
     return said if error.filename is None else f"{name}: {said}"
 
@@ -82,7 +82,7 @@ def check_folder(folder: Path, remedy: str) -> None:
 
 
 def check_target(path: Path, remedy: str) -> None:
-    """End the program if what stands at `path` is not a file that may be replaced."""
+    """End the program if `path` exists and is not a file that may be replaced."""
     if path.exists() and not path.is_file():
         fail(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}; {remedy}")
 
@@ -92,7 +92,7 @@ def check_output(path: Path | None, option: str) -> None:
     if path is None:
         return
     remedy = f"name another file with {option}"
-    folder = Path(os.path.realpath(path)).parent  # where the file is made, if the path is a symbolic link
+    folder = Path(os.path.realpath(path)).parent  # the folder of the file itself, if the path is a symbolic link
     if not folder.is_dir():
         fail(f"{path}: there is no folder {folder}; make it first")
     check_target(path, remedy)
@@ -104,22 +104,22 @@ def new_console() -> "Console":
     from rich.console import Console
 
     class Output(Console):
-        """A console that leaves a closed pipe to the program, which knows the exit status."""
+        """A console that leaves a closed pipe to the program, which sets the exit status."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
     console = Output(highlight=False, markup=False)
-    # A pipe has no width: nothing is cut off there.
+    # A pipe has no width, so nothing is cut off there.
     return console if console.is_terminal else Output(highlight=False, markup=False, width=_PIPE_WIDTH)
 
 
 def table_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> "Table":
-    """Return a table with these columns: the heading of each, and which key of a row it shows, as in "size:.3g"."""
+    """Return a table with columns given as headings and keys of a row, with a format as in "size:.3g"."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # thirteen columns in 80 characters
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # fits thirteen columns into 80 characters
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     fields = [column.partition(":") for column in columns.values()]
@@ -129,7 +129,7 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> "
 
 
 def cell(value: Any, form: str) -> str:
-    """Return a value as a table shows it, by a format such as ".3g"."""
+    """Return a value as text for a table, by a format such as ".3g"."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -138,7 +138,7 @@ def cell(value: Any, form: str) -> str:
 
 
 def print_json(schema: str, document: dict[str, Any]) -> None:
-    """Print one JSON document, and say which keys it has: those that docs/program.md lists under `schema`."""
+    """Print one JSON document, with the keys that docs/program.md lists under `schema`."""
     whole = {"schema": schema, "levattn": levattn.__version__} | document
     sys.stdout.write(json.dumps(_finite(whole), allow_nan=False) + "\n")
 

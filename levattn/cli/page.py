@@ -1,4 +1,4 @@
-"""One HTML page that holds all it shows: heads as a heat map and a table, and a text with what is kept of it."""
+"""A self-contained HTML page: heads as a heat map and a table, and a text with its kept tokens."""
 
 from __future__ import annotations
 
@@ -64,16 +64,18 @@ $sections
 </body>
 </html>
 """)
-_DARKEST = 0.6  # of the shade behind words, so that they can be read
+_DARKEST = 0.6  # of the shade behind words, so that they stay legible
 
 
 @dataclass(frozen=True)
 class HeatMap:
     """A number for each layer and head.
 
-    values: by (layer, head); a head without a number has None, and one that is not there is left out.
-    top: the number that has the full color; the largest if None.
-    by_root: whether colors are by the square root, so that one large number leaves the others to be seen.
+    values: by (layer, head). A head without a number has None, and a missing head is left out.
+
+    top: the number with the full color; None for the largest number.
+
+    by_root: whether colors follow the square root, so that the others stay visible beside one large number.
     """
 
     title: str
@@ -84,7 +86,7 @@ class HeatMap:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], key: str, title: str, form: str, **options: Any) -> HeatMap:
-        """Return that of one figure of rows which have a layer and a head."""
+        """Return the heat map of one column of rows that have a layer and a head."""
         return cls(title, {(row["layer"], row["head"]): row[key] for row in rows}, form, **options)
 
     def html(self) -> str:
@@ -117,20 +119,20 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class KeptText:
-    """A text in pieces, one for each token, and by how many of the heads that are cut each is kept."""
+    """A text in pieces, one for each token, and for each the number of cut heads that keep it."""
 
     pieces: Sequence[str]
     kept: Sequence[int]
     heads: int
 
     def html(self) -> str:
-        """Return the section of the page; tokens that follow each other and are kept alike are one piece."""
+        """Return the section of the page; consecutive tokens with the same number are one piece."""
         most = max(self.kept, default=0)
         lines = [
-            "<h2>What the cut heads keep of the text</h2>",
-            f'<p>0 <span class="key"></span> {most}: by how many of the {self.heads} heads that are cut a token is '
-            "kept by itself, colored by the square root; the others read it in a summary. Point at the text to read "
-            "the number.</p>",
+            "<h2>Tokens that the cut heads keep</h2>",
+            f'<p>0 <span class="key"></span> {most}: number of the {self.heads} cut heads that keep a token itself, '
+            "colored by the square root; the other heads read it in a summary. Point at the text to read the "
+            "number.</p>",
         ]
         spans = []
         place = 0

@@ -1,4 +1,4 @@
-"""The profile of heads that a command was given, and what is said where there is none."""
+"""The profile of heads for a command, and the message if there is none."""
 
 import warnings
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def check_profile(path: Path | None) -> None:
 
 
 def profile_of(path: Path | None, budget: float) -> Any:
-    """Return the profile in a file, or None; a budget that all heads of a decoder share is told of."""
+    """Return the profile in a file, or None; report a budget that all heads of a decoder share."""
     if path is not None:
         from levattn.integrations.transformers import HeadProfile
 
@@ -27,15 +27,15 @@ def profile_of(path: Path | None, budget: float) -> Any:
     if budget != 1:
         shown = f"{budget:.0%}" if budget < 1 else f"{budget} slots"
         report(
-            f"all heads are cut to {shown}, as there is no profile of them: decoders lose what they should recall; "
-            "make one with `levattn profile` and give it with --heads"
+            f"all heads are cut to {shown}, because no profile is given: decoders cannot recall facts of the text; "
+            "make a profile with `levattn profile` and give it with --heads"
         )
     return None
 
 
 @contextmanager
 def told_of_recall() -> Iterator[None]:
-    """Keep the library from saying it again."""
+    """Suppress the same warning of the library."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecallWarning)
         yield

@@ -1,4 +1,4 @@
-"""What all commands share: the help of the program, one line for each error, and the exit status."""
+"""Shared code of all commands: the help of the program, one line for each error, and the exit status."""
 
 import io
 import logging
@@ -18,18 +18,18 @@ from levattn.cli.output import CLOSED, INTERRUPTED, NO_SPACE, WRONG_COMMAND_LINE
 
 __all__ = ["Command", "new_app"]
 
-# typer has had a click of its own in later versions and used the package before: this is the class of either.
+# Later versions of typer contain click, and earlier ones import it: this is the class of either.
 _UsageError: Any = typer.BadParameter.__base__
 
 _HELP = """\
 Find the few keys of an attention head that any query can attend to heavily.
 
-A universal set holds every key that some query can give an attention score of at least ε. It is found from the keys
-alone, by leverage scores, and is exact for attention with f(x) = x².
+A universal set holds every key that some query can give an attention score of at least ε. levattn finds it from the
+keys alone, by leverage scores, and it is exact for attention with f(x) = x².
 
-Begin with `levattn demo`. The command universal-set takes keys in files; inspect and prune-report take a model of
-Hugging Face and a text. profile, compress and ask read a text once with a decoder, keep a part of what its heads
-hold, and answer questions from that.
+Begin with `levattn demo`. The command universal-set takes keys in files; inspect and prune-report take a Hugging Face
+model and a text. profile, compress and ask read a text once with a decoder, keep a part of its KV cache, and answer
+questions from that part.
 
 \b
 Examples:
@@ -48,9 +48,9 @@ Exit status:
   1    the data or the machine did not allow it; one line says why
   2    the command line is wrong
   130  interrupted (Ctrl-C)
-  141  whoever read the output closed it, as `head` does
+  141  the reader of the output closed it, as `head` does
 
-`levattn COMMAND --help` explains a command: examples, options, and what is printed. The environment variable
+`levattn COMMAND --help` explains a command: examples, options, and its output. The environment variable
 LEVATTN_NUM_THREADS sets the number of threads, by default one for each core.
 """
 
@@ -90,7 +90,7 @@ class _Program(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was chosen; Ctrl-C is noticed here, before typer ends the process in silence."""
+        """Run the chosen command; catch Ctrl-C here, before typer ends the process in silence."""
         with _errors_in_one_line():
             return super().invoke(ctx)
 
@@ -103,8 +103,8 @@ def new_app() -> typer.Typer:
     typer.Typer
         The application.
     """
-    # The options of typer that install completion cannot name a shell, and edit the files that start it: the command
-    # `completion` prints the script instead. What answers the script is needed all the same.
+    # typer's options that install completion cannot name a shell, and they edit its startup files. So the command
+    # `completion` prints the script instead. The script still needs typer's code that answers it.
     completion_init()
     app = typer.Typer(
         name="levattn",
@@ -136,7 +136,7 @@ def new_app() -> typer.Typer:
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Report in one line what bad data, missing packages or a full disk bring about."""
+    """Report errors of bad data, missing packages or a full disk in one line."""
     try:
         yield
         sys.stdout.flush()
@@ -148,7 +148,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except MemoryError:
         fail("not enough memory; give a smaller file or fewer --tokens")
     except OSError as error:
-        if error.filename is None and error.errno in NO_SPACE:  # which may be that of standard output
+        if error.filename is None and error.errno in NO_SPACE:  # perhaps standard output itself
             _forget_output()
         fail(of_system(error))
     except (ValueError, ImportError) as error:
@@ -157,7 +157,7 @@ def _errors_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Show the warnings that are levattn's own as the program says what it has to say; others as Python does."""
+    """Report levattn's own warnings in one line, and show others as Python does."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -193,7 +193,7 @@ def _notes_in_one_line() -> Iterator[None]:
 
 
 def _forget_output() -> None:
-    """Drop what standard output still holds, which Python would try again to write at its end, and complain."""
+    """Drop the buffered standard output, because Python would try again to write it at exit, and complain."""
     with suppress(io.UnsupportedOperation):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""``levattn universal-set``: the sets of the keys in a file."""
+"""``levattn universal-set``: the universal sets of the keys in a file."""
 
 import itertools
 import os
@@ -45,7 +45,7 @@ _COLUMNS = {
     "vacuous": "is_vacuous",
     "guarantee": "guarantee",
 }
-# Of sets with coverage, which have no bound that could be vacuous
+# For sets with coverage, which have no bound that could be vacuous
 _COLUMNS_WITH_COVERAGE = {heading: key for heading, key in _COLUMNS.items() if heading != "vacuous"} | {
     "coverage": "coverage:.4g",
     "mass": "mass:.4g",
@@ -59,7 +59,7 @@ SetMethod = Literal["auto", "gram", "qr", "svd"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     files: tuple[Path, ...]
     tensor: str | None
@@ -86,14 +86,14 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What messages and pictures call the keys."""
+        """The name of the keys in messages and plots."""
         if self.shown is not None:
             return self.shown
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     @property
     def paths(self) -> Path | tuple[Path, ...]:
-        """The files as `open_keys` takes them."""
+        """The files as an argument of `open_keys`."""
         return self.files[0] if len(self.files) == 1 else self.files
 
 
@@ -129,7 +129,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
             sets: levattn.UniversalSet | levattn.StreamedSet = _found_for_queries(request, request.queries, source)
         else:
             sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
-    except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
+    except levattn.NonFiniteError as error:  # its text names an argument and options that the program lacks
         problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
         fail(f"{request.name} {problem}; remove these rows and save the file again")
     except KeyboardInterrupt:
@@ -172,7 +172,7 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
-    """Return the set for queries like those of a file, or an error that names this file where it is to blame."""
+    """Return the set for queries like the queries in a file; an error of that file names it."""
     queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
     try:
         return levattn.universal_set(
@@ -194,7 +194,7 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
 
 
 def _found_by_workers(request: Request) -> levattn.StreamedSet:
-    """Return the set that the workers of a scheduler find: it knows the scores of its own keys alone."""
+    """Return the set that the workers of a scheduler find; it has the scores of its own keys alone."""
     from levattn.distributed.dask import universal_set_of_files
 
     try:
@@ -215,7 +215,7 @@ def _found_by_workers(request: Request) -> levattn.StreamedSet:
 def _opened(
     paths: Path | tuple[Path, ...], tensor: str | None, memory: int | None, option: str = "--tensor"
 ) -> levattn.KeySource:
-    """Return the keys, or the queries, or an error that names options, not arguments."""
+    """Return the keys or the queries; an error names options, not arguments."""
     try:
         return levattn.open_keys(paths, tensor=tensor, memory=memory)
     except levattn.KeyFileError as error:
@@ -227,7 +227,7 @@ def _opened(
 
 
 def _check_targets(request: Request, plot: Path | None, output: Path | None) -> None:
-    """End the program if a file that it is to write cannot be written, or would replace another that is in use."""
+    """End the program if it cannot write an output file, or would overwrite a file in use."""
     named = ((plot, "--plot"), (output, "--output"), (request.checkpoint, "--checkpoint"))
     targets = [(path, option) for path, option in named if path is not None]
     read = [*((file, "keys") for file in request.files), *([(request.queries, "queries")] if request.queries else [])]
@@ -248,7 +248,7 @@ def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
     figure, ((ax,),) = plots.new_figure()
     plots.LeverageSpectrumDisplay.from_scores(
         sets.scores,
-        epsilon=None if for_queries else request.epsilon,  # with which the scores of a sample are not compared
+        epsilon=None if for_queries else request.epsilon,  # scores of a sample are not compared with it
         rank=sets.total_bound,
         sizes=sets.sizes,
         certified=not (request.function.is_square or for_queries),
@@ -266,7 +266,7 @@ def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
 
 
 def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> dict[str, Any]:
-    """Return what a set says as arrays, none of which needs pickling."""
+    """Return the contents of a set as arrays that need no pickling."""
     if isinstance(sets, levattn.StreamedSet):
         arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
         of_keys = ("indices", "scores")
@@ -275,7 +275,7 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
 
 
 def _of_coverage(sets: levattn.UniversalSet | levattn.StreamedSet) -> dict[str, Any]:
-    """Return what only sets with coverage tell, each None for others."""
+    """Return the figures of sets with coverage alone; None for other sets."""
     if isinstance(sets, levattn.StreamedSet) or sets.needs is None:
         return dict.fromkeys(("coverage", "mass", "threshold_queries"))
     no_bound = {"size_bound": None, "is_vacuous": np.zeros(sets.batch, np.bool_)}
@@ -298,7 +298,7 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
 
 
 def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
-    """One report per matrix; `item` is its place in the batch, empty for a single matrix."""
+    """Return one report per matrix; `item` is its place in the batch, empty for a single matrix."""
     columns = {name: getattr(sets, name) for name in ("epsilon", "rank", "size_bound", "is_vacuous")}
     if isinstance(sets, levattn.StreamedSet):
         batch, columns["condition"] = sets.batch, sets.factor.condition.reshape(sets.batch)
@@ -318,7 +318,7 @@ def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Fun
 
 
 def _group_reports(sets: levattn.UniversalSet | levattn.StreamedSet, item: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return score and keys of each group that can receive ε although none of its keys can."""
+    """Return the score and the keys of each group that can receive ε although none of its keys can."""
     if isinstance(sets, levattn.StreamedSet):
         return []
     return [
@@ -348,13 +348,13 @@ def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, req
     hidden = [group for report in reports for group in report["hidden_groups"]]
     if hidden:
         count, keys = len(hidden), sum(len(group["indices"]) for group in hidden)
-        console.print(f"hidden in near-duplicates: {count} groups of {keys} keys, in the set only as groups")
+        console.print(f"hidden in near-duplicates: {count} groups of {keys} keys, heavy only as groups")
     if any(report["is_vacuous"] for report in reports):
         console.print(VACUOUS if function.is_square else VACUOUS_IN_GENERAL)
 
 
 def _promise(request: Request) -> str:
-    """Return what a set with coverage promises of a new query."""
+    """Return the promise of a set with coverage for a new query."""
     if request.mass is not None:
         what = f"gives the set at least {request.mass:.4g} of its attention"
     else:

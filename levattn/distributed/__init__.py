@@ -1,7 +1,7 @@
-"""Drivers over states that merge: keys in dask arrays or files, and keys shared out among torch processes.
+"""Drivers over states that merge: keys in dask arrays or files, and keys distributed over torch processes.
 
-A driver creates, updates, merges and reads states; what holds of the result is what holds of the state. Each module
-needs the package that it is named for, and imports it when it is first used:
+A driver creates, updates, merges and reads states, so its result has the guarantees of the state. Each module needs
+the package in its name, and imports it at its first use:
 
 - `levattn.distributed.dask`: row chunks of a dask array, or of a folder of shards, on threads, processes or a cluster;
 - `levattn.distributed.torch`: sequence-sharded keys and values in a process group of torch.distributed.

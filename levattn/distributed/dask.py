@@ -1,7 +1,7 @@
-"""Universal sets, scores, moments of queries and softmax states of dask arrays: one state a chunk, merged in a tree.
+"""Universal sets, scores, query moments and softmax states of dask arrays: one state per chunk, merged in a tree.
 
-The states are those of one process, and so is the result. Tasks are pure, so that dask may run any of them again: a
-worker that is lost costs the time of its chunks and changes nothing.
+The states and the result are the same as in one process. Tasks are pure, so dask may run any of them again. A lost
+worker costs the time of its chunks, and changes no result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from levattn.states.block_buffer import in_main_memory
 __all__ = ["from_keys", "leverage_scores", "query_moments", "softmax_state", "universal_set", "universal_set_of_files"]
 
 _FAN_IN = 8  # states that one task merges
-_RANGE = 64  # times d/ε: rows that one task makes a state of, at least
+_RANGE = 64  # times d/ε: rows of one task's state, at least
 
 _Path = str | os.PathLike[str]
 
@@ -44,46 +44,46 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> Stre
 
 
 def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
-    """Universal set of the keys of a dask array: one pass over its chunks, each where it is.
+    """Universal set of the keys of a dask array: one pass over its chunks, each in its place.
 
-    It is the set of a `levattn.StreamingUniversalSet`, of which each chunk has one and neighbors are merged in a tree:
-    for f(x) = x² exact, with the indices of ``levattn.universal_set(K, epsilon)``, for other functions a superset. The
+    Each chunk makes a `levattn.StreamingUniversalSet`, and a tree merges neighbors. For f(x) = x² the set is exact,
+    with the indices of ``levattn.universal_set(K, epsilon)``; for other functions it is a superset. The
     same chunks give the same bits in every run, on any workers; other chunks agree to rounding.
 
     Parameters
     ----------
     K : dask.array.Array of shape (..., n, d)
-        Keys of a float dtype, rows in chunks of any size, also of an unknown one; other axes are joined first.
+        Keys of a float dtype. Chunks may have any number of rows, even an unknown one; other axes are joined first.
     epsilon, f : float or AttentionFunction
         As in `levattn.StreamingUniversalSet`.
     client : distributed.Client, str or cluster, optional
-        Where to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster.
+        The place to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster.
 
     Returns
     -------
     dask.delayed.Delayed or StreamedSet
-        With `client` the `levattn.StreamedSet`, without it a lazy value that computes it.
+        With `client`, the `levattn.StreamedSet`; without it, a lazy value that computes the set.
 
     Raises
     ------
     ImportError
         If dask, or for `client` distributed, is not installed.
     TypeError, ValueError
-        If K is no dask array of keys, or ε or f is wrong.
+        If K is not a dask array of keys, or ε or f is invalid.
     NonFiniteError
-        When computed, if the keys hold NaN or infinity; the chunk and rows in it are named.
+        When computed, if the keys hold NaN or infinity. The error names the chunk and the rows in it.
 
     Notes
     -----
-    Time O(n d²), divided by the number of workers; memory of a worker: its chunks, and O(d²/ε) for each state. The
-    client gets the O(d/ε) keys of the set and their factor, nothing of size n. Chunks should have many more than d/ε
-    rows: a state holds all of its first d/ε or so. In a worker of dask.distributed kernels use as many threads as that
-    worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
+    Time O(n d²), divided by the number of workers. Memory of a worker: its chunks, and O(d²/ε) for each state. The
+    client gets the O(d/ε) keys of the set and their factor, but nothing of size n. Chunks should have many more than
+    d/ε rows, because a state holds about all of its first d/ε rows. In a worker of dask.distributed, kernels use as
+    many threads as the worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
 
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (universal sets)
-    and its streaming algorithm, whose states are merged here.
+    and its streaming algorithm, whose states this function merges.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     _require_dask()
     K = _in_row_chunks(K)
     new = partial(StreamingUniversalSet, epsilon, f=f)
-    new().update(_no_rows(K))  # what is wrong with the arguments shows here
+    new().update(_no_rows(K))  # raises for wrong arguments
     lazy = _in_tree(_by_chunk(_chunk_state, K, new=new), new, StreamingUniversalSet.result)
     return _computed(lazy, client)
 
@@ -106,7 +106,7 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
 def leverage_scores(K: Any, /) -> Any:
     """Leverage scores of the keys of a dask array, in its own chunks.
 
-    They are those of `levattn.leverage_scores`, up to rounding.
+    They agree with `levattn.leverage_scores`, up to rounding.
 
     Parameters
     ----------
@@ -123,14 +123,15 @@ def leverage_scores(K: Any, /) -> Any:
     ImportError
         If dask is not installed.
     TypeError, ValueError
-        If K is no dask array of keys.
+        If K is not a dask array of keys.
     NonFiniteError
-        When computed, if the keys hold NaN or infinity; the chunk and rows in it are named.
+        When computed, if the keys hold NaN or infinity. The error names the chunk and the rows in it.
 
     Notes
     -----
-    Time O(n d²) and two passes: one sums second moments, the other has their factor. Chunks of K are *computed twice*
-    rather than held in between, so that memory is bounded; whoever has room for K calls ``K.persist()`` first.
+    Time O(n d²) and two passes: the first sums second moments, and the second uses their factor. Chunks of K are
+    *computed twice* rather than held in between, so that memory is bounded. If K fits in memory, call ``K.persist()``
+    first.
 
     References
     ----------
@@ -149,49 +150,48 @@ def leverage_scores(K: Any, /) -> Any:
 
     K = _in_row_chunks(K)
     no_rows = _no_rows(K)
-    matrices, _ = in_main_memory(no_rows)  # what is wrong with K shows here
+    matrices, _ = in_main_memory(no_rows)  # raises for a wrong K
     new = partial(_moments_of, no_rows)
     factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, Moments.factor)
     dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
-    # Bound to the factor, the chunks of the second pass are others than those of the first, and wait for it: without
-    # that dask would hold all of K from one pass to the next.
+    # Bound to the factor, the chunks of the second pass are new tasks that wait for it. Otherwise dask would hold all
+    # of K from one pass to the next.
     return bind(K, factor).map_blocks(
         _scores, factor, dtype=dtype, drop_axis=K.ndim - 1, meta=np.empty((0,) * (K.ndim - 1), dtype)
     )
 
 
 def query_moments(Q: Any, /, *, mean: bool = False, client: Any = None) -> Any:
-    """Second moments of the queries of a dask array: one pass over the chunks, each where it is.
+    """Second moments of the queries of a dask array: one pass over the chunks, each in its place.
 
-    They are those of one `levattn.states.Moments`, to rounding, which
-    `levattn.expected_scores` takes.
+    They agree with one `levattn.states.Moments` of all queries, to rounding. `levattn.expected_scores` takes them.
 
     Parameters
     ----------
     Q : dask.array.Array of shape (..., m, d)
         Queries, in chunks as in `universal_set`.
     mean : bool, default False
-        Whether each query gets a last column of ones, which adds the mean: the moments are then of d + 1 columns.
+        Whether each query gets a last column of ones, which adds the mean. The moments then have d + 1 columns.
     client : distributed.Client, str or cluster, optional
         As in `universal_set`.
 
     Returns
     -------
     dask.delayed.Delayed or Moments
-        The state as a lazy value; with `client` that state itself.
+        The state as a lazy value; with `client`, the state itself.
 
     Raises
     ------
     ImportError
         If dask, or for `client` distributed, is not installed.
     TypeError, ValueError
-        If Q is no dask array of queries.
+        If Q is not a dask array of queries.
     NonFiniteError
-        When computed, if queries hold NaN or infinity; the chunk and rows in it are named.
+        When computed, if queries hold NaN or infinity. The error names the chunk and the rows in it.
 
     Notes
     -----
-    Time O(m d²), divided by the number of workers. What is merged is O(d²) numbers for each item of the batch.
+    Time O(m d²), divided by the number of workers. A merge adds O(d²) numbers for each item of the batch.
 
     Examples
     --------
@@ -209,39 +209,39 @@ def query_moments(Q: Any, /, *, mean: bool = False, client: Any = None) -> Any:
     if mean:
         Q = Q.map_blocks(_with_ones, dtype=Q.dtype, chunks=(*Q.chunks[:-1], (Q.shape[-1] + 1,)))
     new = partial(_moments_of, _no_rows(Q))
-    new()  # what is wrong with Q shows here
+    new()  # raises for a wrong Q
     return _computed(_in_tree(_by_chunk(_chunk_state, Q, new=new), new, Moments.copy), client)
 
 
 def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
-    """Softmax state of values over all positions of dask arrays: one pass over the chunks, each where it is.
+    """Softmax state of values over all positions of dask arrays: one pass over the chunks, each in its place.
 
-    It is that of one `levattn.states.SoftmaxState` to rounding; the same chunks give the same bits in every run.
+    It agrees with one `levattn.states.SoftmaxState` to rounding. The same chunks give the same bits in every run.
 
     Parameters
     ----------
     logits : dask.array.Array of shape (..., T, L)
-        The logits of positions for latents, in chunks of any size along the positions.
+        The logits of positions and latents, in chunks of any size along the positions.
     V : dask.array.Array of shape (..., T, D)
-        Values. They are cut as the logits are, unless both have chunks of unknown size, as many and as long.
+        Values. Their chunks are made equal to the chunks of the logits, unless both have equal chunks of unknown size.
     client : distributed.Client, str or cluster, optional
         As in `universal_set`.
 
     Returns
     -------
     dask.delayed.Delayed or SoftmaxState
-        The state as a lazy value; with `client` that state itself.
+        The state as a lazy value; with `client`, the state itself.
 
     Raises
     ------
     ImportError
         If dask, or for `client` distributed, is not installed.
     TypeError, ValueError
-        If an argument is no dask array, or the shapes do not go together.
+        If an argument is not a dask array, or the shapes do not match.
 
     Notes
     -----
-    Time O(TLD), divided by the number of workers. What is merged is L (D + 2) numbers for each item of the batch.
+    Time O(TLD), divided by the number of workers. A merge takes L (D + 2) numbers for each item of the batch.
 
     References
     ----------
@@ -264,21 +264,21 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
         V = V.rechunk({V.ndim - 2: rows})
     if V.numblocks != logits.numblocks or (known and V.chunks[-2] != rows):
         raise ValueError(
-            f"V has chunks {V.chunks} and logits have {logits.chunks}; expected as many positions, and batches alike"
+            f"V has chunks {V.chunks} and logits have {logits.chunks}; expected as many positions, and equal batches"
         )
     new = partial(SoftmaxState, logits.shape[-1], V.shape[-1], tuple(logits.shape[:-2]))
-    new().update(_no_rows(logits), _no_rows(V))  # what is wrong with the arguments shows here
+    new().update(_no_rows(logits), _no_rows(V))  # raises for wrong arguments
     lazy = _in_tree(_by_chunk(_chunk_state, logits, V, new=new), new, SoftmaxState.copy)
     return _computed(lazy, client)
 
 
 def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
-    """Keys in files as a dask array, of which each worker reads the chunks that it needs by the same paths.
+    """Keys in files as a dask array; each worker reads the chunks that it needs by the same paths.
 
     Parameters
     ----------
     source : KeySource, path-like, or sequence of path-like
-        What `levattn.open_keys` returned, which has options for the tensor and the chunks; or paths for it.
+        A source from `levattn.open_keys`, which has options for the tensor and the chunks; or paths for it.
 
     Returns
     -------
@@ -290,13 +290,13 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
     ImportError
         If dask is not installed.
     FileNotFoundError, KeyFileError
-        As by `levattn.open_keys`; while computing also if a file changed since it was opened.
+        As in `levattn.open_keys`; while computing also if a file changed since it was opened.
     TypeError, ValueError
-        As by `levattn.open_keys`, if `source` is neither a source nor paths.
+        As in `levattn.open_keys`, if `source` is neither a source nor paths.
 
     Notes
     -----
-    Only headers are read here. Memory of a worker: a chunk for each of its threads, 32 MiB by default.
+    This call reads headers only. Memory of a worker: a chunk for each of its threads, 32 MiB by default.
 
     Examples
     --------
@@ -325,7 +325,7 @@ def universal_set_of_files(
     memory: int | None = None,
     scheduler: Any = None,
 ) -> StreamedSet:
-    """Universal set of keys in files, found by the workers of a dask scheduler.
+    """Universal set of keys in files, computed on the workers of a dask scheduler.
 
     It is the set of `universal_set`, with its guarantee. Each task reads a long range of rows, chunk by chunk, into
     one state. ``levattn universal-set PATH... --scheduler ADDRESS`` runs this.
@@ -333,17 +333,17 @@ def universal_set_of_files(
     Parameters
     ----------
     paths : path-like, or sequence of path-like
-        As in `levattn.open_keys`; on a file system that all workers see.
+        As in `levattn.open_keys`, on a file system that all workers share.
     epsilon : float in (0, 1]
         As in `universal_set`.
     tensor : str, optional
-        Name of the array, where a file holds several.
+        Name of the array, if a file holds several.
     f : float, str or AttentionFunction, default 2
         As in `universal_set`.
     memory : int, optional
         Number of bytes of keys that a task may hold at a time; 32 MiB by default.
     scheduler : distributed.Client, str or cluster, optional
-        As `client` in `universal_set`. If left out, what dask chooses.
+        As `client` in `universal_set`. By default, dask chooses the scheduler.
 
     Returns
     -------
@@ -355,18 +355,18 @@ def universal_set_of_files(
     ImportError
         If dask, or for `scheduler` distributed, is not installed.
     FileNotFoundError, KeyFileError
-        As by `levattn.open_keys`.
+        As in `levattn.open_keys`.
     TypeError, ValueError
-        If ε, f or `memory` is wrong.
+        If ε, f or `memory` is invalid.
     NonFiniteError
-        If the keys hold NaN or infinity; where the range begins and rows in it are named.
+        If the keys hold NaN or infinity. The error names the start of the range and the rows in it.
     OSError
-        If there is no scheduler at that address.
+        If no scheduler answers at that address.
 
     Notes
     -----
-    One pass over the files; cost as in `universal_set`. Ranges do not depend on the scheduler, nor do the bits of the
-    set.
+    One pass over the files; cost as in `universal_set`. Neither the ranges nor the bits of the set depend on the
+    scheduler.
 
     References
     ----------
@@ -385,7 +385,7 @@ def universal_set_of_files(
     _require_dask()
     source = open_keys(_absolute(paths), tensor=tensor, memory=memory)
     new = partial(StreamingUniversalSet, epsilon, f=f)
-    new().update(_no_rows(source))  # what is wrong with the arguments shows here
+    new().update(_no_rows(source))  # raises for wrong arguments
     rows = math.ceil(min(_RANGE * source.d / epsilon, 2.0**62) / source.chunk_rows) * source.chunk_rows
     lazy = _in_tree(_over(source, rows, _range_state, object, new=new), new, StreamingUniversalSet.result)
     found: StreamedSet = lazy.compute() if scheduler is None else _computed(lazy, scheduler)
@@ -397,11 +397,11 @@ def universal_set_of_files(
 
 def _require_dask() -> None:
     with needing("this needs dask", "dask"):
-        import dask.array  # noqa: F401 (which is what is missing where dask was installed by itself)
+        import dask.array  # noqa: F401 (missing if dask was installed without extras)
 
 
 def _computed(lazy: Any, client: Any) -> Any:
-    """Return a value computed by a client, or by one opened for a scheduler; without either the lazy value itself."""
+    """Compute a value on a client, or on a new client for a scheduler; without either, return the lazy value."""
     if client is None:
         return lazy
     with needing("this needs distributed", "dask"):
@@ -413,14 +413,14 @@ def _computed(lazy: Any, client: Any) -> Any:
 
 
 def _absolute(paths: _Path | Sequence[_Path]) -> Path | list[Path]:
-    """Return paths that mean the same to workers, whose working folder is another."""
+    """Return absolute paths, because workers may have another working folder."""
     if isinstance(paths, str | os.PathLike):
         return Path(paths).absolute()
     return [Path(path).absolute() for path in paths]
 
 
 def _in_row_chunks(K: Any, name: str = "K") -> Any:
-    """Return an array that is cut along the rows only."""
+    """Return an array with chunks along the rows only."""
     import dask.array as da
 
     remedy = "Make one by dask.array.from_array, or of files by levattn.distributed.dask.from_keys"
@@ -430,7 +430,7 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
     others = [axis for axis in range(K.ndim) if axis != K.ndim - 2]
     if any(math.isnan(K.shape[axis]) for axis in others):
         raise ValueError(
-            f"{name} has shape {K.shape}; expected sizes that are known, but for the number of rows. Call "
+            f"{name} has shape {K.shape}; expected known sizes, except for the number of rows. Call "
             f"{name}.compute_chunk_sizes() first"
         )
     split = {axis: -1 for axis in others if K.numblocks[axis] > 1}
@@ -438,12 +438,12 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
 
 
 def _no_rows(K: Any) -> npt.NDArray[Any]:
-    """Return an array like those of the chunks, without rows."""
+    """Return an array like the chunks, without rows."""
     return np.empty((*K.shape[:-2], 0, K.shape[-1]), K.dtype)
 
 
 def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **options: Any) -> Any:
-    """Return a dask array of a block for every so many rows of a source."""
+    """Return a dask array with one block for each run of `rows` rows of a source."""
     import dask.array as da
     from dask import delayed
 
@@ -460,7 +460,7 @@ def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **
 
 
 def _by_chunk(task: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
-    """Return a dask array whose blocks are states, one for each chunk of rows of arrays that are cut alike."""
+    """Return a dask array whose blocks are states, one for each chunk of rows of arrays with equal chunks."""
     import dask.array as da
 
     meta = np.empty((0,) * arrays[0].ndim, object)
@@ -468,7 +468,7 @@ def _by_chunk(task: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
 
 
 def _in_tree(states: Any, new: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
-    """Return what is read from all states, lazily; neighbors are merged, in order, so that rows keep their order."""
+    """Return a lazy read-out of all states; neighbors are merged in order, so that rows keep their order."""
     import dask.array as da
 
     axes = tuple(range(states.ndim))
@@ -491,12 +491,12 @@ def _in_tree(states: Any, new: Callable[[], Any], read: Callable[[Any], Any]) ->
 
 @contextmanager
 def _threads_of_worker() -> Iterator[None]:
-    """Limit the kernels to the threads that a worker of dask.distributed was given."""
+    """Limit the kernels to the threads of a worker of dask.distributed."""
     threads = num_threads()
     if "distributed" in sys.modules:  # a worker has loaded it
         from distributed import get_worker
 
-        with suppress(ValueError):  # where this is no worker
+        with suppress(ValueError):  # outside a worker
             threads = min(threads, get_worker().state.nthreads)
     with thread_limit(threads):
         yield
@@ -504,21 +504,21 @@ def _threads_of_worker() -> Iterator[None]:
 
 @contextmanager
 def _named(part: str) -> Iterator[None]:
-    """Say in which part of the keys the rows of an error are counted."""
+    """Add to an error the part of the keys in which its rows are counted."""
     try:
         yield
     except NonFiniteError as error:
         raise NonFiniteError(f"{part}: {error}") from error
 
 
-def _unchanged(state: Any, axis: Any, keepdims: Any) -> Any:  # noqa: ARG001 (dask gives them)
+def _unchanged(state: Any, axis: Any, keepdims: Any) -> Any:  # noqa: ARG001 (dask passes them)
     return state
 
 
 def _merge(states: Any, new: Callable[[], Any], read: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Merge states into a new one: those given are left as they are, for they may be needed again.
+    """Merge states into a new one; the given states stay unchanged, because dask may need them again.
 
-    Dask gives them as a list of lists, as many deep as the keys have axes.
+    Dask passes nested lists of states, with one level for each axis of the keys.
     """
     while isinstance(states[0], list):
         states = [state for part in states for state in part]

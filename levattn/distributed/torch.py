@@ -1,8 +1,8 @@
-"""Universal sets and softmax states of positions that are shared out among the processes of a torch group.
+"""Universal sets and softmax states of positions that are distributed over the processes of a torch group.
 
-For a universal set each rank makes a `levattn.StreamingUniversalSet` of its own rows. What travels are these states
-without their keys, so sums of d² numbers, and then the keys that reach ε among the keys of all ranks, with their
-values. Softmax states travel as they are.
+For a universal set each rank makes a `levattn.StreamingUniversalSet` of its own rows. The ranks exchange these states
+without their keys, so sums of d² numbers. Then they exchange the keys that reach ε among the keys of all ranks, with
+their values. Softmax states are exchanged as they are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from levattn.states import SoftmaxState
 __all__ = ["Traffic", "softmax_state", "universal_set"]
 
 _VERSION = 1  # of the messages
-_CHUNK_BYTES = 64 * 2**20  # of keys that are brought into main memory at a time
+_CHUNK_BYTES = 64 * 2**20  # of keys, copied into main memory at a time
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-# Fields that describe a shard, and have to be the same on all ranks.
+# Fields of a shard that must be the same on all ranks.
 _ALIKE = {
     "batch": "the batch",
     "d": "d",
@@ -44,18 +44,18 @@ _Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What was gathered on each rank to find a set, in bytes, those of the rank itself among them.
+    """Bytes that each rank gathered to find a set, including its own bytes.
 
     Attributes
     ----------
     shapes : int
-        What every rank tells of its shard before the work begins, and the sizes of all messages.
+        Descriptions of the shards of all ranks before the work begins, and the sizes of all messages.
     moments : int
         The states of all ranks without their keys.
     selected : int
         The keys of the set, their row numbers, and their values.
     dense : int
-        What gathering all keys and values would have taken.
+        The bytes of all keys and values, for comparison.
 
     Examples
     --------
@@ -72,17 +72,17 @@ class Traffic:
 
     @property
     def gathered(self) -> int:
-        """All that was gathered."""
+        """The sum of all gathered bytes."""
         return self.shapes + self.moments + self.selected
 
     @property
     def saved(self) -> int:
-        """By how many bytes that is less than all keys and values; negative for few keys."""
+        """The bytes saved, compared with gathering all keys and values; negative for few keys."""
         return self.dense - self.gathered
 
     @property
     def ratio(self) -> float:
-        """How many times that is less."""
+        """The ratio of the bytes of all keys and values to the gathered bytes."""
         return self.dense / self.gathered
 
 
@@ -92,25 +92,25 @@ def universal_set(
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 
-    It is the set of a `levattn.StreamingUniversalSet` of all shards in the order of the ranks: for f(x) = x² exact,
-    with the indices of ``levattn.universal_set``, for other functions a superset. This is a collective operation: all
-    ranks of the group call it, and have the same set. The same shards give the same bits in every run, other shards
-    agree to rounding.
+    It is the set of a `levattn.StreamingUniversalSet` of all shards in the order of the ranks. For f(x) = x² it is
+    exact, with the indices of ``levattn.universal_set``; for other functions it is a superset. This is a collective
+    operation: all ranks of the group call it, and get the same set. The same shards give the same bits in every run;
+    other shards agree to rounding.
 
     Parameters
     ----------
     K_local : array of shape (..., m, d)
-        The keys of this rank, m ≥ 0 of them, as many as it has; kinds and dtypes as in `levattn.universal_set`, on
-        any device. Batch, d and dtype are the same on all ranks.
+        The keys of this rank, any number m ≥ 0 of them, on any device. Kinds and dtypes as in `levattn.universal_set`.
+        Batch, d and dtype are the same on all ranks.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large, the same on all ranks.
     V : array of shape (..., m, ...), optional
-        What is to be gathered with the keys, such as their values: on all ranks or on none.
+        Rows to gather with the keys, such as their values: on all ranks or on none.
     mask : array of bool, shape (..., m), optional
-        True for a key that takes part, such as one that is no padding. The others count as rows.
+        True for a key that takes part, False for padding. Masked keys still count as rows.
     group : torch.distributed.ProcessGroup, optional
-        The group, with a backend that has all_gather and broadcast, such as gloo or NCCL (which uses the current
-        CUDA device); all processes if left out.
+        The group. Its backend needs all_gather and broadcast, such as gloo or NCCL (which uses the current CUDA
+        device). Default: all processes.
     f : float, str or AttentionFunction, default 2
         As in `levattn.StreamingUniversalSet`, the same on all ranks.
 
@@ -118,9 +118,9 @@ def universal_set(
     -------
     sets : StreamedSet
         The set, with row numbers among the rows of all ranks, as numpy arrays. `payload` holds the values of these
-        keys: float32, as the keys, where they were bfloat16.
+        keys. bfloat16 keys and values become float32.
     traffic : Traffic
-        What was gathered, and what gathering all keys and values would have taken.
+        The gathered bytes, and the bytes of all keys and values.
 
     Raises
     ------
@@ -128,27 +128,27 @@ def universal_set(
         If torch is not installed.
     TypeError, ValueError
         If an argument is wrong or differs between ranks, or if this process is in no group. If one rank fails, such
-        as by keys that are not finite, all do: that one with its own error, the others with a ValueError that quotes
-        it. A rank that ends or never calls is left to the timeout of the group.
+        as by keys that are not finite, all ranks fail. The failing rank raises its own error, and the others a
+        ValueError that quotes it. If a rank ends or never calls, the group's timeout applies.
 
     Notes
     -----
-    Time O(m d²) on each rank, and O(P d³) to merge the states of P ranks. For each matrix of the batch a rank gathers
-    about 4 d² bytes from every other if keys are well-conditioned, and 8 d² if not (D = C(d + p/2 − 1, p/2) takes the
-    place of d for an even power p; for other functions it is a number of such matrices), and then at most rank/ε keys
-    with their values. Keys on a device come to main memory chunk by chunk.
+    Time O(m d²) on each rank, and O(P d³) to merge the states of P ranks. For each matrix of the batch, a rank gathers
+    about 4 d² bytes from every other rank if keys are well-conditioned, and 8 d² if not. For an even power p,
+    D = C(d + p/2 − 1, p/2) takes the place of d; for other functions it is a number of such matrices. Then a rank
+    gathers at most rank/ε keys with their values. Keys on a device come to main memory chunk by chunk.
 
-    The states are gathered and merged in the order of the ranks, rather than reduced on the way: an all-reduce of
-    moments in float64 would lose digits that scores of ill-conditioned keys need, and adds up in an order of its own.
+    The states are gathered and merged in the order of the ranks, and not reduced on the way. An all-reduce of moments
+    in float64 would lose digits that scores of ill-conditioned keys need, and it would choose its own order of sums.
 
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (universal sets)
-    and its streaming algorithm, whose states are merged here.
+    and its streaming algorithm, whose states this function merges.
 
     Examples
     --------
-    One process, which is a group as well:
+    One process is a group as well:
 
     >>> import torch, torch.distributed as dist
     >>> from levattn.distributed.torch import universal_set
@@ -172,7 +172,7 @@ def universal_set(
         state = StreamingUniversalSet(epsilon, f=f, row_start=before)
         for K, options in _parts(K_local, V, mask):
             state.update(K, **options)
-        sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # sums in one piece, and fewer keys
+        sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # one sum, and fewer keys
         fields, arrays = sealed.parts()
         mine.update(_of_keys(arrays))
         return _compact(fields, arrays | _chosen(mine, np.zeros(0, np.int64)))
@@ -197,37 +197,37 @@ def universal_set(
 
 @where_arrays_are
 def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = None) -> SoftmaxState:
-    """Softmax state of the positions of all ranks of a process group, or of those of the ranks before this one.
+    """Softmax state of the positions of all ranks of a process group, or of all ranks before this one.
 
-    Latent attention over the whole sequence reads that of all ranks; causal latent attention over the shard of a rank
-    goes on from that of the ranks before it (``state=``). This is a collective operation: all ranks of the group call
-    it. States are merged in the order of the ranks, so every rank has the same bits.
+    Latent attention over the whole sequence reads the state of all ranks. Causal latent attention over the shard of a
+    rank continues from the state of the ranks before it (``state=``). This is a collective operation: all ranks of the
+    group call it. States are merged in the order of the ranks, so every rank has the same bits.
 
     Parameters
     ----------
     state : SoftmaxState
         The positions of this rank, of the same batch and sizes on all ranks.
     before : bool, default False
-        Merge only the states of ranks of a lower number, the same on all ranks.
+        Whether to merge only the states of ranks with a lower number; the same on all ranks.
     group : torch.distributed.ProcessGroup, optional
         As in `universal_set`.
 
     Returns
     -------
     SoftmaxState
-        With arrays of numpy; the empty state on the first rank if `before`.
+        The merged state, with numpy arrays; with `before`, the empty state on the first rank.
 
     Raises
     ------
     ImportError
         If torch is not installed.
     TypeError, ValueError
-        If the argument is no state, or the states do not go together; on all ranks alike, as by `universal_set`.
+        If the argument is not a state, or the states do not match; on all ranks alike, as in `universal_set`.
 
     Notes
     -----
-    Time O(P L D) for P ranks. A rank gathers L (D + 2) float64 numbers for each item of the batch from every other,
-    whatever the length of the sequence.
+    Time O(P L D) for P ranks. For each item of the batch, a rank gathers L (D + 2) float64 numbers from every other
+    rank, whatever the length of the sequence.
 
     References
     ----------
@@ -235,7 +235,7 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
 
     Examples
     --------
-    One process, which is a group as well:
+    One process is a group as well:
 
     >>> import numpy as np, torch.distributed as dist
     >>> from levattn.distributed.torch import softmax_state
@@ -266,7 +266,7 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
 
 
 class _Ranks:
-    """The processes of a group, which take every step together: all of them go on, or none."""
+    """The processes of a group, which take every step together: all of them continue, or none."""
 
     def __init__(self, group: Any) -> None:
         with needing("this needs torch", "torch"):
@@ -276,18 +276,18 @@ class _Ranks:
             raise ValueError("there is no process group; call torch.distributed.init_process_group first")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ValueError("this process is not of the group; only its members take part")
+            raise ValueError("this process is not in the group; only members of the group may call this")
         self.gathered = 0  # bytes so far
         self._group = group
         backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
         self._device = torch.device("cpu" if "cpu:" in backends else backends.partition(":")[0])
 
     def together(self, kind: str, work: Callable[[], tuple[_Fields, _Arrays]]) -> list[tuple[_Fields, _Arrays]]:
-        """Return what each rank made, in order; if one fails, raise on all of them."""
+        """Return the results of all ranks, in order; if one rank fails, raise on all of them."""
         failure: Exception | None = None
         try:
             message = pack(kind, _VERSION, *work())
-        except Exception as error:  # of whatever kind: the others are waiting
+        except Exception as error:  # of any kind, because the others are waiting
             failure = error
             message = pack(kind, _VERSION, {"failure": f"{type(error).__name__}: {error}"}, {})
         answers = [unpack(data, kind, _VERSION) for data in self._gather(message)]
@@ -308,7 +308,7 @@ class _Ranks:
         mine = torch.tensor([len(message)], device=self._device)
         sizes = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(sizes, mine, group=self._group)
-        # Broadcasts, as an all-gather wants equal sizes, and the longest of all may be much longer than the others.
+        # Broadcasts, because an all-gather needs equal sizes, and the longest message may be much longer than others.
         buffers, waiting = [], []
         for rank, size in enumerate(map(int, sizes)):
             if rank == self.rank:
@@ -324,13 +324,13 @@ class _Ranks:
         return [buffer.cpu().numpy().tobytes() for buffer in buffers]
 
 
-# -- what they tell each other ------------------------------------------------------------------------
+# -- descriptions of shards ---------------------------------------------------------------------------
 
 
 def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
     """Check the arguments of a rank, without reading its keys, and describe them."""
     state = StreamingUniversalSet(epsilon, f=f)
-    state.parts()  # which raises for functions whose states cannot travel
+    state.parts()  # raises for functions whose states cannot be sent
     matrices = as_matrices(K, "K_local")
     as_mask(mask, matrices)
     shape, width = (*matrices.batch, matrices.n), _WIDTHS[matrices.format]
@@ -349,7 +349,7 @@ def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
 
 
 def _require_alike(told: list[_Fields], names: dict[str, str]) -> None:
-    """Raise, on all ranks alike, if a field that has to be the same is not; `names` says what each one is."""
+    """Raise, on all ranks alike, if a field differs between ranks; `names` gives the text for each field."""
     for name, what in names.items():
         values = [fields[name] for fields in told]
         if values.count(values[0]) < len(values):
@@ -357,7 +357,7 @@ def _require_alike(told: list[_Fields], names: dict[str, str]) -> None:
 
 
 def _parts(K: Any, V: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the keys in chunks, each with its mask and payload: those on a device come into main memory one by one."""
+    """Yield the keys in chunks with mask and payload; chunks on a device come into main memory one by one."""
     K, mask = (array if array is None or hasattr(array, "shape") else np.asarray(array) for array in (K, mask))
     n, lead = K.shape[-2], (slice(None),) * (K.ndim - 2)
     row = max(1, math.prod(K.shape[:-2]) * K.shape[-1] * 8)
@@ -373,7 +373,7 @@ def _is_bfloat16(V: Any) -> bool:
 
 
 def _storable(V: Any) -> Any:
-    """Return values as a state holds them without widening them: tensors as numpy arrays, and bfloat16 as words."""
+    """Return values as a state holds them, without widening: tensors as numpy arrays, and bfloat16 as words."""
     if hasattr(V, "detach"):
         import torch
 
@@ -382,7 +382,7 @@ def _storable(V: Any) -> Any:
 
 
 def _with_numbers(item: SelectedKeys) -> SelectedKeys:
-    """Return keys whose values are numbers again, where they were words of bfloat16."""
+    """Return keys whose values are float32 numbers again, after words of bfloat16."""
     words = np.asarray(item.payload).view(np.uint16)
     return replace(item, payload=to_float64(words, "bfloat16").astype(np.float32))
 
@@ -391,23 +391,23 @@ def _with_numbers(item: SelectedKeys) -> SelectedKeys:
 
 
 def _of_keys(arrays: _Arrays) -> _Arrays:
-    """Return those arrays of a state that are of the keys it holds, one matrix after the other."""
+    """Return the arrays of the keys that a state holds, one matrix after the other."""
     return {name: array for name, array in arrays.items() if name == "counts" or name.startswith("held.")}
 
 
 def _matrices(held: _Arrays) -> npt.NDArray[np.int64]:
-    """Return to which matrix each of the keys belongs."""
+    """Return the matrix of each key."""
     return np.repeat(np.arange(len(held["counts"])), held["counts"])
 
 
 def _chosen(held: _Arrays, which: npt.NDArray[np.int64]) -> _Arrays:
-    """Return some of the keys, in their order."""
+    """Return some of the keys, in the same order."""
     counts = np.bincount(_matrices(held)[which], minlength=len(held["counts"])).astype(np.int64)
     return {name: array[which] for name, array in held.items() if name != "counts"} | {"counts": counts}
 
 
 def _joined(of_ranks: list[_Arrays]) -> _Arrays:
-    """Return the keys of all ranks, those of each matrix in the order of the ranks."""
+    """Return the keys of all ranks by matrix, and for each matrix in the order of the ranks."""
     order = np.argsort(np.concatenate([_matrices(held) for held in of_ranks]), kind="stable")
     names = of_ranks[0].keys() - {"counts"}
     joined = {name: np.concatenate([held[name] for held in of_ranks])[order] for name in names}
@@ -415,7 +415,7 @@ def _joined(of_ranks: list[_Arrays]) -> _Arrays:
 
 
 def _holding(state: StreamingUniversalSet, held: _Arrays) -> StreamedSet:
-    """Return the set of a state if it holds these keys, which must be among those that it has seen."""
+    """Return the set of a state if it holds these keys, which must be among its rows."""
     fields, arrays = state.parts()
     return StreamingUniversalSet.from_parts(fields, arrays | held).result()
 
@@ -437,7 +437,7 @@ def _compact(fields: _Fields, arrays: _Arrays) -> tuple[_Fields, _Arrays]:
 
 
 def _expanded(fields: _Fields, arrays: _Arrays) -> StreamingUniversalSet:
-    """Return the state that `_compact` took apart."""
+    """Return the state that `_compact` split into parts."""
     arrays = arrays | {name: np.zeros(shape, dtype) for name, (dtype, shape) in fields["zeros"].items()}
     for name, d in fields["triangles"].items():
         row, column = np.triu_indices(d)

@@ -1,7 +1,7 @@
-"""Keys from files: sources of row chunks that can be read again and again.
+"""Keys from files: re-iterable sources of row chunks.
 
-`open_keys` reads the headers of files and returns a `KeySource`; the numbers themselves are read when the source is
-iterated, read or loaded. Nothing here ever unpickles, or runs anything that a file names.
+`open_keys` reads the headers of files and returns a `KeySource`. The numbers themselves are read when the caller
+iterates, reads or loads the source. This package never unpickles, and never runs code that a file names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the readers of all formats share: what an opened array is, and how a file is refused."""
+"""Shared code of the readers of all formats: opened arrays, and refusals of files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from levattn._core.checks import needing
 from levattn.exceptions import KeyFileError
 
 _NAMES_SHOWN = 30
-_LONGEST_DETAIL = 300  # an error may quote all of the file
-_LONGEST_PROBLEM = 4000  # and so may a name in it
+_LONGEST_DETAIL = 300  # an error may quote the whole file
+_LONGEST_PROBLEM = 4000  # and a name in it may be as long
 _MOST_AXES = 64  # of a numpy array
-# Of arrays without numbers: their matrices, the rows of all these, and the entries of their second moments. That is a
-# second or two, and half a gigabyte.
+# Limits of arrays without numbers: matrices, rows of all matrices, and entries of their second moments. They cost up
+# to a second or two, and half a gigabyte.
 _MOST_EMPTY = 2**16, 2**24, 2**26
 
-# Given rows start and stop, returns an array (..., stop - start, d), which nothing overwrites later.
+# Given rows start and stop, returns an array (..., stop - start, d) that nothing overwrites later.
 ReadRows = Callable[[int, int], npt.NDArray[Any]]
 
 
 class Opened(NamedTuple):
-    """An array in an open file: what its header says, and how to get at its rows."""
+    """An array in an open file: the entries of its header, and a function that reads its rows."""
 
     tensor: str | None
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class Opened(NamedTuple):
     read: ReadRows
 
 
-# Given a path and the name of a tensor: opens the file and checks what can be checked without reading the data.
+# Given a path and the name of a tensor: opens the file and makes all checks that need no reading of the data.
 Format = Callable[[Path, str | None], AbstractContextManager[Opened]]
 
 
 def printable(text: str) -> str:
-    """Return text with what a terminal would act upon, or hide, written as Python writes it in a string."""
+    """Return text with unprintable characters as Python's escapes, so that a terminal neither obeys nor hides them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -56,12 +56,12 @@ def refusal(path: Path, problem: str, remedy: str) -> KeyFileError:
 
 
 def missing_file(path: Path, problem: str, remedy: str) -> FileNotFoundError:
-    """Return the error of a file that is not there."""
+    """Return the error of a missing file."""
     return FileNotFoundError(printable(f"{path}: {problem}; {remedy}"))
 
 
 def damaged(path: Path, what: str, detail: object) -> KeyFileError:
-    """Return the error of a file whose bytes are not what they should be."""
+    """Return the error of a file with damaged bytes."""
     if isinstance(detail, BaseException):
         detail = next(iter(str(detail).splitlines()), type(detail).__name__)[:_LONGEST_DETAIL]
     return refusal(path, f"{what} is truncated or damaged ({detail})", "write or copy it again")
@@ -69,7 +69,7 @@ def damaged(path: Path, what: str, detail: object) -> KeyFileError:
 
 @contextmanager
 def refusing(path: Path, errors: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn what damaged bytes make a reader raise into a refusal of the file."""
+    """Turn errors that a reader raises for damaged bytes into a refusal of the file."""
     try:
         yield
     except (KeyFileError, ImportError):
@@ -82,17 +82,17 @@ def refusing(path: Path, errors: type[Exception] | tuple[type[Exception], ...]) 
 
 
 def needing_package(what: object, package: str) -> AbstractContextManager[None]:
-    """Return a block whose imports need a package that may not be installed."""
+    """Return a context whose imports need an optional package."""
     return needing(printable(f"reading {what} needs {package}"), "io")
 
 
 def check_shape(path: Path, opened: Opened) -> None:
-    """Refuse an array that holds no matrices of keys."""
+    """Refuse an array that is not a batch of key matrices."""
     array = "the array" if opened.tensor is None else f"tensor {opened.tensor!r}"
     if not 2 <= len(opened.shape) <= _MOST_AXES:
         shape = opened.shape if len(opened.shape) < 2 else f"of {len(opened.shape)} axes"
         raise refusal(path, f"{array} has shape {shape}, expected (..., n, d)", "save the keys as rows of a matrix")
-    # The size of a file says nothing of an array without numbers, and going through it could take for ever.
+    # The size of a file does not limit the shape of an array without numbers, and a loop over it could take forever.
     *batch, n, d = (max(length, 1) for length in opened.shape)
     matrices = math.prod(batch)
     if 0 in opened.shape and any(map(operator.gt, (matrices, matrices * n, matrices * d * d), _MOST_EMPTY)):
@@ -102,14 +102,14 @@ def check_shape(path: Path, opened: Opened) -> None:
 
 
 def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFileError:
-    """Return the error of numbers that are not taken as keys."""
+    """Return the error of numbers in a dtype that keys cannot have."""
     return refusal(
         path, f"{array} has dtype {dtype}, expected {expected}", "convert it to one of these and save it again"
     )
 
 
 def choose(path: Path, names: Sequence[str], tensor: str | None) -> str:
-    """Return which of the named arrays of a file is meant."""
+    """Return the name of the array to read, of the named arrays of a file."""
     if not names:
         raise refusal(path, "holds no array", "check how it was written")
     shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
@@ -127,7 +127,7 @@ def choose(path: Path, names: Sequence[str], tensor: str | None) -> str:
 
 
 def refuse_name(path: Path, tensor: str | None, kind: str) -> None:
-    """Refuse a name where a file holds one array without."""
+    """Refuse a name for a file that holds one array without a name."""
     if tensor is not None:
         raise refusal(path, f"{kind} holds one array without a name, got tensor={tensor!r}", "leave tensor out")
 
@@ -141,13 +141,13 @@ def mapped_rows(
     offset: int,
     order: Literal["C", "F"] = "C",
 ) -> ReadRows:
-    """Rows of an array in an open file, memory-mapped."""
+    """Return a function that reads rows of an array in an open file, memory-mapped."""
     size = math.prod(shape) * dtype.itemsize
     keys: np.memmap[Any, Any] | None = None
 
     def read(start: int, stop: int) -> npt.NDArray[Any]:
         nonlocal keys
-        if size == 0:  # which cannot be mapped
+        if size == 0:  # such a file cannot be mapped
             return np.empty(shape, dtype)[..., start:stop, :]
         check_size(path, stream, offset + size)
         if keys is None:
@@ -160,12 +160,12 @@ def mapped_rows(
 
 
 def check_size(path: Path, stream: IO[bytes], size: int) -> None:
-    """Refuse a file that was cut since it was mapped: touching what lies beyond its end would kill the process."""
+    """Refuse a file that was cut since it was mapped: a read beyond its end would kill the process."""
     if os.fstat(stream.fileno()).st_size < size:
         raise damaged(path, "the file", "it was cut while it was read")
 
 
 def let_go(pages: Any) -> None:
-    """Stop counting the pages read so far as memory of this process; those still in use are mapped again."""
+    """Stop counting the pages read so far as memory of this process; pages still in use are mapped again."""
     if hasattr(mmap, "MADV_DONTNEED"):
         pages.madvise(mmap.MADV_DONTNEED)

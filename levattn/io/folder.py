@@ -1,4 +1,4 @@
-"""Which files a path stands for: itself, or the shards in a folder."""
+"""The files of a path: the path itself, or the shards in a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PART = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,18})(\.\w+)", re.DOTALL)
 
 
 def shards_of(path: Path, suffixes: Collection[str]) -> list[Path]:
-    """Return the files of keys that `path` stands for, in the order of their rows."""
+    """Return the files of keys at `path`, in the order of their rows."""
     if not path.exists():
         raise missing_file(path, "no such file", f"check the path (it is taken relative to {Path.cwd()})")
     if not path.is_dir() or is_store(path):

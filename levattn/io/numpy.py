@@ -1,4 +1,4 @@
-"""`.npy` and `.npz`: numpy's own formats. Headers are parsed by a grammar of their own, and nothing is evaluated."""
+"""`.npy` and `.npz`: numpy's own formats. A grammar here parses the headers, and nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PIECE = 2**20
 
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")
 _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-# What damaged bytes make the zip reader raise.
+# Errors that the zip reader raises for damaged bytes.
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, OSError)
 
 
@@ -44,7 +44,7 @@ class _Header(NamedTuple):
 
 
 def _read_header(path: Path, what: str, stream: IO[bytes], total: int) -> _Header:
-    """Read the header of a .npy stream of `total` bytes and check that the data are all there."""
+    """Read the header of a .npy stream of `total` bytes, and check that the data are complete."""
     start = stream.read(len(NPY_MAGIC) + 2)
     if not start.startswith(NPY_MAGIC):
         if NPY_MAGIC.startswith(start):
@@ -104,14 +104,14 @@ def _as_dtype(path: Path, what: str, descr: str) -> np.dtype[Any]:
         )
     try:
         name = str(np.dtype(descr)) if re.fullmatch("[<>=|]?[biufc][0-9]{1,2}", descr) else descr
-    except TypeError:  # there is no such type here
+    except TypeError:  # numpy has no such type here
         name = descr
     raise wrong_dtype(path, what, name, _ALLOWED)
 
 
 @contextmanager
 def open_npy(path: Path, tensor: str | None) -> Iterator[Opened]:
-    """Open an array of numpy, mapped."""
+    """Open a numpy array, mapped."""
     refuse_name(path, tensor, "a .npy file")
     with path.open("rb") as stream:
         header = _read_header(path, "the array", stream, os.fstat(stream.fileno()).st_size)
@@ -121,7 +121,7 @@ def open_npy(path: Path, tensor: str | None) -> Iterator[Opened]:
 
 @contextmanager
 def open_npz(path: Path, tensor: str | None) -> Iterator[Opened]:
-    """Open an archive of numpy, whose array is read at once."""
+    """Open a numpy archive, whose array is read at once."""
     keys: npt.NDArray[Any] | None = None
 
     def read(start: int, stop: int) -> npt.NDArray[Any]:
@@ -140,16 +140,14 @@ def open_npz(path: Path, tensor: str | None) -> Iterator[Opened]:
             name = choose(path, names, tensor)
             info = archive.getinfo(name + ".npy")
             if info.compress_type not in _ZIP_METHODS:
-                raise refusal(
-                    path, f"tensor {name!r} is compressed by a method that numpy does not write", "save it again"
-                )
+                raise refusal(path, f"tensor {name!r} has a compression that numpy does not write", "save it again")
             with archive.open(info) as member:
                 header = _read_header(path, f"tensor {name!r}", member, info.file_size)
         yield Opened(name, header.shape, header.dtype, read)
 
 
 def _read_member(path: Path, name: str, member: IO[bytes], total: int) -> npt.NDArray[Any]:
-    """Read an array in pieces, without a second copy of the whole, and to the end, where the checksum is compared."""
+    """Read an array in pieces, without a second copy, and to the end, where the zip reader compares the checksum."""
     header = _read_header(path, f"tensor {name!r}", member, total)
     size = total - header.offset
     data, filled = np.empty(size, np.uint8), 0

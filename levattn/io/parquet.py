@@ -28,7 +28,7 @@ def open_parquet(path: Path, tensor: str | None) -> Iterator[Opened]:
 
 
 class _Column:
-    """A column that is read on from where the last reading ended, or else from the beginning of a row group."""
+    """A column; a read continues where the last one ended, or starts at the beginning of a row group."""
 
     def __init__(self, path: Path, stream: IO[bytes], tensor: str | None) -> None:
         with needing_package(path, "pyarrow"):
@@ -36,7 +36,7 @@ class _Column:
             from pyarrow.parquet import ParquetFile
         self._path = path
         self._stream = stream
-        # Whatever pyarrow raises is due to the file. Mapped by itself or buffered, pyarrow would hold whole row groups
+        # Any error of pyarrow is due to the file. With its own mapping or buffers, pyarrow would hold whole row groups
         # in memory, or as much as damaged sizes of pages ask for.
         with refusing(path, Exception):
             self._pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -45,7 +45,7 @@ class _Column:
             self.starts = _first_rows(path, self._file.metadata)
         self.d: int = self._kind.list_size
         self.dtype = np.dtype(_FLOATS[str(self._kind.value_type)])
-        self._next = -1  # the row that comes next; at first none
+        self._next = -1  # the next row to read; at first none
         self._rest = np.empty((0, self.d), self.dtype)
         self._batches: Iterator[npt.NDArray[Any]] = iter(())
 
@@ -81,7 +81,7 @@ class _Column:
             lists = batch.column(self.name)
             values = lists.flatten()
             if lists.type != self._kind or lists.null_count or values.null_count:
-                raise refusal(self._path, f"tensor {self.name!r} has nulls", "leave out the rows that have them")
+                raise refusal(self._path, f"tensor {self.name!r} has nulls", "leave out the rows with nulls")
             rows = values.to_numpy().reshape(len(lists), self.d)
             yield rows[max(0, start - passed) :]
             passed += len(rows)
@@ -110,7 +110,7 @@ def _find(path: Path, schema: Any, tensor: str | None) -> tuple[str, Any]:
 
 def _first_rows(path: Path, metadata: Any) -> list[int]:
     """Return the first row of each row group, and at the end the number of rows."""
-    # Not the columns of the row groups: pyarrow ends the process where their statistics are damaged.
+    # The columns of the row groups are not read: pyarrow ends the process where their statistics are damaged.
     counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
         raise damaged(path, "the file", f"it has {metadata.num_rows} rows in row groups of {counts}")

@@ -1,4 +1,4 @@
-"""`.safetensors` files, and the index of a model that is spread over several."""
+"""`.safetensors` files, and the index of a model in several such files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_safetensors(path: Path, tensor: str | None) -> Iterator[Opened]:
     with needing_package(path, "safetensors"):
         from safetensors import SafetensorError, safe_open
     with path.open("rb") as stream:
-        # The package checks the whole header, but its slices copy slowly: the rows are mapped here.
+        # The package checks the whole header, but its slices copy slowly, so this module maps the rows.
         with refusing(path, (SafetensorError, OSError)), safe_open(path, framework="numpy") as tensors:
             name = choose(path, sorted(tensors.keys()), tensor)
         with refusing(path, (ValueError, KeyError)):
@@ -69,8 +69,8 @@ def open_index(path: Path, tensor: str | None) -> Iterator[Opened]:
     name = choose(path, sorted(shards), tensor)
     file = shards[name]
     if not isinstance(file, str) or not file.endswith(".safetensors"):
-        raise damaged(path, "the index", f"tensor {name!r} is said to be in {file!r}, which is no .safetensors file")
-    # Only names in the folder count, so that an index cannot lead anywhere else.
+        raise damaged(path, "the index", f"it places tensor {name!r} in {file!r}, which is no .safetensors file")
+    # Only names in the folder count, so that an index cannot lead to other folders.
     if file not in (entry.name for entry in path.parent.iterdir()):
         raise missing_file(path, f"tensor {name!r} is in {file!r}, which is not beside it", "copy it there")
     shard = path.parent / file

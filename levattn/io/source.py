@@ -1,4 +1,4 @@
-"""Sources of keys: which shards a path stands for, and the rows of all of them as one array."""
+"""Sources of keys: the shards of a path, and the rows of all shards as one array."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Path = str | os.PathLike[str]
 
 
 class _Shard(NamedTuple):
-    """One of the arrays whose rows follow each other in a source, as it was when it was opened."""
+    """An array of a source as it was when it was opened; rows of the arrays follow each other."""
 
     path: Path
     tensor: str | None
@@ -52,43 +52,43 @@ class _Shard(NamedTuple):
 class KeySource:
     """Keys in files, as a re-iterable source of row chunks.
 
-    Made by `open_keys`. Iterating yields numpy arrays of shape ``(..., m, d)`` with ``m <= chunk_rows``:
+    `open_keys` returns it. Iterating yields numpy arrays of shape ``(..., m, d)`` with ``m <= chunk_rows``:
     consecutive rows, with all leading axes (batch, heads) together. Concatenated along axis -2 they are the
-    array of the file, or the arrays of all files one after the other. Each iteration opens the files anew, so a
-    source can be read as often as an algorithm needs passes, and can be pickled and sent to another process.
+    array of the file, or the arrays of all files one after the other. Each iteration opens the files anew. So an
+    algorithm can read a source in several passes, and a source can be pickled and sent to another process.
 
     Attributes
     ----------
     path : pathlib.Path or tuple of pathlib.Path
-        The file or folder, or the several that were given.
+        The file or folder, or the given sequence of them.
     tensor : str or None
-        Name of the array inside the file; None where it has no name (``.npy``, a zarr array), or not the same one
+        Name of the array inside the file. None if it has no name (``.npy``, a zarr array), or not the same name
         in all files.
     shape : tuple of int
-        ``(..., n, d)``, known without reading the data.
+        ``(..., n, d)``, from the headers alone.
     dtype : numpy.dtype
         float64, float32, float16, or ml_dtypes' bfloat16, in native byte order.
     chunk_rows : int
-        Number of rows in every chunk but the last, which may be shorter.
+        Number of rows in every chunk except the last, which may be shorter.
 
     Raises
     ------
     KeyFileError
-        While reading, if the data are damaged or if a file, or the number of files, changed since they were opened.
+        While reading, if the data are damaged, or if a file or the number of files changed since the opening.
 
     Notes
     -----
-    Chunks are cut from the rows of all files together, so that the chunks, and what is summed over them, do not depend
-    on where one file ends and the next begins.
+    Chunks are taken from the rows of all files together. So the chunks, and sums over them, do not depend on the
+    boundaries between files.
 
     Memory: ``chunk_rows`` rows at a time. Rows of ``.npy`` and ``.safetensors`` files are memory-mapped and read-only,
-    and let go chunk by chunk; zarr stores are read by those of their own chunks that hold the rows asked for (fastest
-    where `chunk_rows` is a multiple of theirs), ``.parquet`` files page by page; an array in an ``.npz`` file is read
-    whole, because a compressed member has no random access.
+    and released chunk by chunk. From a zarr store, only the store's chunks that hold the requested rows are read. This
+    is fastest where `chunk_rows` is a multiple of the rows of such a chunk. ``.parquet`` files are read page by page.
+    An array in an ``.npz`` file is read whole, because a compressed member has no random access.
 
-    A ``.npy``, ``.safetensors`` or ``.parquet`` file must not be cut while it is read. Its size is looked at before
-    each chunk, but where it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
-    every mapped file. Copy a file that may be cut first; to replace it as a whole, by a rename, does no harm.
+    A ``.npy``, ``.safetensors`` or ``.parquet`` file must not be cut while it is read. Its size is checked before
+    each chunk. But if it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
+    every mapped file. Copy a file that may be cut first. Replacing it as a whole, by a rename, does no harm.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class KeySource:
     dtype: np.dtype[Any]
     chunk_rows: int
     _shards: tuple[_Shard, ...] = field(repr=False)
-    _first: int = field(default=0, repr=False)  # row of the shards with which this source begins
+    _first: int = field(default=0, repr=False)  # row of the shards at which this source begins
 
     @property
     def n(self) -> int:
@@ -126,9 +126,9 @@ class KeySource:
                 yield _joined(pieces(start, min(start + self.chunk_rows, self.n)))
 
     def read(self, start: SupportsIndex, stop: SupportsIndex) -> npt.NDArray[Any]:
-        """Return the rows from `start` up to `stop`, which is not among them.
+        """Return the rows from `start` up to `stop`, exclusive.
 
-        Only these are read, but for an ``.npz`` file.
+        Only these rows are read, except from an ``.npz`` file.
 
         Parameters
         ----------
@@ -143,9 +143,9 @@ class KeySource:
         Raises
         ------
         KeyFileError
-            If the data are damaged or if a file changed since it was opened.
+            If the data are damaged, or if a file changed since it was opened.
         FileNotFoundError
-            If a file is gone.
+            If a file is missing.
         TypeError, ValueError
             If `start` or `stop` is not a whole number, or out of range.
         """
@@ -154,10 +154,10 @@ class KeySource:
             return _joined(pieces(start, stop))
 
     def between(self, start: SupportsIndex, stop: SupportsIndex) -> KeySource:
-        """Return the source of the rows from `start` up to `stop` alone; nothing is read.
+        """Return the source of the rows from `start` up to `stop` alone, without reading them.
 
-        This is how work is divided: each worker gets the source of its rows. Where `start` is a multiple of 2048,
-        chunks hold whole blocks of the sums as before.
+        Use it to divide work: each worker gets the source of its rows. If `start` is a multiple of 2048,
+        chunks still hold whole blocks of the sums.
 
         Parameters
         ----------
@@ -183,8 +183,9 @@ class KeySource:
         Returns
         -------
         numpy.ndarray, shape (..., n, d)
-            A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order
-            (nothing is read until it is used, and the file must not be cut until then), an array in memory otherwise.
+            A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order.
+            Its numbers are read when they are used, and the file must not be cut until then. Otherwise an array in
+            memory.
 
         Raises
         ------
@@ -192,7 +193,7 @@ class KeySource:
             If the data are damaged or larger than memory, or if a file changed since it was opened. It is a
             ValueError.
         FileNotFoundError
-            If a file is gone.
+            If a file is missing.
         """
         with self._reading() as pieces:
             if len(self._shards) == 1:
@@ -208,7 +209,7 @@ class KeySource:
     def _checked(self, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
         start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start <= stop <= self.n:
-            raise ValueError(f"rows {start} to {stop} are asked for; expected 0 <= start <= stop <= n = {self.n}")
+            raise ValueError(f"start, stop are {start}, {stop}; expected 0 <= start <= stop <= n = {self.n}")
         return start, stop
 
     @contextmanager
@@ -249,24 +250,28 @@ def open_keys(
 ) -> KeySource:
     """Open keys in files: ``.npy``, ``.npz``, ``.safetensors``, ``.parquet``, zarr v3, or a folder of such files.
 
-    Only headers are read. The result can be given to `universal_set`, iterated for row chunks, or loaded.
+    Only headers are read. Pass the result to `universal_set`, iterate over its row chunks, or load it.
 
     Parameters
     ----------
     path : path-like, or sequence of path-like
-        A file, whose suffix says the format; the ``.safetensors.index.json`` of a model, which says what file beside
-        it holds `tensor`; a zarr v3 store; or a folder, whose files are taken in natural order (``shard-2`` before
-        ``shard-10``). Rows of several files, which may be of different formats, follow each other. A sequence of
-        paths is taken in its own order. Each array has shape ``(..., n, d)``, rows are keys, and dtype float64,
-        float32, float16, or (``.safetensors`` only) bfloat16; in a ``.parquet`` file it is a column of fixed-size
-        lists.
+        A path may be:
+
+        - a file, whose suffix tells the format;
+        - the ``.safetensors.index.json`` of a model, which names the file beside it that holds `tensor`;
+        - a zarr v3 store;
+        - a folder, whose files are taken in natural order (``shard-2`` before ``shard-10``).
+
+        Rows of several files, which may be of different formats, follow each other. A sequence of paths is taken in
+        its own order. Each array has shape ``(..., n, d)``; its rows are keys. Its dtype is float64, float32, float16,
+        or (``.safetensors`` only) bfloat16. In a ``.parquet`` file it is a column of fixed-size lists.
     tensor : str, optional
-        Name of the array, the same in all files; needed where one holds several.
+        Name of the array, the same in all files. Required if a file holds several arrays.
     chunk_rows : int, optional
         Number of rows in a chunk, at least 1.
     memory : int, optional
-        Instead of `chunk_rows`: number of bytes that a chunk may take, unless a single row takes more. Chunks are made
-        of whole blocks of 2048 rows if that many fit. Default: 32 MiB.
+        Instead of `chunk_rows`: number of bytes that a chunk may take, unless a single row takes more. Chunks consist
+        of whole blocks of 2048 rows if as many fit. Default: 32 MiB.
 
     Returns
     -------
@@ -276,26 +281,29 @@ def open_keys(
     Raises
     ------
     FileNotFoundError
-        If there is no such file, or the index of a model names one that is not there.
+        If a file, or a file that the index of a model names, is missing.
     KeyFileError
-        If a file is truncated, damaged, pickled, or of another kind; if the array is not floating-point or has fewer
-        than two axes; if `tensor` is not in the file (the names that are there are listed), or is left out
-        although there are several; if a parquet column has nulls, or a zarr store lacks chunks; if a folder holds no
-        file of keys, or not all of those numbered like ``-00001-of-00003``; if several files differ in dtype or in any
-        axis but that of the rows. It is a ValueError.
+        A ValueError. It is raised in these cases:
+
+        - a file is truncated, damaged, pickled, or of another kind;
+        - the array is not floating-point or has fewer than two axes;
+        - `tensor` is not in the file (the error lists the names in it), or is left out although there are several;
+        - a parquet column has nulls, or a zarr store lacks chunks;
+        - a folder holds no file of keys, or not all files numbered like ``-00001-of-00003``;
+        - several files differ in dtype or in any axis except the axis of the rows.
     TypeError, ValueError
-        If `tensor` is not a string, if `chunk_rows` or `memory` is not a positive integer or both are given, or if
-        the sequence of paths is empty.
+        If `tensor` is not a string, or the sequence of paths is empty. Also if `chunk_rows` or `memory` is not a
+        positive integer, or both are given.
     ImportError
-        If ``.safetensors`` is asked for without the package safetensors, bfloat16 without ml_dtypes, ``.parquet``
-        without pyarrow, or a zarr store without zarr.
+        If the package for a format is not installed: safetensors for ``.safetensors``, ml_dtypes for bfloat16,
+        pyarrow for ``.parquet``, or zarr for a zarr store.
 
     Notes
     -----
-    Time and memory are those of reading the headers. Nothing is ever unpickled, and no file can name code that is run.
-    Non-native byte order is converted on reading. In a folder, hidden files and those of other kinds are left aside;
-    the index of a model, if there is one, stands for the folder. A file whose header is sound but whose numbers were
-    altered can be told by a checksum only: ``.npz`` always has one, zarr and parquet if they were written so.
+    Reading the headers takes all of the time and memory. Nothing is ever unpickled, and no file can name code to run.
+    Non-native byte order is converted on reading. In a folder, hidden files and files of other kinds are ignored. If a
+    folder holds the index of a model, the index represents the folder. Only a checksum can reveal altered numbers
+    under a sound header: ``.npz`` always has one, and zarr and parquet may have one.
 
     Examples
     --------
@@ -311,7 +319,7 @@ def open_keys(
     if tensor is not None and not isinstance(tensor, str):
         raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
     if chunk_rows is not None and memory is not None:
-        raise ValueError("chunk_rows and memory: both given; expected at most one, a number of rows or of bytes")
+        raise ValueError("chunk_rows and memory are both given; expected at most one, a number of rows or of bytes")
     rows = None if chunk_rows is None else whole_number("chunk_rows", chunk_rows)
     budget = _CHUNK_BYTES if memory is None else whole_number("memory", memory)
 
@@ -371,7 +379,7 @@ def _conversion_hint(path: Path) -> str:
     with path.open("rb") as stream:
         start = stream.read(8)
     if start.startswith(NPY_MAGIC):
-        return "its content is that of a .npy file: rename it"
+        return "its content is a .npy file: rename it"
     if path.suffix.lower() in {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}:
         return "such files hold pickled objects, which are never loaded: save the tensor with safetensors"
     return "save the keys with numpy.save or safetensors"

@@ -15,13 +15,13 @@ from typing import IO
 def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Write a file atomically: it appears complete, or not at all.
 
-    Yields a binary stream onto a temporary file in the folder of `path`. On success that file replaces
-    `path`; if the block raises, it is removed and `path` stays as it was.
+    Yields a binary stream to a temporary file in the folder of `path`. On success that file replaces
+    `path`. If the block raises, the temporary file is removed and `path` stays as it was.
 
     Parameters
     ----------
     path : path-like
-        The file to write; a symbolic link is followed.
+        The file to write. A symbolic link is followed.
 
     Yields
     ------
@@ -44,7 +44,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     b'all of it'
     """
     target = Path(os.path.realpath(path))
-    # Opened by name, not by mkstemp: the result then gets the permissions of the user's umask.
+    # Opened by name, not by mkstemp, so that the result gets the permissions of the user's umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     stream = temporary.open("xb")
     try:

@@ -1,8 +1,8 @@
 """zarr v3 stores in a local folder.
 
-The metadata are read here before zarr sees them: only what the core of the specification names is let through, since
-zarr would import whatever is installed under a name that a file gives, and missing chunks are refused, since zarr
-would fill them in.
+This module reads the metadata before zarr does. It allows only names of the core of the specification, because zarr
+would import any installed code under a name that a file gives. It refuses missing chunks, because zarr would fill them
+in.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INDEX_ENTRY = 16
 
 
 def is_store(path: Path) -> bool:
-    """Whether a folder is a zarr store, be it one that cannot be read."""
+    """Tell whether a folder is a zarr store, readable or not."""
     return path.suffix.lower() == ".zarr" or any((path / name).exists() for name in (_METADATA, *_VERSION_2))
 
 
@@ -74,7 +74,7 @@ def _read_node(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _arrays_below(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Find the arrays of a group, without going into the chunks of any, or through links."""
+    """Find the arrays of a group, without entering their chunks or following links."""
     for folder, below, _ in os.walk(path):
         node = _read_node(path, Path(folder))
         below[:] = [name for name in below if node["node_type"] == "group" and not name.startswith(".")]
@@ -108,7 +108,7 @@ def _read_layout(path: Path, what: str, node: dict[str, Any]) -> _Layout:
         codecs = {codec["name"]: codec.get("configuration", {}) for codec in node["codecs"]}
         blosc = node["codecs"][-1]["name"] == "blosc"
         shards = codecs.get("sharding_indexed")
-        # The decoder of blosc reads on beyond the end of damaged data, unless their header is checked first.
+        # The decoder of blosc reads beyond the end of damaged data, unless their header is checked first.
         known = (*_CODECS, "blosc") if blosc else _CODECS
         check("codec", codecs, known if shards is None else ("sharding_indexed",))
         index_bytes = 0
@@ -128,7 +128,7 @@ def _lengths(value: object, least: int) -> tuple[int, ...]:
 
 
 class _Array:
-    """An array in a store: `path` is the store, and `folder` that of the array."""
+    """An array in a store: `path` is the store, and `folder` is the folder of the array."""
 
     def __init__(self, path: Path, folder: Path, what: str, layout: _Layout) -> None:
         with needing_package(path, "zarr"):
@@ -138,7 +138,7 @@ class _Array:
         self._folder = folder
         self._what = what
         self._layout = layout
-        # Whatever zarr and its codecs raise is due to the file. They would warn of a fill value out of range.
+        # Any error of zarr and its codecs is due to the file. They would warn of a fill value out of range.
         with refusing(path, Exception), np.errstate(all="ignore"):
             self._array = zarr.open_array(store=LocalStore(folder, read_only=True), mode="r", zarr_format=3)
             self._key: Callable[[tuple[int, ...]], str] = self._array.metadata.encode_chunk_key
@@ -157,7 +157,7 @@ class _Array:
             return np.asarray(self._array[tuple(slice(*pair) for pair in bounds)])
 
     def _check_grid(self) -> None:
-        """See that chunks are there up to the last, and none further on: damage of the shape mostly shows so."""
+        """Check that the last chunk exists, and none beyond it: this reveals most damage of the shape."""
         grid = [-(-length // step) for length, step in zip(self._layout.shape, self._layout.chunk, strict=True)]
         if 0 not in grid:
             self._check_chunk(tuple(count - 1 for count in grid))
@@ -176,12 +176,12 @@ class _Array:
         chunk = self._chunk_at(place)
         if chunk is None:
             problem = (
-                f"{self._what} lacks chunk {self._key(place)}, as those of fill values do, or of a copy cut short"
+                f"{self._what} lacks chunk {self._key(place)}, which held fill values only, or the copy was cut short"
             )
             remedy = "copy it again, or write it with config={'write_empty_chunks': True}"
             raise refusal(self._path, problem, remedy)
         size = chunk.stat().st_size
-        # zarr goes through all entries that the index of a shard should have before it looks for the index.
+        # zarr loops over all entries that the index of a shard should have before it looks for the index.
         if size < self._layout.index_bytes:
             self._refuse_chunk(chunk, f"{size} bytes, its index alone needs {self._layout.index_bytes}")
         if self._layout.blosc:
@@ -196,7 +196,7 @@ class _Array:
 
 
 def _places(ranges: list[range]) -> Iterator[tuple[int, ...]]:
-    """Like itertools.product, which would make tuples of the ranges first, however long."""
+    """Yield the product of ranges; itertools.product would make tuples of the ranges first, however long."""
     if not ranges:
         yield ()
     else:

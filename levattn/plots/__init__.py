@@ -1,9 +1,8 @@
-"""Pictures of leverage scores, captured mass and heavy attention.
+"""Plots of leverage scores, captured mass and heavy attention.
 
-Display objects in scikit-learn's manner: a class method ``from_...`` takes the data, draws them and returns a
-display with the drawn values as attributes, ``ax_`` and ``figure_``; ``plot`` draws it again on other axes.
-matplotlib is imported when something is drawn. Color-blind eyes can tell the colors apart, on light and on
-dark backgrounds.
+The classes are display objects as in scikit-learn. A class method ``from_...`` takes the data, draws them and returns
+a display with the drawn values as attributes, ``ax_`` and ``figure_``. ``plot`` draws the display again on other axes.
+The first drawing imports matplotlib. Color-blind readers can tell the colors apart, on light and on dark backgrounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention mass that the first keys of an order capture."""
+"""The attention mass that the first keys of an order capture."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class CapturedMassDisplay(Display):
     curves : mapping of str to array_like, shape (n,)
         Captured mass of 1, ..., n keys, for each name.
     size : float, optional
-        A number of keys to mark, such as that of the universal set.
+        A number of keys to mark, such as the size of the universal set.
 
     Attributes
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
-        Where it is drawn.
+        The axes and the figure of the drawing.
 
     Notes
     -----
-    Of more than 2000 keys 2000 are drawn, evenly along the logarithmic axis, the first and the last among them.
+    Of more than 2000 keys, 2000 are drawn, evenly along the logarithmic axis, including the first and the last.
 
     Examples
     --------
@@ -59,20 +59,20 @@ class CapturedMassDisplay(Display):
         size: float | None = None,
         ax: Axes | None = None,
     ) -> CapturedMassDisplay:
-        """Draw what orders of the keys capture, beside the best order and a random one.
+        """Draw the captured mass of orders of the keys, beside the best order and a random one.
 
         Parameters
         ----------
         A : array_like, shape (..., m, n)
             Attention of m queries over n keys; rows sum to one (or to zero).
         orders : mapping of str to array_like of int, shape (..., n)
-            For each name the keys, first to last. To these are added, unless the names are taken, ``oracle``
-            (by descending mass: of all sets of k keys that serve all queries of an item, the best one) and
-            ``random`` (the expectation over uniformly random sets).
+            For each name the keys, first to last. Unless these names are taken, two orders are added. ``oracle``
+            is by descending mass, so its first k keys are the best set of k keys for all queries of an item.
+            ``random`` is the expectation over uniformly random sets.
         size : float, optional
-            A number of keys to mark, such as that of the universal set.
+            A number of keys to mark, such as the size of the universal set.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------

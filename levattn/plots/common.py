@@ -1,4 +1,4 @@
-"""What the displays share: colors, axes and figures, thinning of many keys."""
+"""Shared code of the displays: colors, axes and figures, thinning of many keys."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 Ints: TypeAlias = npt.NDArray[np.intp]
 
 # From the palette of Okabe and Ito; OCHRE is its orange, darkened. Each has a contrast of at least 3 to white and to
-# black, the least that WCAG 2 asks of graphics. Dashes and marks tell curves apart as well.
+# black, as WCAG 2 requires of graphics. Dashes and marks tell curves apart as well.
 BLUE, RED, GREEN, PINK, GRAY, OCHRE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C8C8C", "#BF8300"
-COLORS = "cividis"  # of images: perceptually uniform, nearly the same to eyes without red or green receptors
+COLORS = "cividis"  # of images: perceptually uniform, and nearly the same for red-green color blindness
 
 _CURVE_POINTS = 2000
 
 
 def figure_bytes(figure: Figure, suffix: str) -> bytes:
-    """Return the content of a file, such as one of suffix ".svg"; the same figure gives the same bytes."""
+    """Return the content of a file with this suffix, such as ".svg"; the same figure gives the same bytes."""
     import matplotlib as mpl
 
     kind = suffix.removeprefix(".").lower()
@@ -39,7 +39,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
 
 
 def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
-    """Return a figure that no window system knows of, laid out for its content, and an array of its axes."""
+    """Return a figure outside of any window system, laid out for its content, and an array of its axes."""
     _require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -48,12 +48,12 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
 
 
 class Display(ABC):
-    """What displays share: `plot` draws them on axes, which they keep.
+    """Base class of the displays: `plot` draws them on axes, which they keep.
 
     Attributes
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
-        Where it is drawn.
+        The axes and the figure of the drawing.
     """
 
     ax_: Axes
@@ -65,7 +65,7 @@ class Display(ABC):
         Parameters
         ----------
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------
@@ -75,7 +75,7 @@ class Display(ABC):
         Raises
         ------
         ValueError
-            If a text of tokens has too little room to be read.
+            If a text of tokens has too little room to be legible.
         """
         if ax is None:
             _require_matplotlib()
@@ -102,7 +102,7 @@ def _require_matplotlib() -> None:
 
 
 def log_positions(n: int) -> Ints:
-    """Positions 0, ..., n - 1, thinned out evenly on a logarithmic axis where there are many."""
+    """Return positions 0, ..., n - 1, thinned out evenly on a logarithmic axis where there are many."""
     if n <= _CURVE_POINTS:
         return np.arange(n)
     return np.unique(np.geomspace(1, n, _CURVE_POINTS).round().astype(np.intp)) - 1
@@ -115,18 +115,17 @@ def mask_of(chosen: Any, n: int, name: str, of_what: str) -> Flags:
         if given.shape != (n,):
             raise ValueError(f"{name} has a mask of shape {given.shape}, expected ({n},), one per {of_what}")
         return given
-    indices = given if given.size else given.astype(np.intp)  # an empty list is one of floats
+    indices = given if given.size else given.astype(np.intp)  # an empty list has dtype float
     if not np.issubdtype(indices.dtype, np.integer):
         raise ValueError(
             f"{name} has dtype {given.dtype}, expected a mask ({n},) of bool, or indices of integer dtype"
         )
     if np.unique(indices).size < indices.size:
         raise ValueError(
-            f"{name} has indices more than once, expected each once; give a mask of 0 and 1 as one of bool, by "
-            "astype(bool)"
+            f"{name} has repeated indices, expected distinct ones; convert a mask of 0 and 1 to bool by astype(bool)"
         )
     if ((indices < 0) | (indices >= n)).any():
-        raise ValueError(f"{name} has indices outside 0, ..., {n - 1}, expected one of these per {of_what} that is in")
+        raise ValueError(f"{name} has indices outside 0, ..., {n - 1}, expected the index of a {of_what}")
     mask = np.zeros(n, dtype=np.bool_)
     mask[indices] = True
     return mask

@@ -19,11 +19,11 @@ _CELLS = 1024
 
 
 class HeavyMapDisplay(Display):
-    """The attention matrix, max-binned, with the columns of the universal set and what lies outside it.
+    """The attention matrix, max-binned, with the columns of the universal set and the entries outside it.
 
     A cell shows the largest entry that falls into it, so a single heavy entry is never averaged away. Ticks
-    along the top mark the columns of the set. Entries of at least epsilon are marked: those inside the set
-    are caught, blue circles; those outside are missed, red crosses.
+    along the top mark the columns of the set. Entries of at least epsilon are marked. Blue circles mark caught
+    entries, inside the set; red crosses mark missed entries, outside it.
 
     Parameters
     ----------
@@ -38,14 +38,14 @@ class HeavyMapDisplay(Display):
     caught : array_like of int, shape (entries, 2)
         Query and key of the entries of at least epsilon inside the set, one per cell.
     missed : array_like of int, shape (entries, 2)
-        The same of the entries outside the set.
+        The same for the entries outside the set.
     counts : tuple of int
-        How many entries were caught and missed, all cells together.
+        Numbers of caught and missed entries, all cells together.
 
     Attributes
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
-        Where it is drawn.
+        The axes and the figure of the drawing.
 
     Notes
     -----
@@ -108,7 +108,7 @@ class HeavyMapDisplay(Display):
         universal : UniversalSet or array_like
             The set, its mask (n,) of bool, or its distinct indices.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------
@@ -118,7 +118,7 @@ class HeavyMapDisplay(Display):
         Raises
         ------
         ValueError
-            If A is no matrix, or the set does not fit its columns.
+            If A is not a matrix, or the set does not match its columns.
         """
         matrix = np.asarray(A, dtype=np.float64)
         if matrix.ndim != 2:
@@ -175,7 +175,7 @@ class HeavyMapDisplay(Display):
                 s=size,
                 c=color,
                 marker=marker,
-                edgecolors="white",  # which tells a mark from light and from dark cells
+                edgecolors="white",  # so that marks contrast with light and with dark cells
                 linewidths=0.6,
                 rasterized=True,
                 label=f"≥ ε, {name}: {count}",
@@ -184,7 +184,7 @@ class HeavyMapDisplay(Display):
 
 
 def _put_legend_below(ax: Axes) -> None:
-    """Put the legend below the axis label, where it hides nothing."""
+    """Put the legend below the axis label, where it covers nothing."""
     import matplotlib as mpl
     from matplotlib.font_manager import FontProperties
     from matplotlib.transforms import ScaledTranslation
@@ -204,7 +204,7 @@ def _put_legend_below(ax: Axes) -> None:
 
 
 def _edges(length: int) -> Ints:
-    """Return where each of at most `_CELLS` bins of about equal length starts."""
+    """Return the starts of at most `_CELLS` bins of about equal length."""
     count = min(length, _CELLS)
     return np.arange(count) * length // max(count, 1)
 
@@ -218,7 +218,7 @@ def _max_bins(matrix: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _one_per_cell(entries: Ints, shape: tuple[int, ...]) -> Ints:
-    """Positions (query, key) of the cells with one of the entries: where each cell starts."""
+    """Return the starts (query, key) of the cells that hold any of the entries."""
     edges = [_edges(length) for length in shape]
     cells = [np.searchsorted(starts, entries[:, axis], "right") - 1 for axis, starts in enumerate(edges)]
     flat = np.unique(cells[0] * edges[1].size + cells[1])

@@ -1,4 +1,4 @@
-"""A number for each layer and head."""
+"""A number for each layer and head, drawn as colors."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class LayerHeadDisplay(Display):
     Parameters
     ----------
     values : array_like, shape (layers, heads)
-        The numbers; NaN where there is none, which is hatched.
+        The numbers; a cell with NaN is hatched.
     label : str
-        What the numbers are.
+        The meaning of the numbers.
     layers : array_like of int, shape (layers,), optional
         The numbers of the layers, 0 to their count less 1 by default.
 
     Attributes
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
-        Where it is drawn.
+        The axes and the figure of the drawing.
 
     Raises
     ------
     ValueError
-        If `values` is no matrix, or `layers` does not fit its rows.
+        If `values` is not a matrix, or `layers` does not match its rows.
 
     Examples
     --------
@@ -72,9 +72,9 @@ class LayerHeadDisplay(Display):
         Parameters
         ----------
         values, label, layers : as for the class
-            What is drawn.
+            The numbers and their labels.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------
@@ -84,7 +84,7 @@ class LayerHeadDisplay(Display):
         Raises
         ------
         ValueError
-            If `values` is no matrix, or `layers` does not fit its rows.
+            If `values` is not a matrix, or `layers` does not match its rows.
         """
         return cls(values, label=label, layers=layers).plot(ax)
 
@@ -97,18 +97,18 @@ class LayerHeadDisplay(Display):
         Parameters
         ----------
         rows : sequence of mapping
-            Each with ``layer``, ``head`` and the value, a number or None.
+            Mappings with ``layer``, ``head`` and the value, a number or None.
         value : str
             The name of the column.
         label : str
-            What the numbers are.
+            The meaning of the numbers.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------
         LayerHeadDisplay
-            The display, drawn. Heads that are in no row, or have None there, are hatched.
+            The display, drawn. Heads without a row, or with None, are hatched.
         """
         layers = sorted({row["layer"] for row in rows})
         values = np.full((len(layers), max((row["head"] + 1 for row in rows), default=0)), np.nan)
@@ -119,7 +119,7 @@ class LayerHeadDisplay(Display):
 
     def _draw(self, ax: Axes) -> None:
         if np.isnan(self.values).any():
-            ax.patch.set(hatch="////", edgecolor=GRAY)  # of which blank places show a part
+            ax.patch.set(hatch="////", edgecolor=GRAY)  # visible in the blank places
         if self.values.size:
             image = ax.imshow(self.values, cmap=COLORS, aspect="auto", interpolation="nearest")
             self.figure_.colorbar(image, ax=ax, label=self.label, pad=0.02)

@@ -23,7 +23,7 @@ class LeverageSpectrumDisplay(Display):
     """Scores in descending order, with the threshold and the bound on the universal set.
 
     The scores are leverage scores, or certified bounds where the attention function is not x². Both axes are
-    logarithmic, and scores of zero are left out. For a batch the line is the median over the items, place by
+    logarithmic, and scores of zero are left out. For a batch, the line is the median over the items at each
     place, and the band reaches from their minimum to their maximum.
 
     Parameters
@@ -31,16 +31,16 @@ class LeverageSpectrumDisplay(Display):
     scores : array_like, shape (..., n)
         Scores of n keys.
     epsilon : float, optional
-        Threshold, a horizontal line; the keys above it are the universal set.
+        Threshold, a horizontal line. The keys above it are the universal set.
     rank : number or array_like of numbers, shape (...,), optional
-        Rank of the keys, or for certified bounds what the sum of the sensitivities is bounded by
-        (`UniversalSet.total_bound`). With `epsilon`, a vertical line shows the bound rank/epsilon (of a batch:
-        the largest), if it is finite.
+        Rank of the keys, or for certified bounds the bound on the sum of the sensitivities
+        (`UniversalSet.total_bound`). With `epsilon`, a vertical line shows the bound rank/epsilon (the largest
+        of a batch), if it is finite.
     sizes : int or array_like of int, shape (...,), optional
-        Sizes of the sets. With `epsilon` they are counted if left out (scores within 1e-9 of it, relative,
-        are inside); without it, for sets of a given size, a vertical line shows them.
+        Sizes of the sets. With `epsilon`, the default is to count them; scores within 1e-9 of it, relative, are
+        inside. Without it, for sets of a given size, a vertical line shows them.
     certified : bool, default False
-        Whether the scores are certified bounds, which the labels then say.
+        Whether the scores are certified bounds. The labels then say so.
 
     Attributes
     ----------
@@ -51,12 +51,12 @@ class LeverageSpectrumDisplay(Display):
     size_bound : float or None
         The bound rank/epsilon on the size of the set.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
-        Where it is drawn.
+        The axes and the figure of the drawing.
 
     Notes
     -----
-    Of more than 2000 keys 2000 are drawn, evenly along the axis, the first and the last among them; as scores are in
-    order, no peak can be left out.
+    Of more than 2000 keys, 2000 are drawn, evenly along the axis, including the first and the last. The scores are in
+    order, so no peak is left out.
 
     Examples
     --------
@@ -106,9 +106,9 @@ class LeverageSpectrumDisplay(Display):
         Parameters
         ----------
         scores, epsilon, rank, sizes, certified : as for the class
-            What is drawn.
+            The scores and their bounds.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------
@@ -119,14 +119,14 @@ class LeverageSpectrumDisplay(Display):
 
     @classmethod
     def from_set(cls, universal: UniversalSet, *, ax: Axes | None = None) -> LeverageSpectrumDisplay:
-        """Draw the scores that a universal set was made by.
+        """Draw the scores of a universal set.
 
         Parameters
         ----------
         universal : UniversalSet
             A set by leverage scores or by certified bounds, of one matrix or of a batch.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
+            Axes to draw on; by default on a new figure.
 
         Returns
         -------
@@ -179,7 +179,7 @@ class LeverageSpectrumDisplay(Display):
             lowest[seen],
             highest[seen],
             facecolor=(BLUE, 0.3),
-            edgecolor=BLUE,  # where the band is faint, as on black, its edges show it
+            edgecolor=BLUE,  # where the band is faint, as on black, the edges show it
             lw=0.8,
             label=f"range of {items}",
         )

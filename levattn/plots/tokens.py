@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from levattn.sets.result import UniversalSet
 
-_SPACES = ("Ġ", "▁")  # how byte-level vocabularies and those of SentencePiece write a space
-_CONTINUED = "##"  # how WordPiece marks a token that goes on with a word
+_SPACES = ("Ġ", "▁")  # spaces in byte-level vocabularies and in SentencePiece vocabularies
+_CONTINUED = "##"  # WordPiece's mark of a token that continues a word
 
 _MOST_LINES = 1000
-_SIZE = 100.0  # of letters where outlines are measured; that in which matplotlib returns them
+_SIZE = 100.0  # of letters in measured outlines, as matplotlib returns them
 _POINTS, _LEAST_POINTS = 8.5, 4.0  # size of the letters on a new figure, and the least on given axes
 _PITCH, _BASELINE = 1.8, 0.62  # from line to line, in font sizes; the place of letters, in lines
 _LEAST_WIDTH = 60  # in columns: room for the color bar and the words beside it
@@ -37,23 +37,23 @@ _BAR, _BAR_ROOM = 0.1, 0.7  # height of the color bar, and with its labels, in i
 class TokenStripDisplay(Display):
     r"""A text of tokens, each on a background shaded by its score; kept tokens are bold and underlined.
 
-    Tokens are drawn literally, in a monospaced font, in lines that break between words where they can. If a token
-    begins with ``Ġ`` or ``▁``, these marks are the spaces of the whole text, and other tokens join the one before.
-    Otherwise there is a space between tokens, but none before one that begins with ``##``, which is left out.
-    Tabs, line ends and other characters that cannot be seen are drawn as Python's escapes (``\t``), an empty token as
-    an empty box. Letters are black or white, whichever contrasts more with the background: by 4.5 at least.
+    Tokens are drawn literally, in a monospaced font, in lines that break between words where possible. If any token
+    begins with ``Ġ`` or ``▁``, these marks are the spaces of the whole text, and other tokens join the token before.
+    Otherwise there is a space between tokens, except before a token that begins with ``##``, which is left out.
+    Tabs, line ends and other invisible characters are drawn as Python's escapes (``\t``), and an empty token as an
+    empty box. Letters are black or white, whichever contrasts more with the background: by 4.5 at least.
 
     Parameters
     ----------
     tokens : sequence of str, length n
         The tokens, in the order of the text.
     scores : array_like, shape (n,)
-        A finite number for each token. Shades begin at 0, or at the least score if that is negative, and end at the
-        largest score.
+        A finite number for each token. Shades begin at 0, or at the smallest score if it is negative, and end at
+        the largest score.
     kept : UniversalSet or array_like, optional
         The tokens to mark: a set, a mask (n,) of bool, or distinct indices.
     columns : int, default 90
-        Most characters of a line, at least 2; wide East Asian characters count as two.
+        Most characters of a line, at least 2. Wide East Asian characters count as two.
 
     Attributes
     ----------
@@ -62,21 +62,21 @@ class TokenStripDisplay(Display):
     lines : list of str
         The text as drawn, line by line.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
-        Where it is drawn.
+        The axes and the figure of the drawing.
 
     Raises
     ------
     TypeError
-        If `tokens` is a single string or holds something else than strings, or `columns` is no integer.
+        If `tokens` is a single string or holds other items than strings, or `columns` is not an integer.
     ValueError
-        If `scores` or `kept` do not fit the tokens, a score is not finite, or `columns` is below 2; by `plot`, if
-        there are more than 1000 lines for a new figure, or too many for letters of 4 points on `ax`.
+        If `scores` or `kept` do not match the tokens, a score is not finite, or `columns` is below 2. Also by `plot`,
+        if there are more than 1000 lines for a new figure, or too many for letters of 4 points on `ax`.
 
     Notes
     -----
-    A new figure is as high as the lines need. On given axes letters shrink until all lines fit. The fonts are those of
-    matplotlib's ``font.monospace``, then of ``font.sans-serif``. matplotlib warns of letters that none of them has
-    and draws boxes: name a font that has them there. Time and memory are linear in the length of the text.
+    A new figure is as high as the lines need. On given axes letters shrink until all lines fit. The fonts come from
+    matplotlib's ``font.monospace``, then from ``font.sans-serif``. If none of them has a letter, matplotlib warns and
+    draws a box: add a font that has the letter. Time and memory are linear in the length of the text.
 
     Examples
     --------
@@ -124,9 +124,9 @@ class TokenStripDisplay(Display):
         Parameters
         ----------
         tokens, scores, kept, columns : as for the class
-            What is drawn.
+            The tokens, and how to draw them.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure, as high as the lines need.
+            Axes to draw on; by default on a new figure, as high as the lines need.
 
         Returns
         -------
@@ -141,7 +141,7 @@ class TokenStripDisplay(Display):
         return cls(tokens, scores, kept=kept, columns=columns).plot(ax)
 
     def _inches(self) -> tuple[float, float]:
-        """Return a size for letters of the usual size, and the color bar below."""
+        """Return a figure size for letters of the usual size, and the color bar below."""
         rows, columns = self._rows, max(self.columns, _LEAST_WIDTH)
         if rows > _MOST_LINES:
             raise ValueError(
@@ -155,7 +155,7 @@ class TokenStripDisplay(Display):
         if points < _LEAST_POINTS:
             raise ValueError(
                 f"ax has room for letters of {points:.1f} points, expected at least {_LEAST_POINTS:g}; "
-                "give larger axes, or none for a figure as high as the text"
+                "give larger axes, or none for a figure of the right height"
             )
         ax.set_axis_off()
         shades = self._plot_boxes(ax)
@@ -182,12 +182,12 @@ class TokenStripDisplay(Display):
         return shades
 
     def _plot_letters(self, ax: Axes, shades: PolyCollection, letter: float) -> None:
-        """Write the tokens, each letter in all its places at once, which is fast and makes small files."""
+        """Write the tokens, each letter in all its places at once: that is fast, and files are small."""
         from matplotlib.collections import PathCollection
         from matplotlib.transforms import AffineDeltaTransform
 
         bright = _luminance(shades.to_rgba(np.asarray(shades.get_array()))) > _MIDDLE
-        scale = cast("Affine2DBase", ax.transData)  # affine, as both axes are linear
+        scale = cast("Affine2DBase", ax.transData)  # affine, because both axes are linear
         places: dict[tuple[str, int, bool], list[tuple[float, float, str]]] = {}
         for piece, black in zip(self._pieces, bright, strict=True):
             for text, column, width in _letters(piece):
@@ -204,11 +204,11 @@ class TokenStripDisplay(Display):
             )
             letters.set_transform(AffineDeltaTransform(scale))
             letters.set_in_layout(False)  # it lies within the axes
-            letters.set_snap(False)  # to whole pixels, which would lose thin strokes
+            letters.set_snap(False)  # snapping to whole pixels would lose thin strokes
             ax.add_collection(letters, autolim=False)
 
     def _plot_marks(self, ax: Axes) -> None:
-        """Underline the kept tokens, which are bold too: marks that need no color."""
+        """Underline the kept tokens, which are also bold: these marks need no color."""
         import matplotlib as mpl
 
         lines = [_underline(piece) for piece in self._pieces if self._is_kept(piece)]
@@ -231,7 +231,7 @@ class TokenStripDisplay(Display):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A token, or a part of one that is longer than a line, and where it stands."""
+    """A token and its place, or a part of a token that is longer than a line."""
 
     token: int
     line: int
@@ -250,7 +250,7 @@ def _texts(tokens: Sequence[str]) -> tuple[str, ...]:
 
 
 def _spaced(tokens: Sequence[str]) -> list[tuple[bool, str]]:
-    """For each token whether a space stands before it, and what is drawn."""
+    """Return for each token whether a space stands before it, and its text as drawn."""
     if any(token.startswith(_SPACES) for token in tokens):
         rests = [token.lstrip("".join(_SPACES)) for token in tokens]
         # the first mark is the space before the token; further ones are drawn
@@ -273,12 +273,12 @@ def _visible(letter: str) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns that a text takes: none for a mark on the letter before it, two for a wide letter."""
+    """Return the columns of a text: none for a mark on the letter before it, two for a wide letter."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def _pieces(spaced: Iterable[tuple[bool, str]], columns: int) -> Iterator[_Piece]:
-    """Place tokens in lines; words are kept whole where a line can hold them, and tokens where it cannot."""
+    """Place tokens in lines; words stay whole if a line can hold them, and else tokens do."""
     line = column = 0
     for word in _words(spaced):
         (_, space, _), width = word[0], sum(_width(text) for _, _, text in word)
@@ -295,7 +295,7 @@ def _pieces(spaced: Iterable[tuple[bool, str]], columns: int) -> Iterator[_Piece
 
 
 def _words(spaced: Iterable[tuple[bool, str]]) -> list[list[tuple[int, bool, str]]]:
-    """Tokens with their places, together where no space stands between them."""
+    """Group tokens and their places into words: no space stands between tokens of a word."""
     words: list[list[tuple[int, bool, str]]] = []
     for token, (space, text) in enumerate(spaced):
         if space or not words:
@@ -327,7 +327,7 @@ def _lines(pieces: Iterable[_Piece]) -> list[str]:
 
 
 def _box(piece: _Piece) -> list[tuple[float, float]]:
-    """Corners of the background, a little apart from those beside it."""
+    """Return the corners of the background, slightly apart from its neighbors."""
     left, right = piece.column + 0.05, piece.column + piece.width - 0.05
     top, bottom = piece.line + 0.08, piece.line + 0.84
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
@@ -337,30 +337,30 @@ def _underline(piece: _Piece) -> tuple[float, float, float]:
     return piece.line + 0.93, piece.column + 0.05, piece.column + piece.width - 0.05
 
 
-_MIDDLE = (1.05 * 0.05) ** 0.5 - 0.05  # the luminance that contrasts with black as with white, by 4.58
+_MIDDLE = (1.05 * 0.05) ** 0.5 - 0.05  # the luminance that contrasts equally with black and white, by 4.58
 
 
 def _luminance(colors: npt.ArrayLike) -> Float64:
-    """Relative luminance of WCAG 2 of colors (n, 4), that is of sRGB and opacity."""
+    """Return the relative luminance of WCAG 2 of colors (n, 4): sRGB and opacity."""
     rgb = np.asarray(colors, dtype=np.float64).reshape(-1, 4)[:, :3]
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     return np.asarray(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def _points(ax: Axes) -> Float64:
-    """Width and height of the axes."""
+    """Return the width and height of the axes."""
     left, bottom, right, top = ax.bbox.extents
     return np.array([right - left, top - bottom]) * (72 / ax.figure.dpi)
 
 
 def _cell(ax: Axes, columns: int, rows: int, letter: float) -> float:
-    """Size of the letters, in points, with which all lines fit."""
+    """Return the size of the letters, in points, at which all lines fit."""
     width, height = _points(ax)
     return float(min(width / (max(columns, _LEAST_WIDTH) * letter), height / (rows * _PITCH)))
 
 
 def _place(ax: Axes, columns: int, rows: int, letter: float) -> None:
-    """Set the limits of the axes, in the place that they have by now, so that lines are at the top left."""
+    """Set the limits of the axes, at their current place, so that lines start at the top left."""
     engine = ax.figure.get_layout_engine()
     if engine is not None:
         engine.execute(ax.figure.canvas.figure)
@@ -371,7 +371,7 @@ def _place(ax: Axes, columns: int, rows: int, letter: float) -> None:
 
 
 def _letter_width() -> float:
-    """Width of a letter of the monospaced font, as a share of the font size."""
+    """Return the width of a letter of the monospaced font, as a share of the font size."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -383,7 +383,7 @@ def _letter_width() -> float:
 
 
 def _letters(piece: _Piece) -> Iterator[tuple[str, int, int]]:
-    """Each letter that has an outline, its column and its width; what is not ASCII stays in one, as it may join."""
+    """Yield each letter with an outline, its column and its width; text beyond ASCII stays whole, as it may join."""
     if not piece.text.isascii():
         yield piece.text, piece.column, piece.width
         return

@@ -1,7 +1,7 @@
-"""Distributions of sketching matrices S (size, n): what they draw for a row, and how they are applied.
+"""Distributions of sketching matrices S (size, n): their draws for a row, and their application.
 
-Each S is the product of a scale and of an unscaled matrix, whose sums over rows are exact for integer-valued keys
-where its entries are integers.
+Each S is the product of a scale and an unscaled matrix. If the entries of the unscaled matrix are integers, its sums
+over rows are exact for integer-valued keys.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from levattn._kernels import Rows, kernels_for
 
 __all__ = ["OSNAP", "SKETCHES", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL"]
 
-# Streams of the generator, so that no two things share their words
+# Streams of the generator, so that no two distributions share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
 
-_LARGEST_BLOCK = 1 << 28  # some random words are drawn for each of its rows
-_ENTRIES = 1 << 20  # of a dense S that are drawn at a time
+_LARGEST_BLOCK = 1 << 28  # some random words are drawn for each row of a block
+_ENTRIES = 1 << 20  # of a dense S, drawn at a time
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Distribution(ABC):
     Raises
     ------
     TypeError, ValueError
-        If the size is no whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class Distribution(ABC):
     @property
     @abstractmethod
     def scale(self) -> float:
-        """What the unscaled matrix is multiplied by, so that norms are kept on average."""
+        """The factor of the unscaled matrix, by which S keeps norms on average."""
 
     @abstractmethod
     def columns(self, seed: int, start: int, count: int) -> Float64:
@@ -72,7 +72,7 @@ class Distribution(ABC):
         seed : int
             The seed.
         start, count : int
-            Number of the first row of K, and of how many rows.
+            Number of the first row of K, and the count of rows.
 
         Returns
         -------
@@ -90,7 +90,7 @@ class Distribution(ABC):
         seed, start : int
             The seed, and the number of the first row.
         out : array of float64 or float32, shape (b, size, d)
-            What is added to, numpy's; for rows on a CUDA device an array of it.
+            The sum to add to, a numpy array; for rows on a CUDA device, an array on it.
         """
         step = max(1, _ENTRIES // self.size)
         kernels = kernels_for("sketch", rows.keys)
@@ -100,7 +100,7 @@ class Distribution(ABC):
 
 
 class _Sparse(Distribution):
-    """A sketch of blocks of equal size, in each of which every row of K goes to one place, with a random sign."""
+    """A sketch of blocks of equal size: every row of K goes to one place in each block, with a random sign."""
 
     def _blocks(self) -> int:
         """Return the number of blocks."""
@@ -128,7 +128,7 @@ class _Sparse(Distribution):
 
 @dataclass(frozen=True)
 class CountSketch(_Sparse):
-    """The sparsest sketch: each row of K is added to one row of the sketch, with a random sign.
+    """The sparsest sketch: it adds each row of K to one row of the sketch, with a random sign.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ class CountSketch(_Sparse):
     Raises
     ------
     TypeError, ValueError
-        If the size is no whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1.
 
     Notes
     -----
@@ -161,7 +161,7 @@ class CountSketch(_Sparse):
 
 @dataclass(frozen=True)
 class OSNAP(_Sparse):
-    r"""A sparse sketch: each row of K is added to `nonzeros` rows of the sketch, with random signs (SJLT).
+    r"""A sparse sketch: it adds each row of K to `nonzeros` rows of the sketch, with random signs (SJLT).
 
     The rows of the sketch lie in `nonzeros` blocks of equal size, and a row of K goes to one place in each. Entries
     of S are 0 or :math:`\pm 1/\sqrt{\mathrm{nonzeros}}`.
@@ -171,12 +171,12 @@ class OSNAP(_Sparse):
     size : int
         Number of rows of the sketch, a multiple of `nonzeros`; see `osnap_size`.
     nonzeros : int, default 4
-        Number of entries that are not zero in each column of S.
+        Number of nonzero entries in each column of S.
 
     Raises
     ------
     TypeError, ValueError
-        If a number is not whole or out of its range, or the size no multiple of `nonzeros`.
+        If a number is not whole or out of its range, or the size is not a multiple of `nonzeros`.
 
     Notes
     -----
@@ -205,8 +205,8 @@ class OSNAP(_Sparse):
         object.__setattr__(self, "nonzeros", whole_number("nonzeros", self.nonzeros))
         if self.size % self.nonzeros:
             raise ValueError(
-                f"size is {self.size}; expected a multiple of nonzeros = {self.nonzeros}, as the sketch has so many "
-                "blocks of equal size"
+                f"size is {self.size}; expected a multiple of nonzeros = {self.nonzeros}, the number of blocks "
+                "of equal size"
             )
 
     def _blocks(self) -> int:
@@ -214,7 +214,7 @@ class OSNAP(_Sparse):
 
 
 class _Dense(Distribution):
-    """A sketch whose entries are drawn one by one, or as bits of words, from a stream of its own."""
+    """A sketch with entries that are drawn one by one, or as bits of words, from a separate stream."""
 
     _stream: ClassVar[int]
 
@@ -244,11 +244,11 @@ class GaussianJL(_Dense):
     Raises
     ------
     TypeError, ValueError
-        If the size is no whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1.
 
     Notes
     -----
-    Time O(size · n d), the normals included. They are the same on every machine to rounding.
+    Time O(size · n d), including the normals. They are the same on every machine to rounding.
 
     References
     ----------
@@ -281,7 +281,7 @@ class SignJL(_Dense):
     Raises
     ------
     TypeError, ValueError
-        If the size is no whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1.
 
     Notes
     -----
@@ -312,22 +312,22 @@ class SignJL(_Dense):
 class SRHT(Distribution):
     r"""A subsampled randomized Hadamard transform, block by block.
 
-    The rows of K lie in blocks of `block` of them by their numbers. In each, rows get random signs and are mixed by
-    the Hadamard matrix H, of which `size` rows are kept, the same for all blocks; each of these gets a random sign of
-    its own in each block, and the blocks are added up. So K may come in any chunks and be of any length.
+    The rows of K form blocks of `block` rows by their numbers. In each block, rows get random signs, and the Hadamard
+    matrix H mixes them. The sketch keeps `size` rows of H, the same for all blocks. Each kept row gets another random
+    sign in each block, and the blocks are added up. So K may come in any chunks and be of any length.
 
     Parameters
     ----------
     size : int
         Number of rows of the sketch, at most `block`; see `srht_size`.
     block : int, optional
-        Number of rows of K that are mixed, a power of two of at most 2²⁸, or the default: the first at or above 2 ·
-        size, at least 256.
+        Number of rows of K to mix, a power of two, at most the larger of 2²⁸ and the default. Default: the first power
+        of two at or above 2 · size, at least 256.
 
     Raises
     ------
     TypeError, ValueError
-        If a number is not whole or out of its range, or the block no power of two.
+        If a number is not whole or out of its range, or the block is not a power of two.
 
     Notes
     -----
@@ -368,7 +368,7 @@ class SRHT(Distribution):
         return 1 / math.sqrt(self.size)
 
     def _chosen(self, seed: int) -> npt.NDArray[np.int64]:
-        """Return the rows of the Hadamard matrix that are kept, ascending: those of the smallest words."""
+        """Return the kept rows of the Hadamard matrix, ascending: the rows with the smallest words."""
         order = np.argsort(words(seed, _CHOSEN, 0, self.block, 1)[:, 0], kind="stable")
         return np.sort(order[: self.size])
 

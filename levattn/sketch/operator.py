@@ -1,4 +1,4 @@
-"""A sample of a distribution, which is a matrix S, and the sketch of rows that come in chunks."""
+"""A sample of a distribution, a matrix S, and the sketch of rows that come in chunks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from levattn.sketch.families import SKETCHES, Distribution
 
 __all__ = ["Sketch", "SketchedRows", "unscaled_sketch"]
 
-_ROWS = 2**62  # numbers of rows are below
+_ROWS = 2**62  # row numbers are below
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A random matrix S of a distribution; all of it follows from the seed.
+    """A random matrix S of a distribution; the seed decides all of it.
 
     Parameters
     ----------
     distribution : Distribution
-        What it is drawn from.
+        The distribution of S.
     seed : int or numpy.random.Generator, default 0
-        The seed, at least 0 and below 2⁶⁴; a Generator gives its next one.
+        The seed, at least 0 and below 2⁶⁴. A Generator gives its next seed.
 
     Raises
     ------
@@ -42,9 +42,9 @@ class Sketch:
 
     Notes
     -----
-    A row has the same place, sign or normal in whatever chunk, thread, process or kind of array: that of its number.
-    Time and memory of `apply` are those of the distribution. With float32 sums, rounded, a `CountSketch` is about 1.4
-    times as fast.
+    The number of a row decides its place, sign or normal, so these are the same in every chunk, thread, process and
+    kind of array. The distribution states the time and memory of `apply`. With float32 sums, rounded, a `CountSketch`
+    is about 1.4 times as fast.
 
     Examples
     --------
@@ -72,12 +72,12 @@ class Sketch:
         Parameters
         ----------
         start, stop : int
-            Numbers of the first row and of the one after the last.
+            Numbers of the first row, and of the row after the last.
 
         Returns
         -------
         array of float64, shape (size, stop − start)
-            Dense, with the scale multiplied in.
+            Dense, including the scale.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class Sketch:
 
     @where_arrays_are
     def apply(self, K: Any, /, *, row_start: int = 0, mask: Any = None, dtype: npt.DTypeLike = np.float64) -> Any:
-        """Return S K, for rows that are numbered from `row_start` on.
+        """Return S K, for rows numbered from `row_start` on.
 
         Parameters
         ----------
@@ -102,13 +102,13 @@ class Sketch:
         mask : array of bool, shape (..., n), optional
             True for a row that takes part.
         dtype : float64 or float32
-            In what rows are added up. float32 is faster and rounds the sums; not for float64 keys.
+            The dtype of the sums. float32 is faster and rounds them; it is not for float64 keys.
 
         Returns
         -------
         array of shape (..., size, d)
             In the kind of array of K, of the given dtype. For integer-valued K and a distribution with entries 0 and
-            ±1 the sums are exact, and so the same bits in whatever chunks K came, before the scale.
+            ±1, the sums before the scale are exact. So they have the same bits for all chunks of K.
 
         Raises
         ------
@@ -134,7 +134,7 @@ def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DType
     if row_start > _ROWS - rows.shape[1]:
         raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
     out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
+    with np.errstate(over="ignore", invalid="ignore"):  # the code below finds and names values that are not finite
         sketch.distribution.add(rows, sketch.seed, row_start, out)
     if not np.isfinite(out).all():
         for item in range(rows.shape[0]):
@@ -149,8 +149,8 @@ def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DType
 class SketchedRows(StoredState, name="SketchedRows", version=1):
     """The sketch ``S K`` of rows that come in chunks, in any order, here or elsewhere.
 
-    Sums are kept without the scale of S: for integer-valued rows and a distribution with entries 0 and ±1 they are
-    exact, and so the same bits whatever the chunks and their order were.
+    Sums are kept without the scale of S. For integer-valued rows and a distribution with entries 0 and ±1 they are
+    exact. So they have the same bits for all chunks and all orders.
 
     Parameters
     ----------
@@ -164,9 +164,9 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
     Attributes
     ----------
     count : int
-        How many rows came so far, masked ones included.
+        Number of rows so far, including masked ones.
     next_row : int
-        The number of the row after the last of the highest chunk so far.
+        The number of the row after the highest chunk so far.
 
     Raises
     ------
@@ -175,7 +175,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
 
     Notes
     -----
-    Memory O(size · d) for each matrix, whatever the number of rows. It is on a CUDA device once rows there were added.
+    Memory O(size · d) for each matrix, whatever the number of rows. The first rows on a CUDA device move it there.
 
     Examples
     --------
@@ -212,7 +212,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         K : array of shape (..., m, d)
             Rows, m ≥ 0 of them for each matrix of the batch.
         row_start : int, optional
-            Number of the first row; the one after the last of the highest chunk so far if left out. A number must not
+            Number of the first row. Default: `next_row`, the row after the highest chunk so far. A number must not
             come twice, which is not checked.
         mask : array of bool, shape (..., m), optional
             True for a row that takes part.
@@ -243,7 +243,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
 
     @where_arrays_are
     def merge(self, other: SketchedRows) -> SketchedRows:
-        """Add what another state has seen, which must be other rows.
+        """Add the rows of another state, which must be other rows.
 
         Parameters
         ----------
@@ -253,12 +253,12 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         Returns
         -------
         SketchedRows
-            This state, which now stands for the rows of both.
+            This state, now with the rows of both.
 
         Raises
         ------
         TypeError, ValueError
-            If the states do not go together.
+            If the states have different sketches, batches or numbers of columns.
         """
         check_type("other", other, SketchedRows, "SketchedRows")
         mine, its = ((s.sketch, s.d, s.batch) for s in (self, other))
@@ -286,17 +286,17 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         Returns
         -------
         array of float64, shape (..., size, d)
-            Of numpy; of CuPy, on its device, once some of the rows were on a CUDA device.
+            A numpy array; a CuPy array on the CUDA device once some of the rows were there.
         """
         shape = (*self.batch, *self._sums.shape[1:])
         return (self._sums * self.sketch.distribution.scale).reshape(shape)
 
     @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the sums and what they were drawn by; see `StoredState`."""
+        """Return the sums and the parameters of their sketch; see `StoredState`."""
         distribution = self.sketch.distribution
         if SKETCHES.get(type(distribution).__name__) is not type(distribution):
-            raise TypeError(f"the distribution is {distribution!r}; only those of levattn.sketch can be saved")
+            raise TypeError(f"distribution is {distribution!r}; only distributions of levattn.sketch can be saved")
         fields = {
             "distribution": type(distribution).__name__,
             "parameters": asdict(distribution),
@@ -313,7 +313,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         """Return the state of the same sums; see `StoredState`."""
         distribution = SKETCHES[fields["distribution"]](**fields["parameters"])
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
-        # before room is made for what the fields claim
+        # checked before memory is allocated for the claimed size
         sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))
         state = cls(Sketch(distribution, fields["seed"]), d, batch)
         state.count, state.next_row = whole(fields["count"]), whole(fields["next_row"])

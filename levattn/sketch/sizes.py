@@ -1,4 +1,4 @@
-"""Sizes of sketches from theory: how many rows keep a subspace of dimension d, or some vectors, how well."""
+"""Sizes of sketches from theory: numbers of rows that keep a subspace of dimension d, or some vectors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def countsketch_size(d: int, /, distortion: float, failure: float = 0.01) -> int
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong.
+        If an argument is of the wrong type or out of its range.
 
     Notes
     -----
-    For an orthonormal basis U of the subspace and i ≠ j summed over rows, E‖UᵀSᵀSU − I‖_F² = (1/m) Σ (‖u_i‖² ‖u_j‖² +
-    ⟨u_i, u_j⟩²) ≤ (d² + d)/m; Markov's inequality gives the rest. Fewer than about d² rows really fail on coherent
-    rows, so that the square is needed; the 1/δ is not where blocks are repeated, see `osnap_size`.
+    Let U be an orthonormal basis of the subspace, with rows u_i. Summed over rows i ≠ j, E‖UᵀSᵀSU − I‖_F² = (1/m) Σ
+    (‖u_i‖² ‖u_j‖² + ⟨u_i, u_j⟩²). This is at most (d² + d)/m, and Markov's inequality gives the rest. Fewer than about
+    d² rows really fail on coherent rows, so the square is needed. The 1/δ is not needed where blocks are repeated, see
+    `osnap_size`.
 
     References
     ----------
@@ -60,8 +61,8 @@ def countsketch_size(d: int, /, distortion: float, failure: float = 0.01) -> int
 def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros: int = 4) -> int:
     r"""Rows of an `OSNAP` sketch that embeds a subspace of dimension d, from the second moment alone.
 
-    :math:`(d^2 + d)/(\delta\eta^2)` as for `countsketch_size`, rounded up to a multiple of `nonzeros`: the blocks of
-    the sketch are independent CountSketches, whose mean has the same second moment as one of the whole size.
+    :math:`(d^2 + d)/(\delta\eta^2)` as for `countsketch_size`, rounded up to a multiple of `nonzeros`. The blocks of
+    the sketch are independent CountSketches, whose mean has the same second moment as a CountSketch of the whole size.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros:
     distortion, failure : float in (0, 1)
         The distortion η, and the probability δ that it is larger.
     nonzeros : int, default 4
-        Entries that are not zero in each column of S.
+        Nonzero entries in each column of S.
 
     Returns
     -------
@@ -80,13 +81,13 @@ def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros:
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong.
+        If an argument is of the wrong type or out of its range.
 
     Notes
     -----
-    This is proven, and far more than it takes: O(d log(d/δ)/η²) rows with O(log(d/δ)/η) nonzeros are enough (Cohen
-    2016), with constants that are not known. `leverage_scores` takes 8 d rows, and `universal_set` measures the
-    distortion that they have.
+    This size is proven, but far larger than needed. O(d log(d/δ)/η²) rows with O(log(d/δ)/η) nonzeros are enough
+    (Cohen 2016), with unknown constants. `leverage_scores` takes 8 d rows, and `universal_set`
+    measures their distortion.
 
     References
     ----------
@@ -122,7 +123,7 @@ def gaussian_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong.
+        If an argument is of the wrong type or out of its range.
 
     References
     ----------
@@ -143,8 +144,8 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     r"""Rows of a `SignJL` sketch that embeds a subspace of dimension d.
 
     The least over γ of :math:`(d \ln(1 + 2/\gamma) + \ln(2/\delta)) / (\theta^2/4 - \theta^3/6)` with :math:`\theta =
-    (1 - 2\gamma) \eta`: a γ-net of the sphere has at most (1 + 2/γ)^d points, and a symmetric matrix has a norm of at
-    most 1/(1 − 2γ) times its largest quadratic form on it.
+    (1 - 2\gamma) \eta`. A γ-net of the sphere has at most (1 + 2/γ)^d points. The norm of a symmetric matrix is at
+    most 1/(1 − 2γ) times its largest quadratic form on the net.
 
     Parameters
     ----------
@@ -161,7 +162,7 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong.
+        If an argument is of the wrong type or out of its range.
 
     References
     ----------
@@ -181,7 +182,7 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
 
 
 def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -> int:
-    r"""Rows of an `SRHT` sketch with a block of B rows, which holds all of K, that embeds a subspace of dimension d.
+    r"""Rows of an `SRHT` sketch that embeds a subspace of dimension d, if a block of B rows holds all of K.
 
     .. math:: m = \Bigl\lceil \bigl(\sqrt d + \sqrt{8 \ln(2B/\delta)}\bigr)^2
         \frac{\ln(4d/\delta)}{(1+\eta)\ln(1+\eta) - \eta} \Bigr\rceil
@@ -189,8 +190,8 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
     Parameters
     ----------
     block : int
-        B, the `block` of the sketch, and at least the number of rows of K; see Notes for more rows. A size above it
-        says that no sketch with this block is known to do, and a larger block is to be tried.
+        B, the `block` of the sketch, at least the number of rows of K; see Notes for more rows. If the size is above
+        B, no sketch with this block is known to suffice: try a larger block.
     d : int
         Dimension of the subspace, such as the number of columns of K.
     distortion, failure : float in (0, 1)
@@ -204,13 +205,13 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong.
+        If an argument is of the wrong type or out of its range.
 
     Notes
     -----
-    The transformed rows have squared norms of at most (√d + √(8 ln(2B/δ)))²/B but for a probability of δ/2, and m of
-    them, sampled without replacement, obey the matrix Chernoff bound. For K of several blocks a size of the same order
-    is proven (Balabanov and others, ICML 2023), with other constants.
+    Except with probability δ/2, the transformed rows have squared norms of at most (√d + √(8 ln(2B/δ)))²/B. A sample
+    of m of them, without replacement, obeys the matrix Chernoff bound. For K of several blocks, a size of the same
+    order is proven (Balabanov and others, ICML 2023), with other constants.
 
     References
     ----------
@@ -251,7 +252,7 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong.
+        If an argument is of the wrong type or out of its range.
 
     References
     ----------

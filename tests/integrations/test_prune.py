@@ -426,7 +426,7 @@ def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkey
     model = base()
     monkeypatch.setattr(type(model), "forward", None)  # would be called
     for budget in (0, -0.5, 1.5):
-        with pytest.raises(ValueError, match="budget|size"):
+        with pytest.raises(ValueError, match=r"budget|size"):
             prune(model, budget)
 
 

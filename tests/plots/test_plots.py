@@ -378,7 +378,7 @@ UNFIT: list[tuple[Any, str]] = [
     (lambda: strip(kept=[True]), r"kept has a mask of shape \(1,\), expected \(2,\)"),
     (lambda: strip(kept=[2]), r"kept has indices outside 0, \.\.\., 1"),
     (lambda: strip(kept=[1.7]), r"kept has dtype float64, expected a mask \(2,\) of bool"),
-    (lambda: strip(kept=[0, 1, 0]), r"more than once.* a mask of 0 and 1 as .* bool"),
+    (lambda: strip(kept=[0, 1, 0]), r"repeated indices.* a mask of 0 and 1 to bool"),
     (lambda: strip(columns=1), r"columns is 1; expected at least 2"),
     (lambda: strip(columns=9.5), r"TypeError: columns is 9\.5; expected a whole number"),
 ]

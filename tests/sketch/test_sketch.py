@@ -435,7 +435,7 @@ def test_states_that_do_not_go_together_are_refused() -> None:
         (lambda: SketchedRows(CountSketch(3), 2), TypeError, r"sketch is CountSketch\(size=3\); expected"),
         (lambda: SketchedRows(Sketch(CountSketch(3)), 0), ValueError, "d is 0; expected at least 1"),
         (lambda: SketchedRows(Sketch(CountSketch(3)), 2, (1.5,)), TypeError, "batch is 1.5; expected a whole"),
-        (lambda: SketchedRows(Sketch(Shifted(3)), 2).to_bytes(), TypeError, "only those of levattn.sketch can be"),
+        (lambda: SketchedRows(Sketch(Shifted(3)), 2).to_bytes(), TypeError, "only distributions of levattn.sketch"),
     ],
 )
 def test_wrong_arguments_are_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The command lines: options, help, and what is wrong with them. What the commands do is in the modules beside."""
+"""The command lines: options, help, and errors. The modules of `levattn.cli` have the commands' code."""
 
 import typer
 

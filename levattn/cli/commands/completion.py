@@ -9,13 +9,13 @@ from levattn.cli.program import Command
 
 __all__ = ["add"]
 
-_Shell = Annotated[Literal["bash", "zsh", "fish", "powershell"], typer.Argument(help="Which shell.")]
+_Shell = Annotated[Literal["bash", "zsh", "fish", "powershell"], typer.Argument(help="The shell.")]
 
 _HELP = """\
 Print the script that completes levattn in your shell.
 
-It completes commands, options and their choices, and file names. Nothing is changed by printing it: put it where your
-shell looks, once, and open a new shell.
+It completes commands, options and their choices, and file names. The command only prints the script: save it once
+where your shell looks for it, and open a new shell.
 
 \b
 Examples:
@@ -24,8 +24,8 @@ Examples:
   levattn completion fish > ~/.config/fish/completions/levattn.fish
   levattn completion powershell >> $PROFILE
 
-The folder must be there. bash needs the package bash-completion, and zsh must look for functions in that folder.
-Without them, these lines do for ~/.bashrc and ~/.zshrc:
+The folder must exist. bash needs the package bash-completion, and zsh must look for functions in that folder.
+Otherwise, add these lines to ~/.bashrc and ~/.zshrc:
 
 \b
   source <(levattn completion bash)

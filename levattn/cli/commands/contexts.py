@@ -12,11 +12,11 @@ from levattn.cli.program import Command
 __all__ = ["add"]
 
 _PROFILE = """\
-Measure what it costs to cut each head of a decoder.
+Measure the cost of cutting each head of a decoder.
 
-A few heads recall what stands far back, and most do not. This finds them, once for each model, so that `levattn
-compress` can cut the others. The model writes texts of its own, in which words are hidden that it must then recall;
-each head is cut in turn. Nothing is trained. It needs torch and transformers.
+A few heads recall words from far back in a text, and most heads do not. This command finds them, once for each model,
+so that `levattn compress` can cut the others. The model writes its own texts, with hidden words that it must then
+recall, while each head is cut in turn. Nothing is trained. The command needs torch and transformers.
 
 \b
 Examples:
@@ -25,25 +25,25 @@ Examples:
   levattn profile MODEL -o heads.json --json --html heads.html
 
 \b
-MODEL is a folder such as this makes, or a .gguf file:
+MODEL is a .gguf file, or a folder such as this command makes:
   hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir MODEL
 """
 _PROFILE_EPILOG = """\
 \b
 What is printed, a row for each layer and head of keys (nats a token):
   layer, head  their numbers, from 0
-  cost         what compress goes by: recall and text together
-  recall       by how much the loss of answers rises if the head is cut
-  ±recall      half of the 95% confidence interval of that; - for one task
-  text         by how much the loss of the text that follows rises
-  ±text        half of the 95% confidence interval of that; - for one task
+  cost         recall and text together, which compress uses
+  recall       rise of the loss of answers if the head is cut
+  ±recall      half of the 95% confidence interval of recall; - for one task
+  text         rise of the loss of the text that follows
+  ±text        half of the 95% confidence interval of text; - for one task
 """
 _COMPRESS = """\
 Read a text once, keep a part of it for questions.
 
-The model reads the text, and of what its heads hold of it a share of the bytes is kept: in whole where --heads says
-that a head recalls, and few positions and summaries elsewhere. `levattn ask` answers from the file. What is lost is
-not bounded. It needs torch and transformers.
+The model reads the text, and the command keeps a share of the bytes of its KV cache. It keeps all positions of the
+heads that recall, according to --heads, and few positions and summaries of the others. `levattn ask` answers from the
+file. The loss has no bound. The command needs torch and transformers.
 
 \b
 Examples:
@@ -51,23 +51,23 @@ Examples:
   levattn compress MODEL --text book.txt --budget 0.5 -o book.safetensors
   levattn compress MODEL --text book.txt -o book.safetensors --html book.html
 
-heads.json is what `levattn profile MODEL -o heads.json` made. A tokenizer with a chat template writes before the text
-what begins a message.
+heads.json comes from `levattn profile MODEL -o heads.json`. If the tokenizer has a chat template, the text follows the
+template's start of a message.
 """
 _COMPRESS_EPILOG = """\
 \b
 What is printed:
-  positions    tokens that were read, those of a chat template included
-  bytes        of the keys, values and weights that are kept
+  positions    tokens that were read, including a chat template's
+  bytes        of the kept keys, values and weights
   dense bytes  of all keys and values of these positions
   seconds      of reading and compressing
 """
 _ASK = """\
 Answer a question from a compressed text.
 
-CONTEXT is a file that `levattn compress` made with the same MODEL. The text is not read again. The answer is printed
-as it comes, by greedy decoding: the likeliest token each time. Then one line on standard error tells the bytes of the
-context and the time of a token. It needs torch and transformers.
+CONTEXT is a file that `levattn compress` made with the same MODEL. The text is not read again. The command prints the
+answer as it comes, by greedy decoding: the likeliest token each time. Then one line on standard error tells the bytes
+of the context and the time per token. The command needs torch and transformers.
 
 \b
 Examples:
@@ -76,11 +76,11 @@ Examples:
   levattn ask MODEL book.safetensors "Who is Ann?" --json
 
 If the tokenizer has a chat template, text and question are one message, with an empty line between them, and the model
-answers it. Otherwise the model goes on from the text, a new line and the question as it is: write what an answer would
-follow, such as "The one who comes home is".
+answers it. Otherwise the model continues the text, a new line and the question as it is. Then write the beginning of
+the answer, such as "The one who comes home is".
 """
 
-_MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")]
 
 
 def add(app: typer.Typer) -> None:
@@ -107,9 +107,9 @@ def _profile(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The .json file to write.", callback=ends_in(".json"))
     ],
-    tasks: Annotated[int, typer.Option(min=1, help="Texts to measure on. More narrow the intervals.")] = 4,
+    tasks: Annotated[int, typer.Option(min=1, help="Texts to measure on. More texts narrow the intervals.")] = 4,
     positions: Annotated[int, typer.Option(min=256, help="Tokens of each text.")] = 1024,
-    share: Annotated[float, typer.Option(callback=_share, help="Share of its bytes to which a head is cut.")] = 1 / 16,
+    share: Annotated[float, typer.Option(callback=_share, help="Share of its bytes that a cut head keeps.")] = 1 / 16,
     as_json: AsJson = False,
     plot: Annotated[
         Path | None,
@@ -137,12 +137,12 @@ def _compress(
         int | None,
         typer.Option(
             min=2,
-            help="Tokens to read at most; otherwise all, or as many as leave room for a question and its answer.",
+            help="Most tokens to read. Default: all, or as many as leave room for a question and its answer.",
         ),
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens to read at once: fewer need less memory, and lose more. Otherwise all."),
+        typer.Option(min=1, help="Tokens to read at once: fewer need less memory, but lose more. Default: all."),
     ] = None,
     as_json: AsJson = False,
     html: WebPage = None,

@@ -14,10 +14,10 @@ __all__ = ["add"]
 _HELP = """\
 Try it: universal sets of the 72 heads of a real encoder.
 
-Use it to see, without data of your own, what the sets are like and that they hold. The queries and keys of
-all-MiniLM-L6-v2 on a text of 512 tokens come with the package. The set of each head is compared with brute force over
-every attention score. A second set, for queries like those of the text, is made from half of them and tried on the
-others. Two files with the same four pictures are written. It takes ten seconds to a minute.
+Use it to see the sets and to check their guarantee, without own data. The queries and keys of
+all-MiniLM-L6-v2 on a text of 512 tokens come with the package. The demo compares the set of each head with brute force
+over every attention score. It makes a second set from half of the queries of the text, and tries it on the others. It
+writes two files with the same four pictures, and takes ten seconds to a minute.
 
 \b
 Examples:
@@ -31,17 +31,17 @@ What is printed, a row for each head:
   n, d         keys of the head, and their columns
   rank, cond   numerical rank and condition number of the keys
   |U|          keys in the universal set for f(x) = x² at ε
-  bound        the most keys that it can have: rank/ε
+  bound        the most keys that the set can have: rank/ε
   vacuous      yes: the bound is not below n
-  worst        scores of at least ε of 512 worst-case queries, one a key
-  missed       of these and of the 512 queries of the text, those on keys
-               outside the set: always 0
+  worst        scores of at least ε of 512 worst-case queries, one per key
+  missed       scores of at least ε on keys outside the set, for these and
+               for the 512 queries of the text: always 0
   softmax      mean share of the softmax attention that falls on the set
   |C|          keys in the set with coverage 0.9 for softmax at ε, made from
                every second query of the text
   found        share of the other queries that found all their keys in it
 
-Five sentences sum the heads up. Should a score be missed, the status is 1.
+Five sentences summarize the heads. If a score was missed, the status is 1.
 """
 
 
@@ -54,7 +54,7 @@ def add(app: typer.Typer) -> None:
         out: Annotated[
             Path,
             typer.Option(
-                rich_help_panel=RESULTS, help="Folder for demo.png and demo.svg, made if missing; they are replaced."
+                rich_help_panel=RESULTS, help="Folder for demo.png and demo.svg, made if missing. They are replaced."
             ),
         ] = Path("levattn-demo"),
         as_json: AsJson = False,

@@ -16,7 +16,7 @@ _INSPECT = """\
 Show the universal sets of a model's keys on a text.
 
 Use it before pruning a model, to see how small the sets of its heads are and how much of its softmax attention they
-catch. The model reads the text once; it is not changed. It needs torch and transformers.
+catch. The model reads the text once, and is not changed. The command needs torch and transformers.
 
 \b
 Examples:
@@ -25,7 +25,7 @@ Examples:
   levattn inspect MODEL --text book.txt --json --plot heads.png
 
 \b
-MODEL is a folder such as this makes, or a .gguf file:
+MODEL is a .gguf file, or a folder such as this command makes:
   hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODEL
 """
 _INSPECT_EPILOG = """\
@@ -35,20 +35,20 @@ What is printed, a row for each layer and head of keys:
   n, d         keys (one for each token) and their columns
   κ            condition number of the keys, on their row space
   |U|          keys in the universal set for f(x) = x² at ε, which is exact
-  rank/ε       the most keys that it can have; * if that is not below n
+  rank/ε       the most keys that the set can have; * if not below n
   max          largest leverage score
   mass         mean share of the softmax attention that falls on the set
-  heavy        softmax scores of at least ε, of at most 256 queries a head
-  caught       share of these that are on keys of the set; - if there are none
+  heavy        softmax scores of at least ε, of at most 256 queries per head
+  caught       share of these scores on keys of the set; - if there are none
 
 The sets promise nothing for softmax: mass and caught are measured on this text.
 """
 _PRUNE = """\
-Prune a model's attention, report what that loses.
+Prune a model's attention, report the loss.
 
-Each query attends exactly to the keys near it and to keys selected by scores, and reads all others as summaries,
-clusters that count as one key each. Use it to see what a budget of such slots costs, before you prune a model with
-levattn.integrations.transformers.prune. Nothing is trained or saved. It needs torch and transformers.
+Each query attends exactly to the keys near it and to keys selected by scores. It reads all other keys as summaries:
+clusters that count as one key each. Use it to see the cost of a budget of such slots, before you prune a model with
+levattn.integrations.transformers.prune. Nothing is trained or saved. The command needs torch and transformers.
 
 \b
 Examples:
@@ -58,7 +58,7 @@ Examples:
   levattn prune-report MODEL --text book.txt --budget 64 --scores leverage
 
 \b
-MODEL is a folder such as this makes, or a .gguf file:
+MODEL is a .gguf file, or a folder such as this command makes:
   hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODEL
 """
 _PRUNE_EPILOG = """\
@@ -67,34 +67,33 @@ What is printed, a row for each layer and head of keys (means over at most 64
 queries of the text):
   layer, head  their numbers, from 0
   slots        slots that a query read
-  selected     keys that it attended exactly, those near it included
+  selected     keys that it attended exactly, including the keys near it
   mass         share of its softmax attention that falls on these keys
   error        error of the head's output, relative to dense attention
 
 \b
-Then what the whole model loses, and the time of one pass in seconds:
+Then the loss of the whole model, and the time of one pass in seconds:
   embedding cosine  of an encoder: cosine of the mean states, dense and pruned
   perplexity        of a causal model, on this text: dense and pruned
 """
 _SLOTS = "Slots"
 
-_Text = Annotated[Path, typer.Option(help="Text file in UTF-8, of which the first --tokens are read.")]
+_Text = Annotated[Path, typer.Option(help="Text file in UTF-8. Its first --tokens are read.")]
 _Tokens = Annotated[
-    int, typer.Option(min=2, help="Tokens of the text to read at most; never more than the model has positions.")
+    int, typer.Option(min=2, help="Most tokens of the text to read; never more than the model has positions.")
 ]
 _Budget = Annotated[
     float,
     typer.Option(
         rich_help_panel=_SLOTS,
-        help="Slots of each query: a share of the keys in (0, 1], where 1 is dense attention, or from 2 on "
-        "their number.",
+        help="Slots of each query: a share of the keys in (0, 1], where 1 is dense attention, or a number from 2 on.",
     ),
 ]
 _Selection = Annotated[
     ScoreColumn,
     typer.Option(
         rich_help_panel=_SLOTS,
-        help="What keys are selected by: expected attention, that with how badly a summary stands for the key "
+        help="Score that selects keys: expected attention, the same times the distance of the key from its summary "
         "(residual), or leverage scores.",
     ),
 ]
@@ -113,8 +112,8 @@ _Sinks = Annotated[
     typer.Option(
         min=0,
         rich_help_panel=_SLOTS,
-        help="Of these, first keys that are always kept; 0 if not given. What these three options leave open "
-        "is split by a rule.",
+        help="Of these, first keys that are always kept; 0 by default. A rule splits the slots that these three "
+        "options leave open.",
     ),
 ]
 

@@ -16,7 +16,7 @@ PAGE = "https://levattn.readthedocs.io/en/stable/program.html"
 
 
 def by_library(name: str) -> Any:
-    """Return a check of an option, if it is given: the library's own of that name."""
+    """Return a check of an optional value: the library's own check of that name."""
 
     def check(value: float | None) -> float | None:
         from levattn.sensitivity import groups, leverage
@@ -38,7 +38,7 @@ def by_library(name: str) -> Any:
 
 
 def ends_in(*suffixes: str) -> Any:
-    """Return a check that a file, if named, has one of these suffixes."""
+    """Return a check that a file, if named, ends in any of these suffixes."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None and path.suffix.lower() not in suffixes:
@@ -57,7 +57,7 @@ AsJson = Annotated[
     ),
 ]
 HeavyFrom = Annotated[
-    float, typer.Option(callback=by_library("epsilon"), help="Score from which on a key is heavy, in (0, 1].")
+    float, typer.Option(callback=by_library("epsilon"), help="Least score of a heavy key, in (0, 1].")
 ]
 Picture = Annotated[
     Path | None,
@@ -73,14 +73,14 @@ WebPage = Annotated[
     typer.Option(
         callback=ends_in(".html", ".htm"),
         rich_help_panel=RESULTS,
-        help="Write the results into this .html file: one page for a browser, which needs nothing else.",
+        help="Write the results into this .html file: one page for a browser, without other files.",
     ),
 ]
 ProfilePath = Annotated[
     Path | None,
     typer.Option(
-        help="What `levattn profile` made of the model, by which the budget is split over its heads. Without it all "
-        "have the same."
+        help="File that `levattn profile` made of the model; it decides how the budget is split over the heads. "
+        "Without it, all heads have the same share."
     ),
 ]
 ModelPath = Annotated[

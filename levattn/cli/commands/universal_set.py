@@ -18,12 +18,13 @@ __all__ = ["add"]
 _HELP = """\
 Find the universal set of the keys in a file.
 
-These are the keys that some query, whichever it is, can give at least ε of its attention. Use it on keys saved from a
-model (after rotary embedding), to learn how many of them can matter, and which. For f(x) = x² the set is exact; for
-other functions it may hold more keys than need be, and never fewer. An array (..., n, d) gets one set for each matrix.
+The set holds the keys to which some query, whichever it is, can give at least ε of its attention. Use it on keys
+saved from a model (after rotary embedding), to learn which keys can matter, and how many. For f(x) = x² the set is
+exact. For other functions it may hold more keys than needed, but never fewer. An array (..., n, d) gets one set for
+each matrix.
 
-With --queries and --coverage the set is for queries like those of a file, and smaller: a new query finds all its keys
-in the set with the probability that --coverage says.
+With --queries and --coverage the set is smaller, and made for queries like the queries in a file. A new query finds
+all its keys in the set with the probability --coverage.
 
 \b
 Examples:
@@ -36,7 +37,7 @@ Examples:
   levattn universal-set keys.npy --queries q.npy --coverage 0.9 --mass 0.8
 
 \b
-To make files to try them on:
+Files for these examples come from:
 python -c 'import numpy as n; n.save("keys", n.random.standard_t(2, (99, 8)))'
 python -c 'import numpy as n; n.save("q", n.random.standard_normal((99, 8)))'
 """
@@ -49,25 +50,24 @@ What is printed, a row for each matrix:
   condition  condition number of the keys, on their row space
   ε          the threshold; with --size, the least that the set certifies
   |U|        keys in the set
-  bound      most keys that it can have: rank/ε for f(x) = x²; for other
+  bound      most keys that the set can have: rank/ε for f(x) = x²; for other
              functions, most keys that the smallest such set can have
   vacuous    yes: the bound is not below n, so it promises nothing
-  guarantee  exact: no key is missing, and none is there for nothing
-             superset: no key is missing, but some may be there for nothing
-             none: nothing is promised (with --center)
+  guarantee  exact: no key is missing, and every key is needed
+             superset: no key is missing, but some may not be needed
+             none: no guarantee (with --center)
              coverage: a new query finds all its keys with this probability
 
 \b
 With --queries there is no bound that could be vacuous. The last columns are:
-  coverage   the probability that --coverage names
+  coverage   the probability from --coverage
   mass       share of its attention that a new query gives the set (--mass)
   queries    queries that set the threshold; the others order the keys
 
-The numbers of the keys follow, counted from 0, if there is one matrix: the first 12. --json and --output have all of
-them.
+For one matrix, the numbers of its first 12 keys follow, counted from 0. --json and --output have all of them.
 """
 _EPSILON = 0.1
-_CHOICE, _WORK = "Which keys (one of --epsilon, --size and --mass)", "How they are read"
+_CHOICE, _WORK = "Choice of keys (one of --epsilon, --size and --mass)", "Reading of keys"
 _FOR_QUERIES = "For queries like given ones"
 
 
@@ -90,7 +90,7 @@ _Epsilon = Annotated[
     ),
 ]
 _Size = Annotated[
-    int | None, typer.Option(min=0, rich_help_panel=_CHOICE, help="This many keys of largest score, at most n.")
+    int | None, typer.Option(min=0, rich_help_panel=_CHOICE, help="Number of keys of largest score, at most n.")
 ]
 _Function = Annotated[
     str,
@@ -104,8 +104,8 @@ _Queries = Annotated[
     Path | None,
     typer.Option(
         rich_help_panel=_FOR_QUERIES,
-        help="Sample of the queries (..., m, d), in any format of the keys. For softmax save them with the scale of "
-        "the logits multiplied in. Half of them order the keys, the others set the threshold.",
+        help="Sample of the queries (..., m, d), in any format of the keys. For softmax, multiply them by the scale "
+        "of the logits before saving. Half of them order the keys, and the others set the threshold.",
     ),
 ]
 _Coverage = Annotated[
@@ -113,8 +113,8 @@ _Coverage = Annotated[
     typer.Option(
         callback=by_library("coverage"),
         rich_help_panel=_FOR_QUERIES,
-        help="Probability with which a new query, exchangeable with those of the file, finds all its keys in the set, "
-        "in (0, 1), e.g. 0.9.",
+        help="Probability that a new query, exchangeable with the queries of the file, finds all its keys in the "
+        "set, in (0, 1), e.g. 0.9.",
     ),
 ]
 _Mass = Annotated[
@@ -134,7 +134,7 @@ _Duplicates = Annotated[
     typer.Option(
         callback=by_library("angle"),
         rich_help_panel=_CHOICE,
-        help="Also groups of near-copies, of which none is heavy by itself but all together are: keys linked "
+        help="Also groups of near-copies that are heavy together although no key of them is heavy alone: keys linked "
         "by at most this angle, in radians, e.g. 0.1. With --epsilon and --function 2.",
     ),
 ]
@@ -143,7 +143,7 @@ _Center = Annotated[
     typer.Option(
         "--center",
         rich_help_panel=_CHOICE,
-        help="Subtract the mean key first, which softmax does not see. No guarantee for the keys themselves.",
+        help="Subtract the mean key first, which does not change softmax. No guarantee for the keys themselves.",
     ),
 ]
 _Tensor = Annotated[
@@ -159,7 +159,7 @@ _Method = Annotated[
     typer.Option(
         rich_help_panel=_WORK,
         help="Exact route to the scores: the second moment of the keys in float64 (gram), the same in float32 "
-        "where that does (auto), QR or singular value decomposition.",
+        "where that suffices (auto), QR or singular value decomposition.",
     ),
 ]
 _Memory = Annotated[
@@ -167,7 +167,7 @@ _Memory = Annotated[
     typer.Option(
         min=1,
         rich_help_panel=_WORK,
-        help="MiB of keys to hold at a time, 32 if not given. Files of any size are read in two passes, "
+        help="MiB of keys to hold at a time, 32 by default. Files of any size are read in two passes, "
         "unless --center, --duplicates, --queries, --method qr or svd, or another --function loads all keys.",
     ),
 ]
@@ -175,15 +175,15 @@ _Checkpoint = Annotated[
     Path | None,
     typer.Option(
         rich_help_panel=_WORK,
-        help="File that tells how far the passes came, written every 4 million keys or so. If it is there, "
-        "they go on from it. Removed in the end.",
+        help="File with the progress of the passes, written every 4 million keys or so. If it exists, the passes "
+        "continue from it. It is removed in the end.",
     ),
 ]
 _Scheduler = Annotated[
     str | None,
     typer.Option(
         rich_help_panel=_WORK,
-        help="Address of a dask scheduler, e.g. tcp://10.0.0.1:8786, whose workers see the files: they do the "
+        help="Address of a dask scheduler, e.g. tcp://10.0.0.1:8786. Its workers read the same files and do the "
         "work, in one pass.",
     ),
 ]
@@ -254,7 +254,7 @@ def _universal_set(
 
 
 def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
-    """Return which options may not go together, whether they were given, and what is said then."""
+    """Return combinations of options that are not allowed: whether they were given, and the message."""
     by_size, other_method = request.epsilon is None, request.method != "auto"
     is_square, grouped = request.function.is_square, request.duplicates is not None
     resumed, address = request.checkpoint is not None, request.scheduler
@@ -295,7 +295,7 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
 
 
 def _conflicts_of_queries(request: sets.Request) -> list[tuple[bool, str]]:
-    """Return the same of what goes with --queries, and what does not."""
+    """Return the combinations with --queries that are not allowed, as `_conflicts` does."""
     for_queries = request.queries is not None
     needing = {"--coverage": request.coverage, "--mass": request.mass, "--queries-tensor": request.queries_tensor}
     lonely = [name for name, value in needing.items() if value is not None]
