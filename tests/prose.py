@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LONGEST = 25  # words of a sentence
 
-# Passages that may break a rule: (rule, what stands in them): why
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+# Passages that may break a rule, by a part of the passage, and why
+EXCEPTIONS: dict[str, str] = {}
 
 _QUESTIONS = "|".join(("is", "are", "does", "do", "can", "if", "should", "to"))
 _IZED = "|".join(
@@ -162,7 +162,9 @@ def texts() -> Iterator[Text]:
 
 
 def main() -> int:
-    faults = [fault for text in texts() for fault in faults_of(text)]
+    faults = [
+        fault for text in texts() for fault in faults_of(text) if not any(part in fault.passage for part in EXCEPTIONS)
+    ]
     for fault in faults:
         print(fault)
     return bool(faults)
