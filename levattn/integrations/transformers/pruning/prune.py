@@ -166,9 +166,8 @@ def prune(
     rule = SharedOptions(**options)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named = _named_layers(budget) if isinstance(budget, Mapping) else layers
-    if not isinstance(budget, Mapping):  # the trial call takes seconds
-        causal = chunk is not None
-        check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
+    if not isinstance(budget, Mapping):  # before the trial call, which takes seconds
+        _check_option(rule, budget, causal=chunk is not None)
     register()
     there = discovered(PRUNED, model, named, example)
     budgets = budgets_of(budget, there, layers, heads)
@@ -178,15 +177,15 @@ def prune(
     if alike and budget != 1 and any(there[number].probe.causal for number in chosen):
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"budget": budget, "layers": layers, "heads": heads, **options}
-    missing = "a stream lacks the keys to measure dense attention" if stream else "not measured; give measure=True"
-    report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()}, missing)
-    measured = False if stream else measure
+    report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
+    if stream:
+        report._missing = "a stream lacks the keys to measure dense attention"
     pruning, parts = next(_prunings), []
     for number, groups in chosen.items():
         if stream:
             _check_stream(there[number], groups)
         tally = Tally(there[number].heads)
-        parts.append(LayerPruning(number, pruning, groups, rule, tally, measured, bool(stream)))
+        parts.append(LayerPruning(number, pruning, groups, rule, tally, not stream and measure, bool(stream)))
         report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
     report._take(model, _changed(model, there, parts))
     return report
@@ -280,7 +279,11 @@ def _check_options(rule: SharedOptions, budgets: dict[int, dict[int, Any]], ther
     """Raise for options that a call would refuse."""
     used = {(value, there[number].probe.causal) for number, mine in budgets.items() for value in mine.values()}
     for budget, causal in used:
-        check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
+        _check_option(rule, budget, causal=causal)
+
+
+def _check_option(rule: SharedOptions, budget: Any, *, causal: bool) -> None:
+    check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
 
 
 def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:

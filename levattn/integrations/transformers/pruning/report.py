@@ -56,11 +56,11 @@ class PruneReport(HeadsTable):
         "error": "relative error of the output",
     }
 
-    def __init__(self, model: str, options: dict[str, Any], missing: str = "") -> None:
-        self._missing = missing  # why there are no figures
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
         self.options = options
         self._tallies: dict[int, tuple[Tally, list[int]]] = {}  # of each layer, with the heads that are pruned
+        self._missing = "not measured; give measure=True"  # why a figure is not there
         self._changes: Changes | None = None
         self._owner: Any = None
 
