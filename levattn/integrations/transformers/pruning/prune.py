@@ -147,10 +147,7 @@ def prune(
     check_model(model)
     alike = layers is None and heads is None and not isinstance(budget, Mapping)
     budget, heads = _split(budget, heads, layers)
-    if measure and stream:
-        raise ValueError(
-            "measure and stream are True; expected at most one: a stream lacks the keys to measure dense attention"
-        )
+    _refuse_both(measure, stream)
     options: dict[str, Any] = {
         "size": size,
         "epsilon": epsilon,
@@ -166,7 +163,7 @@ def prune(
     rule = SharedOptions(**options)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named = _named_layers(budget) if isinstance(budget, Mapping) else layers
-    if not isinstance(budget, Mapping):  # before the trial call, which takes seconds
+    if named is layers:  # before the trial call, which takes seconds
         _check_option(rule, budget, causal=chunk is not None)
     register()
     there = discovered(PRUNED, model, named, example)
@@ -206,6 +203,13 @@ def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
             "budget, and no layers"
         )
     return heads.shares(budget), None
+
+
+def _refuse_both(measure: bool | None, stream: bool) -> None:
+    if measure and stream:
+        raise ValueError(
+            "measure and stream are True; expected at most one: a stream lacks the keys to measure dense attention"
+        )
 
 
 def _check_stream(layer: ModelLayer, groups: tuple[Group, ...]) -> None:
