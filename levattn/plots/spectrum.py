@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_numpy
+from levattn._core.arrays import as_numbers, to_numpy
 from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn.plots.common import BLUE, GRAY, RED, Display, Ints, log_positions
@@ -53,6 +53,11 @@ class LeverageSpectrumDisplay(Display):
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes and the figure of the drawing.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If the scores are no real numbers, or hold NaN.
+
     Notes
     -----
     Of more than 2000 keys, 2000 are drawn, evenly along the axis, including the first and the last. The scores are in
@@ -78,7 +83,11 @@ class LeverageSpectrumDisplay(Display):
         sizes: npt.ArrayLike | None = None,
         certified: bool = False,
     ) -> None:
-        values = np.atleast_1d(np.asarray(scores, dtype=np.float64))
+        values = np.atleast_1d(as_numbers("scores", scores))
+        if np.isnan(values).any():
+            raise ValueError(
+                f"scores hold NaN in {int(np.isnan(values).sum())} places; expected numbers of at least 0"
+            )
         flat = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         self.scores: Float64 = -np.sort(-flat, axis=-1)
         self.epsilon = epsilon
@@ -114,6 +123,11 @@ class LeverageSpectrumDisplay(Display):
         -------
         LeverageSpectrumDisplay
             The display, drawn.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the scores are no real numbers, or hold NaN.
         """
         return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
 

@@ -465,3 +465,13 @@ def test_missing_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
     for draw in (new_figure, LeverageSpectrumDisplay([0.5]).plot):
         with pytest.raises(ImportError, match=r'need matplotlib: pip install "levattn\[plot\]"'):
             draw()
+
+
+def test_a_spectrum_takes_tensors_and_refuses_what_it_cannot_draw() -> None:
+    torch = pytest.importorskip("torch")
+    scores = torch.tensor([0.5, 0.25, 1.0], dtype=torch.bfloat16, requires_grad=True)
+    np.testing.assert_array_equal(LeverageSpectrumDisplay(scores).scores, [[1.0, 0.5, 0.25]])
+    with pytest.raises(ValueError, match="scores hold NaN in 1 places"):
+        LeverageSpectrumDisplay.from_scores([0.1, np.nan])
+    with pytest.raises(TypeError, match="scores has dtype"):
+        LeverageSpectrumDisplay(["a"])
