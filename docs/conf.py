@@ -54,7 +54,7 @@ sphinx_gallery_conf = {
     "write_computation_times": False,  # a page of its own, with scripts from elsewhere
     "min_reported_time": 0,
     "capture_repr": (),
-    "within_subsection_order": "FileNameSortKey",
+    "within_subsection_order": "gallery_order.MainUsesFirst",
 }
 
 # A prompt is not copied with the code behind it.

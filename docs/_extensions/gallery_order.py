@@ -1,0 +1,22 @@
+"""The order of the gallery: the three main uses first, then the other examples by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["MainUsesFirst"]
+
+_MAIN = ("plot_universal_set.py", "plot_prune_encoder.py", "plot_stream_chunks.py")
+
+
+class MainUsesFirst:
+    """The key of an example, for sphinx-gallery."""
+
+    def __init__(self, folder: Any) -> None:
+        del folder
+
+    def __call__(self, name: str) -> tuple[int, str]:
+        return (_MAIN.index(name) if name in _MAIN else len(_MAIN), name)
+
+    def __repr__(self) -> str:
+        return type(self).__name__  # of which sphinx keeps a digest
