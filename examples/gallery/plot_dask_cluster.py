@@ -23,7 +23,9 @@ from dask.distributed import Client, LocalCluster
 import levattn
 from levattn.distributed.dask import from_keys, leverage_scores, universal_set
 
-cluster = LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None)
+cluster = LocalCluster(
+    n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+)
 client = Client(cluster)
 
 # %%
@@ -51,8 +53,12 @@ found = universal_set(keys, epsilon, client=client)
 print(found)
 
 in_memory = levattn.universal_set(K, epsilon)
-print("the keys of the set in memory:", np.array_equal(found.indices, in_memory.indices))
-print(f"largest relative difference of scores: {np.abs(found.scores / in_memory.scores[found.indices] - 1).max():.1e}")
+print(
+    "the keys of the set in memory:", np.array_equal(found.indices, in_memory.indices)
+)
+print(
+    f"largest relative difference of scores: {np.abs(found.scores / in_memory.scores[found.indices] - 1).max():.1e}"
+)
 
 # %%
 # The scores of all keys
@@ -68,13 +74,26 @@ print(f"sum of the scores {values.sum():.6f}, rank {found.rank}")
 
 figure, ax = plt.subplots(layout="constrained")
 colors = ("#56B4E9", "#8C8C8C")
-for i, (start, rows) in enumerate(zip(np.cumsum((0, *keys.chunks[0])), keys.chunks[0], strict=False)):
+for i, (start, rows) in enumerate(
+    zip(np.cumsum((0, *keys.chunks[0])), keys.chunks[0], strict=False)
+):
     at = np.arange(start, start + rows)
     ax.scatter(at, values[at], s=3, color=colors[i % 2], lw=0, rasterized=True)
-    ax.text(start + rows / 2, 1.15, f"chunk {i}", ha="center", va="bottom", fontsize="small")
-ax.scatter(found.indices, found.scores, s=45, marker="D", color="#D55E00", label=f"universal set: {len(found)} keys")
+    ax.text(
+        start + rows / 2, 1.15, f"chunk {i}", ha="center", va="bottom", fontsize="small"
+    )
+ax.scatter(
+    found.indices,
+    found.scores,
+    s=45,
+    marker="D",
+    color="#D55E00",
+    label=f"universal set: {len(found)} keys",
+)
 ax.axhline(epsilon, color="#0072B2", ls="--", lw=1.5, label=f"ε = {epsilon}")
-ax.set(yscale="log", ylim=(values.min() / 2, 2.5), xlabel="row", ylabel="leverage score")
+ax.set(
+    yscale="log", ylim=(values.min() / 2, 2.5), xlabel="row", ylabel="leverage score"
+)
 ax.grid(alpha=0.25, lw=0.5)
 ax.legend(loc="center right")
 

@@ -33,7 +33,9 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = LevAttention(WIDTH, heads=HEADS, size=SIZE, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         x = x + self.attention(self.norms[0](x))
@@ -83,10 +85,14 @@ model.eval()
 @torch.no_grad()
 def accuracy(dense):
     set_dense(model, dense)
-    return (model(images[judged]).argmax(dim=1) == labels[judged]).double().mean().item()
+    return (
+        (model(images[judged]).argmax(dim=1) == labels[judged]).double().mean().item()
+    )
 
 
-print(f"accuracy on {len(judged)} images left out, by {SIZE} keys of {SIDE**2} in each head: {accuracy(False):.3f}")
+print(
+    f"accuracy on {len(judged)} images left out, by {SIZE} keys of {SIDE**2} in each head: {accuracy(False):.3f}"
+)
 print(f"the same weights, attending to all keys: {accuracy(True):.3f}")
 
 # %%
@@ -100,8 +106,12 @@ print(f"the same weights, attending to all keys: {accuracy(True):.3f}")
 @torch.no_grad()
 def kept_by_heads(x):
     """Return which patches are kept, (images, heads, 8, 8)."""
-    parts = model.block.attention.qkv(model.block.norms[0](model.tokens(x))).unflatten(-1, (3, HEADS, -1))
-    _, certificate = pruned_attention(*parts.permute(2, 0, 3, 1, 4), size=SIZE, return_certificate=True)
+    parts = model.block.attention.qkv(model.block.norms[0](model.tokens(x))).unflatten(
+        -1, (3, HEADS, -1)
+    )
+    _, certificate = pruned_attention(
+        *parts.permute(2, 0, 3, 1, 4), size=SIZE, return_certificate=True
+    )
     return certificate.kept.unflatten(-1, (SIDE, SIDE)).numpy()
 
 
@@ -109,7 +119,9 @@ shown = torch.stack([judged[labels[judged] == digit][0] for digit in (0, 1, 3, 4
 kept = kept_by_heads(images[shown])
 
 figure, axes = plt.subplots(2, len(shown), figsize=(8.4, 3.5), layout="constrained")
-for above, below, image, share in zip(*axes, images[shown], kept.mean(axis=1), strict=True):
+for above, below, image, share in zip(
+    *axes, images[shown], kept.mean(axis=1), strict=True
+):
     above.imshow(image.numpy(), cmap="gray")
     drawn = below.imshow(share, cmap="viridis", vmin=0, vmax=1)
     for ax in (above, below):
@@ -127,7 +139,10 @@ for ax, i in zip(axes, (0, 3), strict=True):
     ax.set(xticks=[], yticks=[])
 shades = ScalarMappable(drawn.norm, drawn.cmap)  # opaque, unlike what is drawn
 figure.colorbar(shades, ax=axes, label="share of heads that keep a patch", pad=0.02)
-print("patches that at least half of the heads keep:", *(kept[[0, 3]].mean(axis=1) >= 0.5).sum(axis=(1, 2)))
+print(
+    "patches that at least half of the heads keep:",
+    *(kept[[0, 3]].mean(axis=1) >= 0.5).sum(axis=(1, 2)),
+)
 
 # %%
 # Places or strokes?
@@ -148,16 +163,28 @@ figure.colorbar(drawn, ax=left, label="share of heads and images", pad=0.02)
 left.set(xticks=[], yticks=[], title="by place")
 right.bar((levels[:-1] + levels[1:]) / 2, by_level, 0.17, color="#0072B2")
 right.axhline(SIZE / SIDE**2, color="#D55E00", ls="--", lw=1.5, label="by chance")
-right.set(xlabel="brightness of the middle pixel", ylabel="share of heads that keep it", title="by brightness")
+right.set(
+    xlabel="brightness of the middle pixel",
+    ylabel="share of heads that keep it",
+    title="by brightness",
+)
 right.legend(fontsize="small")
-print("share of heads that keep a patch, dark to bright:", *(f"{share:.2f}" for share in by_level))
+print(
+    "share of heads that keep a patch, dark to bright:",
+    *(f"{share:.2f}" for share in by_level),
+)
 
 # %%
 # If a head kept the same places in every image, two images would share all of its kept patches.
 
 images_at = everything.sum(axis=0).reshape(HEADS, -1)
-common = (images_at * (images_at - 1)).sum(axis=1) / (len(judged) * (len(judged) - 1) * SIZE)
-print("share of its patches that a head keeps in another image too:", *(f"{share:.2f}" for share in common))
+common = (images_at * (images_at - 1)).sum(axis=1) / (
+    len(judged) * (len(judged) - 1) * SIZE
+)
+print(
+    "share of its patches that a head keeps in another image too:",
+    *(f"{share:.2f}" for share in common),
+)
 print(f"by chance: {SIZE / SIDE**2:.2f}; always the same places: 1.00")
 
 # %%

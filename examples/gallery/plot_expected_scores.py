@@ -43,11 +43,24 @@ styles = {"hindsight": ("#8C8C8C", ":"), "expected scores": ("#D55E00", "-")}
 styles |= {"leverage scores": ("#0072B2", "--"), "shortest keys": ("#009E73", "-.")}
 for name, scores in orders.items():
     order = np.argsort(-scores, axis=-1)
-    captured = np.take_along_axis(A.mean(axis=-2), order, axis=-1).cumsum(axis=-1).mean(axis=(0, 1))
-    ax.plot(shares, captured, color=styles[name][0], ls=styles[name][1], lw=2, label=name)
-    print(f"{name:16s} a tenth of the keys holds {captured[n // 10]:.1%}, a third {captured[n // 3]:.1%}")
+    captured = (
+        np.take_along_axis(A.mean(axis=-2), order, axis=-1)
+        .cumsum(axis=-1)
+        .mean(axis=(0, 1))
+    )
+    ax.plot(
+        shares, captured, color=styles[name][0], ls=styles[name][1], lw=2, label=name
+    )
+    print(
+        f"{name:16s} a tenth of the keys holds {captured[n // 10]:.1%}, a third {captured[n // 3]:.1%}"
+    )
 ax.plot([0, 1], [0, 1], color="black", lw=0.8, label="random keys")
-ax.set(xlabel="share of the keys", ylabel="captured softmax attention of new queries", xlim=(0, 1), ylim=(0, 1))
+ax.set(
+    xlabel="share of the keys",
+    ylabel="captured softmax attention of new queries",
+    xlim=(0, 1),
+    ylim=(0, 1),
+)
 ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend(loc="lower right", fontsize="small")
 
@@ -70,14 +83,27 @@ A /= A.sum(axis=-1, keepdims=True)
 coverages = [0.8, 0.9, 0.95]
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
 for coverage in coverages:
-    found = levattn.universal_set(K, epsilon, f=softmax, queries=seen, coverage=coverage)
+    found = levattn.universal_set(
+        K, epsilon, f=softmax, queries=seen, coverage=coverage
+    )
     missed = (epsilon <= A) & ~found.mask[..., None, :]
     reached = 1 - missed.any(axis=-1).mean(axis=-1)
     sizes = np.sort(found.sizes.ravel()) / n
-    left.plot(np.arange(1, sizes.size + 1), sizes, lw=1.5, label=f"coverage {coverage:g}")
-    right.plot([coverage] * reached.size, reached.ravel(), "o", ms=3, color="#0072B2", alpha=0.3)
+    left.plot(
+        np.arange(1, sizes.size + 1), sizes, lw=1.5, label=f"coverage {coverage:g}"
+    )
+    right.plot(
+        [coverage] * reached.size,
+        reached.ravel(),
+        "o",
+        ms=3,
+        color="#0072B2",
+        alpha=0.3,
+    )
     right.plot(coverage, reached.mean(), "D", ms=7, color="#D55E00")
-    print(f"coverage {coverage:g}: {sizes.mean():.1%} of the keys, reached {reached.mean():.1%}")
+    print(
+        f"coverage {coverage:g}: {sizes.mean():.1%} of the keys, reached {reached.mean():.1%}"
+    )
 right.plot(coverages, coverages, color="#8C8C8C", ls=":", label="asked for")
 left.set(xlabel="heads, by their size", ylabel="share of the keys", ylim=(0, 1))
 right.set(xlabel="coverage asked for", ylabel="coverage reached, heads and mean")
@@ -119,8 +145,16 @@ print(f"and the one that follows {np.mean(covered[third : 2 * third]):.1%}")
 
 figure, ax = plt.subplots(layout="constrained")
 ax.plot(sizes, color="#D55E00", lw=1.5, label="keys of the set that follows")
-ax.axhline(len(found), color="#0072B2", ls="--", lw=1.5, label="keys of the set with coverage 0.9")
+ax.axhline(
+    len(found),
+    color="#0072B2",
+    ls="--",
+    lw=1.5,
+    label="keys of the set with coverage 0.9",
+)
 ax.axvspan(third, 2 * third, color="#8C8C8C", alpha=0.15, lw=0, label="longer queries")
-ax.set(xlabel="query", ylabel="keys", yscale="log", ylim=(1, 2 * n), xlim=(0, len(served)))
+ax.set(
+    xlabel="query", ylabel="keys", yscale="log", ylim=(1, 2 * n), xlim=(0, len(served))
+)
 ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend(fontsize="small", loc="upper right")

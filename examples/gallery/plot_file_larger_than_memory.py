@@ -31,7 +31,9 @@ path = Path(folder.name) / "keys.npy"
 rng = np.random.default_rng(0)
 keys = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(n, d))
 for start in range(0, n, block):
-    keys[start : start + block] = rng.standard_normal((block, d), dtype=np.float32) * np.geomspace(1, 1e-2, d)
+    keys[start : start + block] = rng.standard_normal(
+        (block, d), dtype=np.float32
+    ) * np.geomspace(1, 1e-2, d)
 keys[:: n // 100, d // 2 :] *= 100
 keys.flush()
 del keys
@@ -66,7 +68,9 @@ def watch(done, _):
 
 
 checkpoint = Path(folder.name) / "checkpoint"
-found = levattn.universal_set(source, epsilon, progress=watch, checkpoint=checkpoint, checkpoint_rows=100_000)
+found = levattn.universal_set(
+    source, epsilon, progress=watch, checkpoint=checkpoint, checkpoint_rows=100_000
+)
 print(found)
 print(f"the checkpoint is removed in the end: {not checkpoint.exists()}")
 
@@ -99,7 +103,9 @@ for name, curve, color, dashes in (
     ("one pass", one_pass, "#D55E00", "--"),
 ):
     ax.plot(*np.transpose(curve), color=color, ls=dashes, lw=2, label=name)
-    print(f"{name}: resident memory grew by {max(more for _, more in curve):.1f} MiB at most")
+    print(
+        f"{name}: resident memory grew by {max(more for _, more in curve):.1f} MiB at most"
+    )
 ax.axhline(file_size, color="#8C8C8C", ls=":", lw=1.5, label="size of the file")
 ax.set(xlabel="passes over the file", ylabel="more resident memory than before (MiB)")
 ax.grid(alpha=0.25, lw=0.5)
@@ -110,7 +116,9 @@ legend = ax.legend()
 #
 # Only two passes give the scores of all keys. In descending order they show a hundred keys above ε, and then a gap:
 
-display = LeverageSpectrumDisplay.from_scores(found.scores, epsilon=epsilon, rank=found.rank)
+display = LeverageSpectrumDisplay.from_scores(
+    found.scores, epsilon=epsilon, rank=found.rank
+)
 folder.cleanup()
 
 # %%

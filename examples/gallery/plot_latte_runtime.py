@@ -32,7 +32,9 @@ def calls_of(T):
     q, k, v = torch.randn(3, 1, HEADS, T, CHANNELS)
     q_logits, k_logits = torch.randn(2, 1, HEADS, T, LATENTS)
     return {
-        "softmax attention": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "softmax attention": lambda: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ),
         "Latte": lambda: latte(q_logits, k_logits, v, causal=True),
     }
 
@@ -69,13 +71,28 @@ ends = lengths[-3:]
 for name, power in (("softmax attention", 2), ("Latte", 1)):
     guide = 1e3 * times[name][-1] * (ends / ends[-1]) ** float(power)
     ax.plot(ends, 0.6 * guide, color="#8C8C8C", ls=":", lw=1.5)
-    ax.annotate(f"slope {power}", (ends[1], 0.55 * guide[1]), color="#5C5C5C", ha="left", va="top", fontsize="small")
+    ax.annotate(
+        f"slope {power}",
+        (ends[1], 0.55 * guide[1]),
+        color="#5C5C5C",
+        ha="left",
+        va="top",
+        fontsize="small",
+    )
 ax.set_xscale("log", base=2)
-ax.set(yscale="log", xlabel="positions", ylabel="time of a call, ms", xticks=lengths, xticklabels=lengths)
+ax.set(
+    yscale="log",
+    xlabel="positions",
+    ylabel="time of a call, ms",
+    xticks=lengths,
+    xticklabels=lengths,
+)
 ax.grid(alpha=0.25, lw=0.5)
 ax.legend(loc="upper left")
 for name, found in times.items():
-    print(f"slope of {name} over the last three lengths: {np.polyfit(np.log(ends), np.log(found[-3:]), 1)[0]:.2f}")
+    print(
+        f"slope of {name} over the last three lengths: {np.polyfit(np.log(ends), np.log(found[-3:]), 1)[0]:.2f}"
+    )
 
 # %%
 # Here are the same times in numbers: milliseconds, and the ratio of attention to Latte.
@@ -84,7 +101,10 @@ print("positions   attention       Latte   ratio")
 for T, a, b in zip(lengths, times["softmax attention"], times["Latte"], strict=True):
     print(f"{T:9d}  {1e3 * a:7.2f} ms  {1e3 * b:7.2f} ms  {a / b:6.2f}")
 behind = lengths[times["Latte"] > times["softmax attention"]]
-print("lengths at which Latte takes longer:", ", ".join(map(str, behind)) or "none of these")
+print(
+    "lengths at which Latte takes longer:",
+    ", ".join(map(str, behind)) or "none of these",
+)
 
 # %%
 # Latte is another operator, not an approximation of softmax attention. Its logits come from weights of its own, which

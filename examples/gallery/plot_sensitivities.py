@@ -20,9 +20,16 @@ import numpy as np
 
 import levattn
 
-few = np.random.default_rng(0).standard_normal((60, 3)) * np.geomspace(3, 0.3, 60)[:, None]
+few = (
+    np.random.default_rng(0).standard_normal((60, 3))
+    * np.geomspace(3, 0.3, 60)[:, None]
+)
 functions = {"|x|": 1, "|x|³": 3, "x⁴": 4}
-styles = {"leverage": ("#0072B2", "o"), "lewis": ("#D55E00", "s"), "lift": ("#009E73", "^")}
+styles = {
+    "leverage": ("#0072B2", "o"),
+    "lewis": ("#D55E00", "s"),
+    "lift": ("#009E73", "^"),
+}
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", sharey=True)
 for ax, (name, p) in zip(axes, functions.items(), strict=True):
@@ -32,7 +39,9 @@ for ax, (name, p) in zip(axes, functions.items(), strict=True):
         color, marker = styles[method]
         upper = levattn.sensitivities(few, p, method=method).upper
         ax.plot(upper[order], color=color, marker=marker, ms=4, lw=0, label=method)
-        print(f"{name:4s} {method:8s} sum {upper.sum():5.2f}, of the sensitivities {exact.lower.sum():.2f}")
+        print(
+            f"{name:4s} {method:8s} sum {upper.sum():5.2f}, of the sensitivities {exact.lower.sum():.2f}"
+        )
     ax.plot(exact.lower[order], color="black", lw=2, label="sensitivity")
     ax.set(title=f"f(x) = {name}", xlabel="keys by sensitivity", yscale="log")
     ax.grid(alpha=0.25, lw=0.5)
@@ -51,9 +60,20 @@ legend = axes[0].legend(handles, labels, loc="lower left")
 epsilon = 0.1
 K = np.random.default_rng(1).standard_normal((2000, 8))
 K[:5] *= 30
-for f in (1.5, 2, 4, levattn.Huber(1.0), levattn.Tukey(), levattn.Fair(), levattn.Softmax(0.5), levattn.Softmax(2.0)):
+for f in (
+    1.5,
+    2,
+    4,
+    levattn.Huber(1.0),
+    levattn.Tukey(),
+    levattn.Fair(),
+    levattn.Softmax(0.5),
+    levattn.Softmax(2.0),
+):
     found = levattn.universal_set(K, epsilon, f=f)
-    print(f"{f!s:36s} {len(found):4d} keys, {found.guarantee}, by {', '.join(found.certificate)}")
+    print(
+        f"{f!s:36s} {len(found):4d} keys, {found.guarantee}, by {', '.join(found.certificate)}"
+    )
 
 # %%
 # A bound above the exact value keeps keys that cannot be heavy, but it never loses one. For softmax and long queries

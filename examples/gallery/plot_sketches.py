@@ -19,7 +19,12 @@ import levattn
 
 K = levattn.datasets.planted(20_000, 32, strength=10, rng=0).keys
 exact = levattn.leverage_scores(K)
-methods = {"countsketch": "#0072B2", "srht": "#D55E00", "osnap": "#009E73", "jl": "#CC79A7"}
+methods = {
+    "countsketch": "#0072B2",
+    "srht": "#D55E00",
+    "osnap": "#009E73",
+    "jl": "#CC79A7",
+}
 
 figure, ax = plt.subplots(layout="constrained")
 ratios = [levattn.leverage_scores(K, method=method) / exact for method in methods]
@@ -43,8 +48,16 @@ for method, ratio in zip(methods, ratios, strict=True):
 
 epsilons = np.geomspace(0.002, 0.5, 13)
 figure, ax = plt.subplots(layout="constrained")
-ax.plot(epsilons, [len(levattn.universal_set(K, e)) for e in epsilons], color="black", lw=2, label="exact")
-for (method, color), dashes in zip(methods.items(), ("-", "--", "-.", ":"), strict=True):
+ax.plot(
+    epsilons,
+    [len(levattn.universal_set(K, e)) for e in epsilons],
+    color="black",
+    lw=2,
+    label="exact",
+)
+for (method, color), dashes in zip(
+    methods.items(), ("-", "--", "-.", ":"), strict=True
+):
     sizes = [len(levattn.universal_set(K, e, method=method)) for e in epsilons]
     ax.plot(epsilons, sizes, color=color, lw=1.5, ls=dashes, label=method)
 ax.set(xscale="log", xlabel="ε", ylabel="keys of the set")

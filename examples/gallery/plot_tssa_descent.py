@@ -20,15 +20,23 @@ from levattn.attention import memberships, rates, tssa
 
 n, d, groups, p, eps = 300, 12, 3, 4, 0.5
 rng = np.random.default_rng(0)
-U = np.linalg.qr(rng.standard_normal((d, d)))[0].T.reshape(groups, p, d).transpose(0, 2, 1)
+U = (
+    np.linalg.qr(rng.standard_normal((d, d)))[0]
+    .T.reshape(groups, p, d)
+    .transpose(0, 2, 1)
+)
 
 group = np.arange(n) % groups
 Z = np.einsum("tdi,ti->td", U[group], rng.standard_normal((n, p)) * [2, 1, 0.5, 0.25])
 Z += 0.2 * rng.standard_normal((n, d))
 
 temperature = 5.0
-Pi = memberships(Z @ U, temperature, membership="norm", causal=False).T  # (tokens, groups)
-print(f"tokens whose largest membership is that of their subspace: {(Pi.argmax(axis=1) == group).mean():.3f}")
+Pi = memberships(
+    Z @ U, temperature, membership="norm", causal=False
+).T  # (tokens, groups)
+print(
+    f"tokens whose largest membership is that of their subspace: {(Pi.argmax(axis=1) == group).mean():.3f}"
+)
 
 # %%
 # Rate against steps
@@ -39,7 +47,12 @@ print(f"tokens whose largest membership is that of their subspace: {(Pi.argmax(a
 # same tokens made smaller, the logarithm is nearly straight, and the rate rises at twice the bound.
 
 bound = float(rates.largest_step(U, eps))
-styles = {0.05: ("#009E73", ":"), 0.25: ("#CC79A7", "-."), 1.0: ("#0072B2", "-"), 2.0: ("#D55E00", "--")}
+styles = {
+    0.05: ("#009E73", ":"),
+    0.25: ("#CC79A7", "-."),
+    1.0: ("#0072B2", "-"),
+    2.0: ("#D55E00", "--"),
+}
 steps = 24
 
 figure, axes = plt.subplots(1, 2, figsize=(8.4, 4), layout="constrained")
@@ -52,7 +65,9 @@ for ax, scale in zip(axes, (1.0, 0.05), strict=True):
             path.append(rates.variational_rate(tokens, Pi, U, eps))
         ax.plot(path, color=color, ls=dashes, lw=2, label=f"{share:g} × bound")
         rises = np.count_nonzero(np.diff(path) > 1e-12 * path[0])
-        print(f"tokens × {scale:<4g}  step {share:4g} × bound: {path[0]:.3f} to {path[-1]:.3f} nats, {rises} rises")
+        print(
+            f"tokens × {scale:<4g}  step {share:4g} × bound: {path[0]:.3f} to {path[-1]:.3f} nats, {rises} rises"
+        )
     ax.set(title=f"tokens × {scale:g}", xlabel="steps", ylim=0)
     ax.grid(alpha=0.25, lw=0.5)
 axes[0].set_ylabel("variational rate, nats")
@@ -78,20 +93,38 @@ def moments(tokens):
 figure, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 place = np.arange(groups * p)
 tokens, done, ratios = Z, 0, {}
-for count, color, marker in ((0, "#8C8C8C", "o"), (4, "#0072B2", "s"), (16, "#D55E00", "D")):
+for count, color, marker in (
+    (0, "#8C8C8C", "o"),
+    (4, "#0072B2", "s"),
+    (16, "#D55E00", "D"),
+):
     for _ in range(count - done):
         tokens = rates.descent_step(tokens, Pi, U, eps, step=0.25 * bound)
     done = count
-    ax.plot(place, moments(tokens).ravel(), marker, color=color, ms=7, label=f"after {count} steps")
+    ax.plot(
+        place,
+        moments(tokens).ravel(),
+        marker,
+        color=color,
+        ms=7,
+        label=f"after {count} steps",
+    )
     ratios[count] = moments(tokens).max(axis=1) / moments(tokens).min(axis=1)
 for edge in range(1, groups):
     ax.axvline(p * edge - 0.5, color="#8C8C8C", lw=0.8)
-ax.set(yscale="log", xlabel="direction i of subspace k", ylabel="second moment of the group")
+ax.set(
+    yscale="log",
+    xlabel="direction i of subspace k",
+    ylabel="second moment of the group",
+)
 ax.set_xticks(place, [f"{i + 1}" for _ in range(groups) for i in range(p)])
 ax.grid(alpha=0.25, lw=0.5, axis="y")
 ax.legend(fontsize="small")
 for count, found in ratios.items():
-    print(f"after {count:2d} steps: largest over least moment, group by group:", *(f"{ratio:.0f}" for ratio in found))
+    print(
+        f"after {count:2d} steps: largest over least moment, group by group:",
+        *(f"{ratio:.0f}" for ratio in found),
+    )
 
 # %%
 # The operator
@@ -112,11 +145,15 @@ for _ in range(steps):
     path.append(float(rates.variational_rate(tokens, members, U, eps)))
     tokens = tokens + np.einsum("ktp,kdp->td", tssa(W, temperature, **options), U)
 rises = np.count_nonzero(np.diff(path) > 0)
-print(f"memberships anew in each step: {path[0]:.3f} to {path[-1]:.3f} nats, {rises} rises")
+print(
+    f"memberships anew in each step: {path[0]:.3f} to {path[-1]:.3f} nats, {rises} rises"
+)
 
 # %%
 # The steps lower one rate, and shrinking all tokens lowers it too. Nothing is promised about the reduction R − R_c,
 # which should be large:
 
 for name, X in (("before", Z), (f"after {steps} steps", tokens)):
-    print(f"{name:15s} R = {rates.coding_rate(X, eps):.3f}, R − R_c = {rates.rate_reduction(X, Pi, eps):.3f} nats")
+    print(
+        f"{name:15s} R = {rates.coding_rate(X, eps):.3f}, R − R_c = {rates.rate_reduction(X, Pi, eps):.3f} nats"
+    )

@@ -26,7 +26,9 @@ K = model.keys
 
 universal = levattn.universal_set(K, epsilon)
 print(universal)
-print("the planted keys, and no others:", np.array_equal(universal.indices, model.indices))
+print(
+    "the planted keys, and no others:", np.array_equal(universal.indices, model.indices)
+)
 
 # %%
 # Norms and leverage scores
@@ -41,22 +43,43 @@ scores = np.asarray(universal.scores)
 
 figure, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 light = ~universal.mask
-ax.scatter(norms[light], scores[light], s=8, color="#8C8C8C", alpha=0.5, lw=0, label="other keys")
-ax.scatter(norms[universal.mask], scores[universal.mask], s=50, color="#D55E00", marker="D", label="universal set")
+ax.scatter(
+    norms[light],
+    scores[light],
+    s=8,
+    color="#8C8C8C",
+    alpha=0.5,
+    lw=0,
+    label="other keys",
+)
+ax.scatter(
+    norms[universal.mask],
+    scores[universal.mask],
+    s=50,
+    color="#D55E00",
+    marker="D",
+    label="universal set",
+)
 ax.axhline(epsilon, color="#0072B2", lw=1.5, ls="--", label=f"ε = {epsilon}")
 ax.set(yscale="log", xlabel="norm of the key", ylabel="leverage score")
 ax.grid(alpha=0.25, lw=0.5)
 ax.legend(loc="center right")
 
 longest = np.argsort(norms)[::-1]
-print(f"keys that are longer than every key of the set: {np.count_nonzero(norms > norms[universal.mask].max())}")
-print(f"keys of the set among the {len(universal)} longest: {universal.mask[longest[: len(universal)]].sum()}")
+print(
+    f"keys that are longer than every key of the set: {np.count_nonzero(norms > norms[universal.mask].max())}"
+)
+print(
+    f"keys of the set among the {len(universal)} longest: {universal.mask[longest[: len(universal)]].sum()}"
+)
 
 # %%
 # The next picture has all scores in descending order. They add up to the rank of K, so at most rank/ε of them reach ε,
 # however many keys there are. The vertical line is this bound; the set is much smaller.
 
-display = LeverageSpectrumDisplay.from_scores(scores, epsilon=epsilon, rank=universal.rank)
+display = LeverageSpectrumDisplay.from_scores(
+    scores, epsilon=epsilon, rank=universal.rank
+)
 print(f"sum of the scores {scores.sum():.6f}, rank {universal.rank}")
 
 # %%
@@ -75,7 +98,9 @@ def attention(Q):
 
 worst = levattn.datasets.adversarial_queries(K)
 attained = np.array([attention(worst[j : j + 1])[0, j] for j in range(len(K))])
-print(f"largest difference of attained score and leverage score: {np.abs(attained - scores).max():.1e}")
+print(
+    f"largest difference of attained score and leverage score: {np.abs(attained - scores).max():.1e}"
+)
 print(f"keys that reach ε by their worst query: {np.flatnonzero(attained >= epsilon)}")
 print(f"keys of the set:                        {universal.indices}")
 
@@ -94,8 +119,12 @@ heavy = levattn.heavy_attention(Q, K, epsilon, universal=universal)
 
 full = attention(Q)
 is_heavy = full >= epsilon
-print(f"entries found: {heavy.entries.nnz}; entries of at least ε by brute force: {np.count_nonzero(is_heavy)}")
-print(f"largest difference of these entries: {np.abs(heavy.entries - np.where(is_heavy, full, 0)).max():.1e}")
+print(
+    f"entries found: {heavy.entries.nnz}; entries of at least ε by brute force: {np.count_nonzero(is_heavy)}"
+)
+print(
+    f"largest difference of these entries: {np.abs(heavy.entries - np.where(is_heavy, full, 0)).max():.1e}"
+)
 
 display = HeavyMapDisplay.from_attention(full, epsilon, universal)
 
@@ -109,7 +138,9 @@ display = HeavyMapDisplay.from_attention(full, epsilon, universal)
 size = len(universal)
 columns = np.count_nonzero(is_heavy, axis=0)
 others = rng.standard_normal((256, 32))
-drawn = np.mean([columns[rng.choice(len(K), size, replace=False)].sum() for _ in range(1000)])
+drawn = np.mean(
+    [columns[rng.choice(len(K), size, replace=False)].sum() for _ in range(1000)]
+)
 found = {
     "universal set": columns[universal.indices].sum(),
     "longest keys": columns[longest[:size]].sum(),
