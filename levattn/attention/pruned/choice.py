@@ -11,7 +11,7 @@ import numpy as np
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
-from levattn.exceptions import NonFiniteError
+from levattn.attention.pruned.checks import Checks
 
 __all__ = [
     "Measure",
@@ -23,6 +23,7 @@ __all__ = [
     "items_of",
     "means_of",
     "measured",
+    "measures",
     "one_sided",
     "rows_at",
     "scored",
@@ -88,7 +89,7 @@ class Measure:
         return X, along - xp.astype(held.offset / weight, dtype)
 
 
-def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Measure:
+def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks: Checks) -> Measure:
     """Return the measure of some queries and keys, in the dtype that it is used in."""
     xp = namespace_of(queries.total)
     moment = queries.moment(power is None)
@@ -100,14 +101,27 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
     )
     least = xp.where(size > rough, size, rough)
     moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
-    if not bool(xp.all(xp.isfinite(moment))):
-        raise NonFiniteError("queries hold NaN or infinity, or are too large for their squares; give finite ones")
+    finite = xp.isfinite(moment)
+    checks.expect(xp.all(finite), "queries hold NaN or infinity, or are too large for their squares; give finite ones")
+    moment = xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, eye)
     zero = xp.zeros_like(queries.total)
     return Measure(
         xp.astype(xp.linalg.cholesky(moment), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
     )
+
+
+def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: Any, checks: Checks) -> list[Measure]:
+    """Return the measures of several pairs of queries and keys, of one batch all: factored at once."""
+    xp, b = namespace_of(queries[0].total), queries[0].total.shape[0]
+    means, moments, origins = (
+        xp.concat(arrays, axis=0)
+        for arrays in ([x.mean for x in queries], [x.moment(False) for x in queries], [x.mean for x in keys])
+    )
+    whole = measured(Sums(means, moments, 1), Sums(origins, None, 1), power, dtype, checks)
+    cuts = [slice(i * b, (i + 1) * b) for i in range(len(queries))]
+    return [Measure(whole.root[cut, ...], whole.query[cut, ...], whole.origin[cut, ...]) for cut in cuts]
 
 
 def one_sided(K: Any, second: Any) -> Any:
@@ -154,7 +168,14 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
 
 
 def scored(
-    kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None, rounds: int = _ROUNDS
+    kind: str,
+    X: Any,
+    along: Any,
+    weight: Any,
+    R: int,
+    power: float | None,
+    checks: Checks,
+    rounds: int = _ROUNDS,
 ) -> tuple[Any, Any]:
     """Return the scores (b, n) of keys, "expected" or "residual", by their places and ⟨mean query, k⟩.
 
@@ -164,11 +185,11 @@ def scored(
     xp = namespace_of(X)
     with np.errstate(over="ignore", invalid="ignore"):
         squares = xp.sum(X * X, axis=-1)
-    if not bool(xp.all(xp.isfinite(squares))):
-        raise NonFiniteError(
-            f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
-            "arrays with smaller entries, or of float64"
-        )
+    checks.expect(
+        xp.all(xp.isfinite(squares)),
+        f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
+        "arrays with smaller entries, or of float64",
+    )
     tiny = xp.asarray(1e-30, dtype=X.dtype, device=device_of(X))
     if power is None:
         expected = along + squares / 2
@@ -183,31 +204,49 @@ def scored(
     return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
 
 
-def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[Any, Any, Any]:
+def chosen(
+    scores: Any, size: int, epsilon: float | None, first: Any, forced: int | None, checks: Checks
+) -> tuple[Any, Any, Any]:
     """Return the places of the chosen rows (b, s), ascending, how many of them count (b,) or None, and flags (b, n).
 
     The largest `size` scores, of equal ones the first; or those of at least `epsilon`. Besides them those flagged in
     `first`. Rows of score −inf are absent.
+
+    forced: how many are flagged in `first` in each item, where all rows are there: then no device is waited for,
+    unless by a threshold.
     """
     xp = namespace_of(scores)
     n = scores.shape[1]
     top = xp.where(first, xp.full_like(scores, math.inf), scores)
-    if bool(xp.any(xp.isnan(top))):
-        raise NonFiniteError(
-            "the scores of keys are NaN: Q or K holds NaN or infinity, or is too large; give finite ones"
-        )
+    checks.expect(
+        ~xp.any(xp.isnan(top)),
+        "the scores of keys are NaN: Q or K holds NaN or infinity, or is too large; give finite ones",
+    )
     place = xp.arange(n, device=device_of(scores))
-    if epsilon is None:
-        order = xp.argsort(-top, axis=1, stable=True)
-        rank = xp.argsort(order, axis=1, stable=True)
-        forced = xp.sum(xp.astype(first, xp.int64), axis=1)[:, None]
-        flags = (rank < size + forced) & (top > -math.inf)
-    else:
+    if epsilon is not None:
         flags = top >= epsilon
+    else:
+        order = xp.argsort(-top, axis=1, stable=True)
+        if forced is not None:
+            order = order[:, : min(n, size + forced)]
+            return xp.sort(order, axis=1), None, _up_to(top, order, place)
+        rank = xp.argsort(order, axis=1, stable=True)
+        forced_here = xp.sum(xp.astype(first, xp.int64), axis=1)[:, None]
+        flags = (rank < size + forced_here) & (top > -math.inf)
     counts = xp.sum(xp.astype(flags, xp.int64), axis=1)
     s = int(xp.max(counts)) if scores.shape[0] else 0
     order = xp.argsort(xp.where(flags, place, place + n), axis=1, stable=True)[:, :s]
     return order, None if bool(xp.all(counts == s)) else counts, flags
+
+
+def _up_to(top: Any, order: Any, place: Any) -> Any:
+    """Return which rows (b, n) are among the first of an order (b, s), the largest first, of equal ones the first."""
+    xp = namespace_of(top)
+    if not order.shape[1]:
+        return xp.zeros_like(top, dtype=xp.bool)
+    last = order[:, -1:]
+    least = rows_at(top, last)
+    return (top > least) | ((top == least) & (place <= last))
 
 
 def grouped(
