@@ -18,7 +18,7 @@ from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.rows.contract import Rows
 from levattn._kernels.rows.cuda import key_arguments
-from levattn.attention import latte, tssa
+from levattn.attention import latte, pruned_attention, tssa
 from levattn.sketch import CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState
 from strategies import as_float64
@@ -110,6 +110,8 @@ TENSOR_CALLS: dict[str, Callable[..., Any]] = {
     "mask": lambda K: levattn.universal_set(K, 0.1).mask,
     "latte": lambda K: latte(K, K, K),
     "tssa": tssa,
+    "pruned": lambda K: pruned_attention(K, K, K, size=20, summaries=30, window=2),
+    "pruned, causal": lambda K: pruned_attention(K, K, K, size=20, summaries=9, window=2, chunk=40, causal=True),
 }
 
 
@@ -129,6 +131,24 @@ def test_tensors_take_the_stream_and_the_memory_of_torch(tensors: Any, name: str
     assert not places.waits
     assert places.CURRENT.device == 0
     torch.testing.assert_close(found.inner, TENSOR_CALLS[name](K), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["residual", "expected"])
+def test_selections_of_causal_tensors_wait_for_nothing(tensors: Any, kind: str) -> None:
+    """What is not finite is asked for once, after all; each selection launches the rows that its clusters begin as."""
+    import torch
+
+    there, _, made = tensors
+    crossed, launched = [], []
+    for n in (300, 620):
+        K = there.CudaTensor(torch.from_numpy(keys(n, 8)[None]), 0)
+        made.crossed.clear()
+        places.launches.clear()
+        pruned_attention(K, K, K, size=9, summaries=7, window=4, chunk=40, scores=kind, causal=True)
+        crossed.append(list(made.crossed))
+        launched.append(len(places.launches))
+    assert crossed[0] == crossed[1] == ["back"]
+    assert launched == [(n - 60) // 40 for n in (300, 620)]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])

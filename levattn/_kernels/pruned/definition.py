@@ -84,7 +84,7 @@ def far_rows(X: Any, weight: Any, R: int) -> Any:
     some, here = X[:, ::step, :], weight[:, ::step] > 0
     items = xp.arange(b, device=device) * some.shape[1]
     flat = xp.reshape(some, (b * some.shape[1], d))
-    none = xp.asarray(-1.0, dtype=X.dtype, device=device)
+    none = xp.full((), -1.0, dtype=X.dtype, device=device)
     away = xp.where(here, xp.sum((some - weighted_mean(X, weight)[:, None, :]) ** 2, axis=-1), none)
     nearest = xp.full_like(away, math.inf)
     chosen = []

@@ -147,8 +147,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return the cluster of each row, (b, n), and its squared distance to the center."""
     if X.device.type != "cuda" or not has_kernels(X) or is_transformed(X) or torch.compiler.is_compiling():
         return definition.cluster(X, weight, R, iterations)
-    with torch.cuda.device_of(X):
-        picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
+    picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
     return from_rows(X, weight, picks, iterations)
 
 

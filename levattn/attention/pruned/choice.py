@@ -106,10 +106,23 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
     moment = xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, eye)
     zero = xp.zeros_like(queries.total)
     return Measure(
-        xp.astype(xp.linalg.cholesky(moment), dtype),
+        xp.astype(_factor(moment, checks), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
     )
+
+
+def _factor(moment: Any, checks: Checks) -> Any:
+    """Return the Cholesky factor of each matrix (b, d, d)."""
+    xp = namespace_of(moment)
+    without_wait = getattr(xp.linalg, "cholesky_ex", None)  # torch's: its `cholesky` asks the device at once
+    if without_wait is None:
+        return xp.linalg.cholesky(moment)
+    root, failed = without_wait(moment)
+    checks.expect(
+        xp.all(failed == 0), "queries are too far apart in size for their moments; give ones that are closer"
+    )
+    return root
 
 
 def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: Any, checks: Checks) -> list[Measure]:
@@ -190,7 +203,7 @@ def scored(
         f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
         "arrays with smaller entries, or of float64",
     )
-    tiny = xp.asarray(1e-30, dtype=X.dtype, device=device_of(X))
+    tiny = xp.full((), 1e-30, dtype=X.dtype, device=device_of(X))
     if power is None:
         expected = along + squares / 2
     else:
