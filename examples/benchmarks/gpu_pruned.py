@@ -3,8 +3,8 @@
 As many queries as keys, 32 heads, d = 128, bfloat16, an eighth of the keys as slots: selection and attention together,
 both ways and causal. The rival is `scaled_dot_product_attention` of torch with its flash kernel.
 
-Then the same slots with log-weights alone, by each way that torch has to add them: columns of the keys (ours), a
-mask, and FlexAttention, which is compiled for each shape first.
+Then attention to such slots with log-weights alone, for all queries and for one, as a compressed cache has it at each
+step: by columns of the keys (ours), a mask, and FlexAttention, which is compiled for each shape first.
 
 Bars: at least as fast as dense from n = 4096 on, both ways.
 
@@ -40,11 +40,11 @@ def plain(torch: Any, Q: Any, K: Any, V: Any, *, causal: bool) -> Any:
     return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal)
 
 
-def ways(bench: Bench, K: Any, slots: int) -> Calls:
+def ways(bench: Bench, K: Any, queries: int, slots: int) -> Calls:
     """Attention to so many slots with log-weights, by each way; the first call of FlexAttention compiles it."""
     torch = bench.torch
-    heads, n, d = K.shape
-    Q, keys = bench.normal(1, heads, n, d, dtype="bfloat16"), K[None, :, :slots].contiguous()
+    heads, _, d = K.shape
+    Q, keys = bench.normal(1, heads, queries, d, dtype="bfloat16"), K[None, :, :slots].contiguous()
     values, logs = bench.normal(1, heads, slots, d, dtype="bfloat16"), bench.normal(1, heads, slots)
     mask, scale = logs[:, :, None].bfloat16(), d**-0.5
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -78,7 +78,9 @@ def main() -> None:
                     if not causal:
                         bench.bar(f"{case}: {FLASH} / ours", times[FLASH] / times[OURS], 1.0)
             if bench.device == "cuda" or full == SIZES[0]:
-                bench.times(f"{heads} heads of {n} queries and {slots} slots", ways(bench, K, slots), COLUMNS)
+                for queries in (n, 1):
+                    case = f"{heads} heads, queries {queries}, slots {slots}"
+                    bench.times(case, ways(bench, K, queries, slots), COLUMNS)
 
 
 if __name__ == "__main__":
