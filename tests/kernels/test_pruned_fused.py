@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from levattn._kernels.pruned import torch as fused_kernels
 from levattn.attention.pruned import causal as causal_module
 from levattn.attention.pruned import checks
+from levattn.exceptions import NonFiniteError
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -454,6 +456,23 @@ def test_as_many_operators_for_any_number_of_chunks(
         assert len(waits) == 1
         found.append((len(calls), [len(names) for names in mixtures]))
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("form", [form for form in LONG if "own" not in form])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.usefixtures("calls")
+def test_what_is_not_finite_is_named_at_the_end(which: int, form: str) -> None:
+    """As far as a selection reads it: rows of the last chunk are NaN alone."""
+    arrays, options = stream(form)
+    for place, named in ((3, True), (40, True), (74, False)):
+        leaves = [torch.from_numpy(array.copy()) for array in arrays]
+        leaves[which][1, place, 2] = torch.nan
+        call = partial(pruned_attention, *(x.requires_grad_() for x in leaves), causal=True, chunk=5, **options)
+        if named and (which == 1 or "leverage" not in str(options)):
+            with pytest.raises(NonFiniteError, match="give finite"):
+                call()
+        elif not named:
+            assert not call()[:, :70].isnan().any()
 
 
 def test_certificates_come_from_wide_products(calls: list[Any]) -> None:

@@ -102,14 +102,14 @@ def _planned(
     xp = namespace_of(q)
     b, d = q.shape[0], q.shape[3]
     n, slots, device = K.shape[1], rule.slots, device_of(q)
+    checks = Checks()
     if rule.power is not None:
-        K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second)
+        K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second, checks)
     still = without_gradient(K)
     ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
     selects = slots.selected < n or rule.epsilon is not None
     R = min(slots.summaries, n) if selects else 0
     X = along = clusters = None
-    checks = Checks()
     if selects and (R or rule.kind in ("expected", "residual")):
         queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
         keys = choice.Sums.of(still, second=False)

@@ -212,8 +212,9 @@ def _run(
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     measures: list[Any] = [None] * count
-    if count > 1 and any(due):
-        measures = choice.measures(queries, keys, rule.power, q.dtype, checks)
+    followed = sum(due)  # by a selection, all but the last perhaps
+    if count > 1:
+        measures = choice.measures(queries[:followed], keys[:followed], rule.power, q.dtype, checks)
     calls: list[PrunedArguments] = []
     known: list[tuple[Any, Any]] = []
     for i in range(count):

@@ -18,6 +18,7 @@ __all__ = [
     "Sums",
     "balanced",
     "chosen",
+    "finite_or_zero",
     "grouped",
     "in_range",
     "items_of",
@@ -92,7 +93,7 @@ class Measure:
 def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks: Checks) -> Measure:
     """Return the measure of some queries and keys, in the dtype that it is used in."""
     xp = namespace_of(queries.total)
-    moment = queries.moment(power is None)
+    moment = finite_or_zero(queries.moment(power is None), "queries", checks)
     d = moment.shape[-1]
     eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
     size, rough = (
@@ -101,15 +102,20 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
     )
     least = xp.where(size > rough, size, rough)
     moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
-    finite = xp.isfinite(moment)
-    checks.expect(xp.all(finite), "queries hold NaN or infinity, or are too large for their squares; give finite ones")
-    moment = xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, eye)
     zero = xp.zeros_like(queries.total)
     return Measure(
         xp.astype(_factor(moment, checks), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
     )
+
+
+def finite_or_zero(moment: Any, name: str, checks: Checks) -> Any:
+    """Return second moments (b, d, d), zeros for one that is not finite, which would be an error to decompose."""
+    xp = namespace_of(moment)
+    finite = xp.isfinite(moment)
+    checks.expect(xp.all(finite), f"{name} hold NaN or infinity, or are too large for their squares; give finite ones")
+    return xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, xp.zeros_like(moment))
 
 
 def _factor(moment: Any, checks: Checks) -> Any:
@@ -137,13 +143,13 @@ def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: 
     return [Measure(whole.root[cut, ...], whole.query[cut, ...], whole.origin[cut, ...]) for cut in cuts]
 
 
-def one_sided(K: Any, second: Any) -> Any:
+def one_sided(K: Any, second: Any, checks: Checks) -> Any:
     """Return keys (b, n, d) times ±1, by which they are on one side of the origin as far as they can be.
 
     Even functions of a product do not see the sign, but means of keys do. second: (b, d, d), of all keys.
     """
     xp = namespace_of(K)
-    _, directions = xp.linalg.eigh(second)
+    _, directions = xp.linalg.eigh(finite_or_zero(second, "keys", checks))
     along = xp.matmul(without_gradient(K), xp.astype(directions[..., -1:], K.dtype))
     return K * xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
 

@@ -43,15 +43,15 @@ def selected_anew(
     if part.kept_scores is not None:
         given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
     if rule.power is not None:
-        keys = choice.one_sided(keys, part.keys.second)
-        held = None if held is None else replace(held, keys=choice.one_sided(held.keys, part.keys.second))
+        keys = choice.one_sided(keys, part.keys.second, checks)
+        held = None if held is None else replace(held, keys=choice.one_sided(held.keys, part.keys.second, checks))
 
     if measure is None:
         measure = choice.measured(part.queries, part.keys, rule.power, keys.dtype, checks)
     X, along, weight = _placed(measure, held, without_gradient(keys), there)
     scores, epsilon, clusters = given, rule.epsilon, None
     if rule.kind == "leverage":
-        scores = _prefix_leverage(part.keys, without_gradient(keys), rule.center)
+        scores = _prefix_leverage(part.keys, without_gradient(keys), rule.center, checks)
         if epsilon is not None:  # scores that tie with it are in
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     elif given is None:
@@ -187,10 +187,10 @@ def _summarized(
     return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))
 
 
-def _prefix_leverage(keys: choice.Sums, K: Any, center: bool) -> Any:
+def _prefix_leverage(keys: choice.Sums, K: Any, center: bool, checks: Checks) -> Any:
     """Return the leverage scores (b, n) of rows among all keys so far; rows outside their span count as 1."""
     xp = namespace_of(K)
-    moment = keys.moment(center)
+    moment = choice.finite_or_zero(keys.moment(center), "keys", checks)
     values, directions = xp.linalg.eigh(moment)
     top = values[:, -1:]
     sound = values > top * moment.shape[-1] * 2.0**-50
