@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from levattn._core.arrays import is_torch, on_cuda, to_numpy
+from levattn._core.arrays import is_torch, on_cuda
 from levattn.attention.common.space import namespace_of
 from levattn.exceptions import NonFiniteError
 
@@ -31,8 +31,8 @@ class Checks:
     def settle(self) -> None:
         """Raise for the first condition so far that does not hold: one wait for all."""
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            flags = to_numpy(namespace_of(waiting[0][0]).stack([holds for holds, _ in waiting]))
-            for holds, (_, message) in zip(flags, waiting, strict=True):
-                if not holds:
-                    raise NonFiniteError(message)
+        if not waiting:
+            return
+        xp = namespace_of(waiting[0][0])
+        if not bool(xp.all(xp.stack([holds for holds, _ in waiting]))):
+            raise NonFiniteError(next(message for holds, message in waiting if not bool(holds)))
