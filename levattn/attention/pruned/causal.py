@@ -26,7 +26,8 @@ __all__ = ["causal_attention"]
 class _Walk:
     """What does not change while positions are read.
 
-    factor: of queries. narrow: the dtype of products, if it is narrow. goes_on: whether the part is read again.
+    factor: of queries. kind: the dtype of products, if it is narrow. certified: whether bounds are asked for. goes_on:
+    whether the part is read again.
     """
 
     rule: SelectionRule
@@ -41,7 +42,10 @@ class _Walk:
         return None if self.kind is None else (self.kind, self.factor)
 
     def together(self, part: PrunedPart, q: Any, V: Any, length: int, left: int) -> int:
-        """Return how many chunks of the positions left are attended to at once, the first of so many positions."""
+        """Return how many chunks, each of so many positions, are attended to at once; left: positions not read yet.
+
+        More than one only where all are whole, and each begins after a selection.
+        """
         rule, slots, (b, g, _, d) = self.rule, self.rule.slots, q.shape
         if length < slots.chunk or part.positions < rule.first or part.recent.shape[1] != slots.window:
             return 1

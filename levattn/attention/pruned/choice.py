@@ -27,6 +27,7 @@ __all__ = [
     "measures",
     "one_sided",
     "rows_at",
+    "rows_of_each",
     "scored",
 ]
 
@@ -330,8 +331,16 @@ def means_of(summaries: Summaries) -> tuple[Any, Any]:
 
 def rows_at(A: Any, places: Any) -> Any:
     """Return the rows of A (b, n, ...) at places (b, s): (b, s, ...)."""
-    xp = namespace_of(A)
-    b, n = A.shape[:2]
-    flat = places + xp.arange(b, device=device_of(A))[:, None] * n
-    found = xp.take(xp.reshape(A, (b * n, *A.shape[2:])), xp.reshape(flat, (-1,)), axis=0)
-    return xp.reshape(found, (*places.shape, *A.shape[2:]))
+    (found,) = rows_of_each((A,), places)
+    return found
+
+
+def rows_of_each(arrays: tuple[Any, ...], places: Any) -> tuple[Any, ...]:
+    """Return the rows of each of several arrays (b, n, ...) at places (b, s): (b, s, ...)."""
+    xp = namespace_of(arrays[0])
+    b, n = arrays[0].shape[:2]
+    flat = xp.reshape(places + xp.arange(b, device=device_of(places))[:, None] * n, (-1,))
+    return tuple(
+        xp.reshape(xp.take(xp.reshape(A, (b * n, *A.shape[2:])), flat, axis=0), (*places.shape, *A.shape[2:]))
+        for A in arrays
+    )

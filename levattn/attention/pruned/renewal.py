@@ -69,12 +69,13 @@ def selected_anew(
         rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
         left = xp.astype(there & ~flags, keys.dtype)
         part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters, bounded)
+    kept, kept_values, kept_places = choice.rows_of_each((keys, values, places), order)
     return replace(
         part,
-        kept=choice.rows_at(keys, order),
-        kept_values=choice.rows_at(values, order),
+        kept=kept,
+        kept_values=kept_values,
         kept_scores=None if given is None else choice.rows_at(given, order),
-        kept_places=choice.rows_at(places, order),
+        kept_places=kept_places,
         kept_count=count,
         recent=part.recent[:, leaving:, :],
         recent_values=part.recent_values[:, leaving:, :],
