@@ -417,7 +417,7 @@ def test_states_and_certificates_of_chunks_as_a_batch_are_those_of_numpy(form: s
             np.testing.assert_allclose(theirs, mine, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", ["default", "expected", "dropped"])
+@pytest.mark.parametrize("form", ["default", "expected", "dropped", "leverage"])
 def test_as_many_operators_for_any_number_of_chunks(
     form: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +450,7 @@ def test_as_many_operators_for_any_number_of_chunks(
         factored = [name for name in operators.names if "cholesky" in name]
         assert len(factored) == 2  # of the first selection, and of all others
         assert all("cholesky_ex" in name for name in factored)  # which waits for nothing
+        assert sum("eigh" in name for name in operators.names) == (2 if form == "leverage" else 0)
         found.append((len(calls), [len(names) for names in mixtures]))
     assert found[0] == found[1] == found[2]
 

@@ -104,7 +104,7 @@ def _planned(
     n, slots, device = K.shape[1], rule.slots, device_of(q)
     checks = Checks()
     if rule.power is not None:
-        K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second, checks)
+        K = choice.one_sided(K, *choice.spectra([choice.Sums.of(without_gradient(K))], False, checks))
     still = without_gradient(K)
     ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
     selects = slots.selected < n or rule.epsilon is not None

@@ -15,7 +15,7 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.checks import Checks
-from levattn.attention.pruned.renewal import selected_anew
+from levattn.attention.pruned.renewal import Known, known_after, selected_anew
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 
@@ -215,12 +215,12 @@ def _run(
     queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
-    measures: list[Any] = [None] * count
+    known: list[Known | None] = [None] * count
     followed = sum(due)  # by a selection, all but the last perhaps
     if count > 1:
-        measures = choice.measures(queries[:followed], keys[:followed], rule.power, q.dtype, checks)
+        known[:followed] = known_after(rule, queries[:followed], keys[:followed], q.dtype, checks)
     calls: list[PrunedArguments] = []
-    known: list[tuple[Any, Any]] = []
+    bounds: list[tuple[Any, Any]] = []
     for i in range(count):
         here = slice(i * length, i * length + near + length)
         recent, values, scores = (array if array is None else array[:, here, ...] for array in rows)
@@ -228,18 +228,18 @@ def _run(
         if walk.certified:
             largest = xp.maximum(part.largest, longest_of(without_gradient(calls[-1].values[:, near:, :])))
             part = replace(part, largest=largest)
-            known.append((part.radius, largest))
+            bounds.append((part.radius, largest))
         held = {"recent": recent, "recent_values": values, "recent_scores": scores}
         part = replace(part, **held, keys=keys[i], queries=queries[i], positions=ends[i])
         if due[i]:
-            part = selected_anew(rule, part, measures[i], room, walk.certified or walk.goes_on, checks)
+            part = selected_anew(rule, part, known[i], room, walk.certified or walk.goes_on, checks)
     x = as_one_batch(calls)
     if rule.power is not None:
         x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))
     Y, rest = kernels_for("pruned", q).mixture(x, room, into)
     found: tuple[Any, ...] = (Y,)
     if walk.certified:
-        radii, most = zip(*known, strict=True)
+        radii, most = zip(*bounds, strict=True)
         radius = None if radii[0] is None else xp.concat(radii, axis=0)
         found = (Y, *bounded(mapped(x, without_gradient), radius, without_gradient(rest), xp.concat(most, axis=0)))
     return tuple(_side_by_side(array, count) for array in found), part

@@ -29,6 +29,7 @@ __all__ = [
     "rows_at",
     "rows_of_each",
     "scored",
+    "spectra",
 ]
 
 _ROUNDS = 2  # of Lloyd's algorithm; more change little
@@ -144,14 +145,22 @@ def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: 
     return [Measure(whole.root[cut, ...], whole.query[cut, ...], whole.origin[cut, ...]) for cut in cuts]
 
 
-def one_sided(K: Any, second: Any, checks: Checks) -> Any:
+def spectra(keys: list[Sums], centered: bool, checks: Checks) -> list[tuple[Any, Any]]:
+    """Return eigenvalues (b, d) and eigenvectors (b, d, d) of the moments of several sums: decomposed at once."""
+    xp, b = namespace_of(keys[0].total), keys[0].total.shape[0]
+    moments = xp.concat([x.moment(centered) for x in keys], axis=0)
+    values, directions = xp.linalg.eigh(finite_or_zero(moments, "keys", checks))
+    cuts = [slice(i * b, (i + 1) * b) for i in range(len(keys))]
+    return [(values[cut, ...], directions[cut, ...]) for cut in cuts]
+
+
+def one_sided(K: Any, spectrum: tuple[Any, Any]) -> Any:
     """Return keys (b, n, d) times ±1, by which they are on one side of the origin as far as they can be.
 
-    Even functions of a product do not see the sign, but means of keys do. second: (b, d, d), of all keys.
+    Even functions of a product do not see the sign, but means of keys do. spectrum: of the moment of all keys.
     """
     xp = namespace_of(K)
-    _, directions = xp.linalg.eigh(finite_or_zero(second, "keys", checks))
-    along = xp.matmul(without_gradient(K), xp.astype(directions[..., -1:], K.dtype))
+    along = xp.matmul(without_gradient(K), xp.astype(spectrum[1][..., -1:], K.dtype))
     return K * xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
 
 

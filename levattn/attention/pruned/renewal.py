@@ -15,17 +15,20 @@ from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart
 from levattn.sensitivity.leverage import TIE
 
-__all__ = ["selected_anew"]
+__all__ = ["Known", "known_after", "selected_anew"]
+
+# The measure of the queries and keys so far, and the spectrum of the keys where it is read
+Known = tuple[choice.Measure, Any]
 
 _ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, which no selection empties
 
 
 def selected_anew(
-    rule: SelectionRule, part: PrunedPart, measure: Any, room: dict[str, Any], bounded: bool, checks: Checks
+    rule: SelectionRule, part: PrunedPart, known: Known | None, room: dict[str, Any], bounded: bool, checks: Checks
 ) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and those that are no longer recent.
 
-    measure: of the queries and keys so far, or None where it is not known yet. bounded: whether radii are asked for.
+    known: of `known_after`, or None where it is not known yet. bounded: whether radii are asked for.
     """
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
@@ -42,16 +45,16 @@ def selected_anew(
     held = part.summaries
     if part.kept_scores is not None:
         given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
+    if known is None:
+        (known,) = known_after(rule, [part.queries], [part.keys], keys.dtype, checks)
+    measure, spectrum = known
     if rule.power is not None:
-        keys = choice.one_sided(keys, part.keys.second, checks)
-        held = None if held is None else replace(held, keys=choice.one_sided(held.keys, part.keys.second, checks))
-
-    if measure is None:
-        measure = choice.measured(part.queries, part.keys, rule.power, keys.dtype, checks)
+        keys = choice.one_sided(keys, spectrum)
+        held = None if held is None else replace(held, keys=choice.one_sided(held.keys, spectrum))
     X, along, weight = _placed(measure, held, without_gradient(keys), there)
     scores, epsilon, clusters = given, rule.epsilon, None
     if rule.kind == "leverage":
-        scores = _prefix_leverage(part.keys, without_gradient(keys), rule.center, checks)
+        scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center)
         if epsilon is not None:  # scores that tie with it are in
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     elif given is None:
@@ -81,6 +84,17 @@ def selected_anew(
         recent_values=part.recent_values[:, leaving:, :],
         recent_scores=None if given is None else part.recent_scores[:, leaving:],
     )
+
+
+def known_after(
+    rule: SelectionRule, queries: list[choice.Sums], keys: list[choice.Sums], dtype: Any, checks: Checks
+) -> list[Known]:
+    """Return what selections go by besides what is held, for sums at several positions: of all at once."""
+    measures = choice.measures(queries, keys, rule.power, dtype, checks)
+    if rule.kind != "leverage" and rule.power is None:
+        return [(measure, None) for measure in measures]
+    spectra = choice.spectra(keys, rule.kind == "leverage" and rule.center, checks)
+    return list(zip(measures, spectra, strict=True))
 
 
 def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[Any, Any, Any]:
@@ -188,13 +202,12 @@ def _summarized(
     return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))
 
 
-def _prefix_leverage(keys: choice.Sums, K: Any, center: bool, checks: Checks) -> Any:
+def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool) -> Any:
     """Return the leverage scores (b, n) of rows among all keys so far; rows outside their span count as 1."""
     xp = namespace_of(K)
-    moment = choice.finite_or_zero(keys.moment(center), "keys", checks)
-    values, directions = xp.linalg.eigh(moment)
+    values, directions = spectrum
     top = values[:, -1:]
-    sound = values > top * moment.shape[-1] * 2.0**-50
+    sound = values > top * values.shape[-1] * 2.0**-50
     rows = xp.astype(K, xp.float64)
     rows = rows - keys.mean[:, None, :] if center else rows
     along = xp.matmul(rows, directions) ** 2
