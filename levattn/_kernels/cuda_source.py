@@ -29,6 +29,7 @@ __all__ = [
     "namespace",
     "on_device",
     "shared_limit",
+    "stored",
     "text",
     "with_rows",
     "with_steps",
@@ -103,6 +104,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "trace_runs": _TILES,
         "flow_back": tuple((*tile, alone) for tile in _TILES for alone in ("true", "false")),
     },
+    "latent_step": {"step_rows": tuple((key,) for key in _KEYS)},
     "decay": {"scan_decayed": _ONE_REAL},
     "tokens": {
         **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens", "attend_tokens"), _UNITS),
@@ -136,6 +138,11 @@ def text(file: str) -> str:
 def expression(name: str, types: Sequence[str]) -> str:
     """Return the C++ name of a kernel."""
     return f"{name}<{', '.join(types)}>" if types else name
+
+
+def stored(dtype: Any) -> str:
+    """Return the type of numbers of a dtype in the sources; words of 16 bits are bfloat16, which CuPy lacks."""
+    return TYPES["bfloat16" if dtype == np.uint16 else dtype.name]
 
 
 def on_device(array: Any, dtype: Any = None) -> Any:

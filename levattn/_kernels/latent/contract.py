@@ -73,11 +73,13 @@ class LatentGradients(LatentKernels, Protocol):
         """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value, or None."""
 
 
-class LatentSteps(LatentGradients, Protocol):
+class LatentSteps(LatentKernels, Protocol):
     """The same where a step of decoding is short."""
 
-    def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State, /) -> tuple[Any, State] | None:
-        """Return the output of one causal row and the state after it, or None where it takes `forward` and `summary`.
+    def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State | None, /) -> tuple[Any, State] | None:
+        """Return the output of a few causal rows and the state after them, or None: by `forward` and `summary` then.
 
-        Arrays are as those of `LatentArguments`, with any leading axes. The output has the bits of `forward`.
+        Arrays are as those of `LatentArguments`, but for their leading axes: any in main memory. A state has one axis
+        of them; None is the state of no position, where arrays are on a device. In main memory there is one row, which
+        has the bits of `forward`; on a device there may be several, and their sums are those of double precision.
         """

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from levattn._core.types import Int64
 from levattn._kernels.cuda_source import KERNELS, THREADS, TYPES, launch, namespace, on_device, with_rows, with_steps
 from levattn._kernels.latent.contract import LatentArguments, State
+from levattn._kernels.latent.cuda_step import step
 from levattn._kernels.rows.cuda import sum_in_pairs
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
+__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
 _SHORTEST, _LONGEST = 128, 1024  # positions of a run, powers of two
 _EIGHTH = 8  # a run is this part of the positions before it, between these two

@@ -14,7 +14,7 @@ import torch
 from levattn._core.arrays import as_tensor
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.latent import definition
-from levattn._kernels.latent.contract import LatentArguments, LatentGradients, State
+from levattn._kernels.latent.contract import LatentArguments, LatentGradients, LatentSteps, State
 from levattn._kernels.latent.definition import joined
 from levattn._kernels.tensors import (
     bounds_of,
@@ -28,7 +28,7 @@ from levattn._kernels.tensors import (
     tensor_of,
 )
 
-__all__ = ["decayed_scan", "forward", "held_root", "joined", "summary"]
+__all__ = ["decayed_scan", "forward", "held_root", "joined", "step", "summary"]
 
 _NOTHING = (None, None, None)
 
@@ -46,6 +46,17 @@ def forward(x: LatentArguments) -> Any:
         return _forward(*tensors, x.mask, x.offsets, *(held or _NOTHING), x.causal, x.ahead)
     offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
     return ATTENTION(*tensors, x.mask, offsets, *(_state_of(x) or _NOTHING), x.causal, x.ahead)
+
+
+def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
+    """Return the output of a few causal rows on a device, and the state after them as arrays of the kernels."""
+    tensors = (Q, K, V)
+    if not is_plain(tensors) or follows_definition(tensors) or not Q.is_cuda:
+        return None
+    q, k, v, present = map(memory_of, (*tensors, mask))
+    held = None if state is None else (memory_of(state[0]), memory_of(state[1]), memory_of(state[2]))
+    found = cast(LatentSteps, kernels_for("latent", q)).step(q, k, v, present, held)
+    return None if found is None else (tensor_of(found[0]), found[1])
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: Any) -> State:

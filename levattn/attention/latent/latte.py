@@ -148,9 +148,9 @@ def latte(
     given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]))
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
-    options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
-    stepped = one_step(Q, K, V, given.mask, state) if steps and state is not None else None
+    stepped = one_step(Q, K, V, given.mask, state, given.batch) if steps else None
     if stepped is not None:
         return as_given(given.give_back(stepped[0]), tensors), stepped[1]
+    options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
     Y = as_given(given.give_back(latent_attention(Q, K, V, offsets=bounds, **options)), tensors)
     return (Y, state_after(state, given.batch, bounds, K, V, given.mask)) if return_state else Y

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from levattn._core.arrays import is_torch, on_cuda
 from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import LatentSteps
-from levattn.attention.common.arguments import latent_attention
+from levattn.attention.common.arguments import latent_attention, reshaped
 from levattn.states import SoftmaxState
-from levattn.states.softmax import with_sums
+from levattn.states.softmax import sums_of, with_sums
 
 __all__ = ["one_step", "plain_call", "plain_step"]
 
@@ -42,7 +43,7 @@ def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] |
         return None
     if Q.shape != (*state.batch, 1, state.latents) or K.shape != Q.shape or V.shape != (*state.batch, 1, state.d):
         return None
-    return one_step(Q, K, V, None, state)
+    return one_step(Q, K, V, None, state, state.batch)
 
 
 def _are_plain(Q: Any, K: Any, V: Any) -> bool:
@@ -50,13 +51,27 @@ def _are_plain(Q: Any, K: Any, V: Any) -> bool:
     return type(Q) is type(K) is type(V) is np.ndarray and Q.dtype == K.dtype == V.dtype and V.dtype in _KINDS
 
 
-def one_step(Q: Any, K: Any, V: Any, mask: Any, state: SoftmaxState) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of a row, as V, and the state after it, or None where there is no such way.
+def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
+    """Return the output of few rows, as V, and the state after them, or None where there is no such way.
 
-    Arrays and a mask, or None, have the leading axes of the state, or one of their product.
+    Arrays of numpy and a mask, or None, have the leading axes `batch`, or one of their product; others the latter.
     """
-    sums = state.m, state.s, state.S
-    if Q.shape[-2] != 1 or not all(isinstance(array, np.ndarray) for array in (Q, *sums)):
+    if not isinstance(state, SoftmaxState):
+        return None
+    if (state.batch, state.latents, state.d) != (batch, Q.shape[-1], V.shape[-1]):
+        return None
+    sums = sums_of(state)
+    if isinstance(Q, np.ndarray):
+        sums = state.m, state.s, state.S
+        if Q.shape[-2] != 1 or not all(isinstance(array, np.ndarray) for array in sums):
+            return None
+    elif not (is_torch(Q) or on_cuda(Q)):
         return None
     found = cast(LatentSteps, kernels_for("latent", Q)).step(Q, K, V, mask, sums)
-    return None if found is None else (found[0], with_sums(state, found[1]))
+    if found is None:
+        return None
+    Y, (m, s, S) = found
+    if not isinstance(Q, np.ndarray):
+        axes = (*state.batch, state.latents)
+        m, s, S = reshaped(m, axes), reshaped(s, axes), reshaped(S, (*axes, state.d))
+    return Y, with_sums(state, (m, s, S))
