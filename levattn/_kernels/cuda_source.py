@@ -94,7 +94,8 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "far": {"far_rows": _ONE_REAL},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
-        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
+        **dict.fromkeys(("find_first", "weigh_rows"), _ONE_REAL),
+        **dict.fromkeys(("combine_sums", "scan_runs"), (*product(_REALS, ("double",)), ("float", "float"))),
         **dict.fromkeys(("sum_runs", "write_rows"), tuple(tile for tile in _TILES if tile[0] == "double")),
         "join_states": ((),),
     },

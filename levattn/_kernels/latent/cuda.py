@@ -70,7 +70,8 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    work = _Work(LatentArguments(K[:, :0, :], K, V, offsets, causal=False, mask=mask), np.diff(offsets))
+    no_rows = namespace().empty((len(K), 0, K.shape[2]), K.dtype)
+    work = _Work(LatentArguments(no_rows, K, V, offsets, causal=False, mask=mask), np.diff(offsets))
     return work.totals()
 
 
@@ -98,12 +99,17 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     return out
 
 
-@dataclass(frozen=True)
 class _Runs:
-    """Runs in the order of their sequences, as `Run` of latent.cuh has them: (count, 8)."""
+    """Runs in the order of their sequences, as `Run` of runs.cuh has them: (count, 8), and the first of each sequence.
 
-    table: Int64
-    sequences: int
+    Kernels take them as `arguments`, or `listed` with the sequences, once `_send` has sent them.
+    """
+
+    def __init__(self, table: Int64, sequences: int) -> None:
+        self.table = table
+        self.spans = np.searchsorted(table[:, 0], np.arange(sequences + 1)).astype(np.int64)
+        self.arguments: list[Any] = []
+        self.listed: list[Any] = []
 
     def __len__(self) -> int:
         return len(self.table)
@@ -114,13 +120,16 @@ class _Runs:
     def most(self, field: int) -> int:
         return int(self.table[:, field].max(initial=0))
 
-    @cached_property
-    def arguments(self) -> list[Any]:
-        return [on_device(self.table), len(self.table)]
 
-    @cached_property
-    def spans(self) -> Any:
-        return on_device(np.searchsorted(self.table[:, 0], np.arange(self.sequences + 1)).astype(np.int64))
+def _send(bounds: Int64, *all_runs: _Runs) -> Any:
+    """Copy bounds and runs to the device, all at once, and return the bounds there."""
+    parts = [bounds, *(part.ravel() for runs in all_runs for part in (runs.table, runs.spans))]
+    ends = np.cumsum([part.size for part in parts]).tolist()
+    whole = on_device(np.concatenate(parts))
+    first, *others = (whole[end - part.size : end] for part, end in zip(parts, ends, strict=True))
+    for runs, table, spans in zip(all_runs, others[::2], others[1::2], strict=True):
+        runs.arguments, runs.listed = [table, len(runs)], [table, spans, len(runs)]
+    return first
 
 
 class _Shared(NamedTuple):
@@ -166,7 +175,8 @@ class _Work:
             self.position_runs = _plain_runs(lengths, self._begins, _cuts(int(lengths.max(initial=0))), _POSITIONS)
             stretches = np.arange(0, int(rows.max(initial=0)) + _STRETCH, _STRETCH)
             self.row_runs = _plain_runs(rows, self._begins, stretches, _ROWS)
-        self.bounds = on_device(np.append(self._begins, self._begins[-1:] + lengths[-1:]))
+        bounds = np.append(self._begins, self._begins[-1:] + lengths[-1:])
+        self.bounds = _send(bounds, *{self.position_runs, self.row_runs})
         self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
         self.slices = max(1, -(-self.L // self.width))
         self.positions = [*_rows(x.K), *_rows(x.V), *with_steps(x.mask, 2)]
@@ -177,18 +187,18 @@ class _Work:
         """Return what each run of causal attention begins with."""
         if self.x.state is None and not self.position_runs.any(_FOLLOWED):
             return _Starts()
-        return self._combined(self.position_runs, totals=False)[0]
+        return self._combined(self.position_runs)[0]
 
     def totals(self) -> State:
-        """Return the state of all positions, after that which is given."""
-        return self._combined(self.position_runs, totals=True)[1]
+        """Return the state of all positions, after that which is given, in float64."""
+        return self._combined(self.position_runs, np.dtype(np.float64))[1]
 
     def everything(self) -> _Starts:
         """Return the state of all positions as what every row begins with, a slot for each sequence."""
-        m, s, S = (part.astype(self.dtype) for part in self.totals())
-        return _Starts(m, s, S, self.n)
+        return _Starts(*self._combined(self.position_runs, self.dtype)[1], self.n)
 
-    def _combined(self, runs: _Runs, *, totals: bool) -> tuple[_Starts, State]:
+    def _combined(self, runs: _Runs, totals: Any = None) -> tuple[_Starts, State]:
+        """Return what runs begin with, and the state of all positions in the dtype `totals`, if there is one."""
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(_FOLLOWED):
@@ -200,11 +210,11 @@ class _Work:
         before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
         whole: Any = [None] * 3
-        if totals:
-            whole = [xp.empty((self.b, self.n, self.L, *rest)) for rest in ((), (), (self.D,))]
+        if totals is not None:
+            whole = [xp.empty((self.b, self.n, self.L, *rest), totals) for rest in ((), (), (self.D,))]
         sizes = [self.b, self.n, self.L]
-        arguments = [*_listed(runs), *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
-        launch("latent", "combine_sums", (self.real,), (-(-self.b * self.n * self.L // THREADS),), arguments)
+        arguments = [*runs.listed, *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
+        launch("latent", "combine_sums", self._types(whole[0]), (-(-self.b * self.n * self.L // THREADS),), arguments)
         factors = [before[2], entered, kept, gained, None]
         self._scan(runs, _FOLLOWED, states, factors, whole[2])
         return _Starts(maxima, sums, states, len(runs)), tuple(whole)
@@ -213,8 +223,12 @@ class _Work:
         self, runs: _Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False
     ) -> None:
         D = x.shape[3] if x.ndim == 4 else 1
-        arguments = [*_listed(runs), self.b, self.n, self.L, D, field, backwards, *factors, x, into]
-        launch("latent", "scan_runs", (self.real,), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
+        arguments = [*runs.listed, self.b, self.n, self.L, D, field, backwards, *factors, x, into]
+        launch("latent", "scan_runs", self._types(into), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
+
+    def _types(self, whole: Any) -> tuple[str, str]:
+        """Return the types of numbers of runs, and of all of them."""
+        return self.real, "double" if whole is None else TYPES[whole.dtype.name]
 
     # -- rows --------------------------------------------------------------------------
 
@@ -269,7 +283,7 @@ class _Work:
         arguments += [c, growths, dQ, dgate, dgate_value]
         launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), arguments)
         if not x.causal:
-            references = [on_device(starts.references, np.float64), self.n]
+            references = [starts.references, self.n]
             arguments = [*_rows(x.K), *with_steps(x.mask, 2), *references, *self.position_runs.arguments, L, U, E]
             launch(
                 "latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, _POSITIONS), arguments
@@ -289,13 +303,13 @@ class _Work:
             self._walk("flow_back", runs, block, arguments, _Shared(6, 2, 1), "true")
             whole: Any = [None, None]
             if not self.x.causal:
-                whole = [xp.empty((b, self.n, L, D)), xp.empty((b, self.n, L))]
+                whole = [xp.empty((b, self.n, L, D), self.dtype), xp.empty((b, self.n, L), self.dtype)]
             factors = [None, None, kept, None, given]
             for part, all_of_it in zip((flows, sums), whole, strict=True):
                 self._scan(runs, _ROWS, part, factors, all_of_it, backwards=True)
             coming = [flows, sums, len(runs)]
             if not self.x.causal:
-                coming = [*(part.astype(self.dtype) for part in whole), self.n]
+                coming = [*whole, self.n]
         runs = self.position_runs
         dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
         dK = xp.zeros((b, columns, self.U, L), self.dtype)
@@ -400,11 +414,6 @@ def _causal_runs(offsets: Int64, ahead: int) -> _Runs:
     table[:, 1] = np.arange(len(table))
     table[:-1, _FOLLOWED] = (table[:-1, _POSITIONS] > 0) & (table[1:, 0] == table[:-1, 0])
     return _Runs(table, len(lengths))
-
-
-def _listed(runs: _Runs) -> list[Any]:
-    table, count = runs.arguments
-    return [table, runs.spans, count]
 
 
 def _rows(array: Any) -> list[Any]:

@@ -123,11 +123,11 @@ __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
 // sums that each run begins with, in the place of its own, and all of them together. Sums S are to be combined as
 // `scan_runs` does, with what comes in multiplied by `entered` (b, n, L), and with the factors `kept` and `gained`
 // (b, runs, L). The grid is (b · n · L / 256).
-template <typename Real>
+template <typename Real, typename Whole>
 __global__ void __launch_bounds__(256)
     combine_sums(const long long *runs, const long long *spans, int count, long long b, int n, int L,
                  const double *before, const double *sums_before, Real *maxima, Real *sums, double *entered,
-                 double *kept, double *gained, double *all_maxima, double *all_sums) {
+                 double *kept, double *gained, Whole *all_maxima, Whole *all_sums) {
     const long long place = (long long)blockIdx.x * 256 + threadIdx.x;
     if (place >= b * n * L) return;
     const long long l = place % L, sequence = place / L % n, item = place / L / n;
@@ -161,18 +161,18 @@ __global__ void __launch_bounds__(256)
             reference = most;
         }
     }
-    if (all_maxima) all_maxima[place] = reference, all_sums[place] = total;
+    if (all_maxima) all_maxima[place] = (Whole)reference, all_sums[place] = (Whole)total;
 }
 
 // X ← kept X + gained x over the runs of each sequence, forwards or backwards, for what each run has, x (b, runs, L, D):
 // each gets instead what comes before it, times `given`. X begins as `before` times `entered`, and ends in `all`,
 // (b, n, L, D). Absent factors are 1, and absent sums 0. Runs whose number `field` is 0 have nothing. The grid is
 // (b · n · L · D / 256).
-template <typename Real>
+template <typename Real, typename Whole>
 __global__ void __launch_bounds__(256)
     scan_runs(const long long *runs, const long long *spans, int count, long long b, int n, int L, int D, int field,
               bool backwards, const double *before, const double *entered, const double *kept, const double *gained,
-              const double *given, Real *x, double *all) {
+              const double *given, Real *x, Whole *all) {
     const long long place = (long long)blockIdx.x * 256 + threadIdx.x;
     if (place >= b * n * L * D) return;
     const long long l = place / D % L, sequence = place / D / L % n, item = place / D / L / n;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(256)
             total = keep[i] * total + gain[i] * own[i];
         }
     }
-    if (all) all[place] = total;
+    if (all) all[place] = (Whole)total;
 }
 
 // The rows of each run, to Y (b, slices of latents, T, D). The grid is (runs · b, columns, latents).
