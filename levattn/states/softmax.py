@@ -16,7 +16,7 @@ from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.states.common import held_as
 
-__all__ = ["SoftmaxState", "sums_of", "with_sums"]
+__all__ = ["SoftmaxState", "held_sums", "with_sums"]
 
 _MOST_UNSEEN = 2**31  # numbers of a saved state that has seen nothing
 
@@ -263,7 +263,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         return self
 
 
-def sums_of(state: SoftmaxState) -> State | None:
+def held_sums(state: SoftmaxState) -> State | None:
     """Return the sums that a state holds, or None where it has seen nothing."""
     return state._held
 

@@ -15,7 +15,7 @@ from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import LatentSteps
 from levattn.attention.common.arguments import latent_attention, reshaped
 from levattn.states import SoftmaxState
-from levattn.states.softmax import sums_of, with_sums
+from levattn.states.softmax import held_sums, with_sums
 
 __all__ = ["one_step", "plain_call", "plain_step"]
 
@@ -60,7 +60,7 @@ def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ..
         return None
     if (state.batch, state.latents, state.d) != (batch, Q.shape[-1], V.shape[-1]):
         return None
-    sums = sums_of(state)
+    sums = held_sums(state)
     if isinstance(Q, np.ndarray):
         sums = state.m, state.s, state.S
         if Q.shape[-2] != 1 or not all(isinstance(array, np.ndarray) for array in sums):
