@@ -94,12 +94,16 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "far": {"far_rows": _ONE_REAL},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
-        **dict.fromkeys(("find_first", "weigh_rows"), _ONE_REAL),
+        "find_first": tuple((key,) for key in _KEYS),
+        "weigh_rows": (("double", "double"), ("float", "float"), *_HALVES),
         **dict.fromkeys(("combine_sums", "scan_runs"), (*product(_REALS, ("double",)), ("float", "float"))),
         **dict.fromkeys(("sum_runs", "write_rows"), tuple(tile for tile in _TILES if tile[0] == "double")),
         "join_states": ((),),
     },
-    "latent_tensor": dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
+    "latent_tensor": {
+        **dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
+        "add_slices": tuple((key,) for key in _KEYS if key != "double"),
+    },
     "latent_back": {
         **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
         "trace_runs": _TILES,

@@ -17,7 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.types import Int64
-from levattn._kernels.cuda_source import KERNELS, THREADS, TYPES, launch, namespace, on_device, with_rows, with_steps
+from levattn._kernels.cuda_source import (
+    KERNELS,
+    THREADS,
+    TYPES,
+    launch,
+    namespace,
+    on_device,
+    stored,
+    with_rows,
+    with_steps,
+)
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.cuda_step import step
 from levattn._kernels.rows.cuda import sum_in_pairs
@@ -36,6 +46,7 @@ _MULTIPLIERS = 128  # threads of a block
 _TILE = 64  # columns of a block, one of which or two
 _CHUNK = 16  # steps that are taken together
 _APART = 8  # numbers between lines
+_FORMATS = ("float", "Half", "Bfloat")  # of positions
 _PAIRS = 2 * 16 * 20 + 4 * 16  # numbers beside lines: weights of pairs of steps, and the scales of rows
 
 # What latent.cuh and latent.cu have too
@@ -50,7 +61,7 @@ def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     work = _Work(x)
     if not work.T:
-        return namespace().empty((work.b, 0, work.D), work.dtype)
+        return namespace().empty((work.b, 0, work.D), x.V.dtype)
     starts = work.starts() if x.causal else work.everything()
     return work.rows(work.row_weights(), starts)
 
@@ -163,7 +174,8 @@ class _Work:
         self.b, self.T, self.L = x.Q.shape
         self.U, self.D = x.V.shape[1:]
         self.n = len(x.offsets) - 1
-        self.dtype = x.V.dtype
+        self.key = stored(x.V.dtype)
+        self.dtype = np.dtype(np.float64 if self.key == "double" else np.float32)  # that it is computed in
         self.real = TYPES[self.dtype.name]
         rows = np.diff(x.offsets)
         if lengths is None:
@@ -202,11 +214,13 @@ class _Work:
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(_FOLLOWED):
-            arguments = [*self.positions, *runs.arguments, self.L, self.D, maxima, sums, states]
+            tail = [*runs.arguments, self.L, self.D, maxima, sums, states]
             if self.real == "float":
+                arguments = [*self.positions, _FORMATS.index(self.key), *tail]
                 self._multiply("multiply_runs", runs, arguments, latents=3)
             else:
-                self._walk("sum_runs", runs, self._block(len(runs)), arguments, _Shared(2, 2, 3))
+                block = self._block(len(runs))
+                self._walk("sum_runs", runs, block, [*self.positions, *tail], _Shared(2, 2, 3))
         before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
         whole: Any = [None] * 3
@@ -238,27 +252,35 @@ class _Work:
         first = xp.empty((self.b, self.n, self.L), np.int32)
         maxima = None if x.state is None else on_device(x.state[0], np.float64)
         arguments = [*_rows(x.K), *with_steps(x.mask, 2), self.bounds, self.n, maxima, self.L, first]
-        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), arguments)
+        launch("latent", "find_first", (self.key,), (self.n * self.b, -(-self.L // 32)), arguments)
         found = [xp.empty((self.b, self.T), self.dtype) for _ in range(3)]
         if x.gate is None:
             found[2] = None
         sizes = [self.n, self.L, self.T]
         arguments = [*_rows(x.Q), *with_steps(x.gate, 2), first, *runs.arguments, *sizes, *found]
-        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), arguments)
+        launch("latent", "weigh_rows", (self.key, self.real), self._pieces(runs, _ROWS), arguments)
         return found
 
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
         """Return the output."""
-        runs, x = self.row_runs, self.x
-        out = namespace().empty((self.b, self.slices, self.T, self.D), self.dtype)
-        arguments = [*self.positions, *_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments]
-        arguments += [*runs.arguments, self.L, self.D, self.T, out]
-        if self.real == "float":
-            self._multiply("multiply_rows", runs, arguments, latents=7, others=_PAIRS)
-        else:
+        xp, runs, x, shape = namespace(), self.row_runs, self.x, (self.b, self.slices, self.T, self.D)
+        tail = [*_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments, *runs.arguments, self.L, self.D, self.T]
+        if self.real == "double":
+            parts = xp.empty(shape, self.dtype)
             held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
-            self._walk("write_rows", runs, self._block(len(runs)), arguments, held)
-        return _summed(out)
+            self._walk("write_rows", runs, self._block(len(runs)), [*self.positions, *tail, parts], held)
+            return _summed(parts)
+        wide = self.slices > 1
+        parts = xp.empty(shape, self.dtype if wide else x.V.dtype)
+        arguments = [*self.positions, _FORMATS.index(self.key), *tail, wide, parts]
+        self._multiply("multiply_rows", runs, arguments, latents=7, others=_PAIRS)
+        if not wide:
+            return _summed(parts)
+        out = xp.empty((self.b, self.T, self.D), x.V.dtype)
+        blocks = -(-out.size // THREADS)
+        arguments = [parts, self.b, self.slices, self.T * self.D, out]
+        launch("latent_tensor", "add_slices", (self.key,), (blocks,), arguments)
+        return out
 
     # -- gradients ---------------------------------------------------------------------
 

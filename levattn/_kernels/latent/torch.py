@@ -51,7 +51,7 @@ def forward(x: LatentArguments) -> Any:
 def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
     """Return the output of a few causal rows on a device, and the state after them as arrays of the kernels."""
     tensors = (Q, K, V)
-    if not is_plain(tensors) or follows_definition(tensors) or not Q.is_cuda:
+    if follows_definition(tensors) or not Q.is_cuda or not is_plain(tensors):
         return None
     q, k, v, present = map(memory_of, (*tensors, mask))
     held = None if state is None else (memory_of(state[0]), memory_of(state[1]), memory_of(state[2]))

@@ -14,7 +14,7 @@ from levattn.attention.common.arguments import (
     state_stacks,
 )
 from levattn.attention.common.space import as_given, plain_arrays
-from levattn.attention.latent.plain import one_step, plain_call, plain_step
+from levattn.attention.latent.plain import are_read_as_stored, one_step, plain_call, plain_step
 from levattn.states import SoftmaxState
 
 __all__ = ["latte"]
@@ -145,7 +145,8 @@ def latte(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
     )
     arguments = {"q_logits": (q_logits, 2), "k_logits": (k_logits, 2), "V": (V, 2)}
-    given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]))
+    names = tuple(arguments) if are_read_as_stored(q_logits, k_logits, V) else ()
+    given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]), stored=names)
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
     stepped = one_step(Q, K, V, given.mask, state, given.batch) if steps else None

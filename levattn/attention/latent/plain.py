@@ -17,7 +17,7 @@ from levattn.attention.common.arguments import latent_attention, reshaped
 from levattn.states import SoftmaxState
 from levattn.states.softmax import held_sums, with_sums
 
-__all__ = ["one_step", "plain_call", "plain_step"]
+__all__ = ["are_read_as_stored", "one_step", "plain_call", "plain_step"]
 
 _KINDS = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -49,6 +49,20 @@ def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] |
 def _are_plain(Q: Any, K: Any, V: Any) -> bool:
     """Tell whether arrays are numpy's, and all in one dtype that is computed in."""
     return type(Q) is type(K) is type(V) is np.ndarray and Q.dtype == K.dtype == V.dtype and V.dtype in _KINDS
+
+
+def are_read_as_stored(*arrays: Any) -> bool:
+    """Tell whether kernels of a device read arrays of 16 bits as they are: of one format, without a gradient."""
+    first = arrays[0]
+    if not (is_torch(first) or on_cuda(first)) or first.dtype.itemsize != 2:
+        return False
+    if any(array.dtype != first.dtype for array in arrays[1:]):
+        return False
+    if on_cuda(first):
+        return True
+    from levattn._kernels.tensors import follows_definition, is_plain
+
+    return bool(first.is_cuda) and not follows_definition(arrays) and is_plain(arrays)
 
 
 def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
