@@ -80,7 +80,9 @@ struct Stored {
 
     template <typename Use>
     __device__ void each_pair(int rows, Use use) const {
+#pragma unroll 1
         for (int row = threadIdx.x / 32; row < rows; row += WARPS)
+#pragma unroll 1
             for (int column = 2 * (threadIdx.x % 32); column < columns; column += 64) use(row, column);
     }
 
@@ -458,13 +460,13 @@ __global__ void __launch_bounds__(THREADS, 2)
     Chunks<LATENTS, TILES, false> chunks(shared, run, item, L, D);
     const Seen from = SEEN_BY(chunks);
     chunks.begin(nullptr, nullptr, nullptr, 0, L, D);
-    chunks.arrive(from, 0, 0);
-    for (int start = 0; start < run.positions; start += STEPS) {
-        const int here = start / STEPS % 2, next = start + STEPS;
+    for (int start = -STEPS; start < run.positions; start += STEPS) {
+        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
         finish_copies();
-        chunks.settle(from, start, here);
+        if (start >= 0) chunks.settle(from, start, here);
         __syncthreads();
-        if (next < run.positions) chunks.arrive(from, next, 1 - here);
+        if (next < run.positions) chunks.arrive(from, next, other);
+        if (start < 0) continue;
         chunks.exponentiate(here);
         __syncthreads();
         chunks.scan(here);
@@ -508,24 +510,25 @@ __global__ void __launch_bounds__(THREADS, 2)
     Chunks<LATENTS, TILES, true> chunks(shared, run, item, L, D);
     const Seen from = SEEN_BY(chunks);
     const Stored logits(Q, item * q_item + chunks.latent, q_row, chunks.latents, format);
-    const auto arrive = [&](int start, int place) {
-        const int steps = min(run.rows - start, STEPS);
-        const long long at = run.row + start;
-        chunks.arrive(from, start, place);
-        logits.arrive(chunks.weights + place * STEPS * chunks.PITCH, chunks.PITCH, at, steps);
-        float *const scale = chunks.scales + 2 * place * STEPS;
-        bring(scale, STEPS, largest + item * T + at, 0, 1, steps);
-        bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, steps);
-    };
     chunks.begin(references, sums, states, item * slots + run.slot, L, D);
-    arrive(0, 0);
-    for (int start = 0; start < run.steps(); start += STEPS) {
-        const int here = start / STEPS % 2, next = start + STEPS, steps = min(run.rows - start, STEPS);
+    for (int start = -STEPS; start < run.steps(); start += STEPS) {
+        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other, steps = min(run.rows - start, STEPS);
         finish_copies();
-        chunks.settle(from, start, here);
-        logits.settle(chunks.weights + here * STEPS * chunks.PITCH, chunks.PITCH, steps);
+        if (start >= 0) {
+            chunks.settle(from, start, here);
+            logits.settle(chunks.weights + here * STEPS * chunks.PITCH, chunks.PITCH, steps);
+        }
         __syncthreads();
-        if (next < run.rows) arrive(next, 1 - here);
+        if (next < run.rows) {
+            const int arriving = min(run.rows - next, STEPS);
+            const long long at = run.row + next;
+            chunks.arrive(from, next, other);
+            logits.arrive(chunks.weights + other * STEPS * chunks.PITCH, chunks.PITCH, at, arriving);
+            float *const scale = chunks.scales + 2 * other * STEPS;
+            bring(scale, STEPS, largest + item * T + at, 0, 1, arriving);
+            bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, arriving);
+        }
+        if (start < 0) continue;
         chunks.exponentiate(here);
         __syncthreads();
         chunks.scan(here);
