@@ -177,6 +177,39 @@ def test_tokens_of_each_format_and_their_states(
     torch.testing.assert_close(whole.inner, expected, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_latents_of_each_format_and_their_states(tensors: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is not cast; a state stays on the device: steps are one launch, and nothing is sent or waited for."""
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+
+    there, streams, _ = tensors
+    streams.current[1] = 3
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))  # as true tensors are
+    rng, kind = np.random.default_rng(0), getattr(torch, dtype)
+    arrays = [torch.from_numpy(rng.standard_normal((2, 3, 30, size))).to(kind) for size in (6, 6, 8)]
+
+    def part(low: int, high: int) -> list[Any]:
+        return [there.CudaTensor(array[:, :, low:high], 1) for array in arrays]
+
+    first, state = latte(*part(0, 20), return_state=True)
+    parts = [first]
+    for low, high in ((20, 21), (21, 22), (22, 30)):
+        places.launches.clear()
+        Y, state = latte(*part(low, high), state=state, return_state=True)
+        assert places.launches == [(1, 3)]
+        parts.append(Y)
+    assert not places.waits
+    assert not places.own
+    found = torch.cat([each.inner for each in parts], 2)
+    assert found.dtype == kind
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
+    expected = latte(*arrays)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-5)
+    torch.testing.assert_close(latte(*part(0, 30)).inner, expected, rtol=tolerance, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
     import torch

@@ -264,7 +264,16 @@ class _Work:
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
         """Return the output."""
         xp, runs, x, shape = namespace(), self.row_runs, self.x, (self.b, self.slices, self.T, self.D)
-        tail = [*_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments, *runs.arguments, self.L, self.D, self.T]
+        tail = [
+            *_rows(x.Q),
+            *_rows(x.gate_value),
+            *weights,
+            *starts.arguments,
+            *runs.arguments,
+            self.L,
+            self.D,
+            self.T,
+        ]
         if self.real == "double":
             parts = xp.empty(shape, self.dtype)
             held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
