@@ -1,10 +1,10 @@
 """Latent attention on a CUDA device: launches of latent.cu, latent_tensor.cu, latent_back.cu and decay.cu.
 
-Sequences are cut into runs, of which a block of threads takes one, with
-up to 128 latents and columns. Where the cuts are follows from the numbers of positions before them alone: short runs
-at first, so that few positions keep many blocks busy, and longer ones later, as each leaves a state behind. So no bit
-of a row depends on what comes after it, nor on the other sequences or heads. Forward, single precision is multiplied
-on tensor cores, and double precision is not; gradients are summed up position by position in both.
+Sequences are cut into runs (`cuda_runs`), of which a block of threads takes one, with up to 128 latents and columns.
+No bit of a row depends on what comes after it, nor on the other sequences or heads. Forward, single precision is
+multiplied on tensor cores, and double precision is not; gradients are summed up position by position in both. Numbers
+of 16 bits are read as they are, and outputs rounded as they are written; a few rows that go on from a state are one
+launch (`cuda_step`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ from levattn._kernels.cuda_source import (
     with_steps,
 )
 from levattn._kernels.latent.contract import LatentArguments, State
+from levattn._kernels.latent.cuda_runs import FOLLOWED, POSITIONS, ROWS, Runs, causal_runs, plain_runs, send_runs
 from levattn._kernels.latent.cuda_step import step
 from levattn._kernels.rows.cuda import sum_in_pairs
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
-_SHORTEST, _LONGEST = 128, 1024  # positions of a run, powers of two
-_EIGHTH = 8  # a run is this part of the positions before it, between these two
-_STRETCH = 256  # rows of a block where all see the same
 _BUSY = 528  # blocks of threads below which a block of a forward pass takes fewer columns
-_EVERYTHING = 1 << 62  # sees a row that is not causal
 
 # What latent_tensor.cu has too
 _MULTIPLIED = (32, 64, 128)  # latents of a block
@@ -53,7 +50,6 @@ _PAIRS = 2 * 16 * 20 + 4 * 16  # numbers beside lines: weights of pairs of steps
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
 _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
-_FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
 _CHANNELS, _LINES = 32, 16
 
 
@@ -110,39 +106,6 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     return out
 
 
-class _Runs:
-    """Runs in the order of their sequences, as `Run` of runs.cuh has them: (count, 8), and the first of each sequence.
-
-    Kernels take them as `arguments`, or `listed` with the sequences, once `_send` has sent them.
-    """
-
-    def __init__(self, table: Int64, sequences: int) -> None:
-        self.table = table
-        self.spans = np.searchsorted(table[:, 0], np.arange(sequences + 1)).astype(np.int64)
-        self.arguments: list[Any] = []
-        self.listed: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def any(self, field: int) -> bool:
-        return bool(self.table[:, field].any())
-
-    def most(self, field: int) -> int:
-        return int(self.table[:, field].max(initial=0))
-
-
-def _send(bounds: Int64, *all_runs: _Runs) -> Any:
-    """Copy bounds and runs to the device, all at once, and return the bounds there."""
-    parts = [bounds, *(part.ravel() for runs in all_runs for part in (runs.table, runs.spans))]
-    ends = np.cumsum([part.size for part in parts]).tolist()
-    whole = on_device(np.concatenate(parts))
-    first, *others = (whole[end - part.size : end] for part, end in zip(parts, ends, strict=True))
-    for runs, table, spans in zip(all_runs, others[::2], others[1::2], strict=True):
-        runs.arguments, runs.listed = [table, len(runs)], [table, spans, len(runs)]
-    return first
-
-
 class _Shared(NamedTuple):
     """What a block shares: for each step of a chunk lines of latents and of columns, and other numbers."""
 
@@ -180,15 +143,13 @@ class _Work:
         rows = np.diff(x.offsets)
         if lengths is None:
             lengths = np.full(1, self.U) if self.n == 1 else rows
-        self._begins = x.offsets[:-1]
+        begins = x.offsets[:-1]
         if x.causal:
-            self.position_runs = self.row_runs = _causal_runs(x.offsets, x.ahead)
+            self.position_runs = self.row_runs = causal_runs(x.offsets, x.ahead)
         else:
-            self.position_runs = _plain_runs(lengths, self._begins, _cuts(int(lengths.max(initial=0))), _POSITIONS)
-            stretches = np.arange(0, int(rows.max(initial=0)) + _STRETCH, _STRETCH)
-            self.row_runs = _plain_runs(rows, self._begins, stretches, _ROWS)
-        bounds = np.append(self._begins, self._begins[-1:] + lengths[-1:])
-        self.bounds = _send(bounds, *{self.position_runs, self.row_runs})
+            self.position_runs = plain_runs(lengths, begins, POSITIONS)
+            self.row_runs = plain_runs(rows, begins, ROWS)
+        self.bounds = send_runs(np.append(begins, begins[-1:] + lengths[-1:]), *{self.position_runs, self.row_runs})
         self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
         self.slices = max(1, -(-self.L // self.width))
         self.positions = [*_rows(x.K), *_rows(x.V), *with_steps(x.mask, 2)]
@@ -197,7 +158,7 @@ class _Work:
 
     def starts(self) -> _Starts:
         """Return what each run of causal attention begins with."""
-        if self.x.state is None and not self.position_runs.any(_FOLLOWED):
+        if self.x.state is None and not self.position_runs.any(FOLLOWED):
             return _Starts()
         return self._combined(self.position_runs)[0]
 
@@ -209,11 +170,11 @@ class _Work:
         """Return the state of all positions as what every row begins with, a slot for each sequence."""
         return _Starts(*self._combined(self.position_runs, self.dtype)[1], self.n)
 
-    def _combined(self, runs: _Runs, totals: Any = None) -> tuple[_Starts, State]:
+    def _combined(self, runs: Runs, totals: Any = None) -> tuple[_Starts, State]:
         """Return what runs begin with, and the state of all positions in the dtype `totals`, if there is one."""
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
-        if runs.any(_FOLLOWED):
+        if runs.any(FOLLOWED):
             tail = [*runs.arguments, self.L, self.D, maxima, sums, states]
             if self.real == "float":
                 arguments = [*self.positions, _FORMATS.index(self.key), *tail]
@@ -230,12 +191,10 @@ class _Work:
         arguments = [*runs.listed, *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
         launch("latent", "combine_sums", self._types(whole[0]), (-(-self.b * self.n * self.L // THREADS),), arguments)
         factors = [before[2], entered, kept, gained, None]
-        self._scan(runs, _FOLLOWED, states, factors, whole[2])
+        self._scan(runs, FOLLOWED, states, factors, whole[2])
         return _Starts(maxima, sums, states, len(runs)), tuple(whole)
 
-    def _scan(
-        self, runs: _Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False
-    ) -> None:
+    def _scan(self, runs: Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False) -> None:
         D = x.shape[3] if x.ndim == 4 else 1
         arguments = [*runs.listed, self.b, self.n, self.L, D, field, backwards, *factors, x, into]
         launch("latent", "scan_runs", self._types(into), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
@@ -258,7 +217,7 @@ class _Work:
             found[2] = None
         sizes = [self.n, self.L, self.T]
         arguments = [*_rows(x.Q), *with_steps(x.gate, 2), first, *runs.arguments, *sizes, *found]
-        launch("latent", "weigh_rows", (self.key, self.real), self._pieces(runs, _ROWS), arguments)
+        launch("latent", "weigh_rows", (self.key, self.real), self._pieces(runs, ROWS), arguments)
         return found
 
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
@@ -300,7 +259,7 @@ class _Work:
         threads, columns = block = self._block(None)
         E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
         read = xp.empty((b, columns, T, L), self.dtype)
-        crossing = x.causal and self.row_runs.any(_FOLLOWED)
+        crossing = x.causal and self.row_runs.any(FOLLOWED)
         kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
         sizes = [L, D, T]
         arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, U]
@@ -312,13 +271,11 @@ class _Work:
             dgate, dgate_value = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
         arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.gate_value), *weights, *self.row_runs.arguments, *sizes]
         arguments += [c, growths, dQ, dgate, dgate_value]
-        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), arguments)
+        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, ROWS), arguments)
         if not x.causal:
             references = [starts.references, self.n]
             arguments = [*_rows(x.K), *with_steps(x.mask, 2), *references, *self.position_runs.arguments, L, U, E]
-            launch(
-                "latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, _POSITIONS), arguments
-            )
+            launch("latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, POSITIONS), arguments)
         dK, dV = self._flows([*_rows(dY), E, c, growths], kept, given)
         return dQ, dK, dV, dgate, dgate_value
 
@@ -337,7 +294,7 @@ class _Work:
                 whole = [xp.empty((b, self.n, L, D), self.dtype), xp.empty((b, self.n, L), self.dtype)]
             factors = [None, None, kept, None, given]
             for part, all_of_it in zip((flows, sums), whole, strict=True):
-                self._scan(runs, _ROWS, part, factors, all_of_it, backwards=True)
+                self._scan(runs, ROWS, part, factors, all_of_it, backwards=True)
             coming = [flows, sums, len(runs)]
             if not self.x.causal:
                 coming = [*whole, self.n]
@@ -366,10 +323,10 @@ class _Work:
             warps = -(-warps // 2)
         return 32 * warps, max(1, -(-self.D // (warps * columns)))
 
-    def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
+    def _pieces(self, runs: Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
 
-    def _multiply(self, name: str, runs: _Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
+    def _multiply(self, name: str, runs: Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
         """Launch a kernel that takes runs by products, with so many lines of latents for each step of a chunk."""
         width = next((width for width in _MULTIPLIED if width >= self.L), _MULTIPLIED[-1])
         tiles = 2 if self.D > _TILE and width < _MULTIPLIED[-1] else 1  # what the registers hold
@@ -380,7 +337,7 @@ class _Work:
         launch("latent_tensor", name, types, grid, arguments, threads=_MULTIPLIERS, shared=shared)
 
     def _walk(
-        self, name: str, runs: _Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
+        self, name: str, runs: Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
     ) -> None:
         """Launch a kernel that takes runs step by step."""
         threads, columns = block
@@ -390,61 +347,6 @@ class _Work:
         shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
         grid = (len(runs) * self.b, columns, self.slices)
         launch(source, name, (self.real, str(self.width), *types), grid, arguments, threads=threads, shared=shared)
-
-
-def _cuts(length: int) -> Int64:
-    """Return where runs of positions begin, from 0 on, up to one that is not before `length`."""
-    cuts = [0]
-    while cuts[-1] < length:
-        before = 1 << max(cuts[-1].bit_length() - 1, 0)
-        cuts.append(cuts[-1] + min(max(before // _EIGHTH, _SHORTEST), _LONGEST))
-    return np.asarray(cuts, np.int64)
-
-
-def _stretches(lengths: Int64, cuts: Int64) -> tuple[Int64, Int64, Int64]:
-    """Cut each of some sequences: return the sequence, the start and the stop of every part."""
-    counts = np.searchsorted(cuts, lengths)
-    sequences = np.repeat(np.arange(len(lengths)), counts)
-    numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return sequences, cuts[numbers], np.minimum(cuts[1:][numbers], lengths[sequences])
-
-
-def _plain_runs(lengths: Int64, begins: Int64, cuts: Int64, field: int) -> _Runs:
-    """Return runs of positions alone, or of rows alone that see everything; `field` says which."""
-    sequences, starts, stops = _stretches(lengths, cuts)
-    table = np.zeros((len(sequences), 8), np.int64)
-    table[:, 0] = table[:, 1] = sequences
-    table[:, 2 if field == _POSITIONS else 3] = begins[sequences] + starts
-    table[:, 4] = _EVERYTHING
-    table[:, field] = stops - starts
-    table[:, _FOLLOWED] = field == _POSITIONS
-    return _Runs(table, len(lengths))
-
-
-def _causal_runs(offsets: Int64, ahead: int) -> _Runs:
-    """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both."""
-    lengths, begins = np.diff(offsets), offsets[:-1]
-    blind, starts, stops = _stretches(
-        np.minimum(lengths, max(-ahead, 0)), np.arange(0, int(lengths.max(initial=0)) + _LONGEST, _LONGEST)
-    )
-    early = np.zeros((len(blind), 8), np.int64)
-    early[:, 0] = blind
-    early[:, 3], early[:, 4], early[:, _ROWS] = begins[blind] + starts, starts + ahead, stops - starts
-    seen = np.maximum(lengths + ahead, 0)
-    cuts = _cuts(int(seen.max(initial=0)))
-    if ahead > 0:
-        cuts = np.union1d(cuts, [ahead])
-    sequences, starts, stops = _stretches(seen, cuts)
-    table = np.zeros((len(sequences), 8), np.int64)
-    table[:, 0], table[:, 2], table[:, 4] = sequences, begins[sequences] + starts, starts
-    table[:, 3] = begins[sequences] + np.maximum(starts - ahead, 0)
-    table[:, _POSITIONS] = stops - starts
-    table[:, _ROWS] = np.where(starts >= ahead, stops - starts, 0)
-    table = np.concatenate([early, table])
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    table[:, 1] = np.arange(len(table))
-    table[:-1, _FOLLOWED] = (table[:-1, _POSITIONS] > 0) & (table[1:, 0] == table[:-1, 0])
-    return _Runs(table, len(lengths))
 
 
 def _rows(array: Any) -> list[Any]:
