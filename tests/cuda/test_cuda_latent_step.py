@@ -10,7 +10,8 @@ from definitions import assert_same
 
 import naive
 from emulator import in_orders
-from levattn._kernels.latent.cuda import step
+from levattn._kernels.latent.contract import LatentArguments
+from levattn._kernels.latent.cuda import forward, step, summary
 from levattn._kernels.latent.cuda_step import _ROWS
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -152,7 +153,15 @@ def test_arrays_of_any_layout() -> None:
     assert_same([found, *other], [Y, *new])
 
 
-def test_more_rows_or_latents_than_a_block_takes_go_another_way() -> None:
-    for T, L in ((_ROWS + 1, 2), (0, 2), (1, 20000)):
-        rows = np.zeros((1, T, L)), np.zeros((1, T, L)), np.zeros((1, T, 2))
-        assert step(*rows, None, None) is None
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize(("T", "L"), [(_ROWS + 1, 2), (200, 3), (1, 20000)])
+def test_more_rows_or_latents_than_a_block_takes_go_by_runs(T: int, L: int, dtype: str) -> None:
+    """Then the bits are those of the two calls that it stands for, and with a state before it is these two."""
+    Q, K, V = after(T, *positions(T, L, 2, dtype))
+    mask, bounds = np.arange(2 * T).reshape(2, T) % 3 > 0, np.array([0, T])
+    Y, state = step(Q, K, V, mask, None)
+    assert Y.dtype == V.dtype
+    np.testing.assert_array_equal(Y, forward(LatentArguments(Q, K, V, bounds, causal=True, mask=mask)))
+    assert_same(state, [part[:, 0] for part in summary(K, V, mask, bounds)])
+    assert step(Q, K, V, mask, state) is None
+    assert step(*(array[:, :0] for array in (Q, K, V)), None, None) is None

@@ -78,9 +78,10 @@ class LatentSteps(LatentKernels, Protocol):
     """The same where a step of decoding is short."""
 
     def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State | None, /) -> tuple[Any, State] | None:
-        """Return the output of a few causal rows and the state after them, or None: by `forward` and `summary` then.
+        """Return the output of causal rows and the state after them, or None: by `forward` and `summary` then.
 
-        Arrays are as those of `LatentArguments`, but for their leading axes: any in main memory. A state has one axis
-        of them; None is the state of no position, where arrays are on a device. In main memory there is one row, which
-        has the bits of `forward`; on a device there may be several, and their sums are those of double precision.
+        Arrays are as those of `LatentArguments`, in main memory with any leading axes. None is the state of no
+        position, where arrays are on a device; one that is returned has one leading axis there. In main memory it is
+        a single row, with the bits of `forward`. On a device up to 8 rows are summed up in double precision, and more
+        take the way of `forward` where no state is before them.
         """

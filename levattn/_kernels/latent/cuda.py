@@ -30,7 +30,7 @@ from levattn._kernels.cuda_source import (
 )
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.cuda_runs import FOLLOWED, POSITIONS, ROWS, Runs, causal_runs, plain_runs, send_runs
-from levattn._kernels.latent.cuda_step import step
+from levattn._kernels.latent.cuda_step import step_at_once
 from levattn._kernels.rows.cuda import sum_in_pairs
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
@@ -73,6 +73,18 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
         return dQ, dK, dV, dgate, dgate_value
     weights = work.row_weights()
     return work.gradients(with_rows(dY), weights, work.starts() if x.causal else work.everything())
+
+
+def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
+    """Return the output of causal rows and the state after them; see `LatentSteps`.
+
+    Few rows are one launch. Of more, with no state before them, runs are summed up once, for rows and the state.
+    """
+    found = step_at_once(Q, K, V, mask, state)
+    if found is not None or state is not None or not Q.shape[1]:
+        return found
+    x = LatentArguments(Q, K, V, np.array([0, Q.shape[1]]), causal=True, mask=mask)
+    return _Work(x, sums=True).rows_and_totals()
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
@@ -132,7 +144,7 @@ class _Starts:
 class _Work:
     """One call: its sizes, its runs, and the launches that a pass is made of."""
 
-    def __init__(self, x: LatentArguments, lengths: Int64 | None = None) -> None:
+    def __init__(self, x: LatentArguments, lengths: Int64 | None = None, *, sums: bool = False) -> None:
         self.x = x
         self.b, self.T, self.L = x.Q.shape
         self.U, self.D = x.V.shape[1:]
@@ -145,7 +157,7 @@ class _Work:
             lengths = np.full(1, self.U) if self.n == 1 else rows
         begins = x.offsets[:-1]
         if x.causal:
-            self.position_runs = self.row_runs = causal_runs(x.offsets, x.ahead)
+            self.position_runs = self.row_runs = causal_runs(x.offsets, x.ahead, sums=sums)
         else:
             self.position_runs = plain_runs(lengths, begins, POSITIONS)
             self.row_runs = plain_runs(rows, begins, ROWS)
@@ -165,6 +177,11 @@ class _Work:
     def totals(self) -> State:
         """Return the state of all positions, after that which is given, in float64."""
         return self._combined(self.position_runs, np.dtype(np.float64))[1]
+
+    def rows_and_totals(self) -> tuple[Any, State]:
+        """Return the output of causal rows of one sequence, and the state after it, in float64."""
+        starts, (m, s, S) = self._combined(self.position_runs, np.dtype(np.float64))
+        return self.rows(self.row_weights(), starts), (m[:, 0, :], s[:, 0, :], S[:, 0, :, :])
 
     def everything(self) -> _Starts:
         """Return the state of all positions as what every row begins with, a slot for each sequence."""

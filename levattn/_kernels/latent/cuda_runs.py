@@ -87,8 +87,11 @@ def plain_runs(lengths: Int64, begins: Int64, field: int) -> Runs:
     return Runs(table, len(lengths))
 
 
-def causal_runs(offsets: Int64, ahead: int) -> Runs:
-    """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both."""
+def causal_runs(offsets: Int64, ahead: int, *, sums: bool = False) -> Runs:
+    """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both.
+
+    What the last one sums up is not needed, unless `sums` says so.
+    """
     lengths, begins = np.diff(offsets), offsets[:-1]
     blind, starts, stops = _stretches(
         np.minimum(lengths, max(-ahead, 0)), np.arange(0, int(lengths.max(initial=0)) + _LONGEST, _LONGEST)
@@ -109,5 +112,6 @@ def causal_runs(offsets: Int64, ahead: int) -> Runs:
     table = np.concatenate([early, table])
     table = table[np.argsort(table[:, 0], kind="stable")]
     table[:, 1] = np.arange(len(table))
-    table[:-1, FOLLOWED] = (table[:-1, POSITIONS] > 0) & (table[1:, 0] == table[:-1, 0])
+    followed = np.append(table[1:, 0] == table[:-1, 0], False)[: len(table)]
+    table[:, FOLLOWED] = (table[:, POSITIONS] > 0) & (followed | sums)
     return Runs(table, len(lengths))

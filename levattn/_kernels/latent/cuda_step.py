@@ -13,7 +13,7 @@ import numpy as np
 from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit, stored, with_rows, with_steps
 from levattn._kernels.latent.contract import State
 
-__all__ = ["step"]
+__all__ = ["step_at_once"]
 
 # What latent_step.cu has too
 _ROWS = 8
@@ -21,7 +21,7 @@ _COLUMNS = 32
 _STATIC = 8 * _ROWS * _ROWS * _COLUMNS + 64  # bytes of shared memory in its source
 
 
-def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
+def step_at_once(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
     """Return the output (b, T, D) of up to 8 causal rows, and the state after them; see `LatentSteps`.
 
     None for more rows, or more latents than fit into shared memory.

@@ -49,7 +49,7 @@ def forward(x: LatentArguments) -> Any:
 
 
 def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
-    """Return the output of a few causal rows on a device, and the state after them as arrays of the kernels."""
+    """Return the output of causal rows on a device, and the state after them as arrays of the kernels, or None."""
     tensors = (Q, K, V)
     if follows_definition(tensors) or not Q.is_cuda or not is_plain(tensors):
         return None

@@ -132,7 +132,7 @@ def latte(
     """
     (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
     whole = offsets is lengths is None
-    steps = return_state and causal and state is not None and whole
+    steps = return_state and causal and whole
     if mask is None and whole:
         stepped = plain_step(q_logits, k_logits, V, state) if steps else None
         if stepped is not None:

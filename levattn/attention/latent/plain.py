@@ -66,18 +66,20 @@ def are_read_as_stored(*arrays: Any) -> bool:
 
 
 def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of few rows, as V, and the state after them, or None where there is no such way.
+    """Return the output of causal rows, as V, and the state after them, or None where there is no such way.
 
     Arrays of numpy and a mask, or None, have the leading axes `batch`, or one of their product; others the latter.
     """
-    if not isinstance(state, SoftmaxState):
-        return None
-    if (state.batch, state.latents, state.d) != (batch, Q.shape[-1], V.shape[-1]):
-        return None
-    sums = held_sums(state)
-    if isinstance(Q, np.ndarray):
+    sizes = batch, Q.shape[-1], V.shape[-1]
+    if state is not None:
+        if not isinstance(state, SoftmaxState) or (state.batch, state.latents, state.d) != sizes:
+            return None
+    in_main_memory, sums = isinstance(Q, np.ndarray), None if state is None else held_sums(state)
+    if in_main_memory:
+        if state is None or Q.shape[-2] != 1:
+            return None
         sums = state.m, state.s, state.S
-        if Q.shape[-2] != 1 or not all(isinstance(array, np.ndarray) for array in sums):
+        if not all(isinstance(array, np.ndarray) for array in sums):
             return None
     elif not (is_torch(Q) or on_cuda(Q)):
         return None
@@ -85,7 +87,6 @@ def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ..
     if found is None:
         return None
     Y, (m, s, S) = found
-    if not isinstance(Q, np.ndarray):
-        axes = (*state.batch, state.latents)
-        m, s, S = reshaped(m, axes), reshaped(s, axes), reshaped(S, (*axes, state.d))
-    return Y, with_sums(state, (m, s, S))
+    if not in_main_memory:
+        m, s, S = (reshaped(part, (*batch, *part.shape[1:])) for part in (m, s, S))
+    return Y, with_sums(SoftmaxState(sizes[1], sizes[2], batch) if state is None else state, (m, s, S))
