@@ -71,9 +71,9 @@ def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ..
     Arrays of numpy and a mask, or None, have the leading axes `batch`, or one of their product; others the latter.
     """
     sizes = batch, Q.shape[-1], V.shape[-1]
-    if state is not None:
-        if not isinstance(state, SoftmaxState) or (state.batch, state.latents, state.d) != sizes:
-            return None
+    fits = isinstance(state, SoftmaxState) and (state.batch, state.latents, state.d) == sizes
+    if state is not None and not fits:
+        return None
     in_main_memory, sums = isinstance(Q, np.ndarray), None if state is None else held_sums(state)
     if in_main_memory:
         if state is None or Q.shape[-2] != 1:
