@@ -10,7 +10,7 @@ namespace {
 
 constexpr int ROWS = 8;      // at most; and the warps of a block, which share out the latents, or else the rows
 constexpr int COLUMNS = 32;  // of a block
-constexpr int DEEP = 4;      // latents of a column on their way together
+constexpr int DEEP = 8;      // latents of a column on their way together
 constexpr unsigned int ALL = 0xffffffffu;
 
 }  // namespace
@@ -30,6 +30,22 @@ __global__ void __launch_bounds__(32 * ROWS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const double nothing = (double)__int_as_float(0xff800000);  // −∞
     const long long item = blockIdx.x;
+    const int column = blockIdx.y * COLUMNS + lane;
+
+    // What memory takes longest for is on its way while the sums of the latents are found
+    double state[DEEP], values[ROWS], y[ROWS];
+    const long long place = item * L * D + column;
+    const auto bring = [&](int low) {
+#pragma unroll
+        for (int i = 0; i < DEEP; ++i) {
+            const int l = low + i * ROWS;
+            state[i] = states && l < L && column < D ? states[place + (long long)l * D] : 0;
+        }
+    };
+    bring(warp);
+#pragma unroll
+    for (int t = 0; t < ROWS; ++t)
+        values[t] = t < T && column < D ? widen(V[item * v_item + t * v_row + column]) : 0, y[t] = 0;
     if (threadIdx.x == 0) seen = 0;
     __syncthreads();
 
@@ -68,21 +84,11 @@ __global__ void __launch_bounds__(32 * ROWS)
     }
     __syncthreads();
 
-    const int column = blockIdx.y * COLUMNS + lane;
-    double values[ROWS], y[ROWS];
 #pragma unroll
-    for (int t = 0; t < ROWS; ++t) {
-        const bool there = t < T && column < D && seen >> t & 1;
-        values[t] = there ? widen(V[item * v_item + t * v_row + column]) : 0, y[t] = 0;
-    }
-    const long long place = item * L * D + column;
+    for (int t = 0; t < ROWS; ++t)
+        if (!(seen >> t & 1)) values[t] = 0;
     for (int low = warp; low < L; low += ROWS * DEEP) {
-        double state[DEEP];
-#pragma unroll
-        for (int i = 0; i < DEEP; ++i) {
-            const int l = low + i * ROWS;
-            state[i] = states && l < L && column < D ? states[place + (long long)l * D] : 0;
-        }
+        if (low != warp) bring(low);
 #pragma unroll
         for (int i = 0; i < DEEP; ++i) {
             const int l = low + i * ROWS;
