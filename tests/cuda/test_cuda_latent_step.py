@@ -10,6 +10,7 @@ from definitions import assert_same
 
 import naive
 from emulator import in_orders
+from levattn._kernels.latent import cuda_step
 from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.latent.cuda import forward, step, summary
 from levattn._kernels.latent.cuda_step import _ROWS
@@ -154,10 +155,14 @@ def test_arrays_of_any_layout() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-@pytest.mark.parametrize(("T", "L"), [(_ROWS + 1, 2), (200, 3), (1, 20000)])
-def test_more_rows_or_latents_than_a_block_takes_go_by_runs(T: int, L: int, dtype: str) -> None:
+@pytest.mark.parametrize(("T", "room"), [(_ROWS + 1, True), (200, True), (1, False)])
+def test_more_rows_or_latents_than_a_block_takes_go_by_runs(
+    T: int, room: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then the bits are those of the two calls that it stands for, and with a state before it is these two."""
-    Q, K, V = after(T, *positions(T, L, 2, dtype))
+    if not room:  # in shared memory
+        monkeypatch.setattr(cuda_step, "shared_limit", lambda: 16 << 10)
+    Q, K, V = after(T, *positions(T, 3, 2, dtype))
     mask, bounds = np.arange(2 * T).reshape(2, T) % 3 > 0, np.array([0, T])
     Y, state = step(Q, K, V, mask, None)
     assert Y.dtype == V.dtype
