@@ -233,6 +233,29 @@ def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
     torch.testing.assert_close(found[1].inner, expected[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gradients_of_latents_of_each_format(tensors: Any, dtype: str) -> None:
+    import torch
+
+    from levattn._kernels.latent.torch import ATTENTION, ATTENTION_BACKWARD
+
+    there, _, made = tensors
+    rng, kind = np.random.default_rng(1), getattr(torch, dtype)
+    given = [torch.from_numpy(rng.standard_normal((2, 30, size))).to(kind) for size in (8, 5, 5, 8)]
+    rest = (*(None,) * 3, torch.tensor([0, 30]), *(None,) * 3, True, 0)
+
+    def results(dY: Any, *arrays: Any) -> Any:
+        return ATTENTION(*arrays, *rest), *ATTENTION_BACKWARD(dY, *arrays, *rest)[:3]
+
+    expected = results(*(part.float() for part in given))
+    with made:
+        found = results(*(there.CudaTensor(part, 1) for part in given))
+    tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
+    for part, other in zip(found, expected, strict=True):
+        assert part.dtype == kind
+        torch.testing.assert_close(part.inner.float(), other, rtol=tolerance, atol=1e-5)
+
+
 def test_arrays_of_cupy_beside_tensors_are_waited_for(tensors: Any, cupy: Any) -> None:
     import torch
 

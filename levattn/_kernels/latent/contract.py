@@ -23,7 +23,8 @@ class LatentArguments:
 
     Arrays are float32 or float64, all of one kind, with any strides along the first two axes (0 among them) and
     contiguous numbers along the last. On a device Q, K and V may be of one format of 16 bits (bfloat16 as words, where
-    arrays are CuPy's), beside others of float32: then so is the output, and all else is float32. Without gradients.
+    arrays are CuPy's), beside others of float32: then so is the output, and all else is float32. `backward` takes none
+    of these, but for tensors, which it widens.
 
     Q: (b, T, L) logits of the latents.
     K: (b, U, L) logits of the positions; −inf for one that a latent does not see.

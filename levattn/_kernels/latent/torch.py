@@ -112,16 +112,21 @@ def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
 def _backward(dY: Any, Q: Any, *others: Any) -> Any:
     if not Q.shape[0] * Q.shape[1]:
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, *others))
+    if Q.element_size() == 2:  # which are not cast, nor kept so, before there is a gradient
+        K, V, *rest = others
+        found = _backward(*(tensor.float() for tensor in (dY, Q, K, V)), *rest)
+        return (*(gradient.to(Q.dtype) for gradient in found[:3]), *found[3:])
     x = _read(Q, *others)
     gradients = cast(LatentGradients, kernels_for("latent", x.Q)).backward(x, memory_of(dY))
     return tuple(Q.new_empty(0) if gradient is None else tensor_of(gradient) for gradient in gradients)
 
 
 def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, gate_value: Any, *_others: Any) -> Any:
-    return tuple(Q.new_empty(() if array is None else array.shape) for array in (Q, K, V, gate, gate_value))
+    given = (Q, K, V, gate, gate_value)
+    return tuple(Q.new_empty(()) if array is None else array.new_empty(array.shape) for array in given)
 
 
-ATTENTION, _ = make_attention(
+ATTENTION, ATTENTION_BACKWARD = make_attention(
     "latent_attention",
     "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? gate_value, Tensor? mask, Tensor offsets, Tensor? m, "
     "Tensor? s, Tensor? S, bool causal, SymInt ahead",

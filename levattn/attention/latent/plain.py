@@ -52,7 +52,7 @@ def _are_plain(Q: Any, K: Any, V: Any) -> bool:
 
 
 def are_read_as_stored(*arrays: Any) -> bool:
-    """Tell whether kernels of a device read arrays of 16 bits as they are: of one format, without a gradient."""
+    """Tell whether kernels of a device read arrays of 16 bits as they are: all of one format."""
     first = arrays[0]
     if not (is_torch(first) or on_cuda(first)) or first.dtype.itemsize != 2:
         return False
@@ -60,9 +60,9 @@ def are_read_as_stored(*arrays: Any) -> bool:
         return False
     if on_cuda(first):
         return True
-    from levattn._kernels.tensors import follows_definition, is_plain
+    from levattn._kernels.tensors import follows_definition
 
-    return bool(first.is_cuda) and not follows_definition(arrays) and is_plain(arrays)
+    return bool(first.is_cuda) and not follows_definition(arrays)
 
 
 def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
