@@ -54,15 +54,13 @@ def _are_plain(Q: Any, K: Any, V: Any) -> bool:
 def are_read_as_stored(*arrays: Any) -> bool:
     """Tell whether kernels of a device read arrays of 16 bits as they are: all of one format."""
     first = arrays[0]
-    if not (is_torch(first) or on_cuda(first)) or first.dtype.itemsize != 2:
+    if not is_torch(first):  # which torch's compiler must not get beyond
+        return on_cuda(first) and all(array.dtype == first.dtype and first.dtype.itemsize == 2 for array in arrays)
+    if not first.is_cuda or first.dtype.itemsize != 2 or any(array.dtype != first.dtype for array in arrays):
         return False
-    if any(array.dtype != first.dtype for array in arrays[1:]):
-        return False
-    if on_cuda(first):
-        return True
     from levattn._kernels.tensors import follows_definition
 
-    return bool(first.is_cuda) and not follows_definition(arrays)
+    return not follows_definition(arrays)
 
 
 def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
