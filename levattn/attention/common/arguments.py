@@ -125,14 +125,14 @@ def stack_arguments(
     *,
     like: str,
     mask: tuple[Any, int] | None = None,
-    stored: str | None = None,
+    stored: tuple[str, ...] = (),
 ) -> Stacks:
     """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
 
     `arguments` names each array and its number of axes behind the leading ones; an array may be None. `like` is the
     one whose dtype results have. `mask` is what the caller gave and the number of positions; one from elsewhere is
-    brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous, but for the array
-    that `stored` names, of 16 bits, which stays as it is unless another one is of float64.
+    brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous, but for the arrays
+    that `stored` names, of 16 bits, which stay as they are unless another one is of float64.
     """
     arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
     first, flags = next(iter(arrays)), None
@@ -149,7 +149,7 @@ def stack_arguments(
             leading["mask"] = tuple(flags.shape[:-1])
         batch = _broadcast(leading)
     numbers = {
-        name: array if name == stored and not double else promoted(array, double)
+        name: array if name in stored and not double else promoted(array, double)
         for name, (array, _) in arrays.items()
     }
     stacks = [
