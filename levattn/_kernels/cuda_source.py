@@ -29,6 +29,7 @@ __all__ = [
     "namespace",
     "on_device",
     "shared_limit",
+    "stored",
     "text",
     "with_rows",
     "with_steps",
@@ -93,16 +94,22 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "far": {"far_rows": _ONE_REAL},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
-        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
+        "find_first": tuple((key,) for key in _KEYS),
+        "weigh_rows": (("double", "double"), ("float", "float"), *_HALVES),
+        **dict.fromkeys(("combine_sums", "scan_runs"), (*product(_REALS, ("double",)), ("float", "float"))),
         **dict.fromkeys(("sum_runs", "write_rows"), tuple(tile for tile in _TILES if tile[0] == "double")),
         "join_states": ((),),
     },
-    "latent_tensor": dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
+    "latent_tensor": {
+        **dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
+        "add_slices": tuple((key,) for key in _KEYS if key != "double"),
+    },
     "latent_back": {
         **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
         "trace_runs": _TILES,
         "flow_back": tuple((*tile, alone) for tile in _TILES for alone in ("true", "false")),
     },
+    "latent_step": {"step_rows": tuple((key,) for key in _KEYS)},
     "decay": {"scan_decayed": _ONE_REAL},
     "tokens": {
         **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens", "attend_tokens"), _UNITS),
@@ -136,6 +143,11 @@ def text(file: str) -> str:
 def expression(name: str, types: Sequence[str]) -> str:
     """Return the C++ name of a kernel."""
     return f"{name}<{', '.join(types)}>" if types else name
+
+
+def stored(dtype: Any) -> str:
+    """Return the type of numbers of a dtype in the sources; words of 16 bits are bfloat16, which CuPy lacks."""
+    return TYPES["bfloat16" if dtype == np.uint16 else dtype.name]
 
 
 def on_device(array: Any, dtype: Any = None) -> Any:

@@ -128,8 +128,8 @@ if TYPE_CHECKING:  # that tables keep their contracts
     _SELECT: tuple[SelectKernels, ...] = (select_cuda, select_definition)
     _HEAVY: tuple[HeavyKernels, ...] = (heavy_cpu, heavy_cuda)
     _LATENT: tuple[LatentKernels, ...] = (latent_definition, latent_torch)
-    _LATENT_GRADIENTS: LatentGradients = latent_cuda
-    _LATENT_STEPS: LatentSteps = latent_cpu
+    _LATENT_GRADIENTS: tuple[LatentGradients, ...] = (latent_cpu, latent_cuda)
+    _LATENT_STEPS: tuple[LatentSteps, ...] = (latent_cpu, latent_cuda, latent_torch)
     _TOKENS: tuple[TokenKernels, ...] = (tokens_definition, tokens_torch)
     _TOKENS_GRADIENTS: tuple[TokenGradients, ...] = (tokens_cpu, tokens_cuda)
     _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_cuda, pruned_definition, pruned_torch)

@@ -130,8 +130,10 @@ def memory_of(tensor: Any) -> Any:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return what a kernel made as a tensor."""
-    return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else as_tensor(array)
+    """Return what a kernel made as a tensor; words of a device are bfloat16."""
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(array))
+    return as_tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else as_tensor(array)
 
 
 def bounds_of(offsets: Any, T: int) -> Any:

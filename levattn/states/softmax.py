@@ -16,7 +16,7 @@ from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.states.common import held_as
 
-__all__ = ["SoftmaxState", "with_sums"]
+__all__ = ["SoftmaxState", "held_sums", "with_sums"]
 
 _MOST_UNSEEN = 2**31  # numbers of a saved state without positions
 
@@ -261,6 +261,11 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
             m, s, S = (shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items())
             self._held = m, s, S
         return self
+
+
+def held_sums(state: SoftmaxState) -> State | None:
+    """Return the sums that a state holds, or None where it has seen nothing."""
+    return state._held
 
 
 def with_sums(state: SoftmaxState, held: State) -> SoftmaxState:

@@ -19,6 +19,7 @@ import strategies
 from differences import assert_gradients
 from levattn._kernels import kernels_for
 from levattn.attention import PrunedCertificate, Slots, pruned_attention
+from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.choice import chosen
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
@@ -472,10 +473,21 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
             assert {*np.flatnonzero(certificate.kept[0])} == {*range(sinks), *others[:size]}, size
     _, certificate = pruned_attention(Q, K, V, epsilon=2.0, scores=scores, return_certificate=True)
     assert {*np.flatnonzero(certificate.kept[0])} == {*order[:7]}
-    places, count, flags = chosen(np.stack([scores, -scores]), 20, 2.0, np.zeros((2, 12), bool))
+    places, count, flags = chosen(np.stack([scores, -scores]), 20, 2.0, np.zeros((2, 12), bool), None, Checks())
     assert count.tolist() == [7, 2]
     assert places[1, :2].tolist() == [6, 11]
     assert flags.sum(axis=1).tolist() == [7, 2]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 40, 60])
+def test_how_many_are_chosen_may_be_known(size: int) -> None:
+    rng = np.random.default_rng(size)
+    scores = rng.integers(-2, 3, (3, 40)).astype(float)
+    first = rng.permuted(np.arange(120).reshape(3, 40) % 40 < 4, axis=1)
+    known, unknown = (chosen(scores, size, None, first, forced, Checks()) for forced in (4, None))
+    assert known[1] is unknown[1] is None
+    np.testing.assert_array_equal(known[0], unknown[0])
+    np.testing.assert_array_equal(known[2], unknown[2])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -18,7 +18,7 @@ from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.rows.contract import Rows
 from levattn._kernels.rows.cuda import key_arguments
-from levattn.attention import latte, tssa
+from levattn.attention import latte, pruned_attention, tssa
 from levattn.sketch import CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState
 from strategies import as_float64
@@ -110,6 +110,8 @@ TENSOR_CALLS: dict[str, Callable[..., Any]] = {
     "mask": lambda K: levattn.universal_set(K, 0.1).mask,
     "latte": lambda K: latte(K, K, K),
     "tssa": tssa,
+    "pruned": lambda K: pruned_attention(K, K, K, size=20, summaries=30, window=2),
+    "pruned, causal": lambda K: pruned_attention(K, K, K, size=20, summaries=9, window=2, chunk=40, causal=True),
 }
 
 
@@ -129,6 +131,24 @@ def test_tensors_take_the_stream_and_the_memory_of_torch(tensors: Any, name: str
     assert not places.waits
     assert places.CURRENT.device == 0
     torch.testing.assert_close(found.inner, TENSOR_CALLS[name](K), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["residual", "expected"])
+def test_selections_of_causal_tensors_wait_for_nothing(tensors: Any, kind: str) -> None:
+    """What is not finite is asked for once, after all; each selection launches the rows that its clusters begin as."""
+    import torch
+
+    there, _, made = tensors
+    crossed, launched = [], []
+    for n in (300, 620):
+        K = there.CudaTensor(torch.from_numpy(keys(n, 8)[None]), 0)
+        made.crossed.clear()
+        places.launches.clear()
+        pruned_attention(K, K, K, size=9, summaries=7, window=4, chunk=40, scores=kind, causal=True)
+        crossed.append(list(made.crossed))
+        launched.append(len(places.launches))
+    assert crossed[0] == crossed[1] == ["back"]
+    assert launched == [(n - 60) // 40 for n in (300, 620)]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -177,6 +197,39 @@ def test_tokens_of_each_format_and_their_states(
     torch.testing.assert_close(whole.inner, expected, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_latents_of_each_format_and_their_states(tensors: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is not cast; a state stays on the device: steps are one launch, and nothing is sent or waited for."""
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+
+    there, streams, _ = tensors
+    streams.current[1] = 3
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))  # as true tensors are
+    rng, kind = np.random.default_rng(0), getattr(torch, dtype)
+    arrays = [torch.from_numpy(rng.standard_normal((2, 3, 30, size))).to(kind) for size in (6, 6, 8)]
+
+    def part(low: int, high: int) -> list[Any]:
+        return [there.CudaTensor(array[:, :, low:high], 1) for array in arrays]
+
+    first, state = latte(*part(0, 20), return_state=True)
+    parts = [first]
+    for low, high in ((20, 21), (21, 22), (22, 30)):
+        places.launches.clear()
+        Y, state = latte(*part(low, high), state=state, return_state=True)
+        assert places.launches == [(1, 3)]
+        parts.append(Y)
+    assert not places.waits
+    assert not places.own
+    found = torch.cat([each.inner for each in parts], 2)
+    assert found.dtype == kind
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
+    expected = latte(*arrays)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-5)
+    torch.testing.assert_close(latte(*part(0, 30)).inner, expected, rtol=tolerance, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
     import torch
@@ -198,6 +251,29 @@ def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
     tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
     torch.testing.assert_close(found[0].inner.float(), expected[0], rtol=tolerance, atol=1e-5)
     torch.testing.assert_close(found[1].inner, expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gradients_of_latents_of_each_format(tensors: Any, dtype: str) -> None:
+    import torch
+
+    from levattn._kernels.latent.torch import ATTENTION, ATTENTION_BACKWARD
+
+    there, _, made = tensors
+    rng, kind = np.random.default_rng(1), getattr(torch, dtype)
+    given = [torch.from_numpy(rng.standard_normal((2, 30, size))).to(kind) for size in (8, 5, 5, 8)]
+    rest = (*(None,) * 3, torch.tensor([0, 30]), *(None,) * 3, True, 0)
+
+    def results(dY: Any, *arrays: Any) -> Any:
+        return ATTENTION(*arrays, *rest), *ATTENTION_BACKWARD(dY, *arrays, *rest)[:3]
+
+    expected = results(*(part.float() for part in given))
+    with made:
+        found = results(*(there.CudaTensor(part, 1) for part in given))
+    tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]  # of the last digit
+    for part, other in zip(found, expected, strict=True):
+        assert part.dtype == kind
+        torch.testing.assert_close(part.inner.float(), other, rtol=tolerance, atol=1e-5)
 
 
 def test_arrays_of_cupy_beside_tensors_are_waited_for(tensors: Any, cupy: Any) -> None:

@@ -18,7 +18,7 @@ from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
 from levattn._kernels.latent import cuda as latent_cuda
-from levattn._kernels.latent import decay, definition
+from levattn._kernels.latent import cuda_runs, decay, definition
 from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.latent.cuda import backward, decayed_scan, forward, joined, summary
 
@@ -28,9 +28,9 @@ TOLERANCE = {"float64": 1e-13, "float32": 5e-6}  # sums of some dozen terms, who
 
 @pytest.fixture(autouse=True)
 def short_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_cuda, "_SHORTEST", 16)
-    monkeypatch.setattr(latent_cuda, "_LONGEST", 32)
-    monkeypatch.setattr(latent_cuda, "_STRETCH", 32)
+    monkeypatch.setattr(cuda_runs, "_SHORTEST", 16)
+    monkeypatch.setattr(cuda_runs, "_LONGEST", 32)
+    monkeypatch.setattr(cuda_runs, "_STRETCH", 32)
 
 
 def mixture(
@@ -289,6 +289,73 @@ def test_equal_positions_add_up_without_a_drift(monkeypatch: pytest.MonkeyPatch)
     x.K[:], x.V[:] = 0.3, 1 / 3
     for causal in (True, False):
         np.testing.assert_allclose(forward(replace(x, causal=causal)), 1 / 3, rtol=30 * np.finfo(np.float32).eps)
+
+
+# -- 16 bits ---------------------------------------------------------------------------
+
+
+def rounded(array: Any, kind: str) -> Any:
+    """Numbers of float32 as they are stored in 16 bits; bfloat16 in words."""
+    if kind == "float16":
+        return array.astype(np.float16)
+    words = array.view(np.uint32) + 0x7FFF + (array.view(np.uint32) >> 16 & 1)
+    return np.where(np.isnan(array), 0x7FC0, words >> 16).astype(np.uint16)
+
+
+def widened(array: Any) -> Any:
+    """The numbers of float32 that they are."""
+    if array.dtype == np.float16:
+        return array.astype(np.float32)
+    return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+def same_in_single_precision(x: LatentArguments, kind: str, layout: Any = np.copy) -> None:
+    """Numbers of 16 bits give the bits that the same ones give in single precision, rounded once."""
+    stored = {name: layout(rounded(getattr(x, name), kind)) for name in PARTS[:3]}
+    halves = replace(x, **stored)
+    wide = replace(x, **{name: widened(array) for name, array in stored.items()})
+    Y = in_orders(forward, halves)
+    assert Y.dtype == stored["V"].dtype
+    np.testing.assert_array_equal(widened(Y), widened(rounded(forward(wide), kind)))
+    assert_same(*(summary(each.K, each.V, each.mask, each.offsets) for each in (halves, wide)))
+
+
+HALVES = ("float16", "bfloat16")
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("kind", ["causal", "far behind", "ahead", "sequences", "everywhere, sequences"])
+def test_numbers_of_16_bits_are_those_of_single_precision(kind: str, stored: str) -> None:
+    x = mixture(40, (2, 55, 6, 4), dtype="float32", **KINDS[kind])
+    x.K[0, :9, 2] = x.K[1, 11] = -np.inf
+    same_in_single_precision(x, stored)
+
+
+LAYOUTS: dict[str, Any] = {
+    "rows an odd number apart": lambda x: np.pad(x, ((0, 0), (0, 0), (0, 1 + x.shape[2] % 2)))[:, :, : x.shape[2]],
+    "unaligned pairs": lambda x: np.pad(x, ((0, 0), (0, 0), (1, 1)))[:, :, 1:-1],
+    "columns apart": np.asfortranarray,
+}
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_of_16_bits_lie_anywhere(layout: str, stored: str) -> None:
+    x = mixture(41, (2, 21, 6, 4), dtype="float32", mask=True)
+    same_in_single_precision(x, stored, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize(("L", "D"), [(1, 1), (7, 66), (40, 131), (130, 5)])
+def test_numbers_of_16_bits_of_any_size(L: int, D: int, stored: str) -> None:
+    same_in_single_precision(mixture(42, (1, 20, L, D), dtype="float32"), stored)
+
+
+@pytest.mark.parametrize("value", [2.0**120, np.inf, np.nan])
+def test_words_beyond_what_is_split(value: float) -> None:
+    x = mixture(43, (1, 40, 5, 4), dtype="float32")
+    x.V[0, 21, 1] = value
+    same_in_single_precision(x, "bfloat16")
 
 
 # -- states ----------------------------------------------------------------------------

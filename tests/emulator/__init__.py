@@ -97,6 +97,7 @@ NUMBERS = {
     "double": ("f8",),
     "Half": ("u2", "f2"),
     "Bfloat": ("u2",),
+    "void": ("f4", "f2", "u2"),  # in a format that another parameter tells
 }
 
 

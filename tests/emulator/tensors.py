@@ -45,6 +45,14 @@ class CudaTensor(torch.Tensor):  # type: ignore[misc]
         """A tensor that lies there: the shape of this one cannot change."""
         return CudaTensor(torch.empty(0, dtype=self.dtype, device="cpu").set_(*where), self.device.index)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Rows as `torch.Tensor` has them, whose own code asks for a true device."""
+        bare = tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, index)
+        return CudaTensor(self.inner[bare], self.device.index)
+
+    def __invert__(self) -> Any:
+        return torch.bitwise_not(self)
+
     def __repr__(self, **_options: Any) -> str:
         return f"CudaTensor({self.inner!r}, {self.device})"
 
@@ -68,21 +76,30 @@ def on_devices(function: Any, args: Any, options: dict[str, Any]) -> Any:
 
     args, options = tree_map(bare, (args, options))
     assert len(set(devices)) < 2, "torch was given tensors of two devices"
+    there = bool(devices)
     if options.get("device") is not None:
         asked = torch.device(options["device"])
         devices, options["device"] = ([asked.index] if asked.type == "cuda" else []), "cpu"
+    moved = function is torch.ops.aten._to_copy.default and there != bool(devices)
+    if moved or (there and function is torch.ops.aten._local_scalar_dense.default):
+        Devices.last.crossed.append("back" if there else "there")
     result = function(*args, **options)
     return tree_map(lambda x: CudaTensor(x, devices[0]) if devices and isinstance(x, torch.Tensor) else x, result)
 
 
 class Devices(TorchDispatchMode):  # type: ignore[misc]
-    """Within it torch makes tensors on the emulator's devices; `asked` are the bytes that it was asked for."""
+    """Within it torch makes tensors on the emulator's devices.
+
+    asked: the bytes that it was asked for. crossed: which tensors it copied "there", and which figures or tensors came
+    "back"; a program waits for either.
+    """
 
     last: Any
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[int] = []
+        self.crossed: list[str] = []
         Devices.last = self
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:

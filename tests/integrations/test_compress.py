@@ -102,7 +102,9 @@ def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, soft
 
 ROUTES = {  # by which slots are attended: width of the values, softcap, whether gradients are asked for
     "parts": (8, None, False),
-    "one call": (8, None, False),
+    "device": (8, None, False),
+    "device, gradients": (8, None, True),
+    "device, narrow": (5, None, False),
     "bounded": (8, 1.5, False),
     "gradients": (8, None, True),
     "narrow": (5, None, False),
@@ -119,8 +121,14 @@ def test_attention_to_slots_is_the_softmax_of_all(
 ) -> None:
     D, softcap, graded = ROUTES[route]
     monkeypatch.setattr(attended_module, "_LOGITS", block)
-    if route == "one call":  # which is for other devices
-        monkeypatch.setattr(attended_module, "_by_parts", attended_module._by_one_call)
+    called: list[str] = []
+    if "device" in route:  # tensors of which have routes of their own
+        monkeypatch.setattr(attended_module, "_on_device", lambda _: True)
+    for name in ("_by_one_call", "_by_parts", "_by_products", "_causal"):
+        real = getattr(attended_module, name)
+        monkeypatch.setattr(
+            attended_module, name, lambda *args, name=name, real=real: (called.append(name), real(*args))[1]
+        )
     B, heads, each, d, t = 2, 4, 2, 8, 20
 
     def group(which: tuple[int, ...], s: int, weighted: bool) -> HeadSlots:
@@ -141,6 +149,12 @@ def test_attention_to_slots_is_the_softmax_of_all(
     expected = written_out(q.detach(), groups, tail, present, 0.4, softcap)
     found = attended(q, groups, tail, present, 0.4, softcap)
     assert found.requires_grad == graded
+    if "device" in route and T > 1 and not padded:
+        assert set(called) == {"_causal"}
+    elif route in ("device", "device, gradients"):
+        assert set(called) == {"_by_one_call"}
+    else:
+        assert set(called) == {"_by_parts" if route == "parts" else "_by_products"}
     bar = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 0.05}[dtype]
     assert np.abs(found.detach().double().numpy() - expected).max() < bar
 

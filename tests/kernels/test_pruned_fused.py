@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from levattn._kernels.pruned import torch as fused_kernels
+from levattn.attention.pruned import causal as causal_module
+from levattn.exceptions import NonFiniteError
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -334,6 +337,154 @@ def test_calls_equal_the_loop_over_queries(form: str, chunk: int | None, dtype: 
     np.testing.assert_allclose(Y.detach().double(), expected, rtol=0, atol=4 * ROOM[dtype] * size)
     for gradient in torch.autograd.grad(Y.sum(), (Q, K, V)):
         assert gradient.isfinite().all()
+
+
+LONG: dict[str, dict[str, Any]] = {  # of many chunks
+    "default": {"size": 4, "summaries": 3, "window": 2},
+    "expected": {"size": 3, "summaries": 4, "scores": "expected", "sinks": 2},
+    "dropped": {"size": 6, "window": 5},
+    "leverage": {"size": 4, "summaries": 3, "scores": "leverage"},
+    "threshold": {"epsilon": 0.3, "scores": "leverage", "summaries": 3, "window": 3},
+    "own-threshold": {"epsilon": 0.5, "summaries": 2},
+    "own": {"size": 5, "summaries": 2},
+    "power": {"size": 4, "summaries": 3, "window": 2, "f": 2},
+}
+
+
+def stream(form: str, T: int = 75) -> tuple[list[Any], dict[str, Any]]:
+    """Queries, keys and values of heads, and options, with scores of their own where the form says so."""
+    rng = np.random.default_rng(11)
+    arrays = [rng.standard_normal(shape) for shape in ((4, T, 5), (2, T, 5), (2, T, 3))]
+    options = LONG[form] | ({"scores": rng.standard_normal((2, T))} if "own" in form else {})
+    return arrays, options
+
+
+@pytest.mark.parametrize("limit", [None, 2200, 0])
+@pytest.mark.parametrize("form", LONG)
+def test_chunks_as_a_batch_equal_the_loop_over_queries(
+    form: str, limit: int | None, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all chunks, of some at a time, and of one."""
+    (Q, K, V), options = stream(form)
+    if limit is not None:
+        monkeypatch.setattr(fused_kernels, "at_once", lambda *_: limit)
+    leaves = [torch.from_numpy(array).requires_grad_() for array in (Q, K, V)]
+    given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    Y = pruned_attention(*leaves, causal=True, chunk=5, **given)
+    names = {"summaries": "R", "scores": "kind", "f": "power"}
+    oracle = {names.get(name, name): value for name, value in options.items()} | {"chunk": 5}
+    for j in range(2):
+        if "own" in form:
+            oracle |= {"kind": "given", "scores": options["scores"][j]}
+        expected = naive_attention.pruned(Q[2 * j : 2 * j + 2], K[j], V[j], **oracle)[0]
+        np.testing.assert_allclose(Y.detach()[2 * j : 2 * j + 2], expected, rtol=0, atol=1e-10)
+    if "f" not in options:
+        assert (len(calls) <= 3) == (limit is None)
+
+
+@pytest.mark.parametrize("form", ["default", "threshold", "power"])
+@pytest.mark.usefixtures("calls")
+def test_gradients_of_chunks_as_a_batch_are_those_of_each(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, options = stream(form)
+    gradients = []
+    for limit in (1 << 26, 0):
+        monkeypatch.setattr(fused_kernels, "at_once", lambda *_, limit=limit: limit)
+        leaves = [torch.from_numpy(array).requires_grad_() for array in arrays]
+        Y = pruned_attention(*leaves, causal=True, chunk=5, **options)
+        gradients.append(torch.autograd.grad((Y * Y.detach().cos()).sum(), leaves))
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("form", ["default", "power"])
+@pytest.mark.usefixtures("calls")
+def test_states_and_certificates_of_chunks_as_a_batch_are_those_of_numpy(form: str) -> None:
+    arrays, options = stream(form)
+    options |= {"causal": True, "chunk": 5, "return_state": True, "return_certificate": True}
+    Y, state, certificate = pruned_attention(*arrays, **options)
+    tensors = [torch.from_numpy(array).requires_grad_() for array in arrays]
+    for cut in (None, 33, 40):
+        found, held, bounds = pruned_attention(*(x[:, :cut] for x in tensors), **options)
+        if cut is not None:
+            more = {"state": held, "causal": True, "return_state": True, "return_certificate": True}
+            more |= {"f": options["f"]} if "f" in options else {}
+            rest, held, _ = pruned_attention(*(x[:, cut:] for x in tensors), **more)
+            found = torch.cat([found, rest], 1)
+        np.testing.assert_allclose(found.detach(), Y, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(bounds.error_bound, certificate.error_bound[:, :cut], rtol=1e-8, atol=1e-10)
+        for name in ("kept_places", "radius", "recent"):
+            mine, theirs = (torch.as_tensor(getattr(x.parts[0], name)).detach() for x in (state, held))
+            np.testing.assert_allclose(theirs, mine, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", ["default", "expected", "dropped", "leverage"])
+def test_as_many_operators_for_any_number_of_chunks(
+    form: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of attention; a selection has the same number for each chunk. There is one wait for all."""
+    found = []
+    for T in (64, 104, 184):
+        calls.clear()
+        arrays, options = stream(form, T)
+        leaves = [torch.from_numpy(array).requires_grad_() for array in arrays]
+        parts: list[Any] = []
+
+        def counted(kind: str, real: Any, parts: list[Any] = parts) -> Any:
+            def run(*args: Any) -> Any:
+                with Operators() as operators:
+                    result = real(*args)
+                parts.append((kind, operators.names))
+                return result
+
+            return run
+
+        with monkeypatch.context() as patch, Operators() as operators:
+            patch.setattr(fused_kernels, "mixture", counted("mixture", fused_kernels.mixture))
+            patch.setattr(causal_module, "selected_anew", counted("selection", causal_module.selected_anew))
+            pruned_attention(*leaves, causal=True, chunk=5, **options)
+        mixtures = [names for kind, names in parts if kind == "mixture"]
+        selections = [names for kind, names in parts if kind == "selection"]
+        assert len(selections) >= T // 5 - 4
+        assert all(names == selections[-1] for names in selections[2:])
+        assert sum("_local_scalar" in name or "nonzero" in name for name in operators.names) == 1  # at the end
+        factored = [name for name in operators.names if "cholesky" in name]
+        assert len(factored) == 2  # of the first selection, and of all others
+        assert all("cholesky_ex" in name for name in factored)  # which waits for nothing
+        assert sum("eigh" in name for name in operators.names) == (2 if form == "leverage" else 0)
+        found.append((len(calls), [len(names) for names in mixtures]))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("form", [form for form in LONG if "own" not in form])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.usefixtures("calls")
+def test_what_is_not_finite_is_named_at_the_end(which: int, form: str) -> None:
+    """As far as a selection reads it: rows of the last chunk are NaN alone."""
+    arrays, options = stream(form)
+    for place, named in ((3, True), (40, True), (74, False)):
+        leaves = [torch.from_numpy(array.copy()) for array in arrays]
+        leaves[which][1, place, 2] = torch.nan
+        call = partial(pruned_attention, *(x.requires_grad_() for x in leaves), causal=True, chunk=5, **options)
+        if named and (which == 1 or "leverage" not in str(options)):
+            with pytest.raises(NonFiniteError, match="give finite"):
+                call()
+        elif not named:
+            assert not call()[:, :70].isnan().any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_func_has_the_same_gradients(causal: bool) -> None:
+    arrays, options = stream("default", 40)
+    options |= {"causal": True, "chunk": 5} if causal else {}
+    tensors = [torch.from_numpy(array) for array in arrays]
+
+    def loss(*X: Any) -> Any:
+        return pruned_attention(*X, **options).square().sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    for one, two in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
 def test_certificates_come_from_wide_products(calls: list[Any]) -> None:

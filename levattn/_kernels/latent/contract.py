@@ -22,7 +22,9 @@ class LatentArguments:
     seen no position yet takes no part in the softmax over latents; where none has, the row is zero.
 
     Arrays are float32 or float64, all of one kind, with any strides along the first two axes (0 among them) and
-    contiguous numbers along the last.
+    contiguous numbers along the last. On a device Q, K and V may be of one format of 16 bits (bfloat16 as words, where
+    arrays are CuPy's), beside others of float32: then so is the output, and all else is float32. `backward` takes none
+    of these, but for tensors, which it widens.
 
     Q: (b, T, L) logits of the latents.
     K: (b, U, L) logits of the positions; −inf for one that a latent does not see.
@@ -73,11 +75,14 @@ class LatentGradients(LatentKernels, Protocol):
         """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value, or None."""
 
 
-class LatentSteps(LatentGradients, Protocol):
+class LatentSteps(LatentKernels, Protocol):
     """The same where a step of decoding is short."""
 
-    def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State, /) -> tuple[Any, State] | None:
-        """Return the output of one causal row and the state after it, or None where it takes `forward` and `summary`.
+    def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State | None, /) -> tuple[Any, State] | None:
+        """Return the output of causal rows and the state after them, or None: by `forward` and `summary` then.
 
-        Arrays are as those of `LatentArguments`, with any leading axes. The output has the bits of `forward`.
+        Arrays are as those of `LatentArguments`, in main memory with any leading axes. None is the state of no
+        position, where arrays are on a device; one that is returned has one leading axis there. In main memory it is
+        a single row, with the bits of `forward`. On a device up to 8 rows are summed up in double precision, and more
+        take the way of `forward` where no state is before them.
         """

@@ -80,8 +80,10 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     return dQ, dK, dV, gate, gate_value
 
 
-def step(Q: Any, K: Any, V: Any, mask: Any, state: State) -> tuple[Any, State] | None:
+def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
     """Return the output of one causal row and the state after it; see `LatentSteps`."""
+    if state is None:
+        return None
     held, shapes = state, [part.shape for part in state]
     L, D = shapes[2][-2:]
     b = held[0].size // L

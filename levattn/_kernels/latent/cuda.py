@@ -1,10 +1,10 @@
 """Latent attention on a CUDA device: launches of latent.cu, latent_tensor.cu, latent_back.cu and decay.cu.
 
-Sequences are cut into runs, of which a block of threads takes one, with
-up to 128 latents and columns. Where the cuts are follows from the numbers of positions before them alone: short runs
-at first, so that few positions keep many blocks busy, and longer ones later, as each leaves a state behind. So no bit
-of a row depends on what comes after it, nor on the other sequences or heads. Forward, single precision is multiplied
-on tensor cores, and double precision is not; gradients are summed up position by position in both.
+Sequences are cut into runs (`cuda_runs`), of which a block of threads takes one, with up to 128 latents and columns.
+No bit of a row depends on what comes after it, nor on the other sequences or heads. Forward, single precision is
+multiplied on tensor cores, and double precision is not; gradients are summed up position by position in both. Numbers
+of 16 bits are read as they are, and outputs rounded as they are written; a few rows that go on from a state are one
+launch (`cuda_step`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.types import Int64
-from levattn._kernels.cuda_source import KERNELS, THREADS, TYPES, launch, namespace, on_device, with_rows, with_steps
+from levattn._kernels.cuda_source import (
+    KERNELS,
+    THREADS,
+    TYPES,
+    launch,
+    namespace,
+    on_device,
+    stored,
+    with_rows,
+    with_steps,
+)
 from levattn._kernels.latent.contract import LatentArguments, State
+from levattn._kernels.latent.cuda_runs import FOLLOWED, POSITIONS, ROWS, Runs, causal_runs, plain_runs, send_runs
+from levattn._kernels.latent.cuda_step import step_at_once
 from levattn._kernels.rows.cuda import sum_in_pairs
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
+__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
-_SHORTEST, _LONGEST = 128, 1024  # positions of a run, powers of two
-_EIGHTH = 8  # a run is this part of the positions before it, between these two
-_STRETCH = 256  # rows of a block where all see the same
 _BUSY = 528  # blocks of threads below which a block of a forward pass takes fewer columns
-_EVERYTHING = 1 << 62  # sees a row that is not causal
 
 # What latent_tensor.cu has too
 _MULTIPLIED = (32, 64, 128)  # latents of a block
@@ -35,13 +43,13 @@ _MULTIPLIERS = 128  # threads of a block
 _TILE = 64  # columns of a block, one of which or two
 _CHUNK = 16  # steps that are taken together
 _APART = 8  # numbers between lines
+_FORMATS = ("float", "Half", "Bfloat")  # of positions
 _PAIRS = 2 * 16 * 20 + 4 * 16  # numbers beside lines: weights of pairs of steps, and the scales of rows
 
 # What latent.cuh and latent.cu have too
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
 _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
-_FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
 _CHANNELS, _LINES = 32, 16
 
 
@@ -49,7 +57,7 @@ def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     work = _Work(x)
     if not work.T:
-        return namespace().empty((work.b, 0, work.D), work.dtype)
+        return namespace().empty((work.b, 0, work.D), x.V.dtype)
     starts = work.starts() if x.causal else work.everything()
     return work.rows(work.row_weights(), starts)
 
@@ -67,9 +75,22 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     return work.gradients(with_rows(dY), weights, work.starts() if x.causal else work.everything())
 
 
+def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
+    """Return the output of causal rows and the state after them; see `LatentSteps`.
+
+    Few rows are one launch. Of more, with no state before them, runs are summed up once, for rows and the state.
+    """
+    found = step_at_once(Q, K, V, mask, state)
+    if found is not None or state is not None or not Q.shape[1]:
+        return found
+    x = LatentArguments(Q, K, V, np.array([0, Q.shape[1]]), causal=True, mask=mask)
+    return _Work(x, sums=True).rows_and_totals()
+
+
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    work = _Work(LatentArguments(K[:, :0, :], K, V, offsets, causal=False, mask=mask), np.diff(offsets))
+    no_rows = namespace().empty((len(K), 0, K.shape[2]), K.dtype)
+    work = _Work(LatentArguments(no_rows, K, V, offsets, causal=False, mask=mask), np.diff(offsets))
     return work.totals()
 
 
@@ -95,31 +116,6 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
         grid = (b * -(-C // _CHANNELS),)
         launch("decay", "scan_decayed", (TYPES[dtype.name],), grid, arguments, threads=_CHANNELS * _LINES)
     return out
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """Runs in the order of their sequences, as `Run` of latent.cuh has them: (count, 8)."""
-
-    table: Int64
-    sequences: int
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def any(self, field: int) -> bool:
-        return bool(self.table[:, field].any())
-
-    def most(self, field: int) -> int:
-        return int(self.table[:, field].max(initial=0))
-
-    @cached_property
-    def arguments(self) -> list[Any]:
-        return [on_device(self.table), len(self.table)]
-
-    @cached_property
-    def spans(self) -> Any:
-        return on_device(np.searchsorted(self.table[:, 0], np.arange(self.sequences + 1)).astype(np.int64))
 
 
 class _Shared(NamedTuple):
@@ -148,24 +144,24 @@ class _Starts:
 class _Work:
     """One call: its sizes, its runs, and the launches that a pass is made of."""
 
-    def __init__(self, x: LatentArguments, lengths: Int64 | None = None) -> None:
+    def __init__(self, x: LatentArguments, lengths: Int64 | None = None, *, sums: bool = False) -> None:
         self.x = x
         self.b, self.T, self.L = x.Q.shape
         self.U, self.D = x.V.shape[1:]
         self.n = len(x.offsets) - 1
-        self.dtype = x.V.dtype
+        self.key = stored(x.V.dtype)
+        self.dtype = np.dtype(np.float64 if self.key == "double" else np.float32)  # that it is computed in
         self.real = TYPES[self.dtype.name]
         rows = np.diff(x.offsets)
         if lengths is None:
             lengths = np.full(1, self.U) if self.n == 1 else rows
-        self._begins = x.offsets[:-1]
+        begins = x.offsets[:-1]
         if x.causal:
-            self.position_runs = self.row_runs = _causal_runs(x.offsets, x.ahead)
+            self.position_runs = self.row_runs = causal_runs(x.offsets, x.ahead, sums=sums)
         else:
-            self.position_runs = _plain_runs(lengths, self._begins, _cuts(int(lengths.max(initial=0))), _POSITIONS)
-            stretches = np.arange(0, int(rows.max(initial=0)) + _STRETCH, _STRETCH)
-            self.row_runs = _plain_runs(rows, self._begins, stretches, _ROWS)
-        self.bounds = on_device(np.append(self._begins, self._begins[-1:] + lengths[-1:]))
+            self.position_runs = plain_runs(lengths, begins, POSITIONS)
+            self.row_runs = plain_runs(rows, begins, ROWS)
+        self.bounds = send_runs(np.append(begins, begins[-1:] + lengths[-1:]), *{self.position_runs, self.row_runs})
         self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
         self.slices = max(1, -(-self.L // self.width))
         self.positions = [*_rows(x.K), *_rows(x.V), *with_steps(x.mask, 2)]
@@ -174,46 +170,55 @@ class _Work:
 
     def starts(self) -> _Starts:
         """Return what each run of causal attention begins with."""
-        if self.x.state is None and not self.position_runs.any(_FOLLOWED):
+        if self.x.state is None and not self.position_runs.any(FOLLOWED):
             return _Starts()
-        return self._combined(self.position_runs, totals=False)[0]
+        return self._combined(self.position_runs)[0]
 
     def totals(self) -> State:
-        """Return the state of all positions, after that which is given."""
-        return self._combined(self.position_runs, totals=True)[1]
+        """Return the state of all positions, after that which is given, in float64."""
+        return self._combined(self.position_runs, np.dtype(np.float64))[1]
+
+    def rows_and_totals(self) -> tuple[Any, State]:
+        """Return the output of causal rows of one sequence, and the state after it, in float64."""
+        starts, (m, s, S) = self._combined(self.position_runs, np.dtype(np.float64))
+        return self.rows(self.row_weights(), starts), (m[:, 0, :], s[:, 0, :], S[:, 0, :, :])
 
     def everything(self) -> _Starts:
         """Return the state of all positions as what every row begins with, a slot for each sequence."""
-        m, s, S = (part.astype(self.dtype) for part in self.totals())
-        return _Starts(m, s, S, self.n)
+        return _Starts(*self._combined(self.position_runs, self.dtype)[1], self.n)
 
-    def _combined(self, runs: _Runs, *, totals: bool) -> tuple[_Starts, State]:
+    def _combined(self, runs: Runs, totals: Any = None) -> tuple[_Starts, State]:
+        """Return what runs begin with, and the state of all positions in the dtype `totals`, if there is one."""
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
-        if runs.any(_FOLLOWED):
-            arguments = [*self.positions, *runs.arguments, self.L, self.D, maxima, sums, states]
+        if runs.any(FOLLOWED):
+            tail = [*runs.arguments, self.L, self.D, maxima, sums, states]
             if self.real == "float":
+                arguments = [*self.positions, _FORMATS.index(self.key), *tail]
                 self._multiply("multiply_runs", runs, arguments, latents=3)
             else:
-                self._walk("sum_runs", runs, self._block(len(runs)), arguments, _Shared(2, 2, 3))
+                block = self._block(len(runs))
+                self._walk("sum_runs", runs, block, [*self.positions, *tail], _Shared(2, 2, 3))
         before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
         whole: Any = [None] * 3
-        if totals:
-            whole = [xp.empty((self.b, self.n, self.L, *rest)) for rest in ((), (), (self.D,))]
+        if totals is not None:
+            whole = [xp.empty((self.b, self.n, self.L, *rest), totals) for rest in ((), (), (self.D,))]
         sizes = [self.b, self.n, self.L]
-        arguments = [*_listed(runs), *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
-        launch("latent", "combine_sums", (self.real,), (-(-self.b * self.n * self.L // THREADS),), arguments)
+        arguments = [*runs.listed, *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
+        launch("latent", "combine_sums", self._types(whole[0]), (-(-self.b * self.n * self.L // THREADS),), arguments)
         factors = [before[2], entered, kept, gained, None]
-        self._scan(runs, _FOLLOWED, states, factors, whole[2])
+        self._scan(runs, FOLLOWED, states, factors, whole[2])
         return _Starts(maxima, sums, states, len(runs)), tuple(whole)
 
-    def _scan(
-        self, runs: _Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False
-    ) -> None:
+    def _scan(self, runs: Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False) -> None:
         D = x.shape[3] if x.ndim == 4 else 1
-        arguments = [*_listed(runs), self.b, self.n, self.L, D, field, backwards, *factors, x, into]
-        launch("latent", "scan_runs", (self.real,), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
+        arguments = [*runs.listed, self.b, self.n, self.L, D, field, backwards, *factors, x, into]
+        launch("latent", "scan_runs", self._types(into), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
+
+    def _types(self, whole: Any) -> tuple[str, str]:
+        """Return the types of numbers of runs, and of all of them."""
+        return self.real, "double" if whole is None else TYPES[whole.dtype.name]
 
     # -- rows --------------------------------------------------------------------------
 
@@ -223,27 +228,44 @@ class _Work:
         first = xp.empty((self.b, self.n, self.L), np.int32)
         maxima = None if x.state is None else on_device(x.state[0], np.float64)
         arguments = [*_rows(x.K), *with_steps(x.mask, 2), self.bounds, self.n, maxima, self.L, first]
-        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), arguments)
+        launch("latent", "find_first", (self.key,), (self.n * self.b, -(-self.L // 32)), arguments)
         found = [xp.empty((self.b, self.T), self.dtype) for _ in range(3)]
         if x.gate is None:
             found[2] = None
         sizes = [self.n, self.L, self.T]
         arguments = [*_rows(x.Q), *with_steps(x.gate, 2), first, *runs.arguments, *sizes, *found]
-        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), arguments)
+        launch("latent", "weigh_rows", (self.key, self.real), self._pieces(runs, ROWS), arguments)
         return found
 
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
         """Return the output."""
-        runs, x = self.row_runs, self.x
-        out = namespace().empty((self.b, self.slices, self.T, self.D), self.dtype)
-        arguments = [*self.positions, *_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments]
-        arguments += [*runs.arguments, self.L, self.D, self.T, out]
-        if self.real == "float":
-            self._multiply("multiply_rows", runs, arguments, latents=7, others=_PAIRS)
-        else:
+        xp, runs, x, shape = namespace(), self.row_runs, self.x, (self.b, self.slices, self.T, self.D)
+        tail = [
+            *_rows(x.Q),
+            *_rows(x.gate_value),
+            *weights,
+            *starts.arguments,
+            *runs.arguments,
+            self.L,
+            self.D,
+            self.T,
+        ]
+        if self.real == "double":
+            parts = xp.empty(shape, self.dtype)
             held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
-            self._walk("write_rows", runs, self._block(len(runs)), arguments, held)
-        return _summed(out)
+            self._walk("write_rows", runs, self._block(len(runs)), [*self.positions, *tail, parts], held)
+            return _summed(parts)
+        wide = self.slices > 1
+        parts = xp.empty(shape, self.dtype if wide else x.V.dtype)
+        arguments = [*self.positions, _FORMATS.index(self.key), *tail, wide, parts]
+        self._multiply("multiply_rows", runs, arguments, latents=7, others=_PAIRS)
+        if not wide:
+            return _summed(parts)
+        out = xp.empty((self.b, self.T, self.D), x.V.dtype)
+        blocks = -(-out.size // THREADS)
+        arguments = [parts, self.b, self.slices, self.T * self.D, out]
+        launch("latent_tensor", "add_slices", (self.key,), (blocks,), arguments)
+        return out
 
     # -- gradients ---------------------------------------------------------------------
 
@@ -254,7 +276,7 @@ class _Work:
         threads, columns = block = self._block(None)
         E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
         read = xp.empty((b, columns, T, L), self.dtype)
-        crossing = x.causal and self.row_runs.any(_FOLLOWED)
+        crossing = x.causal and self.row_runs.any(FOLLOWED)
         kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
         sizes = [L, D, T]
         arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, U]
@@ -266,13 +288,11 @@ class _Work:
             dgate, dgate_value = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
         arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.gate_value), *weights, *self.row_runs.arguments, *sizes]
         arguments += [c, growths, dQ, dgate, dgate_value]
-        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), arguments)
+        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, ROWS), arguments)
         if not x.causal:
-            references = [on_device(starts.references, np.float64), self.n]
+            references = [starts.references, self.n]
             arguments = [*_rows(x.K), *with_steps(x.mask, 2), *references, *self.position_runs.arguments, L, U, E]
-            launch(
-                "latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, _POSITIONS), arguments
-            )
+            launch("latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, POSITIONS), arguments)
         dK, dV = self._flows([*_rows(dY), E, c, growths], kept, given)
         return dQ, dK, dV, dgate, dgate_value
 
@@ -288,13 +308,13 @@ class _Work:
             self._walk("flow_back", runs, block, arguments, _Shared(6, 2, 1), "true")
             whole: Any = [None, None]
             if not self.x.causal:
-                whole = [xp.empty((b, self.n, L, D)), xp.empty((b, self.n, L))]
+                whole = [xp.empty((b, self.n, L, D), self.dtype), xp.empty((b, self.n, L), self.dtype)]
             factors = [None, None, kept, None, given]
             for part, all_of_it in zip((flows, sums), whole, strict=True):
-                self._scan(runs, _ROWS, part, factors, all_of_it, backwards=True)
+                self._scan(runs, ROWS, part, factors, all_of_it, backwards=True)
             coming = [flows, sums, len(runs)]
             if not self.x.causal:
-                coming = [*(part.astype(self.dtype) for part in whole), self.n]
+                coming = [*whole, self.n]
         runs = self.position_runs
         dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
         dK = xp.zeros((b, columns, self.U, L), self.dtype)
@@ -320,10 +340,10 @@ class _Work:
             warps = -(-warps // 2)
         return 32 * warps, max(1, -(-self.D // (warps * columns)))
 
-    def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
+    def _pieces(self, runs: Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
 
-    def _multiply(self, name: str, runs: _Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
+    def _multiply(self, name: str, runs: Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
         """Launch a kernel that takes runs by products, with so many lines of latents for each step of a chunk."""
         width = next((width for width in _MULTIPLIED if width >= self.L), _MULTIPLIED[-1])
         tiles = 2 if self.D > _TILE and width < _MULTIPLIED[-1] else 1  # what the registers hold
@@ -334,7 +354,7 @@ class _Work:
         launch("latent_tensor", name, types, grid, arguments, threads=_MULTIPLIERS, shared=shared)
 
     def _walk(
-        self, name: str, runs: _Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
+        self, name: str, runs: Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
     ) -> None:
         """Launch a kernel that takes runs step by step."""
         threads, columns = block
@@ -344,66 +364,6 @@ class _Work:
         shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
         grid = (len(runs) * self.b, columns, self.slices)
         launch(source, name, (self.real, str(self.width), *types), grid, arguments, threads=threads, shared=shared)
-
-
-def _cuts(length: int) -> Int64:
-    """Return where runs of positions begin, from 0 on, up to one that is not before `length`."""
-    cuts = [0]
-    while cuts[-1] < length:
-        before = 1 << max(cuts[-1].bit_length() - 1, 0)
-        cuts.append(cuts[-1] + min(max(before // _EIGHTH, _SHORTEST), _LONGEST))
-    return np.asarray(cuts, np.int64)
-
-
-def _stretches(lengths: Int64, cuts: Int64) -> tuple[Int64, Int64, Int64]:
-    """Cut each of some sequences: return the sequence, the start and the stop of every part."""
-    counts = np.searchsorted(cuts, lengths)
-    sequences = np.repeat(np.arange(len(lengths)), counts)
-    numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return sequences, cuts[numbers], np.minimum(cuts[1:][numbers], lengths[sequences])
-
-
-def _plain_runs(lengths: Int64, begins: Int64, cuts: Int64, field: int) -> _Runs:
-    """Return runs of positions alone, or of rows alone that see everything; `field` says which."""
-    sequences, starts, stops = _stretches(lengths, cuts)
-    table = np.zeros((len(sequences), 8), np.int64)
-    table[:, 0] = table[:, 1] = sequences
-    table[:, 2 if field == _POSITIONS else 3] = begins[sequences] + starts
-    table[:, 4] = _EVERYTHING
-    table[:, field] = stops - starts
-    table[:, _FOLLOWED] = field == _POSITIONS
-    return _Runs(table, len(lengths))
-
-
-def _causal_runs(offsets: Int64, ahead: int) -> _Runs:
-    """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both."""
-    lengths, begins = np.diff(offsets), offsets[:-1]
-    blind, starts, stops = _stretches(
-        np.minimum(lengths, max(-ahead, 0)), np.arange(0, int(lengths.max(initial=0)) + _LONGEST, _LONGEST)
-    )
-    early = np.zeros((len(blind), 8), np.int64)
-    early[:, 0] = blind
-    early[:, 3], early[:, 4], early[:, _ROWS] = begins[blind] + starts, starts + ahead, stops - starts
-    seen = np.maximum(lengths + ahead, 0)
-    cuts = _cuts(int(seen.max(initial=0)))
-    if ahead > 0:
-        cuts = np.union1d(cuts, [ahead])
-    sequences, starts, stops = _stretches(seen, cuts)
-    table = np.zeros((len(sequences), 8), np.int64)
-    table[:, 0], table[:, 2], table[:, 4] = sequences, begins[sequences] + starts, starts
-    table[:, 3] = begins[sequences] + np.maximum(starts - ahead, 0)
-    table[:, _POSITIONS] = stops - starts
-    table[:, _ROWS] = np.where(starts >= ahead, stops - starts, 0)
-    table = np.concatenate([early, table])
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    table[:, 1] = np.arange(len(table))
-    table[:-1, _FOLLOWED] = (table[:-1, _POSITIONS] > 0) & (table[1:, 0] == table[:-1, 0])
-    return _Runs(table, len(lengths))
-
-
-def _listed(runs: _Runs) -> list[Any]:
-    table, count = runs.arguments
-    return [table, runs.spans, count]
 
 
 def _rows(array: Any) -> list[Any]:

@@ -7,6 +7,7 @@
 
 #include "shared.cuh"
 #include "copies.cuh"
+#include "formats.cuh"
 #include "runs.cuh"
 #include "latent.cuh"
 
@@ -23,9 +24,9 @@ constexpr int STEPS = 64 / sizeof(Real);
 
 // The first position of each sequence that a latent sees, counted from the beginning of the sequence: BEFORE if its
 // state has seen something, NEVER if nothing has. To `first` (b, n, L). The grid is (n · b, latents / 32).
-template <typename Real>
+template <typename Key>
 __global__ void __launch_bounds__(256, 4)
-    find_first(const Real *K, long long k_item, long long k_row, const unsigned char *mask, long long mask_item,
+    find_first(const Key *K, long long k_item, long long k_row, const unsigned char *mask, long long mask_item,
                long long mask_row, const long long *bounds, int n, const double *maxima, int L, int *first) {
     constexpr int DEEP = 4;  // positions of a warp at a time
     __shared__ int found[32];
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(256, 4)
         for (int i = 0; i < DEEP; ++i) {
             const long long at = base + warp * DEEP + i;
             if (l >= L || at >= count || (mask && !mask[item * mask_item + (low + at) * mask_row])) continue;
-            if (K[item * k_item + (low + at) * k_row + l] != nothing<Real>()) here = min(here, (int)at);
+            if (widen(K[item * k_item + (low + at) * k_row + l]) != nothing<float>()) here = min(here, (int)at);
         }
         if (here != NEVER) atomicMin(found + lane, here);
         __syncthreads();
@@ -54,9 +55,9 @@ __global__ void __launch_bounds__(256, 4)
 // The softmax over the latents that a row sees, and over the gate if there is one: its largest logit, the inverse of
 // the sum of exponentials relative to it, and the weight of the gate, (b, T) each. The grid is (runs · b, stretches of
 // 64 rows).
-template <typename Real>
+template <typename Key, typename Real>
 __global__ void __launch_bounds__(256, 4)
-    weigh_rows(const Real *Q, long long q_item, long long q_row, const Real *gate, long long gate_item,
+    weigh_rows(const Key *Q, long long q_item, long long q_row, const Real *gate, long long gate_item,
                long long gate_row, const int *first, const long long *runs, int count, int n, int L, long long T,
                Real *largest, Real *inverse, Real *gates) {
     const Run run(runs, blockIdx.x % count);
@@ -64,17 +65,17 @@ __global__ void __launch_bounds__(256, 4)
     const int lane = threadIdx.x % 32, stop = min(run.rows, ((int)blockIdx.y + 1) * 64);
     const int *const begins = first + (item * n + run.sequence) * L;
     for (int k = blockIdx.y * 64 + threadIdx.x / 32; k < stop; k += 8) {
-        const Real *const logits = Q + item * q_item + (run.row + k) * q_row;
+        const Key *const logits = Q + item * q_item + (run.row + k) * q_row;
         const Real gate_logit = gate ? gate[item * gate_item + (run.row + k) * gate_row] : nothing<Real>();
         const long long seen = run.seen + k;
         Real most = gate_logit;
         for (int l = lane; l < L; l += 32)
-            if (begins[l] <= seen && begins[l] != NEVER && !(logits[l] <= most)) most = logits[l];
+            if (begins[l] <= seen && begins[l] != NEVER && !(widen(logits[l]) <= most)) most = widen(logits[l]);
         for (int far = 16; far; far /= 2) most = max(most, __shfl_xor_sync(ALL, most, far));
         if (most == nothing<Real>()) most = 0;
         Real total = 0;
         for (int l = lane; l < L; l += 32)
-            if (begins[l] <= seen && begins[l] != NEVER) total += exponential(logits[l] - most);
+            if (begins[l] <= seen && begins[l] != NEVER) total += exponential(widen(logits[l]) - most);
         for (int far = 16; far; far /= 2) total += __shfl_xor_sync(ALL, total, far);
         const Real own = exponential(gate_logit - most);
         if (gate) total += own;
@@ -123,11 +124,11 @@ __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
 // sums that each run begins with, in the place of its own, and all of them together. Sums S are to be combined as
 // `scan_runs` does, with what comes in multiplied by `entered` (b, n, L), and with the factors `kept` and `gained`
 // (b, runs, L). The grid is (b · n · L / 256).
-template <typename Real>
+template <typename Real, typename Whole>
 __global__ void __launch_bounds__(256)
     combine_sums(const long long *runs, const long long *spans, int count, long long b, int n, int L,
                  const double *before, const double *sums_before, Real *maxima, Real *sums, double *entered,
-                 double *kept, double *gained, double *all_maxima, double *all_sums) {
+                 double *kept, double *gained, Whole *all_maxima, Whole *all_sums) {
     const long long place = (long long)blockIdx.x * 256 + threadIdx.x;
     if (place >= b * n * L) return;
     const long long l = place % L, sequence = place / L % n, item = place / L / n;
@@ -161,18 +162,18 @@ __global__ void __launch_bounds__(256)
             reference = most;
         }
     }
-    if (all_maxima) all_maxima[place] = reference, all_sums[place] = total;
+    if (all_maxima) all_maxima[place] = (Whole)reference, all_sums[place] = (Whole)total;
 }
 
 // X ← kept X + gained x over the runs of each sequence, forwards or backwards, for what each run has, x (b, runs, L, D):
 // each gets instead what comes before it, times `given`. X begins as `before` times `entered`, and ends in `all`,
 // (b, n, L, D). Absent factors are 1, and absent sums 0. Runs whose number `field` is 0 have nothing. The grid is
 // (b · n · L · D / 256).
-template <typename Real>
+template <typename Real, typename Whole>
 __global__ void __launch_bounds__(256)
     scan_runs(const long long *runs, const long long *spans, int count, long long b, int n, int L, int D, int field,
               bool backwards, const double *before, const double *entered, const double *kept, const double *gained,
-              const double *given, Real *x, double *all) {
+              const double *given, Real *x, Whole *all) {
     const long long place = (long long)blockIdx.x * 256 + threadIdx.x;
     if (place >= b * n * L * D) return;
     const long long l = place / D % L, sequence = place / D / L % n, item = place / D / L / n;
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(256)
             total = keep[i] * total + gain[i] * own[i];
         }
     }
-    if (all) all[place] = total;
+    if (all) all[place] = (Whole)total;
 }
 
 // The rows of each run, to Y (b, slices of latents, T, D). The grid is (runs · b, columns, latents).

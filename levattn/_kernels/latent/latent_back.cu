@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(256)
 template <typename Real>
 __global__ void __launch_bounds__(256)
     raise_logits(const Real *K, long long k_item, long long k_row, const unsigned char *mask, long long mask_item,
-                 long long mask_row, const double *references, int n, const long long *runs, int count, int L,
+                 long long mask_row, const Real *references, int n, const long long *runs, int count, int L,
                  long long U, Real *exponentials) {
     const Run run(runs, blockIdx.x % count);
     const long long item = blockIdx.x / count;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(256)
         const bool taken = !mask || mask[item * mask_item + at * mask_row];
         for (int l = lane; l < L; l += 32) {
             const Real x = taken ? K[item * k_item + at * k_row + l] : nothing<Real>();
-            const Real reference = (Real)references[(item * n + run.sequence) * L + l];
+            const Real reference = references[(item * n + run.sequence) * L + l];
             exponentials[(item * U + at) * L + l] = x == nothing<Real>() ? 0 : exponential(x - reference);
         }
     }

@@ -15,6 +15,7 @@
 #include "shared.cuh"
 #include "copies.cuh"
 #include "tf32.cuh"
+#include "formats.cuh"
 #include "runs.cuh"
 
 namespace {
@@ -48,6 +49,72 @@ __device__ inline void split(const float (&x)[N], float (&high)[N], float (&low)
 
 // Whether a number can be split: not NaN, and not so large that a power of two times it is not finite.
 __device__ inline bool is_moderate(float x) { return fabsf(x) < 0x1p113f; }
+
+// What numbers are stored as, and all of this is one kernel for: arguments tell, as each kernel takes long to compile.
+enum Format { SINGLE, HALF, BFLOAT };
+
+__device__ inline float widened(unsigned int bits, int format) {
+    const unsigned short word = (unsigned short)bits;
+    return format == HALF ? widen(Half{word}) : widen(Bfloat{word});
+}
+
+__device__ inline void write(void *to, long long at, float x, int format) {
+    if (format == SINGLE) ((float *)to)[at] = x;
+    else if (format == HALF) narrow(x, ((Half *)to)[at]);
+    else narrow(x, ((Bfloat *)to)[at]);
+}
+
+// Rows of numbers as they are stored, on their way to shared memory, where they are wide. Numbers of 16 bits come two at
+// a time, where they lie so: both to the place of the first, and `settle` widens them once they are there. The thread
+// that brought them does it, so that it waits for its own copies alone.
+struct Stored {
+    const void *from;
+    long long step;  // from row to row
+    int columns, format;
+
+    __device__ Stored(const void *array, long long at, long long step, int columns, int format)
+        : from((const unsigned char *)array + at * (format == SINGLE ? 4 : 2)), step(step), columns(columns),
+          format(format) {}
+
+    __device__ bool paired() const { return !((unsigned long long)from & 3 || step & 1 || columns & 1); }
+
+    template <typename Use>
+    __device__ void each_pair(int rows, Use use) const {
+#pragma unroll 1
+        for (int row = threadIdx.x / 32; row < rows; row += WARPS)
+#pragma unroll 1
+            for (int column = 2 * (threadIdx.x % 32); column < columns; column += 64) use(row, column);
+    }
+
+    __device__ void arrive(float *to, int pitch, long long first, int rows) const {
+        if (format == SINGLE) return bring(to, pitch, (const float *)from + first * step, step, rows, columns);
+        const unsigned short *const words = (const unsigned short *)from + first * step;
+        const bool later = paired();
+        each_pair(rows, [&](int row, int column) {
+            float *const place = to + row * pitch + column;
+            const unsigned short *const pair = words + row * step + column;
+            if (later) return copy_later((unsigned int *)place, (const unsigned int *)pair);
+            place[0] = widened(pair[0], format);
+            if (column + 1 < columns) place[1] = widened(pair[1], format);
+        });
+    }
+
+    __device__ void settle(float *to, int pitch, int rows) const {
+        if (format == SINGLE || !paired()) return;
+        each_pair(rows, [&](int row, int column) {
+            float *const place = to + row * pitch + column;
+            const unsigned int pair = *(const unsigned int *)place;
+            *(float2 *)place = make_float2(widened(pair, format), widened(pair >> 16, format));
+        });
+    }
+};
+
+// Logits and values of the positions that a block sees, and which are masked.
+struct Seen {
+    Stored logits, values;
+    const unsigned char *mask;
+    long long mask_step;
+};
 
 // A run on its way through a block of threads. A warp has the channels of TILES · 16 columns, and of S a lane has, in the
 // order of C, two latents of two channels of each octet of latents and tile. Lines of latents and of values in shared
@@ -108,18 +175,22 @@ struct Chunks {
     }
 
     // Bring the logits and values from one step on to one of the two places.
-    __device__ void arrive(const Positions<float> &from, int start, int place, int count) {
+    __device__ void arrive(const Seen &from, int start, int place) {
+        const int count = min(run.positions - start, STEPS);
         const long long at = run.position + start;
         if (run.positions) {
-            bring(logits + place * STEPS * PITCH, PITCH, from.K + item * from.k_item + at * from.k_row + latent, from.k_row,
-                  count, latents);
-            bring(values + place * STEPS * SPREAD, SPREAD, from.V + item * from.v_item + at * from.v_row + column,
-                  from.v_row, count, columns);
+            from.logits.arrive(logits + place * STEPS * PITCH, PITCH, at, count);
+            from.values.arrive(values + place * STEPS * SPREAD, SPREAD, at, count);
         }
         if (threadIdx.x < 32)
-            bring_mask(taken + place, from.mask ? from.mask + item * from.mask_item + at * from.mask_row : nullptr,
-                       from.mask_row, run.positions ? count : 0);
+            bring_mask(taken + place, from.mask ? from.mask + at * from.mask_step : nullptr, from.mask_step, count);
         if (threadIdx.x < 2) flags[2 * place + threadIdx.x] = 0;
+    }
+
+    __device__ void settle(const Seen &from, int start, int place) {
+        const int count = min(run.positions - start, STEPS);
+        from.logits.settle(logits + place * STEPS * PITCH, PITCH, count);
+        from.values.settle(values + place * STEPS * SPREAD, SPREAD, count);
     }
 
     __device__ float logit(int place, int k, int l) const {
@@ -199,8 +270,8 @@ struct Chunks {
             }
     }
 
-    // S += Eᵀ V.
-    __device__ void enter(const float (&high)[TILES][2][4], const float (&low)[TILES][2][4]) {
+    // S += Eᵀ V, with values that may have no rests.
+    __device__ void enter(const float (&high)[TILES][2][4], const float (&low)[TILES][2][4], bool rests) {
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
             float e[4], e_high[4], e_low[4];
@@ -212,7 +283,7 @@ struct Chunks {
                 float added[4] = {};
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    multiply_add(added, low[tile][half], e_high[2 * half], e_high[2 * half + 1]);
+                    if (rests) multiply_add(added, low[tile][half], e_high[2 * half], e_high[2 * half + 1]);
                     multiply_add(added, high[tile][half], e_low[2 * half], e_low[2 * half + 1]);
                 }
 #pragma unroll
@@ -324,8 +395,8 @@ struct Chunks {
         }
     }
 
-    // Y += A V, with values that can be split.
-    __device__ void add_pairs(const float (&v_high)[TILES][2][4], const float (&v_low)[TILES][2][4],
+    // Y += A V, with values that can be split, or have no rests.
+    __device__ void add_pairs(const float (&v_high)[TILES][2][4], const float (&v_low)[TILES][2][4], bool rests,
                               float (&Y)[2 * TILES][4]) const {
         float sum[2 * TILES][4] = {};
         float a_high[2][4], a_low[2][4];
@@ -342,7 +413,7 @@ struct Chunks {
             for (int half = 0; half < 2; ++half) {
                 const float *const high = v_high[n / 2][half], *const low = v_low[n / 2][half];
                 multiply_add(sum[n], a_low[half], high[n % 2], high[2 + n % 2]);
-                multiply_add(sum[n], a_high[half], low[n % 2], low[2 + n % 2]);
+                if (rests) multiply_add(sum[n], a_high[half], low[n % 2], low[2 + n % 2]);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -366,25 +437,36 @@ struct Chunks {
 
 }  // namespace
 
+// Positions as they are stored, in one format.
+#define STORED_PARAMETERS                                                                                           \
+    const void *K, long long k_item, long long k_row, const void *V, long long v_item, long long v_row,             \
+        const unsigned char *mask, long long mask_item, long long mask_row, int format
+
+#define SEEN_BY(chunks)                                                                                             \
+    Seen{Stored(K, item * k_item + chunks.latent, k_row, chunks.latents, format),                                   \
+         Stored(V, item * v_item + chunks.column, v_row, chunks.columns, format),                                   \
+         mask ? mask + item * mask_item : nullptr, mask_row}
+
 // What each run sums up by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that
 // nothing follows are left out. The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
 __global__ void __launch_bounds__(THREADS, 2)
-    multiply_runs(POSITION_PARAMETERS, const long long *runs, int count, int L, int D, float *maxima, float *sums,
+    multiply_runs(STORED_PARAMETERS, const long long *runs, int count, int L, int D, float *maxima, float *sums,
                   float *states) {
     DYNAMIC_SHARED(shared);
     const Run run(runs, blockIdx.x % count);
     if (!run.followed) return;
     const long long item = blockIdx.x / count, place = item * count + blockIdx.x % count;
-    const Positions<float> from = POSITIONS;
     Chunks<LATENTS, TILES, false> chunks(shared, run, item, L, D);
+    const Seen from = SEEN_BY(chunks);
     chunks.begin(nullptr, nullptr, nullptr, 0, L, D);
-    chunks.arrive(from, 0, 0, min(run.positions, STEPS));
-    for (int start = 0; start < run.positions; start += STEPS) {
-        const int here = start / STEPS % 2, next = start + STEPS;
+    for (int start = -STEPS; start < run.positions; start += STEPS) {
+        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
         finish_copies();
+        if (start >= 0) chunks.settle(from, start, here);
         __syncthreads();
-        if (next < run.positions) chunks.arrive(from, next, 1 - here, min(run.positions - next, STEPS));
+        if (next < run.positions) chunks.arrive(from, next, other);
+        if (start < 0) continue;
         chunks.exponentiate(here);
         __syncthreads();
         chunks.scan(here);
@@ -393,7 +475,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (chunks.idle()) continue;
         float high[TILES][2][4], low[TILES][2][4];
         chunks.take_values(high, low, [&](int k, int c) { return chunks.value(here, k, c); });
-        chunks.enter(high, low);
+        chunks.enter(high, low, format == SINGLE);
     }
     __syncthreads();
     const int l = threadIdx.x;
@@ -412,37 +494,41 @@ __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
-// The rows of each run, to Y (b, slices of latents, T, D). The grid is (runs · b, columns, latents).
+// The rows of each run, to Y (b, slices of latents, T, D), in the format of the positions or, `wide`, in single precision.
+// The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
 __global__ void __launch_bounds__(THREADS, 2)
-    multiply_rows(POSITION_PARAMETERS, const float *Q, long long q_item, long long q_row, const float *gate_value,
+    multiply_rows(STORED_PARAMETERS, const void *Q, long long q_item, long long q_row, const float *gate_value,
                   long long gate_value_item, long long gate_value_row, const float *largest, const float *inverse,
                   const float *gates, START_PARAMETERS, const long long *runs, int count, int L, int D, long long T,
-                  float *Y) {
+                  bool wide, void *Y) {
     DYNAMIC_SHARED(shared);
     const Run run(runs, count - 1 - blockIdx.x % count);  // the last ones are the longest
     if (!run.rows) return;
     const long long item = blockIdx.x / count;
     const bool gated = gate_value && blockIdx.z == 0;
-    const Positions<float> from = POSITIONS;
     Chunks<LATENTS, TILES, true> chunks(shared, run, item, L, D);
-    const auto arrive = [&](int start, int place) {
-        const int steps = min(run.rows - start, STEPS);
-        const long long at = run.row + start;
-        chunks.arrive(from, start, place, steps);
-        bring(chunks.weights + place * STEPS * chunks.PITCH, chunks.PITCH, Q + item * q_item + at * q_row + chunks.latent,
-              q_row, steps, chunks.latents);
-        float *const scale = chunks.scales + 2 * place * STEPS;
-        bring(scale, STEPS, largest + item * T + at, 0, 1, steps);
-        bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, steps);
-    };
+    const Seen from = SEEN_BY(chunks);
+    const Stored logits(Q, item * q_item + chunks.latent, q_row, chunks.latents, format);
     chunks.begin(references, sums, states, item * slots + run.slot, L, D);
-    arrive(0, 0);
-    for (int start = 0; start < run.steps(); start += STEPS) {
-        const int here = start / STEPS % 2, next = start + STEPS, steps = min(run.rows - start, STEPS);
+    for (int start = -STEPS; start < run.steps(); start += STEPS) {
+        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other, steps = min(run.rows - start, STEPS);
         finish_copies();
+        if (start >= 0) {
+            chunks.settle(from, start, here);
+            logits.settle(chunks.weights + here * STEPS * chunks.PITCH, chunks.PITCH, steps);
+        }
         __syncthreads();
-        if (next < run.rows) arrive(next, 1 - here);
+        if (next < run.rows) {
+            const int arriving = min(run.rows - next, STEPS);
+            const long long at = run.row + next;
+            chunks.arrive(from, next, other);
+            logits.arrive(chunks.weights + other * STEPS * chunks.PITCH, chunks.PITCH, at, arriving);
+            float *const scale = chunks.scales + 2 * other * STEPS;
+            bring(scale, STEPS, largest + item * T + at, 0, 1, arriving);
+            bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, arriving);
+        }
+        if (start < 0) continue;
         chunks.exponentiate(here);
         __syncthreads();
         chunks.scan(here);
@@ -471,7 +557,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                     moderate = moderate && is_moderate(x);
                     return is_moderate(x) ? x : 0;
                 });
-                chunks.add_pairs(high, low, rows);
+                chunks.add_pairs(high, low, format == SINGLE, rows);
                 if (__any_sync(ALL, !moderate)) {  // of other values nothing may reach the rows before them
 #pragma unroll 1
                     for (int u = 0; u < STEPS; ++u)
@@ -481,17 +567,29 @@ __global__ void __launch_bounds__(THREADS, 2)
                         });
                     chunks.take_values(high, low, [&](int k, int c) { return chunks.value(here, k, c); });
                 }
-                chunks.enter(high, low);
+                chunks.enter(high, low, format == SINGLE);
             }
         }
         if (chunks.idle()) continue;
         const long long at = item * T + run.row + start;
-        float *const to = Y + ((item * gridDim.z + blockIdx.z) * T + run.row + start) * D + chunks.column;
+        const long long to = ((item * gridDim.z + blockIdx.z) * T + run.row + start) * D + chunks.column;
+        const int written = wide ? SINGLE : format;
         const float *const beside = gate_value + item * gate_value_item + (run.row + start) * gate_value_row + chunks.column;
         for (int k = chunks.g(); k < steps; k += 8)
             chunks.each_row(rows, [&](int row, int c, float y) {
                 if (row == k && c < chunks.columns)
-                    to[k * D + c] = gated ? fmaf(gates[at + k], beside[k * gate_value_row + c], y) : y;
+                    write(Y, to + k * D + c, gated ? fmaf(gates[at + k], beside[k * gate_value_row + c], y) : y, written);
             });
     }
+}
+
+// The sums over the slices of latents (b, slices, rows), to Y (b, rows). The grid is (b · rows / 256).
+template <typename Key>
+__global__ void __launch_bounds__(256) add_slices(const float *parts, long long b, int slices, long long rows, Key *Y) {
+    const long long place = (long long)blockIdx.x * 256 + threadIdx.x;
+    if (place >= b * rows) return;
+    const float *const from = parts + place / rows * slices * rows + place % rows;
+    float sum = 0;
+    for (int slice = 0; slice < slices; ++slice) sum += from[slice * rows];
+    narrow(sum, Y[place]);
 }

@@ -14,7 +14,7 @@ import torch
 from levattn._core.arrays import as_tensor
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.latent import definition
-from levattn._kernels.latent.contract import LatentArguments, LatentGradients, State
+from levattn._kernels.latent.contract import LatentArguments, LatentGradients, LatentSteps, State
 from levattn._kernels.latent.definition import joined
 from levattn._kernels.tensors import (
     bounds_of,
@@ -28,7 +28,7 @@ from levattn._kernels.tensors import (
     tensor_of,
 )
 
-__all__ = ["decayed_scan", "forward", "held_root", "joined", "summary"]
+__all__ = ["decayed_scan", "forward", "held_root", "joined", "step", "summary"]
 
 _NOTHING = (None, None, None)
 
@@ -46,6 +46,17 @@ def forward(x: LatentArguments) -> Any:
         return _forward(*tensors, x.mask, x.offsets, *(held or _NOTHING), x.causal, x.ahead)
     offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
     return ATTENTION(*tensors, x.mask, offsets, *(_state_of(x) or _NOTHING), x.causal, x.ahead)
+
+
+def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
+    """Return the output of causal rows on a device, and the state after them as arrays of the kernels, or None."""
+    tensors = (Q, K, V)
+    if follows_definition(tensors) or not Q.is_cuda or not is_plain(tensors):
+        return None
+    q, k, v, present = map(memory_of, (*tensors, mask))
+    held = None if state is None else (memory_of(state[0]), memory_of(state[1]), memory_of(state[2]))
+    found = cast(LatentSteps, kernels_for("latent", q)).step(q, k, v, present, held)
+    return None if found is None else (tensor_of(found[0]), found[1])
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: Any) -> State:
@@ -101,16 +112,21 @@ def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
 def _backward(dY: Any, Q: Any, *others: Any) -> Any:
     if not Q.shape[0] * Q.shape[1]:
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, *others))
+    if Q.element_size() == 2:  # which are not cast, nor kept so, before there is a gradient
+        K, V, *rest = others
+        found = _backward(*(tensor.float() for tensor in (dY, Q, K, V)), *rest)
+        return (*(gradient.to(Q.dtype) for gradient in found[:3]), *found[3:])
     x = _read(Q, *others)
     gradients = cast(LatentGradients, kernels_for("latent", x.Q)).backward(x, memory_of(dY))
     return tuple(Q.new_empty(0) if gradient is None else tensor_of(gradient) for gradient in gradients)
 
 
 def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, gate_value: Any, *_others: Any) -> Any:
-    return tuple(Q.new_empty(() if array is None else array.shape) for array in (Q, K, V, gate, gate_value))
+    given = (Q, K, V, gate, gate_value)
+    return tuple(Q.new_empty(()) if array is None else array.new_empty(array.shape) for array in given)
 
 
-ATTENTION, _ = make_attention(
+ATTENTION, ATTENTION_BACKWARD = make_attention(
     "latent_attention",
     "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? gate_value, Tensor? mask, Tensor offsets, Tensor? m, "
     "Tensor? s, Tensor? S, bool causal, SymInt ahead",

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
+import array_api_compat
+
+from levattn._core.arrays import array_namespace
+
 __all__ = [
     "JITTER",
     "SAME",
@@ -15,6 +19,7 @@ __all__ = [
     "PrunedKernels",
     "RenewalArguments",
     "Summaries",
+    "as_one_batch",
     "mapped",
 ]
 
@@ -117,8 +122,54 @@ def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
     return change(held) if hasattr(held, "shape") else held
 
 
+def as_one_batch(calls: list[PrunedArguments]) -> PrunedArguments:
+    """Return mixtures of as many positions, near as many keys, as one whose batch has the items of all."""
+    if len(calls) == 1:
+        return calls[0]
+    one, xp = calls[0], array_namespace(calls[0].q)
+    most = max(x.kept_keys.shape[1] for x in calls)
+    counts = None
+    if any(x.kept_count is not None or x.kept_keys.shape[1] < most for x in calls):
+        counts = xp.concat([_counts(xp, x) for x in calls], axis=0)
+
+    def filled(rows: Any) -> Any:
+        """Return kept rows as many as any call has; those beyond its own do not count."""
+        missing = most - rows.shape[1]
+        if not missing:
+            return rows
+        shape = (rows.shape[0], missing, rows.shape[2])
+        return xp.concat([rows, xp.zeros(shape, dtype=rows.dtype, device=array_api_compat.device(rows))], axis=1)
+
+    summaries = None
+    if one.summaries is not None:
+        summaries = Summaries(
+            *(xp.concat([vars(x.summaries)[name] for x in calls], axis=0) for name in vars(one.summaries))
+        )
+    return replace(
+        one,
+        q=xp.concat([x.q for x in calls], axis=0),
+        kept_keys=xp.concat([filled(x.kept_keys) for x in calls], axis=0),
+        kept_values=xp.concat([filled(x.kept_values) for x in calls], axis=0),
+        kept_count=counts,
+        summaries=summaries,
+        keys=xp.concat([x.keys for x in calls], axis=0),
+        values=xp.concat([x.values for x in calls], axis=0),
+    )
+
+
+def _counts(xp: Any, x: PrunedArguments) -> Any:
+    """Return how many of the kept rows of each item are there."""
+    if x.kept_count is not None:
+        return x.kept_count
+    b, s = x.kept_keys.shape[:2]
+    return xp.full((b,), s, dtype=xp.int64, device=array_api_compat.device(x.kept_keys))
+
+
 class PrunedKernels(Protocol):
     """Pruned attention. In torch, gradients follow the definitions."""
+
+    def at_once(self, q: Any, power: float | None, /) -> int:
+        """Return how many numbers (logits too) the chunks of one call of `mixture` may have; 0 for one chunk."""
 
     def mixture(self, x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None, /) -> tuple[Any, Any]:
         """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m).

@@ -17,9 +17,14 @@ from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
-__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
+__all__ = ["at_once", "cluster", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
 
 _FEW = 64  # rows whose moments need no kernel
+
+
+def at_once(_: Any, __: float | None) -> int:
+    """Return 0: chunks come one by one, in the memory of those before."""
+    return 0
 
 
 def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:

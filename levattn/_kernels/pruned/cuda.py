@@ -9,6 +9,7 @@ import numpy as np
 from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit
 from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.definition import (
+    at_once,
     from_rows,
     levels,
     merged,
@@ -21,7 +22,18 @@ from levattn._kernels.pruned.definition import (
     weighted_mean,
 )
 
-__all__ = ["cluster", "far_rows", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
+__all__ = [
+    "at_once",
+    "cluster",
+    "far_rows",
+    "levels",
+    "merged",
+    "mixture",
+    "places",
+    "radii",
+    "renewed",
+    "row_moments",
+]
 
 _THREADS = 512
 _STATIC = 1024  # at least as many bytes of shared memory as the kernel names itself

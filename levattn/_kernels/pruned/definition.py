@@ -14,6 +14,7 @@ from levattn._core.arrays import array_namespace, is_torch
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 
 __all__ = [
+    "at_once",
     "cluster",
     "far_rows",
     "from_rows",
@@ -32,6 +33,11 @@ __all__ = [
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
 _SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least so many, and so many for each center
+
+
+def at_once(_: Any, __: float | None) -> int:
+    """Return how many numbers the chunks of one call of `mixture` may have."""
+    return _ENTRIES
 
 
 def sample_step(n: int, R: int) -> int:
@@ -78,7 +84,7 @@ def far_rows(X: Any, weight: Any, R: int) -> Any:
     some, here = X[:, ::step, :], weight[:, ::step] > 0
     items = xp.arange(b, device=device) * some.shape[1]
     flat = xp.reshape(some, (b * some.shape[1], d))
-    none = xp.asarray(-1.0, dtype=X.dtype, device=device)
+    none = xp.full((), -1.0, dtype=X.dtype, device=device)
     away = xp.where(here, xp.sum((some - weighted_mean(X, weight)[:, None, :]) ** 2, axis=-1), none)
     nearest = xp.full_like(away, math.inf)
     chosen = []
@@ -165,12 +171,19 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
     """
     xp = array_namespace(item_radii)
     means, centers = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
-    up = 1 + (means.shape[-1] + 8) * 2.0**-52
-    found = []
-    for c in range(centers.shape[1]):
-        far = up * (item_radii + lengths(means - centers[:, c, None, :]))
-        found.append(xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1))
-    return xp.stack(found, axis=1)
+    (b, R, d), n, device = centers.shape, means.shape[1], array_api_compat.device(centers)
+    if not R or not n:
+        return xp.zeros((b, R), dtype=xp.float64, device=device)
+    own = xp.where(labels >= 0, labels, xp.zeros_like(labels)) + xp.arange(b, device=device)[:, None] * R
+    own_centers = xp.take(xp.reshape(centers, (b * R, d)), xp.reshape(own, (-1,)), axis=0)
+    far = (1 + (d + 8) * 2.0**-52) * (item_radii + lengths(means - xp.reshape(own_centers, (b, n, d))))
+    names, step, found = xp.arange(R, device=device), _step(b * R), None
+    for low in range(0, n, step):
+        part = slice(low, min(n, low + step))
+        inside = labels[:, part, None] == names
+        most = xp.max(xp.where(inside, far[:, part, None], xp.zeros_like(far[:, part, None])), axis=1)
+        found = most if found is None else xp.maximum(found, most)
+    return found
 
 
 def _positive(xp: Any, weight: Any) -> Any:

@@ -20,6 +20,9 @@ from levattn._kernels.pruned.definition import from_rows, levels, merged, places
 from levattn._kernels.tensors import has_kernels, has_tangent, is_transformed, memory_of, tensor_of
 
 __all__ = [
+    "SCALES",
+    "at_once",
+    "attended_slots",
     "cluster",
     "levels",
     "merged",
@@ -35,7 +38,7 @@ _PARTS = 3  # of a logarithm: 8 bits each for bfloat16 and TF32, 11 for float16
 _LIFT = {torch.float16: 1024.0}
 # Each part of a logarithm that hides a slot; finite, as gradients read it
 _ABSENT, _FAR = {torch.float16: -60000.0}, -1e30
-_RANGE = 2.0**-20, 2.0**20  # of scales, as columns are divided by them
+SCALES = 2.0**-20, 2.0**20  # of scales, as columns are divided by them
 _COLUMNS = 8  # fused kernels take rows whose width is a multiple of this
 _ITEMS = 65535  # matrices of a batch that a fused kernel takes
 _ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and where no kernel is fused
@@ -49,13 +52,18 @@ def is_fused(*tensors: Any) -> bool:
     return tensors[0].device.type != "cpu" and not any(map(is_transformed, tensors)) and not has_tangent(tensors)
 
 
+def at_once(q: Any, power: float | None) -> int:
+    """Return how many numbers the chunks of one call of `mixture` may have."""
+    return _ENTRIES if power is None and is_fused(q) else definition.at_once(q, power)
+
+
 def attended_slots(
     q: Any, keys: Any, values: Any, log_weight: Any, scale: float, *, causal: bool = False, own: Any = None
 ) -> Any:
     """Return softmax attention (b, H, m, D) to slots with log-weights: one call of fused attention.
 
     q: (b, H, m, d), keys, values: (b, G, s, d) and (b, G, s, D), H a multiple of G, all of one dtype. scale: within
-        _RANGE.
+        SCALES.
     log_weight: (b, G, s), added to the logits, -inf for a slot that is hidden (whose values must be finite); or None.
     causal: row i reads the slots up to s - m + i only.
     own: (b, H, m) or None; row i gives the last slot this logit, whatever else is said of it.
@@ -139,8 +147,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return the cluster of each row, (b, n), and its squared distance to the center."""
     if X.device.type != "cuda" or not has_kernels(X) or is_transformed(X) or torch.compiler.is_compiling():
         return definition.cluster(X, weight, R, iterations)
-    with torch.cuda.device_of(X):
-        picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
+    picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
     return from_rows(X, weight, picks, iterations)
 
 
@@ -152,7 +159,7 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     if x.power is not None or not is_fused(x.q, x.keys, x.values) or not b * m * (slots + near):
         return definition.mixture(x)
     q, scale = x.q, 1.0
-    if x.narrow is not None and _RANGE[0] < x.narrow[1] < _RANGE[1]:
+    if x.narrow is not None and SCALES[0] < x.narrow[1] < SCALES[1]:
         dtype, scale = x.narrow
         q = (q / scale).to(dtype)
     held = _slots(x, q.dtype)

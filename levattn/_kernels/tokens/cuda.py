@@ -25,7 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
+from levattn._kernels.cuda_source import (
+    TYPES,
+    launch,
+    namespace,
+    on_device,
+    shared_limit,
+    stored,
+    with_rows,
+    with_steps,
+)
 from levattn._kernels.rows.cuda import sum_in_pairs
 from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens.definition import add_squares
@@ -74,7 +83,7 @@ class _Work:
         self.x = x
         self.b, self.h, self.T, self.d = x.W.shape
         self.n = len(x.offsets) - 1
-        self.key = TYPES["bfloat16" if x.W.dtype == np.uint16 else x.W.dtype.name]
+        self.key = stored(x.W.dtype)
         self.dtype = x.temperature.dtype  # that it is computed in
         self.real = TYPES[self.dtype.name]
         lengths = np.diff(x.offsets)

@@ -57,9 +57,7 @@ def _table(x: TokenArguments) -> TokenKernels:
 
 def _laid_out(array: Any) -> Any:
     """Return what a kernel made as a tensor, laid out as it is."""
-    if isinstance(array, np.ndarray):
-        return torch.from_numpy(array)
-    return tensor_of(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else tensor_of(array)
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else tensor_of(array)
 
 
 def _in_memory(x: TokenArguments) -> TokenArguments:

@@ -125,14 +125,14 @@ def stack_arguments(
     *,
     like: str,
     mask: tuple[Any, int] | None = None,
-    stored: str | None = None,
+    stored: tuple[str, ...] = (),
 ) -> Stacks:
     """Check the arrays of a call, promote them to one dtype, broadcast their leading axes and stack these.
 
     `arguments` names each array and its number of axes after the leading axes; an array may be None. `like` names the
     array whose dtype the results have. `mask` is the caller's mask and the number of positions; it is moved to the
-    device of the arrays. The last axis of stacks of numpy and CuPy is contiguous. Only the array of 16 bits that
-    `stored` names stays unchanged, unless another array is float64.
+    device of the arrays. The last axis of stacks of numpy and CuPy is contiguous. The arrays of 16 bits that
+    `stored` names stay unchanged, unless another array is float64.
     """
     arrays = {name: (dense_array(name, given), axes) for name, (given, axes) in arguments.items() if given is not None}
     first, flags = next(iter(arrays)), None
@@ -149,7 +149,7 @@ def stack_arguments(
             leading["mask"] = tuple(flags.shape[:-1])
         batch = _broadcast(leading)
     numbers = {
-        name: array if name == stored and not double else promoted(array, double)
+        name: array if name in stored and not double else promoted(array, double)
         for name, (array, _) in arrays.items()
     }
     stacks = [

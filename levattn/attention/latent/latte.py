@@ -14,7 +14,7 @@ from levattn.attention.common.arguments import (
     state_stacks,
 )
 from levattn.attention.common.space import as_given, plain_arrays
-from levattn.attention.latent.plain import one_step, plain_call, plain_step
+from levattn.attention.latent.plain import are_read_as_stored, one_step, plain_call, plain_step
 from levattn.states import SoftmaxState
 
 __all__ = ["latte"]
@@ -132,7 +132,7 @@ def latte(
     """
     (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
     whole = offsets is lengths is None
-    steps = return_state and causal and state is not None and whole
+    steps = return_state and causal and whole
     if mask is None and whole:
         stepped = plain_step(q_logits, k_logits, V, state) if steps else None
         if stepped is not None:
@@ -145,12 +145,13 @@ def latte(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
     )
     arguments = {"q_logits": (q_logits, 2), "k_logits": (k_logits, 2), "V": (V, 2)}
-    given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]))
+    names = tuple(arguments) if are_read_as_stored(q_logits, k_logits, V) else ()
+    given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]), stored=names)
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
-    options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
-    stepped = one_step(Q, K, V, given.mask, state) if steps and state is not None else None
+    stepped = one_step(Q, K, V, given.mask, state, given.batch) if steps else None
     if stepped is not None:
         return as_given(given.give_back(stepped[0]), tensors), stepped[1]
+    options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
     Y = as_given(given.give_back(latent_attention(Q, K, V, offsets=bounds, **options)), tensors)
     return (Y, state_after(state, given.batch, bounds, K, V, given.mask)) if return_state else Y

@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from levattn._core.arrays import is_torch, on_cuda
 from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import LatentSteps
-from levattn.attention.common.arguments import latent_attention
+from levattn.attention.common.arguments import latent_attention, reshaped
 from levattn.states import SoftmaxState
-from levattn.states.softmax import with_sums
+from levattn.states.softmax import held_sums, with_sums
 
-__all__ = ["one_step", "plain_call", "plain_step"]
+__all__ = ["are_read_as_stored", "one_step", "plain_call", "plain_step"]
 
 _KINDS = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -42,7 +43,7 @@ def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] |
         return None
     if Q.shape != (*state.batch, 1, state.latents) or K.shape != Q.shape or V.shape != (*state.batch, 1, state.d):
         return None
-    return one_step(Q, K, V, None, state)
+    return one_step(Q, K, V, None, state, state.batch)
 
 
 def _are_plain(Q: Any, K: Any, V: Any) -> bool:
@@ -50,13 +51,40 @@ def _are_plain(Q: Any, K: Any, V: Any) -> bool:
     return type(Q) is type(K) is type(V) is np.ndarray and Q.dtype == K.dtype == V.dtype and V.dtype in _KINDS
 
 
-def one_step(Q: Any, K: Any, V: Any, mask: Any, state: SoftmaxState) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of a row, as V, and the state after it, or None where there is no such way.
+def are_read_as_stored(*arrays: Any) -> bool:
+    """Tell whether kernels of a device read arrays of 16 bits as they are: all of one format."""
+    first = arrays[0]
+    if not is_torch(first):  # which torch's compiler must not get beyond
+        return on_cuda(first) and all(array.dtype == first.dtype and first.dtype.itemsize == 2 for array in arrays)
+    if not first.is_cuda or first.dtype.itemsize != 2 or any(array.dtype != first.dtype for array in arrays):
+        return False
+    from levattn._kernels.tensors import follows_definition
 
-    Arrays and a mask, or None, have the leading axes of the state, or one of their product.
+    return not follows_definition(arrays)
+
+
+def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
+    """Return the output of causal rows, as V, and the state after them, or None where there is no such way.
+
+    Arrays of numpy and a mask, or None, have the leading axes `batch`, or one of their product; others the latter.
     """
-    sums = state.m, state.s, state.S
-    if Q.shape[-2] != 1 or not all(isinstance(array, np.ndarray) for array in (Q, *sums)):
+    sizes = batch, Q.shape[-1], V.shape[-1]
+    fits = isinstance(state, SoftmaxState) and (state.batch, state.latents, state.d) == sizes
+    if state is not None and not fits:
+        return None
+    in_main_memory, sums = isinstance(Q, np.ndarray), None if state is None else held_sums(state)
+    if in_main_memory:
+        if state is None or Q.shape[-2] != 1:
+            return None
+        sums = state.m, state.s, state.S
+        if not all(isinstance(array, np.ndarray) for array in sums):
+            return None
+    elif not (is_torch(Q) or on_cuda(Q)):
         return None
     found = cast(LatentSteps, kernels_for("latent", Q)).step(Q, K, V, mask, sums)
-    return None if found is None else (found[0], with_sums(state, found[1]))
+    if found is None:
+        return None
+    Y, (m, s, S) = found
+    if not in_main_memory:
+        m, s, S = (reshaped(part, (*batch, *part.shape[1:])) for part in (m, s, S))
+    return Y, with_sums(SoftmaxState(sizes[1], sizes[2], batch) if state is None else state, (m, s, S))

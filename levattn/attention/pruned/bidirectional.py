@@ -16,6 +16,7 @@ from levattn.attention.common.space import device_of, namespace_of, without_grad
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
+from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.functions import Power
 from levattn.sensitivity.leverage import leverage_scores
@@ -103,8 +104,9 @@ def _planned(
     xp = namespace_of(q)
     b, d = q.shape[0], q.shape[3]
     n, slots, device = K.shape[1], rule.slots, device_of(q)
+    checks = Checks()
     if rule.power is not None:
-        K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second)
+        K = choice.one_sided(K, *choice.spectra([choice.Sums.of(without_gradient(K))], False, checks))
     still = without_gradient(K)
     ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
     selects = slots.selected < n or rule.epsilon is not None
@@ -113,7 +115,7 @@ def _planned(
     if selects and (R or rule.kind in ("expected", "residual")):
         queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
         keys = choice.Sums.of(still, second=False)
-        X, along = choice.measured(queries, keys, rule.power, K.dtype).places(still)
+        X, along = choice.measured(queries, keys, rule.power, K.dtype, checks).places(still)
     if not selects:
         found = xp.zeros_like(ones)
     elif scores is not None:
@@ -121,10 +123,12 @@ def _planned(
     elif rule.kind == "leverage":
         found = _leverage(rule, still, ones)
     else:
-        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, _ROUNDS)
+        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, checks, _ROUNDS)
     place = xp.arange(n, device=device)
     first = xp.broadcast_to(place < slots.sinks, (b, n))
-    order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first)
+    forced = None if scores is not None else min(slots.sinks, n)
+    order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first, forced, checks)
+    checks.settle()
     role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))
     log_weight = summaries = None
     if R:

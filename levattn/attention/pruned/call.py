@@ -168,6 +168,8 @@ def _taken(array: Any, places: Any, axis: int) -> Any:
     """Return an array at some places of one axis; None stands for all."""
     if array is None or places is None:
         return array
+    if not len(places):  # for which a device is not waited for
+        return array[(*[slice(None)] * axis, slice(0, 0), ...)]
     xp = namespace_of(array)
     return xp.take(array, xp.asarray(places, device=device_of(array)), axis=axis)
 

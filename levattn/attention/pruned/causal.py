@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from levattn._core.checks import TIE
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
+from levattn._kernels.pruned.contract import PrunedArguments, as_one_batch, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
+from levattn.attention.pruned.checks import Checks
+from levattn.attention.pruned.renewal import Known, known_after, selected_anew
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 
 __all__ = ["causal_attention"]
 
-_ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, which no selection empties
+
+@dataclass(frozen=True)
+class _Walk:
+    """What does not change while positions are read.
+
+    factor: of queries. kind: the dtype of products, if it is narrow. certified: whether bounds are asked for. goes_on:
+    whether the part is read again.
+    """
+
+    rule: SelectionRule
+    factor: float
+    kind: Any
+    certified: bool
+    goes_on: bool
+
+    @property
+    def narrow(self) -> Any:
+        """What products may be of, or None."""
+        return None if self.kind is None else (self.kind, self.factor)
+
+    def together(self, part: PrunedPart, q: Any, V: Any, length: int, left: int) -> int:
+        """Return how many chunks, each of so many positions, are attended to at once; left: positions not read yet.
+
+        More than one only where all are whole, and each begins after a selection.
+        """
+        rule, slots, (b, g, _, d) = self.rule, self.rule.slots, q.shape
+        if length < slots.chunk or part.positions < rule.first or part.recent.shape[1] != slots.window:
+            return 1
+        if (part.summaries is None) != (not slots.summaries):
+            return 1
+        most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # by thresholds any number
+        numbers = b * (most * (g * length + d + V.shape[2]) + d * d)
+        found: int = min(left // length, kernels_for("pruned", q).at_once(q, rule.power) // max(1, numbers))
+        return max(1, found)
 
 
 def causal_attention(
@@ -96,13 +131,14 @@ def _spread(
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return what `_stepped` does, on several threads if each has items of its own."""
     q, _, V, _ = arrays
+    walk = _Walk(rule, factor, narrow, certified, goes_on)
     (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
     Y = np.empty((b, g, T, V.shape[2]), q.dtype) if numpy else None
 
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
-        return _stepped(rule, own, (factor, narrow), q, K, V, scores, certified, goes_on, into)
+        return _stepped(walk, own, q, K, V, scores, into)
 
     alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
@@ -114,49 +150,39 @@ def _spread(
 
 
 def _stepped(
-    rule: SelectionRule,
-    part: PrunedPart,
-    scale: tuple[float, Any],
-    q: Any,
-    K: Any,
-    V: Any,
-    scores: Any,
-    certified: bool,
-    goes_on: bool,
-    into: Any,
+    walk: _Walk, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, into: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the output (b, g, T, D) for the next T positions, with its bounds if `certified`, and the part after.
+    """Return the output (b, g, T, D) for the next T positions, with its bounds if asked for, and the part after.
 
-    scale: of queries, and the dtype of products if it is narrow. q: (b, g, T, d). scores: (b, T), where they are
-    given. goes_on: whether the part is read again. into: where the output may be written.
+    q: (b, g, T, d). scores: (b, T), where they are given. into: where the output may be written.
     """
-    xp, T, (factor, kind) = namespace_of(q), K.shape[1], scale
-    narrow = None if kind is None else (kind, factor)
+    xp, T, rule = namespace_of(q), K.shape[1], walk.rule
     read = [K, V, scores]
     if part.recent.shape[1]:
         held = part.recent, part.recent_values, part.recent_scores
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first row of these
+    checks = Checks()
     room: dict[str, Any] = {}
     pieces, low = [], 0
     while low < T:
-        high = min(T, low + rule.until_selection(part.positions))
+        length = min(T - low, rule.until_selection(part.positions))
+        count = walk.together(part, q, V, length, T - low)
+        high = low + count * length
         recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
-        keys, values, more = (array if array is None else array[:, recent, ...] for array in read)
+        rows = [array if array is None else array[:, recent, ...] for array in read]
         to = None if into is None else into[:, :, low:high, :]
-        piece, part = _between(
-            rule, part, q[:, :, low:high, :] * factor, keys, values, more, certified, narrow, room, to
-        )
+        last = high == T and not walk.goes_on
+        piece, part = _run(walk, part, q[:, :, low:high, :] * walk.factor, rows, count, last, checks, room, to)
         pieces.append(piece)
         low = high
-        if part.positions >= rule.first and not rule.since_selection(part.positions) and (goes_on or low < T):
-            part = _renewed(rule, part, room, certified or goes_on)
-    if goes_on:
+    checks.settle()
+    if walk.goes_on:
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
         part = converted(replace(part, largest=largest), _alone)
     if not pieces:
         Y = xp.zeros((*q.shape[:3], V.shape[-1]), dtype=q.dtype, device=device_of(q))
-        return (Y, *(without_gradient(q[..., 0]),) * (3 if certified else 0)), part
+        return (Y, *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
     if len(pieces) == 1:
         return pieces[0], part
     whole = [
@@ -170,25 +196,92 @@ def _alone(array: Any) -> Any:
     return namespace_of(array).concat([array], axis=0)
 
 
-def _between(
-    rule: SelectionRule,
+def _run(
+    walk: _Walk,
     part: PrunedPart,
     q: Any,
-    keys: Any,
-    values: Any,
-    scores: Any,
-    certified: bool,
-    narrow: Any,
+    rows: list[Any],
+    count: int,
+    last: bool,
+    checks: Checks,
     room: Any,
     into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the same for positions between two selections; keys, values, scores: the recent ones and theirs."""
+    """Return the same for so many chunks of as many positions each, attended to as one batch.
+
+    rows: keys, values and scores, from the first that is recent. last: whether nothing is read after these positions.
+    """
+    xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
+    length, near = T // count, rows[0].shape[1] - T
+    queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
+    ends = [part.positions + (i + 1) * length for i in range(count)]
+    due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
+    known: list[Known | None] = [None] * count
+    followed = sum(due)  # by a selection, all but the last perhaps
+    if count > 1:
+        known[:followed] = known_after(rule, queries[:followed], keys[:followed], q.dtype, checks)
+    calls: list[PrunedArguments] = []
+    bounds: list[tuple[Any, Any]] = []
+    for i in range(count):
+        here = slice(i * length, i * length + near + length)
+        recent, values, scores = (array if array is None else array[:, here, ...] for array in rows)
+        calls.append(_arguments(walk, part, q[:, :, i * length : (i + 1) * length, :], recent, values))
+        if walk.certified:
+            largest = xp.maximum(part.largest, longest_of(without_gradient(calls[-1].values[:, near:, :])))
+            part = replace(part, largest=largest)
+            bounds.append((part.radius, largest))
+        held = {"recent": recent, "recent_values": values, "recent_scores": scores}
+        part = replace(part, **held, keys=keys[i], queries=queries[i], positions=ends[i])
+        if due[i]:
+            part = selected_anew(rule, part, known[i], room, walk.certified or walk.goes_on, checks)
+    x = as_one_batch(calls)
+    if rule.power is not None:
+        x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))
+    Y, rest = kernels_for("pruned", q).mixture(x, room, into)
+    found: tuple[Any, ...] = (Y,)
+    if walk.certified:
+        radii, most = zip(*bounds, strict=True)
+        radius = None if radii[0] is None else xp.concat(radii, axis=0)
+        found = (Y, *bounded(mapped(x, without_gradient), radius, without_gradient(rest), xp.concat(most, axis=0)))
+    return tuple(_side_by_side(array, count) for array in found), part
+
+
+def _sums_after(part: PrunedPart, q: Any, K: Any, count: int) -> tuple[list[choice.Sums], list[choice.Sums]]:
+    """Return the sums over all queries, and over all keys, after each of so many chunks."""
     xp = namespace_of(q)
     b, g, T, d = q.shape
+    length = T // count
+    q = xp.permute_dims(xp.reshape(q, (b, g, count, length, d)), (0, 2, 1, 3, 4))
+    q, K = xp.reshape(q, (b * count, g * length, d)), xp.reshape(K, (b * count, length, d))
+    queries = accumulate(_sums_of_each(q, count, True), choice.Sums.plus, initial=part.queries)
+    second = part.keys.second is not None
+    keys = accumulate(_sums_of_each(K, count, second), choice.Sums.plus, initial=part.keys)
+    return list(queries)[1:], list(keys)[1:]
+
+
+def _sums_of_each(rows: Any, count: int, second: bool) -> list[choice.Sums]:
+    """Return the sums over the rows of each chunk, (b · count, n, d), those of an item one after the other."""
+    sums = choice.Sums.of(rows, second=second)
+    if count == 1:
+        return [sums]
+    xp = namespace_of(rows)
+
+    def each(array: Any) -> list[Any]:
+        if array is None:
+            return [None] * count
+        array = xp.reshape(array, (rows.shape[0] // count, count, *array.shape[1:]))
+        return [array[:, i, ...] for i in range(count)]
+
+    pairs = zip(each(sums.total), each(sums.second), strict=True)
+    return [choice.Sums(total, squares, sums.count) for total, squares in pairs]
+
+
+def _arguments(walk: _Walk, part: PrunedPart, q: Any, keys: Any, values: Any) -> PrunedArguments:
+    """Return the mixture of a chunk; keys, values: the recent ones and its own."""
+    T = q.shape[2]
     held = keys.shape[1] - T
-    K = keys[:, held:, :]
-    x = PrunedArguments(
-        q=q if rule.power is None else choice.in_range(q, K, _held_keys(part)),
+    return PrunedArguments(
+        q=q,
         kept_keys=part.kept,
         kept_values=part.kept_values,
         kept_count=part.kept_count,
@@ -199,181 +292,26 @@ def _between(
         last=[held + i + 1 for i in range(T)],
         role=None,
         log_weight=None,
-        power=rule.power,
-        narrow=narrow,
-    )
-    Y, rest = kernels_for("pruned", q).mixture(x, room, into)
-    bounds: tuple[Any, ...] = ()
-    if certified:
-        largest = xp.maximum(part.largest, longest_of(without_gradient(values[:, held:, :])))
-        part = replace(part, largest=largest)
-        bounds = bounded(mapped(x, without_gradient), part.radius, without_gradient(rest), largest)
-    part = replace(
-        part,
-        recent=keys,
-        recent_values=values,
-        recent_scores=scores,
-        keys=part.keys.plus(choice.Sums.of(without_gradient(K), second=part.keys.second is not None)),
-        queries=part.queries.plus(choice.Sums.of(xp.reshape(without_gradient(q), (b, g * T, d)))),
-        positions=part.positions + T,
-    )
-    return (Y, *bounds), part
-
-
-def _held_keys(part: PrunedPart) -> Any:
-    """Return the keys of a part, those of its summaries as means."""
-    stacks = [part.kept, part.recent]
-    if part.summaries is not None:
-        stacks.append(choice.means_of(part.summaries)[0])
-    xp = namespace_of(part.recent)
-    return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
-
-
-def _renewed(rule: SelectionRule, part: PrunedPart, room: dict[str, Any], bounded: bool) -> PrunedPart:
-    """Return the part after a selection among the keys that were kept and those that are no longer recent."""
-    leaving = part.recent.shape[1] - rule.slots.window
-    if leaving <= 0:
-        return part
-    if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
-        found = _renewed_at_once(rule, part, leaving, room, bounded)
-        if found is not None:
-            return found
-    xp = namespace_of(part.recent)
-    keys = xp.concat([part.kept, part.recent[:, :leaving, :]], axis=1)
-    values = xp.concat([part.kept_values, part.recent_values[:, :leaving, :]], axis=1)
-    places, there = _candidates(part, leaving)
-    given, held = None, part.summaries
-    if part.kept_scores is not None:
-        given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
-    if rule.power is not None:
-        keys = choice.one_sided(keys, part.keys.second)
-        held = None if held is None else replace(held, keys=choice.one_sided(held.keys, part.keys.second))
-
-    measure = choice.measured(part.queries, part.keys, rule.power, keys.dtype)
-    X, along = measure.places(without_gradient(keys))
-    weight = xp.astype(there, keys.dtype)
-    if held is not None:
-        X_held, along_held = measure.places_of(held)
-        X, along = xp.concat([X_held, X], axis=1), xp.concat([along_held, along], axis=1)
-        weight = xp.concat([xp.astype(held.count, keys.dtype), weight], axis=1)
-    scores, epsilon, clusters = given, rule.epsilon, None
-    if rule.kind == "leverage":
-        scores = _prefix_leverage(part.keys, without_gradient(keys), rule.center)
-        if epsilon is not None:  # scores that tie with it are in
-            epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
-    elif given is None:
-        scores, clusters = choice.scored(rule.kind, X, along, weight, rule.slots.summaries, rule.power, _ROUNDS)
-        scores = scores[:, X.shape[1] - keys.shape[1] :]
-    scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
-    order, count, flags = choice.chosen(scores, rule.slots.selected, epsilon, there & (places < rule.slots.sinks))
-    if rule.slots.summaries:
-        rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
-        left = xp.astype(there & ~flags, keys.dtype)
-        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters)
-    return replace(
-        part,
-        kept=choice.rows_at(keys, order),
-        kept_values=choice.rows_at(values, order),
-        kept_scores=None if given is None else choice.rows_at(given, order),
-        kept_places=choice.rows_at(places, order),
-        kept_count=count,
-        recent=part.recent[:, leaving:, :],
-        recent_values=part.recent_values[:, leaving:, :],
-        recent_scores=None if given is None else part.recent_scores[:, leaving:],
+        power=walk.rule.power,
+        narrow=walk.narrow,
     )
 
 
-def _renewed_at_once(
-    rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
-) -> PrunedPart | None:
-    """Return the same by one kernel, or None where there is none, or where what is not finite is to be named."""
-    xp = namespace_of(part.recent)
-    found = kernels_for("pruned", part.recent).renewed(
-        RenewalArguments(
-            kept=part.kept,
-            kept_values=part.kept_values,
-            kept_places=part.kept_places,
-            keys=part.recent[:, :leaving, :],
-            values=part.recent_values[:, :leaving, :],
-            oldest=part.positions - part.recent.shape[1],
-            summaries=part.summaries,
-            radius=part.radius,
-            total=part.queries.total,
-            second=part.queries.second,
-            queries=part.queries.count,
-            origin=xp.astype(part.keys.mean, part.recent.dtype),
-            size=rule.slots.selected,
-            sinks=rule.slots.sinks,
-            R=rule.slots.summaries,
-            residual=rule.kind == "residual",
-            bounded=bounded,
-        ),
-        room,
-    )
-    if found is None:
-        return None
-    kept, values, places, summaries, radius = found
-    return replace(
-        part,
-        kept=kept,
-        kept_values=values,
-        kept_places=places,
-        summaries=summaries,
-        radius=radius,
-        recent=part.recent[:, leaving:, :],
-        recent_values=part.recent_values[:, leaving:, :],
-    )
+def _held_keys(x: PrunedArguments, near: int) -> Any:
+    """Return the keys that all queries of a chunk read, those of its summaries as means."""
+    stacks = [x.kept_keys, x.keys[:, :near, :]]
+    if x.summaries is not None:
+        stacks.append(choice.means_of(x.summaries)[0])
+    xp = namespace_of(x.keys)
+    return xp.concat([xp.astype(X, x.keys.dtype) for X in stacks], axis=1)
 
 
-def _candidates(part: PrunedPart, leaving: int) -> tuple[Any, Any]:
-    """Return the positions (b, n) of kept keys and of the first recent ones, and which of them are there."""
-    xp = namespace_of(part.recent)
-    device, b = device_of(part.recent), part.recent.shape[0]
-    oldest = part.positions - part.recent.shape[1]
-    fresh = xp.broadcast_to(xp.arange(oldest, oldest + leaving, dtype=xp.int64, device=device), (b, leaving))
-    places = xp.concat([part.kept_places, fresh], axis=1)
-    there = xp.ones(places.shape, dtype=xp.bool, device=device)
-    if part.kept_count is not None:
-        row = xp.arange(places.shape[1], device=device)
-        there = (row < part.kept_count[:, None]) | (row >= part.kept.shape[1])
-    return places, there
-
-
-def _summarized(
-    rule: SelectionRule, part: PrunedPart, X: Any, along: Any, items: Summaries, left: Any, weight: Any, clusters: Any
-) -> PrunedPart:
-    """Return the part with summaries of those that it holds and of the rows that are left.
-
-    X, along, weight: of the summaries held, if there are any, and of the rows behind them.
-    """
-    xp, held, radius = namespace_of(X), part.summaries, part.radius
-    item_radii = xp.zeros_like(items.weight)
-    if held is None:
-        items = mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))
-    else:  # which are in float64
-        radius = xp.full_like(held.weight, math.inf) if radius is None else radius  # where no kernel was asked for it
-        items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
-        left = xp.concat([weight[:, : held.weight.shape[1]], left], axis=1)
-        item_radii = xp.concat([radius, item_radii], axis=1)
-    labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
-    if rule.power is None:  # of powers all weights are 1
-        summaries = choice.balanced(summaries)
-    still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
-    return replace(part, summaries=summaries, radius=kernels_for("pruned", item_radii).radii(labels, *still))
-
-
-def _prefix_leverage(keys: choice.Sums, K: Any, center: bool) -> Any:
-    """Return the leverage scores (b, n) of rows among all keys so far; rows outside their span count as 1."""
-    xp = namespace_of(K)
-    moment = keys.moment(center)
-    values, directions = xp.linalg.eigh(moment)
-    top = values[:, -1:]
-    sound = values > top * moment.shape[-1] * 2.0**-50
-    rows = xp.astype(K, xp.float64)
-    rows = rows - keys.mean[:, None, :] if center else rows
-    along = xp.matmul(rows, directions) ** 2
-    inverse = xp.where(sound, 1 / xp.where(sound, values, xp.ones_like(values)), xp.zeros_like(values))
-    scores = xp.sum(along * inverse[:, None, :], axis=-1) / keys.count
-    in_null_space = xp.sum(xp.where(sound[:, None, :], xp.zeros_like(along), along), axis=-1)
-    beyond = in_null_space > 2.0**-40 * xp.sum(rows * rows, axis=-1)
-    return xp.astype(xp.where(beyond, xp.ones_like(scores), xp.clip(scores, 0.0, 1.0)), K.dtype)
+def _side_by_side(array: Any, count: int) -> Any:
+    """Return what was found for a batch (count · b, g, n, ...) of chunks as (b, g, count · n, ...)."""
+    if count == 1:
+        return array
+    xp = namespace_of(array)
+    (items, g, n), rest = array.shape[:3], array.shape[3:]
+    array = xp.reshape(array, (count, items // count, g, n, *rest))
+    array = xp.permute_dims(array, (1, 2, 0, 3, *range(4, array.ndim)))
+    return xp.reshape(array, (items // count, g, count * n, *rest))

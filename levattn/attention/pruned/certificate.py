@@ -106,7 +106,7 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tu
     # With shares ρ of the keys that are left out, whose mean value is r, and ρ' ≤ ρ of their summaries, r', outputs
     # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the others: by at most ρ diameters.
     error = most_rest * 2 * value_radius[:, None, None]
-    least = xp.asarray(xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
+    least = xp.full((), xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
     error = xp.where((value_radius > 0)[:, None, None], xp.maximum(error, least), error)  # a product that underflows
     return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
 

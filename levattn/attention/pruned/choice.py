@@ -11,21 +11,25 @@ import numpy as np
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
-from levattn.exceptions import NonFiniteError
+from levattn.attention.pruned.checks import Checks
 
 __all__ = [
     "Measure",
     "Sums",
     "balanced",
     "chosen",
+    "finite_or_zero",
     "grouped",
     "in_range",
     "items_of",
     "means_of",
     "measured",
+    "measures",
     "one_sided",
     "rows_at",
+    "rows_of_each",
     "scored",
+    "spectra",
 ]
 
 _ROUNDS = 2  # of Lloyd's algorithm; more change little
@@ -88,10 +92,10 @@ class Measure:
         return X, along - xp.astype(held.offset / weight, dtype)
 
 
-def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Measure:
+def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks: Checks) -> Measure:
     """Return the measure of some queries and keys, in the dtype that it is used in."""
     xp = namespace_of(queries.total)
-    moment = queries.moment(power is None)
+    moment = finite_or_zero(queries.moment(power is None), "queries", checks)
     d = moment.shape[-1]
     eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
     size, rough = (
@@ -100,24 +104,63 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
     )
     least = xp.where(size > rough, size, rough)
     moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
-    if not bool(xp.all(xp.isfinite(moment))):
-        raise NonFiniteError("queries hold NaN or infinity, or are too large for their squares; give finite ones")
     zero = xp.zeros_like(queries.total)
     return Measure(
-        xp.astype(xp.linalg.cholesky(moment), dtype),
+        xp.astype(_factor(moment, checks), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
     )
 
 
-def one_sided(K: Any, second: Any) -> Any:
+def finite_or_zero(moment: Any, name: str, checks: Checks) -> Any:
+    """Return second moments (b, d, d), zeros for one that is not finite, which would be an error to decompose."""
+    xp = namespace_of(moment)
+    finite = xp.isfinite(moment)
+    checks.expect(xp.all(finite), f"{name} hold NaN or infinity, or are too large for their squares; give finite ones")
+    return xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, xp.zeros_like(moment))
+
+
+def _factor(moment: Any, checks: Checks) -> Any:
+    """Return the Cholesky factor of each matrix (b, d, d)."""
+    xp = namespace_of(moment)
+    without_wait = getattr(xp.linalg, "cholesky_ex", None)  # torch's: its `cholesky` asks the device at once
+    if without_wait is None:
+        return xp.linalg.cholesky(moment)
+    root, failed = without_wait(moment)
+    checks.expect(
+        xp.all(failed == 0), "queries are too far apart in size for their moments; give ones that are closer"
+    )
+    return root
+
+
+def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: Any, checks: Checks) -> list[Measure]:
+    """Return the measures of several pairs of queries and keys, of one batch all: factored at once."""
+    xp, b = namespace_of(queries[0].total), queries[0].total.shape[0]
+    means, moments, origins = (
+        xp.concat(arrays, axis=0)
+        for arrays in ([x.mean for x in queries], [x.moment(False) for x in queries], [x.mean for x in keys])
+    )
+    whole = measured(Sums(means, moments, 1), Sums(origins, None, 1), power, dtype, checks)
+    cuts = [slice(i * b, (i + 1) * b) for i in range(len(queries))]
+    return [Measure(whole.root[cut, ...], whole.query[cut, ...], whole.origin[cut, ...]) for cut in cuts]
+
+
+def spectra(keys: list[Sums], centered: bool, checks: Checks) -> list[tuple[Any, Any]]:
+    """Return eigenvalues (b, d) and eigenvectors (b, d, d) of the moments of several sums: decomposed at once."""
+    xp, b = namespace_of(keys[0].total), keys[0].total.shape[0]
+    moments = xp.concat([x.moment(centered) for x in keys], axis=0)
+    values, directions = xp.linalg.eigh(finite_or_zero(moments, "keys", checks))
+    cuts = [slice(i * b, (i + 1) * b) for i in range(len(keys))]
+    return [(values[cut, ...], directions[cut, ...]) for cut in cuts]
+
+
+def one_sided(K: Any, spectrum: tuple[Any, Any]) -> Any:
     """Return keys (b, n, d) times ±1, by which they are on one side of the origin as far as they can be.
 
-    Even functions of a product do not see the sign, but means of keys do. second: (b, d, d), of all keys.
+    Even functions of a product do not see the sign, but means of keys do. spectrum: of the moment of all keys.
     """
     xp = namespace_of(K)
-    _, directions = xp.linalg.eigh(second)
-    along = xp.matmul(without_gradient(K), xp.astype(directions[..., -1:], K.dtype))
+    along = xp.matmul(without_gradient(K), xp.astype(spectrum[1][..., -1:], K.dtype))
     return K * xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
 
 
@@ -154,7 +197,14 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
 
 
 def scored(
-    kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None, rounds: int = _ROUNDS
+    kind: str,
+    X: Any,
+    along: Any,
+    weight: Any,
+    R: int,
+    power: float | None,
+    checks: Checks,
+    rounds: int = _ROUNDS,
 ) -> tuple[Any, Any]:
     """Return the scores (b, n) of keys, "expected" or "residual", by their places and ⟨mean query, k⟩.
 
@@ -164,12 +214,12 @@ def scored(
     xp = namespace_of(X)
     with np.errstate(over="ignore", invalid="ignore"):
         squares = xp.sum(X * X, axis=-1)
-    if not bool(xp.all(xp.isfinite(squares))):
-        raise NonFiniteError(
-            f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
-            "arrays with smaller entries, or of float64"
-        )
-    tiny = xp.asarray(1e-30, dtype=X.dtype, device=device_of(X))
+    checks.expect(
+        xp.all(xp.isfinite(squares)),
+        f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
+        "arrays with smaller entries, or of float64",
+    )
+    tiny = xp.full((), 1e-30, dtype=X.dtype, device=device_of(X))
     if power is None:
         expected = along + squares / 2
     else:
@@ -183,31 +233,49 @@ def scored(
     return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
 
 
-def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[Any, Any, Any]:
+def chosen(
+    scores: Any, size: int, epsilon: float | None, first: Any, forced: int | None, checks: Checks
+) -> tuple[Any, Any, Any]:
     """Return the places of the chosen rows (b, s), ascending, how many of them count (b,) or None, and flags (b, n).
 
     The largest `size` scores, of equal ones the first; or those of at least `epsilon`. Besides them those flagged in
     `first`. Rows of score −inf are absent.
+
+    forced: how many are flagged in `first` in each item, where all rows are there: then no device is waited for,
+    unless by a threshold.
     """
     xp = namespace_of(scores)
     n = scores.shape[1]
     top = xp.where(first, xp.full_like(scores, math.inf), scores)
-    if bool(xp.any(xp.isnan(top))):
-        raise NonFiniteError(
-            "the scores of keys are NaN: Q or K holds NaN or infinity, or is too large; give finite ones"
-        )
+    checks.expect(
+        ~xp.any(xp.isnan(top)),
+        "the scores of keys are NaN: Q or K holds NaN or infinity, or is too large; give finite ones",
+    )
     place = xp.arange(n, device=device_of(scores))
-    if epsilon is None:
-        order = xp.argsort(-top, axis=1, stable=True)
-        rank = xp.argsort(order, axis=1, stable=True)
-        forced = xp.sum(xp.astype(first, xp.int64), axis=1)[:, None]
-        flags = (rank < size + forced) & (top > -math.inf)
-    else:
+    if epsilon is not None:
         flags = top >= epsilon
+    else:
+        order = xp.argsort(-top, axis=1, stable=True)
+        if forced is not None:
+            order = order[:, : min(n, size + forced)]
+            return xp.sort(order, axis=1), None, _up_to(top, order, place)
+        rank = xp.argsort(order, axis=1, stable=True)
+        forced_here = xp.sum(xp.astype(first, xp.int64), axis=1)[:, None]
+        flags = (rank < size + forced_here) & (top > -math.inf)
     counts = xp.sum(xp.astype(flags, xp.int64), axis=1)
     s = int(xp.max(counts)) if scores.shape[0] else 0
     order = xp.argsort(xp.where(flags, place, place + n), axis=1, stable=True)[:, :s]
     return order, None if bool(xp.all(counts == s)) else counts, flags
+
+
+def _up_to(top: Any, order: Any, place: Any) -> Any:
+    """Return which rows (b, n) are among the first of an order (b, s), the largest first, of equal ones the first."""
+    xp = namespace_of(top)
+    if not order.shape[1]:
+        return xp.zeros_like(top, dtype=xp.bool)
+    last = order[:, -1:]
+    least = rows_at(top, last)
+    return (top > least) | ((top == least) & (place <= last))
 
 
 def grouped(
@@ -272,8 +340,16 @@ def means_of(summaries: Summaries) -> tuple[Any, Any]:
 
 def rows_at(A: Any, places: Any) -> Any:
     """Return the rows of A (b, n, ...) at places (b, s): (b, s, ...)."""
-    xp = namespace_of(A)
-    b, n = A.shape[:2]
-    flat = places + xp.arange(b, device=device_of(A))[:, None] * n
-    found = xp.take(xp.reshape(A, (b * n, *A.shape[2:])), xp.reshape(flat, (-1,)), axis=0)
-    return xp.reshape(found, (*places.shape, *A.shape[2:]))
+    (found,) = rows_of_each((A,), places)
+    return found
+
+
+def rows_of_each(arrays: tuple[Any, ...], places: Any) -> tuple[Any, ...]:
+    """Return the rows of each of several arrays (b, n, ...) at places (b, s): (b, s, ...)."""
+    xp = namespace_of(arrays[0])
+    b, n = arrays[0].shape[:2]
+    flat = xp.reshape(places + xp.arange(b, device=device_of(places))[:, None] * n, (-1,))
+    return tuple(
+        xp.reshape(xp.take(xp.reshape(A, (b * n, *A.shape[2:])), flat, axis=0), (*places.shape, *A.shape[2:]))
+        for A in arrays
+    )

@@ -149,10 +149,12 @@ def pruned_attention(
     -----
     If `causal`, the weights of a summary are scaled to a mean of 1 at every renewal, in float64, which changes nothing
     of what it stands for: so a state goes on for any number of positions. What comes after a row changes no bit of it,
-    nor does another n (but through a budget, which is of n).
+    nor does another n (but through a budget, which is of n). Of tensors on a device or with gradients it changes
+    rounding alone, as their chunks are one batch.
 
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query; memory O(m D + n (d + D)), and 2²²
-    logits at a time. Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of O(s (d + D) + d²).
+    logits at a time (2²⁶ of tensors on a device). Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of
+    O(s (d + D) + d²).
 
     The guarantee of universal sets (`levattn.universal_set`) is for abs(x)^p and by thresholds. For softmax a
     selection is a heuristic whatever its scores: the certificate tells what it lost, and the summaries carry most of

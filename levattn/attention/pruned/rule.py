@@ -42,6 +42,10 @@ class SelectionRule:
         """Return how many of so many positions, at least `first`, have been after the last selection."""
         return (positions - self.first) % self.slots.chunk
 
+    def selects_at(self, positions: int) -> bool:
+        """Tell whether a selection follows after so many positions."""
+        return positions >= self.first and not self.since_selection(positions)
+
 
 def exponent_of(f: Any) -> float | None:
     """Return the exponent of an attention function, or None for softmax."""

@@ -114,7 +114,7 @@ def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, 
     if bias is not None:  # multiplied before it is repeated along the batch
         bias = d * promoted(bias, is_double("bias", bias))
     logits = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    stored = "W" if name != "leverage" and _is_read_as_stored(W) else None
+    stored = ("W",) if name != "leverage" and _is_read_as_stored(W) else ()
     given = stack_arguments(
         {"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T), stored=stored
     )

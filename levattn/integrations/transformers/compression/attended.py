@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from levattn._kernels.pruned.contract import mapped
+from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn.integrations.transformers.compression.slots import HeadSlots
 
 __all__ = ["attended"]
 
 _LOGITS = 1 << 24  # of all heads at once: so large may masks be, and logits where no kernel is fused
+_ALIGNED = 16  # numbers that rows of a mask are apart a multiple of, or torch copies it
 
 
 def attended(
@@ -29,22 +31,40 @@ def attended(
     present: (B, t) bool, which of these are no padding, or None for all. Padding reads the context and itself.
     """
     B, H, T = q.shape[:3]
-    t = tail[0].shape[2]
-    step = max(1, _LOGITS // (B * H * (t + max(group.keys.shape[2] for group in groups))))
+    t, each = tail[0].shape[2], H // tail[0].shape[1]
+    by_columns = _by_columns(q, present, scale, softcap)
+    heads = each if by_columns else B * H  # of which a mask, if there is one, has rows of its own
+    step = max(1, _LOGITS // (heads * (t + max(group.keys.shape[2] for group in groups))))
     parts = []
     for first in range(0, T, step):
         rows = q[:, :, first : first + step]
+        count = rows.shape[2]
+        end = t - T + first + count  # what comes after is seen by none of them
+        near = tail[0][:, :, :end], tail[1][:, :, :end]
         seen = None
-        if T > 1 or present is not None:
-            seen = _seen(t - T + first, rows.shape[2], t, present, q.device)
-        parts.append(_of_rows(rows, groups, tail, seen, scale, softcap))
+        if not by_columns and (T > 1 or present is not None):
+            seen = _seen(count, end, None if present is None else present[:, :end], q.device)
+        parts.append(_of_rows(rows, groups, near, seen, scale, softcap, by_columns))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _seen(first: int, count: int, t: int, present: Any, device: Any) -> Any:
-    """Return which of what came after the context the positions from `first` on see, (B or 1, 1, count, t) bool."""
+def _on_device(q: Any) -> bool:
+    return bool(q.device.type != "cpu")
+
+
+def _by_columns(q: Any, present: Any, scale: float, softcap: float | None) -> bool:
+    """Tell whether log-weights are columns of keys: for the rows of a question on a device, of which none is padding.
+
+    A single row reads all that there is: its mask is a number for each key, and columns are more.
+    """
+    many = q.shape[2] > 1 and present is None and softcap is None
+    return many and _on_device(q) and SCALES[0] < scale < SCALES[1]
+
+
+def _seen(count: int, t: int, present: Any, device: Any) -> Any:
+    """Return which of what came after the context the last positions see, so many, (B or 1, 1, count, t) bool."""
     place = torch.arange(t, device=device)
-    own = place[first : first + count, None]
+    own = place[t - count :, None]
     seen = (place <= own)[None]
     if present is not None:
         seen = seen & (present[:, None] | (place == own))
@@ -52,7 +72,13 @@ def _seen(first: int, count: int, t: int, present: Any, device: Any) -> Any:
 
 
 def _of_rows(
-    q: Any, groups: tuple[HeadSlots, ...], tail: tuple[Any, Any], seen: Any, scale: float, softcap: float | None
+    q: Any,
+    groups: tuple[HeadSlots, ...],
+    tail: tuple[Any, Any],
+    seen: Any,
+    scale: float,
+    softcap: float | None,
+    by_columns: bool,
 ) -> Any:
     each = q.shape[1] // tail[0].shape[1]
     if seen is not None:
@@ -62,14 +88,26 @@ def _of_rows(
     for group in groups:
         if len(group.keys) < len(q):  # beams of one context, at their first step
             group = mapped(group, lambda array: array.expand(len(q), *array.shape[1:]))
-        rows = _of_heads(q.unflatten(1, (-1, each)), group.heads).flatten(2, 3)
+        rows = _of_heads(q.unflatten(1, (-1, each)), group.heads)
         near = _of_heads(tail[0], group.heads), _of_heads(tail[1], group.heads)
-        found = _mixture(rows, group, near, seen, scale, softcap).unflatten(2, (each, -1))
+        if by_columns:
+            found = _causal(rows.flatten(1, 2), group, near, scale).unflatten(1, (-1, each))
+        else:
+            found = _mixture(rows.flatten(2, 3), group, near, seen, scale, softcap).unflatten(2, (each, -1))
         if _is_run(group.heads):
             each_head[:, group.heads[0] : group.heads[-1] + 1] = found
         else:
             each_head[:, torch.as_tensor(group.heads)] = found
     return Y
+
+
+def _causal(q: Any, group: HeadSlots, near: tuple[Any, Any], scale: float) -> Any:
+    """Fused attention to both at once, with log-weights as products; near ends with the positions of q."""
+    keys, values = (torch.cat(pair, 2) for pair in zip((group.keys, group.values), near, strict=True))
+    weight = group.log_weight
+    if weight is not None:
+        weight = pad(weight.to(torch.promote_types(q.dtype, torch.float32)), (0, near[0].shape[2]))
+    return attended_slots(q, keys, values, weight, scale, causal=True)
 
 
 def _is_run(heads: tuple[int, ...]) -> bool:
@@ -91,11 +129,11 @@ def _mixture(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: 
     asked = (q, *near, group.keys, group.values)
     graded = torch.is_grad_enabled() and any(array.requires_grad for array in asked)
     alike = group.keys.shape[-1] == group.values.shape[-1]
-    if softcap is not None or not alike or (graded and q.device.type == "cpu"):
+    if softcap is not None or not alike or (graded and not _on_device(q)):
         return _by_products(q, group, near, seen, scale, softcap)
-    if q.device.type == "cpu":
-        return _by_parts(q, group, near, seen, scale)
-    return _by_one_call(q, group, near, seen, scale)
+    if _on_device(q):
+        return _by_one_call(q, group, near, seen, scale)
+    return _by_parts(q, group, near, seen, scale)
 
 
 def _by_parts(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
@@ -116,11 +154,13 @@ def _by_parts(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale:
 
 def _by_one_call(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
     """Fused attention to both at once, with log-weights and what is hidden added to the logits."""
-    bias = q.new_zeros((*q.shape[:3], group.keys.shape[2] + near[0].shape[2]))
+    slots, count = group.keys.shape[2], group.keys.shape[2] + near[0].shape[2]
+    rows = 1 if seen is None else q.shape[2]
+    bias = q.new_zeros((*q.shape[:2], rows, -(-count // _ALIGNED) * _ALIGNED))[..., :count]
     if group.log_weight is not None:
-        bias[..., : group.keys.shape[2]] = group.log_weight[:, :, None]
+        bias[..., :slots] = group.log_weight[:, :, None]
     if seen is not None:
-        bias[..., group.keys.shape[2] :].masked_fill_(~seen, -torch.inf)
+        bias[..., slots:].masked_fill_(~seen, -torch.inf)
     keys, values = (torch.cat(pair, 2) for pair in zip((group.keys, group.values), near, strict=True))
     return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
 

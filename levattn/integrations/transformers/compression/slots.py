@@ -12,6 +12,7 @@ from levattn._kernels.pruned.contract import mapped
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
+from levattn.attention.pruned.checks import Checks
 
 __all__ = ["HeadSlots", "Split", "appended", "padded_together", "slots_of", "together"]
 
@@ -84,12 +85,15 @@ def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any
     xp = namespace_of(K)
     G, n = K.shape[:2]
     sinks, size, window, R = split.counts(count)
-    X, along = choice.measured(choice.Sums.of(Q), choice.Sums.of(K, second=False), None, K.dtype).places(K)
+    checks = Checks()
+    X, along = choice.measured(choice.Sums.of(Q), choice.Sums.of(K, second=False), None, K.dtype, checks).places(K)
     ones = xp.ones((G, n), dtype=K.dtype, device=device_of(K))
     place = xp.arange(n, device=device_of(K))
     forced = (place < sinks) | (place >= n - window)
-    scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None)
-    order, _, flags = choice.chosen(scores, size, None, xp.broadcast_to(forced, (G, n)))
+    scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None, checks)
+    first = xp.broadcast_to(forced, (G, n))
+    order, _, flags = choice.chosen(scores, size, None, first, sinks + window, checks)
+    checks.settle()
     kept, values = choice.rows_at(K, order), choice.rows_at(V, order)
     weight = None
     if R:
