@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.checks import TIE
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, as_one_batch, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from levattn._core.checks import TIE
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import RenewalArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
@@ -13,7 +14,6 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart
-from levattn.sensitivity.leverage import TIE
 
 __all__ = ["Known", "known_after", "selected_anew"]
 
