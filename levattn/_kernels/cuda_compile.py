@@ -18,7 +18,7 @@ __all__ = ["OPTIONS", "Compiled", "Kernel", "architecture", "compiled", "loaded"
 
 # Only explicit fma calls are contracted. NVRTC's defaults keep subnormal numbers, and round quotients and roots
 # correctly. So a kernel's own sums, products, quotients and roots have the same bits on every architecture, and in the
-# tests on the host. Tensor cores and cuBLAS have an order of summation for each architecture, and exp and log may
+# tests on the host. But tensor cores and cuBLAS have an order of summation for each architecture, and exp and log may
 # differ in their last bit between versions of NVRTC.
 OPTIONS = ("--std=c++17", "--fmad=false")
 

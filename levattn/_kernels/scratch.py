@@ -1,4 +1,4 @@
-"""Scratch arrays of kernels, made within compiled code, without the functions that NumPy's would compile first."""
+"""Scratch arrays of kernels, made in compiled code: Numba would first compile NumPy's functions, one by one."""
 
 from __future__ import annotations
 
