@@ -1,6 +1,6 @@
-"""Compiled code that is kept: Numba's cache on disk, and what came with the wheel. Without them all is compiled.
+"""Sources of compiled code: Numba's cache on disk, and archives in the wheel. Numba compiles all other code.
 
-This is the one module that knows how Numba keeps its files (`numba.core.caching`, alike from 0.61 on).
+No other module depends on how Numba keeps its files (`numba.core.caching`, the same from 0.61 on).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _log = logging.getLogger("levattn")
 
 @cache
 def _say_that_it_compiles() -> None:
-    """Tell once a process, whoever listens, why a first call takes long."""
+    """Log, once per process, why a first call takes long."""
     _log.info("Numba compiles kernels for this processor, once; `levattn warmup` compiles all of them")
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
-    """Files that say what they hold: those that are damaged, or hold other code, count as none.
+    """Cache files with a checksum and a key: damaged files, and files of other code, count as missing.
 
-    Code comes with a checksum, as damaged code would be run, and with its key, as of two processes that fill an index
-    at the same time each may have given its code the number that the other has in the index.
+    Without the checksum, damaged code would run. Without the key, wrong code might: two processes that fill an index
+    at the same time may give the same number to different code.
     """
 
     def _load_index(self) -> Any:
-        with suppress(Exception):  # of any kind: damaged bytes are unpickled
+        with suppress(Exception):  # unpickling damaged bytes raises errors of any kind
             return dict(super()._load_index())
         return {}
 
@@ -57,7 +57,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class ShippedCache(NullCache):  # type: ignore[misc]
-    """What came with the wheel alone, of one function; `say` is told that no more can be kept."""
+    """The wheel's code of one function, without a cache on disk; new code is reported to `say`, and not kept."""
 
     def __init__(self, function: Callable[..., Any], stamp: str, say: Callable[[str], None]) -> None:
         self._function, self._stamp, self._say = function, stamp, say
@@ -73,9 +73,9 @@ class ShippedCache(NullCache):  # type: ignore[misc]
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]
-    """The cache of one function, for code of which `stamp` tells the version.
+    """The cache of one function; `stamp` is the version of its code.
 
-    Raises RuntimeError where no folder can be written; where there is no room, `say` is told.
+    Raises RuntimeError where no folder can be written; reports later errors, such as a full disk, to `say`.
     """
 
     def __init__(self, function: Callable[..., Any], stamp: str, say: Callable[[str], None]) -> None:
@@ -85,7 +85,7 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, version)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the code for a signature, or None; of Numba it needs the runtime alone, not what it compiles with."""
+        """Return the code for a signature, or None; this needs only Numba's runtime, not its compiler."""
         found = _from_wheel(self._py_func, self._stamp, sig, target_context)
         if found is None:
             with self._guard_against_spurious_io_errors():
@@ -102,16 +102,16 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
 
 
 def _from_wheel(function: Callable[..., Any], stamp: str, sig: Any, target_context: Any) -> Any:
-    """Return the code for a signature that came with the wheel, or None."""
+    """Return the wheel's code for a signature, or None."""
     rtsys.initialize(target_context)
     content = shipped(entry(function, stamp, sig))
     if content is not None:
-        with suppress(Exception):  # of any kind, where Numba reads code in another way than it wrote it
+        with suppress(Exception):  # of any kind: this Numba may read code in another format
             return CompileResult._rebuild(target_context, *pickle.loads(content))
     return None
 
 
 def packed(kernel: Any) -> dict[str, bytes]:
-    """Return the code that a kernel has, as `shipped` gives it, by the names of `entry`."""
+    """Return a kernel's compiled code in the form that `shipped` returns, by the names of `entry`."""
     function, stamp = kernel.py_func, kernel._cache._stamp
     return {entry(function, stamp, sig): dumps(code._reduce()) for sig, code in kernel.overloads.items()}

@@ -1,8 +1,8 @@
-"""Compiled CUDA kernels that are kept on disk, a file for each, where CuPy keeps its own.
+"""A disk cache of compiled CUDA kernels, one file each, in CuPy's own cache folder.
 
-That is the folder CUPY_CACHE_DIR, else ~/.cupy/kernel_cache, and none where CUPY_CACHE_IN_MEMORY is 1. A file appears
-whole or not at all, whoever else writes it. It begins with a digest of its name and of what follows, so that one that
-is damaged, cut short or of another kernel counts as none.
+The folder is CUPY_CACHE_DIR, else ~/.cupy/kernel_cache; there is none where CUPY_CACHE_IN_MEMORY is 1. A file appears
+whole or not at all, even if other processes write it too. It begins with a digest of its name and of its other bytes.
+So a damaged file, a truncated file, or a file of another kernel counts as missing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DIGEST = 32  # bytes
 
 
 def key_of(*parts: str) -> str:
-    """Return the name of the code that is made from some texts."""
+    """Return the name of the file for code that depends on some texts."""
     whole = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
     return f"levattn-{_digest(whole).hex()}"
 
 
 def kept_code(key: str) -> tuple[str, bytes] | None:
-    """Return the name of the kernel within its code, and the code, or None where they are not kept."""
+    """Return the kernel's name within its code, and the code, or None if the cache does not hold them."""
     folder = _folder()
     if folder is not None:
         with suppress(OSError):
@@ -40,14 +40,14 @@ def kept_code(key: str) -> tuple[str, bytes] | None:
 
 
 def keep_code(key: str, name: str, code: bytes) -> None:
-    """Keep code, in which a kernel has a name; where that cannot be, warn once."""
+    """Keep code, in which the kernel is called `name`; warn once if that fails."""
     folder = _folder()
     if folder is None:
         return
     rest = name.encode() + b"\n" + code
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{key}.{secrets.token_hex(8)}"  # by name, so that it gets the permissions of the user's umask
+        part = folder / f"{key}.{secrets.token_hex(8)}"  # not a tempfile: the umask sets its permissions
         try:
             part.write_bytes(_digest(key.encode() + rest) + rest)
             part.replace(folder / key)

@@ -1,7 +1,7 @@
-"""CUDA kernels, compiled by NVRTC with no options but ours, kept on disk, and loaded on a device.
+"""CUDA kernels: compiled by NVRTC with our options only, kept on disk, and loaded on a device.
 
-`cupy.RawModule` adds ``-ftz=true`` after all other options, and the last one counts: subnormal numbers of float32
-would be read as zero. So NVRTC is called here, and CuPy loads what it made.
+`cupy.RawModule` adds ``-ftz=true`` after all other options, and the last one counts: kernels would read subnormal
+numbers of float32 as zero. So this module calls NVRTC itself, and CuPy loads the result.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from levattn._kernels import cuda_cache
 
 __all__ = ["OPTIONS", "Compiled", "Kernel", "architecture", "compiled", "loaded"]
 
-# Nothing is contracted that does not say fma, subnormal numbers are kept, quotients and roots are rounded correctly
-# (NVRTC's defaults): what a kernel adds, multiplies, divides and takes roots of by itself has the same bits on every
-# architecture, and in the tests on the host. Tensor cores add up in an order of their own on each architecture, cuBLAS
-# chooses one for each, and exp and log may differ in their last bit between versions of NVRTC.
+# Only explicit fma calls are contracted. NVRTC's defaults keep subnormal numbers, and round quotients and roots
+# correctly. So a kernel's own sums, products, quotients and roots have the same bits on every architecture, and in the
+# tests on the host. But tensor cores and cuBLAS have an order of summation for each architecture, and exp and log may
+# differ in their last bit between versions of NVRTC.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
-_LEAST = 80  # the compute capability of the oldest cards served, times ten
+_LEAST = 80  # the lowest compute capability that the kernels support, times ten
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What NVRTC made of a source: code for a card, or PTX; the kernels' names in it by their C++ names; its log."""
+    """NVRTC's output: code for a card, or PTX; the kernels' names in the code by their C++ names; the log."""
 
     code: bytes
     names: dict[str, str]
@@ -35,7 +35,7 @@ class Compiled:
 
 
 class Kernel:
-    """A kernel on a device, called as CuPy's are."""
+    """A kernel on a device, called like a kernel of CuPy."""
 
     def __init__(self, function: Any, driver: Any) -> None:
         self._function, self._driver = function, driver
@@ -43,7 +43,7 @@ class Kernel:
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
-        """The most bytes of shared memory asked for so far; never lowered, as another thread may need them."""
+        """The most bytes of shared memory requested so far; never lowered, as another thread may need them."""
         return self._shared
 
     @max_dynamic_shared_size_bytes.setter
@@ -59,11 +59,11 @@ class Kernel:
 
 
 def architecture(nvrtc: Any, capability: int) -> str:
-    """Return what to compile for, for a card of a compute capability, times ten.
+    """Return the target to compile for, given a card's compute capability times ten.
 
-    Code of sm_90 or sm_100, not of sm_90a or sm_100a, whose further instructions no kernel takes. For a card that
-    NVRTC does not know it is PTX of the newest one before it, which the driver translates; it refuses compute_90a
-    there.
+    The target is sm_90 or sm_100, not sm_90a or sm_100a: no kernel uses their extra instructions. For a card that
+    NVRTC does not know, the target is PTX of the newest older architecture. The driver translates it, but would refuse
+    compute_90a there.
     """
     known = nvrtc.getSupportedArchs()
     if capability in known:
@@ -74,8 +74,8 @@ def architecture(nvrtc: Any, capability: int) -> str:
 def compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: Sequence[str] = ()) -> Compiled:
     """Compile kernels of a source, given by their C++ names, for an architecture; `nvrtc` is `cupy.cuda.nvrtc`.
 
-    That is done on a thread of its own: NVRTC 12.0 to 12.5 leave the one that calls them in the locale "C", where
-    files are read as ASCII from then on.
+    NVRTC runs on a thread of its own: versions 12.0 to 12.5 leave their thread in the locale "C", where Python reads
+    files as ASCII.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_compiled, nvrtc, source, names, target, more).result()
@@ -92,7 +92,7 @@ def _compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: 
             version = ".".join(map(str, nvrtc.getVersion()))
             raise RuntimeError(
                 f"NVRTC {version} does not compile {', '.join(names)} for {target} ({error}). Report this, or install "
-                f"another version of it:\n{nvrtc.getProgramLog(program)}"
+                f"another version of NVRTC:\n{nvrtc.getProgramLog(program)}"
             ) from error
         code = nvrtc.getCUBIN(program) if target.startswith("sm_") else nvrtc.getPTX(program)
         lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
@@ -105,8 +105,8 @@ def _compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: 
 def loaded(xp: Any, source: str, name: str, device: int) -> Kernel:
     """Return a kernel of a source on the current device, which is `device`; `xp` is CuPy.
 
-    Kernels are compiled one by one: that takes tenths of a second for each, and up to a quarter of a minute for all of
-    a source, of which a call needs a few.
+    NVRTC compiles each kernel alone, in tenths of a second. A whole source takes up to a quarter of a minute, and a
+    call needs only a few of its kernels.
     """
     nvrtc = _nvrtc(xp)
     target = architecture(nvrtc, _capability(xp, device))
@@ -127,14 +127,14 @@ def _nvrtc(xp: Any) -> Any:
         nvrtc.getVersion()
     except (AttributeError, ImportError, RuntimeError, OSError) as error:
         raise ImportError(
-            "the kernels for a CUDA device are compiled by NVRTC, which CuPy does not find: install the CUDA "
-            "toolkit, or pip install 'cupy-cuda13x[ctk]>=14' (cupy-cuda12x for CUDA 12), which brings it"
+            "CuPy does not find NVRTC, which compiles the kernels for a CUDA device. Install the CUDA toolkit, or "
+            "pip install 'cupy-cuda13x[ctk]>=14' (cupy-cuda12x for CUDA 12), which includes NVRTC"
         ) from error
     return nvrtc
 
 
 def _capability(xp: Any, device: int) -> int:
-    """Return the compute capability of a device, times ten, or raise where it is too old."""
+    """Return the compute capability of a device, times ten, or raise if it is too low."""
     found = xp.cuda.Device(device).compute_capability
     if int(found) < _LEAST:
         card = xp.cuda.runtime.getDeviceProperties(device)["name"]

@@ -1,6 +1,6 @@
-"""How the CPU kernels are compiled: one decorator, one set of flags, and the shape of the vector unit.
+"""The compiler of the CPU kernels: one decorator, one set of flags, and the shape of the vector unit.
 
-No fast-math: NaN and infinity carry meaning here, and the order of every sum is part of the contract.
+There is no fast-math: NaN and infinity have meanings here, and the order of every sum is part of the contract.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _IMPORT = re.compile(rb"^from levattn\._kernels\.([\w.]+) import", re.MULTILINE)
 
 @cache
 def _source(path: Path) -> tuple[str, list[Path]]:
-    """Return the hash of a file of kernels, and the files from which it imports."""
+    """Return the hash of a file of kernels, and the files of kernels that it imports."""
     text = path.read_bytes()
     return hashlib.sha256(text).hexdigest(), [
         _FOLDER.joinpath(*name.decode().split(".")).with_suffix(".py") for name in _IMPORT.findall(text)
@@ -50,7 +50,7 @@ def _source(path: Path) -> tuple[str, list[Path]]:
 
 
 def _sources(path: Path) -> dict[str, str]:
-    """Return the hash of a file of kernels and of all those from which it imports, by their names."""
+    """Return the hashes of a file of kernels and of all files of kernels that it imports, by their names."""
     found: dict[str, str] = {}
     left = [path]
     while left:
@@ -63,28 +63,28 @@ def _sources(path: Path) -> dict[str, str]:
 
 
 def _stamp(function: Callable[..., Any]) -> str:
-    """Return what changes with the sources of a kernel and of what it may call."""
+    """Return a hash of the sources of a kernel and of all functions that it may call."""
     sources = _sources(Path(function.__code__.co_filename))
     return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk, if that can be.
+    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk if possible.
 
-    Numba takes cached code for current as long as the function's own file is, but code holds what the function calls
-    and the constants that it reads, wherever they stand. So it is stamped with the sources from which its own imports.
+    Numba only checks the function's own file for changes, but compiled code also contains functions and constants of
+    other files. So a stamp of all imported sources is part of the cache's key.
     """
     kernel: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
-    if hasattr(kernel, "_cache"):  # not without a compiler
+    if hasattr(kernel, "_cache"):  # absent if Numba's compiler is disabled
         kernel.compile = _compiler(kernel, function)
     compiled: Callable[..., Any] = kernel
     return compiled
 
 
 class _Uncollected:
-    """No collections of garbage within: compiling makes millions of objects and hardly a cycle among them.
+    """Suspend garbage collection: compiling makes millions of objects and hardly a cycle among them.
 
-    Threads may be within at once: the first to enter stops them, and the last to leave lets them be.
+    Several threads may be inside: the first to enter disables collection, and the last to leave restores it.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class _Uncollected:
                 gc.enable()
 
     def forget(self) -> None:
-        """Begin anew in a forked process, in which no other thread goes on."""
+        """Begin anew in a forked process, where the other threads do not run."""
         if self._inside and self._collects:
             gc.enable()
         self._lock, self._inside = threading.Lock(), 0
@@ -116,8 +116,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _compiler(kernel: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return how a kernel is compiled or read from its cache, which is looked for when it is first called."""
-    compile, without, stamp = kernel.compile, kernel._cache, _stamp(function)  # of the sources as they are imported
+    """Return a `compile` for a kernel that looks for its cache at the first call."""
+    compile, without, stamp = kernel.compile, kernel._cache, _stamp(function)  # the stamp of the sources as imported
 
     @wraps(compile)
     def compiled(*arguments: Any) -> Any:
@@ -130,14 +130,14 @@ def _compiler(kernel: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let compiled code call `function`: it becomes part of each kernel that does, and stays Python for others."""
+    """Let compiled code call `function`: each kernel that calls it includes its code; elsewhere it stays Python."""
     registered: Callable[..., Any] = register_jitable(no_cfunc_wrapper=True, **_compiler_of_parts())(function)
     return registered
 
 
 @cache
 def _compiler_of_parts() -> dict[str, Any]:
-    """Return the option by which parts of kernels are not compiled alone, where Numba is as known here."""
+    """Return the option that keeps Numba from compiling parts of kernels alone, if `parts` supports this Numba."""
     try:
         from levattn._kernels.parts import PartCompiler
     except ImportError:
@@ -146,27 +146,27 @@ def _compiler_of_parts() -> dict[str, Any]:
 
 
 def _cache_of(function: Callable[..., Any], stamp: str) -> Any:
-    """Return the cache of a function, or None where there can be none."""
+    """Return the cache of a function, or None if `cache` does not support this Numba."""
     try:
         from levattn._kernels.cache import KernelCache, ShippedCache
 
         try:
             return KernelCache(function, stamp, _say_uncached)
-        except RuntimeError:  # of Numba, where it finds no folder
+        except RuntimeError:  # Numba finds no writable folder
             return ShippedCache(function, stamp, _say_uncached)
-    except (ImportError, AttributeError, TypeError):  # of a Numba that keeps its files in another way
-        _say_uncached(f"Numba {numba.__version__} keeps it in a way that is not known here")
+    except (ImportError, AttributeError, TypeError):  # a Numba with other cache files
+        _say_uncached(f"Numba {numba.__version__} keeps it in a way unknown to this levattn")
     return None
 
 
 def _wide() -> bool:
-    named = numba.config.CPU_FEATURES  # where code is made for another processor
+    named = numba.config.CPU_FEATURES  # set if code is made for another processor
     return (
         bool(llvm.get_host_cpu_features().get("avx512f", False)) if named is None else "+avx512f" in named.split(",")
     )
 
 
-# The register tiles: with 32 registers of 512 bits, and with 16 of 256 (LLVM splits these on narrower units).
+# The register tiles, for 32 registers of 512 bits and for 16 of 256 (LLVM splits the latter on narrower units).
 if _wide():
     VECTOR_BYTES = 64
     PANEL = 4  # vectors across a tile of the second moment

@@ -1,7 +1,7 @@
-"""How LLVM vector code is written, where the compiler does not find it from loops, and what all compiled code calls.
+"""Writing LLVM vector code, where the compiler does not vectorize loops by itself, and primitives of all kernels.
 
 Addresses are integers, in bytes. ``like`` is any array (or pointer) of the dtype to compute in, float32 or float64.
-Numbers that code is made for, as the rows of a tile, are known when it is compiled: it is one straight piece.
+Sizes such as the rows of a tile are known at compile time, so that a tile is straight-line code.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Value = Any
 
 I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
-# What tells a processor that another thread of its core may go on meanwhile; others are kept busy
+# The instruction that lets another thread of the core run meanwhile; processors without one spin
 _PAUSE = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(platform.machine().lower())
 
 
@@ -100,7 +100,7 @@ def splat(b: Builder, scalar: Value, lanes: int) -> Value:
 
 
 def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
-    """Return ``x y + z``, rounded once, of numbers or of vectors."""
+    """Return ``x y + z``, rounded once, for numbers or vectors."""
     kind = x.type
     lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
     element = kind.element if lanes else kind
@@ -138,10 +138,10 @@ def across(b: Builder, value: Value, name: str) -> Value:
 
 
 def exponential(b: Builder, x: Value) -> Value:
-    """Return e^x of every lane, to about one unit in the last place, for x below the range's end; 0 for tiny results.
+    """Return e^x of every lane, to about one unit in the last place, for x that do not overflow; 0 for tiny results.
 
-    x = n log 2 + r with |r| at most half of log 2, and the series of e^r; n goes into the exponent by way of the last
-    bits of a large number. NaN stays NaN.
+    x = n log 2 + r with |r| at most half of log 2. A series gives e^r, and the last bits of a large number put n into
+    the exponent. NaN stays NaN.
     """
     vector = x.type
     single = isinstance(vector.element, ir.FloatType)
@@ -150,7 +150,7 @@ def exponential(b: Builder, x: Value) -> Value:
         return ir.Constant(vector, [value] * vector.count)
 
     bits, bias, terms, least = (23, 127, 7, -87.0) if single else (52, 1023, 13, -708.0)
-    # log 2 in two parts, of which the first has few bits: so n times it is exact
+    # log 2 in two parts; the first has few bits, so that its product with n is exact
     high, low = (0.693359375, -2.121944400546905828e-4) if single else (0.6931471803691238, 1.908214929270587816e-10)
     magic = 1.5 * 2.0**bits
     shifted = fma(b, x, constant(1 / math.log(2)), constant(magic + bias))
@@ -167,7 +167,7 @@ def exponential(b: Builder, x: Value) -> Value:
 
 @contextmanager
 def rolled(b: Builder, first: Value, last: Value, step: int = 1) -> Iterator[Value]:
-    """Go through ``first:last:step`` in a loop that LLVM takes as it is: unrolled, it would compile for longer.
+    """Loop over ``first:last:step`` without letting LLVM unroll the loop, which would take longer to compile.
 
     LLVM cannot count the rounds of a loop whose step it does not know.
     """
@@ -177,14 +177,14 @@ def rolled(b: Builder, first: Value, last: Value, step: int = 1) -> Iterator[Val
 
 
 def repeated(b: Builder, n: Value, begin: Iterable[Value], step: Callable[..., Iterable[Value]]) -> list[Value]:
-    """Return what n steps make of some values, which are in registers meanwhile; `begin` where n is not positive."""
+    """Return the values after n steps from `begin`, held in registers meanwhile; `begin` if n is not positive."""
     before, begin = b.block, [n, *begin]
     loop, after = b.append_basic_block("steps"), b.append_basic_block("after")
     b.cbranch(b.icmp_signed(">", n, integer(0)), loop, after)
     b.position_at_end(loop)
     left, *held = (b.phi(value.type) for value in begin)
     moved = list(step(*held))
-    following = [b.sub(left, integer(1)), *moved]  # counted last: LLVM spills vectors of some tiles otherwise
+    following = [b.sub(left, integer(1)), *moved]  # counted last, else LLVM spills vectors of some tiles
     b.cbranch(b.icmp_signed(">", following[0], integer(0)), loop, after)
     b.position_at_end(after)
     results = []
@@ -198,7 +198,7 @@ def repeated(b: Builder, n: Value, begin: Iterable[Value], step: Callable[..., I
 
 
 class Vectors:
-    """Code for vectors of numbers like `like`: whole ones, or of `count` numbers."""
+    """Code for vectors of numbers like `like`: whole vectors, or vectors of `count` numbers."""
 
     def __init__(self, b: Builder, like: Any, count: int | None = None) -> None:
         self.b = b
@@ -211,11 +211,11 @@ class Vectors:
         return pointer(self.b, base if offset is None else self.b.add(base, offset), self.scalar)
 
     def load(self, base: Value, offset: Value | None = None) -> Value:
-        """Return the vector that lies there."""
+        """Return the vector at an address, `offset` bytes further if given."""
         return load(self.b, self.pointer(base, offset), self.kind, self.size)
 
     def store(self, value: Value, base: Value, offset: Value | None = None) -> None:
-        """Write a vector there."""
+        """Write a vector to an address, `offset` bytes further if given."""
         store(self.b, value, self.pointer(base, offset), self.size)
 
     def row(self, base: Value, vectors: int) -> list[Value]:
@@ -228,7 +228,7 @@ class Vectors:
         return [load(self.b, place, self.kind, self.size) for place in self.row(base, vectors)]
 
     def number(self, base: Value, place: int = 0) -> Value:
-        """Return a number in all lanes: that at a place after an address."""
+        """Return the number at a place after an address, in all lanes."""
         at = self.b.gep(self.pointer(base), [integer(place)])
         return self.splat(load(self.b, at, self.scalar, self.size))
 
@@ -250,7 +250,7 @@ class Vectors:
 
 @intrinsic
 def address(typing, array):
-    """Return where the first number of an array lies, as an int64: NumPy's is unsigned, and may become a float."""
+    """Return the address of an array as int64: NumPy's is unsigned, and Numba may convert it to a float."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         held = context.make_array(signature.args[0])(context, b, arguments[0])
@@ -260,7 +260,7 @@ def address(typing, array):
 
 
 def primitive(define: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an intrinsic of what defines one; where it takes an int64 it takes no float, which Numba would convert."""
+    """Make an intrinsic of its definition `define`; int64 arguments reject floats, which Numba would convert."""
 
     @wraps(define)
     def checked(typing: Any, *given: Any) -> Any:
@@ -279,9 +279,9 @@ def primitive(define: Callable[..., Any]) -> Callable[..., Any]:
 def vector_code(*, returns: str = "nothing", numbers: str = "", literals: str = "") -> Callable[..., Any]:
     """Make an intrinsic ``(like, ...)`` of a function that writes its code, given `Vectors` in place of the builder.
 
-    Arguments are int64 or tuples of these, but for the `numbers` that are named, which are like `like`, and the
-    `literals`, integers that are known when code is compiled. The intrinsic `returns` "nothing", a "number" like
-    `like`, an "integer" or a "flag".
+    Arguments are int64 or tuples of int64, with two exceptions. The named `numbers` are like `like`, and the named
+    `literals` are integers known at compile time. The intrinsic `returns` "nothing", a "number" like `like`, an
+    "integer" or a "flag".
     """
 
     def made(emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,8 +318,8 @@ def vector_code(*, returns: str = "nothing", numbers: str = "", literals: str = 
 def combine(v, like, source, others, n, target, how):
     """Write `n` numbers like `like` at `source`, changed by the float64 numbers at `others`, to `target`.
 
-    These are subtracted (how: 0) or multiplied (1), or all numbers are multiplied by the first of them (2), and the
-    product may be subtracted from what is there (3). Each result is rounded to the precision of `like`.
+    If `how` is 0, subtract `others`; if 1, multiply by them; if 2, multiply all numbers by the first of them. If 3,
+    also subtract this last product from the numbers at `target`. Each result is rounded to the precision of `like`.
     """
     b, double = v.b, ir.DoubleType()
     from_, to, given = v.pointer(source), v.pointer(target), pointer(b, others, double)
@@ -345,9 +345,9 @@ def combine(v, like, source, others, n, target, how):
 
 @primitive
 def subtract_rows(typing, target, source, stride, a, b, c, e, vectors):
-    """Subtract the rows at `source`, times a, b, c and e, from that at `target`, as so many whole vectors.
+    """Subtract the four rows at `source`, times a, b, c and e, from the row at `target`, of so many whole vectors.
 
-    Numbers are float64, and rows are `stride` of them apart.
+    Numbers are float64, and rows are `stride` numbers apart.
     """
     scalar, vector = ir.DoubleType(), ir.VectorType(ir.DoubleType(), VECTOR_BYTES // 8)
 
@@ -382,7 +382,7 @@ def _chosen(order: str) -> Callable[..., Any]:
     return primitive(smaller_or_larger)
 
 
-# Of two numbers, the first where none is smaller (larger). Those of Python are functions that are compiled alone.
+# The second number if it is smaller (larger), else the first. Numba compiles Python's min and max separately.
 smaller, larger = _chosen("<"), _chosen(">")
 
 
@@ -398,7 +398,7 @@ def fused_multiply_add(typing, x, y, z):
 
 @primitive
 def as_pointer(typing, address, array):
-    """Return `address` as a pointer to numbers like those of an array, or like a number."""
+    """Return `address` as a pointer to numbers of the type of `array`, an array or a number."""
     kind = types.CPointer(getattr(array, "dtype", types.unliteral(array)))
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
@@ -421,7 +421,7 @@ def product_high(typing, a, b):
 
 @primitive
 def word_now(typing, at):
-    """Return the int64 at an address, read anew."""
+    """Return the int64 at an address, read from memory anew."""
 
     def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
         if _PAUSE is not None:
@@ -433,7 +433,7 @@ def word_now(typing, at):
 
 @primitive
 def taken(typing, at):
-    """Return the int64 at an address, and leave the next one there: threads that share it get each number once."""
+    """Return the int64 at an address, and add one to it atomically: threads that share it get each number once."""
 
     def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
         return b.atomic_rmw("add", pointer(b, arguments[0], I64), integer(1), "monotonic")

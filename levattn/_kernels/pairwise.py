@@ -1,4 +1,4 @@
-"""Sums whose terms are combined in one order, however they come."""
+"""Sums whose terms are combined in one order, however they arrive."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _T = TypeVar("_T", bound=_Addable)
 class PairwiseSum(Generic[_T]):
     """A sum whose terms are combined like the bits of a binary counter, always in the same order.
 
-    Terms are numbered; 2^level of them that begin at a multiple of 2^level may come as one. The result does not
-    depend on how they came, its rounding error grows with the logarithm of their number, and at most one partial
-    sum is held for each level. Terms are never written to, unless they are `owned`.
+    Terms are numbered; 2^level terms that begin at a multiple of 2^level may arrive as one. The result does not depend
+    on how they arrive, and its rounding error grows with the logarithm of their number. At most one partial sum is
+    held for each level. Terms are never written to, unless they are `owned`.
     """
 
     def __init__(self, count: int = 0, levels: dict[int, _T] | None = None, *, owned: bool = False) -> None:
@@ -28,7 +28,7 @@ class PairwiseSum(Generic[_T]):
         self.levels: dict[int, _T] = dict(levels or {})
 
     def copy(self) -> PairwiseSum[_T]:
-        """Return a sum that goes on from here by itself."""
+        """Return an independent copy of the sum so far."""
         return PairwiseSum(self.count, self.levels)
 
     def add(self, term: _T, level: int = 0) -> None:
@@ -42,7 +42,7 @@ class PairwiseSum(Generic[_T]):
         self.levels[level] = term
 
     def total(self, tail: _T | None = None) -> _T | None:
-        """Return the sum with `tail` (a last, incomplete term) added, or None where there was no term."""
+        """Return the sum with `tail` (a last, incomplete term) added, or None if there was no term."""
         for level in sorted(self.levels):
             tail = self.levels[level] if tail is None else self._plus(tail, self.levels[level])
         return tail
@@ -55,7 +55,7 @@ class PairwiseSum(Generic[_T]):
 
 
 def pairwise_sum(terms: Iterable[Any], nothing: Any = 0.0) -> Any:
-    """Return the sum of terms as `PairwiseSum` has it, or `nothing` where there are none."""
+    """Return the sum of terms in the order of `PairwiseSum`, or `nothing` if there are none."""
     sums: PairwiseSum[Any] = PairwiseSum()
     for term in terms:
         sums.add(term)

@@ -1,8 +1,9 @@
-"""Parts of kernels: functions that are compiled with each kernel that calls them, and not alone.
+"""Parts of kernels: functions that Numba compiles within each kernel that calls them, and not alone.
 
-Numba optimizes a function and makes machine code of it before another may call it, and then does so again within the
-other. Of kernels that call many small functions this is most of what compiling takes. The module knows how Numba keeps
-code that is not final (`numba.core.codegen`, alike from 0.61 on); without it all works, and compiles for longer.
+Numba optimizes a function and makes its machine code before another function may call it, and then repeats that work
+within the caller. For kernels that call many small functions, this is most of the compile time. The module depends on
+how Numba keeps code that is not final (`numba.core.codegen`, the same from 0.61 on). Without it all works, but takes
+longer to compile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["PartCompiler"]
 
 
 class _Part(JITCodeLibrary):  # type: ignore[misc]
-    """Code that is linked into that of its callers as it is, and never run for itself."""
+    """Code that its callers link in as it is, and that never runs alone."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -36,14 +37,14 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
         state.library = _Part(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
         super().run_pass(state)
-        # What stands for the address of the code that is not made: callers find the part by it.
+        # A unique stand-in for the address of machine code, of which there is none: callers find the part by it.
         state.cr = state.cr._replace(cfunc=[].append)
         state.targetctx.insert_user_function(state.cr.cfunc, state.cr.fndesc, [state.library])
         return True
 
 
 class PartCompiler(Compiler):  # type: ignore[misc]
-    """Numba's compiler, up to code that is not final."""
+    """Numba's compiler, without the steps that finish code."""
 
     def define_pipelines(self) -> Any:
         (passes,) = super().define_pipelines()

@@ -1,4 +1,4 @@
-"""What compiled code works on, as one record: numbers, and where arrays lie. Its fields are read by their names."""
+"""One record as the argument of compiled code: numbers and the addresses of arrays, in named fields."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _addressof, _of_memory = ctypes.addressof, ctypes.c_char.from_buffer
 
 
 class RecordType:
-    """Records with so named arrays, int64 numbers (addresses among them) and float64 numbers.
+    """Records with named arrays, int64 numbers (addresses among them) and float64 numbers.
 
-    Of an array there are the address, `at`, which is 0 where there is no array, and the steps along so named axes, in
-    bytes.
+    An array has its address, `at`, which is 0 where there is no array, and its steps along the named axes, in bytes.
     """
 
     def __init__(self, arrays: Sequence[str], axes: Sequence[str], whole: Sequence[str], real: Sequence[str] = ()):
@@ -31,21 +30,21 @@ class RecordType:
         fields += [(name, np.float64, 0) for name in real]
         self.dtype = np.dtype([(name, kind) for name, kind, _ in fields], align=True)
         self.words = 0
-        # the first word of each field and the number of its parts: dtypes are slow to ask
+        # the first word of each field and the number of its parts, because looking them up in a dtype is slow
         self.places: dict[str, tuple[int, int]] = {}
         for name, _, parts in fields:
             self.places[name] = self.words, parts
             self.words += parts or 1
 
     def scratch(self, sizes: Mapping[str, int]) -> Scratch:
-        """Return how the scratch of a thread lies in its memory, given the bytes for each of some fields."""
+        """Return the layout of a thread's scratch, given the bytes for each of some fields."""
         starts = np.cumsum([0, *(-(-size // _LINE) * _LINE for size in sizes.values())])
         return Scratch(np.array([self.places[name][0] for name in sizes]), starts[:-1], int(starts[-1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """The words of a record that tell where its scratch lies, the places there, and the bytes of all of it."""
+    """The words of a record that hold addresses of scratch, their offsets in it, and its size in bytes."""
 
     words: Int64
     starts: Int64
@@ -53,15 +52,15 @@ class Scratch:
 
 
 def _address(array: Any) -> int:
-    """Return where an array begins, 0 if it is empty."""
+    """Return the address of an array, 0 if it is empty."""
     try:
-        return _addressof(_of_memory(array))  # in a quarter of the time that NumPy takes to say it
+        return _addressof(_of_memory(array))  # in a quarter of the time of NumPy's own interface
     except (BufferError, TypeError, ValueError):  # it is empty, has gaps, or may not be written to
         return int(array.__array_interface__["data"][0]) if array.size else 0
 
 
 class Record:
-    """One record, and the arrays whose addresses it has."""
+    """One record, and the arrays whose addresses it holds."""
 
     def __init__(self, kind: RecordType, scratch: Scratch, like: Record | None = None, /, **fields: Any) -> None:
         self._kind, self._scratch = kind, scratch
@@ -71,14 +70,14 @@ class Record:
 
     @classmethod
     def begun(cls, kind: RecordType, scratch: Scratch, /, **fields: Any) -> tuple[RecordType, Scratch, Record]:
-        """Return what makes records that begin with some numbers, and arrays that are always the same."""
+        """Return the arguments for records that begin with the same numbers and arrays."""
         return kind, scratch, cls(kind, scratch, **fields)
 
     def put(self, fields: Mapping[str, Any]) -> None:
-        """Write numbers, and of arrays the address and the steps that the field holds; None is no array.
+        """Write numbers, and the address and steps of each array; None stands for no array.
 
-        An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side, and
-        one whose field holds no steps unless all of its numbers do.
+        An array of rows has one axis more than its field has steps; it is copied unless each row is contiguous. An
+        array whose field has no steps is copied unless all of it is contiguous.
         """
         words, places, kept = self._words, self._kind.places, self._kept
         for name, value in fields.items():
@@ -98,7 +97,7 @@ class Record:
                     words[axis] = step
 
     def for_thread(self) -> tuple[Any, Any]:
-        """Return the record as compiled code takes it, with scratch of its own, which is to be kept meanwhile."""
+        """Return the record for compiled code, and its own scratch, which the caller must keep alive."""
         words, room = self._words.copy(), np.empty(self._scratch.size + _LINE, np.uint8)
         base = -(-_address(room) // _LINE) * _LINE
         words[self._scratch.words] = self._scratch.starts + base

@@ -1,4 +1,4 @@
-"""Scratch of kernels: arrays made within compiled code. Those of NumPy would each be compiled as a function first."""
+"""Scratch arrays of kernels, made in compiled code: Numba would first compile NumPy's functions, one by one."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def _define(like: Any, shape: Any, cleared: bool) -> Any:
 
 @intrinsic
 def empty(typing, like, shape):
-    """Return an array of a shape (a tuple) whose numbers are of the type of `like`, an array or a number.
+    """Return an array of `shape` (a tuple) whose numbers have the type of `like`, an array or a number.
 
-    Lengths are not checked: none may be negative, nor their product overflow.
+    Lengths are not checked: none may be negative, and their product must not overflow.
     """
     return _define(like, shape, cleared=False)
 
 
 @intrinsic
 def zeros(typing, like, shape):
-    """Return what `empty` does, filled with zeros."""
+    """Return an array as `empty` does, filled with zeros."""
     return _define(like, shape, cleared=True)
 
 
@@ -79,7 +79,7 @@ def clear(typing, array, first, count):
 
 @helper
 def fill(like, at, n, value):
-    """Write equal numbers of the type of the pointer `like` to an address."""
+    """Write `n` equal numbers, of the type of the pointer `like`, to an address."""
     target = as_pointer(at, like)
     for j in range(n):
         target[j] = value
@@ -87,7 +87,7 @@ def fill(like, at, n, value):
 
 @helper
 def filled(like, size, value):
-    """Return a vector of equal numbers."""
+    """Return an array of `size` equal numbers."""
     made = empty(like, (size,))
     for i in range(size):
         made[i] = value

@@ -1,4 +1,4 @@
-"""How work of the CPU is cut into runs of tasks, and shared out over threads."""
+"""Splitting the work of the CPU into runs of tasks, and sharing them out over threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread c
 
 
 def threads_for(work: float) -> int:
-    """Return how many threads so many multiply-adds are worth."""
+    """Return the number of threads for so many multiply-adds."""
     return num_threads() if work >= _THREAD_WORK else 1
 
 
@@ -39,9 +39,9 @@ def share(body: Callable[[int, int], None], n: int, work: float) -> None:
 
 
 def share_one_by_one(body: Callable[[Int64, int], None], n: int, work: float) -> None:
-    """Call ``body(place, most)`` for compiled code that takes tasks from ``place[0]`` on, by `taken`, at most so many.
+    """Call ``body(place, most)``, compiled code that takes at most so many tasks from ``place[0]`` on, by `taken`.
 
-    So a short call does not come back to Python, and to its lock, for each run; a long one does, to be interrupted.
+    A short call so avoids a return to Python, and its lock, for each run; a long call returns, to be interrupted.
     """
     threads = 1 if n <= 1 else threads_for(work)
     if threads > 1:
@@ -56,8 +56,8 @@ def share_one_by_one(body: Callable[[Int64, int], None], n: int, work: float) ->
 
 @cache
 def _look_out() -> None:
-    """Let threads look out for work without sleep, from the first work on that they share."""
+    """Let threads wait for work without sleep, from the first shared work on."""
     from levattn._kernels.waiting import wait_for_change
 
-    wait_for_change(np.zeros(1, np.int64), 1)  # compiled here rather than by each of them
+    wait_for_change(np.zeros(1, np.int64), 1)  # compiled here, not in each thread
     look_out_by(wait_for_change)

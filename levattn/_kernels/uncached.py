@@ -12,10 +12,10 @@ __all__ = ["say_uncached"]
 
 @cache
 def say_uncached(reason: str, variable: str) -> None:
-    """Warn, once for each reason, that the next process will compile anew; a variable names where code is kept."""
+    """Warn, once for each reason, that the next process compiles anew; `variable` sets the folder for code."""
     warnings.warn(
-        f"compiled code cannot be kept ({reason}), so that each process compiles anew what it calls; set "
-        f"{variable} to a folder that can be written and has room",
+        f"compiled code cannot be kept ({reason}), so each process compiles its kernels anew. Set {variable} to a "
+        "writable folder with free space",
         CacheWarning,
         stacklevel=3,
     )

@@ -19,7 +19,7 @@ def _factor(at, d, width, c, factor):
     """Replace the upper triangle of R (d, width) by its Cholesky factor and return the smallest pivot.
 
     `at` is the address of R, and `factor` room for one number. Columns whose `c` is not positive are left out. The
-    lower triangle holds finite numbers of no meaning.
+    lower triangle ends up with finite numbers without meaning.
     """
     R = as_pointer(at, 0.0)
     smallest = np.inf
@@ -48,7 +48,7 @@ def _factor(at, d, width, c, factor):
 
 @helper
 def _scale(at, row, first, width, factor):
-    """Multiply a row from column `first` on; matrices are addresses, and rows their first numbers."""
+    """Multiply a row by `factor` from column `first` on; a matrix is an address, a row the index of its start."""
     left = first // _STEP * _STEP
     place = at + 8 * (row + left)
     combine(factor, place, address(factor), width - left, place, 2)
@@ -56,14 +56,14 @@ def _scale(at, row, first, width, factor):
 
 @helper
 def _subtract_one(source, row, first, width, factor, into):
-    """Subtract a row, times a factor, from column `first` on, from another of the same matrix."""
+    """Subtract a row times a factor, from column `first` on, from the row `into` of the same matrix."""
     left = first // _STEP * _STEP
     combine(factor, source + 8 * (row + left), address(factor), width - left, source + 8 * (into + left), 3)
 
 
 @helper
 def _subtract_four(source, row, first, width, a, b, c, e, into):
-    """Subtract four rows, times a, b, c and e, likewise."""
+    """Subtract four rows times a, b, c and e, from column `first` on, from the row `into`."""
     left = first // _STEP * _STEP
     vectors = (width - left) // _LANES
     subtract_rows(source + 8 * (into + left), source + 8 * (row + left), width, a, b, c, e, vectors)
@@ -71,10 +71,7 @@ def _subtract_four(source, row, first, width, a, b, c, e, into):
 
 @helper
 def _invert(at, d, width, c, to, sums, factor):
-    """Write the inverse of the upper triangle of R, at `at`, to `to` and return the product of its 1- and ∞-norms.
-
-    It is zero before.
-    """
+    """Write the inverse of the triangle R at `at` to `to` (zeros before); return the product of its 1- and ∞-norms."""
     R, inverse = as_pointer(at, 0.0), as_pointer(to, 0.0)
     tallest = 0.0
     for i in range(d - 1, -1, -1):
@@ -110,8 +107,8 @@ def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
     """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
 
     W becomes the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``, times D⁻¹ from the
-    left. `pivot` is the smallest pivot met, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. The
-    rest is as in `FactorKernels`.
+    left. `pivot` is the smallest pivot met, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. See
+    `FactorKernels`.
     """
     d = G.shape[1]
     width = (d + _STEP - 1) // _STEP * _STEP

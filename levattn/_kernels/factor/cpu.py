@@ -36,7 +36,7 @@ class _Inverses:
 
 
 def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> _Inverses:
-    """Factor small matrices."""
+    """Factor small matrices; see `FactorKernels`."""
     G = np.ascontiguousarray(G)
     W = np.zeros_like(G)
     pivot, bound = np.empty(len(G)), np.empty(len(G))

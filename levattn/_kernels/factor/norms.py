@@ -10,8 +10,8 @@ from levattn._core.types import Float64
 
 __all__ = ["extremes_of", "sharpened", "spectral_norm"]
 
-_STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
-_WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
+_STEPS, _FEW_STEPS = 30, 10  # of power iteration; few from _WIDE columns on, where a step takes long
+_WIDE, _SHORT = 512, 1.5  # factor by which the squared norm is raised after few steps
 
 
 def extremes_of(diagonals: Float64) -> tuple[Float64, Float64]:
@@ -24,7 +24,7 @@ def spectral_norm(A: Float64, steps: int = _STEPS) -> float:
     x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
     size = 0.0
     for _ in range(steps):
-        # from there on BLAS would leave threads spinning beside LAPACK and the next pass, for a tenth of a second
+        # for wide A, BLAS would leave threads spinning beside LAPACK and the next pass, for a tenth of a second
         y = A.T @ (A @ x) if len(A) < _WIDE else np.einsum("ij,i->j", A, np.einsum("ij,j->i", A, x))
         size = math.sqrt(float(y @ y))
         if size == 0:
@@ -34,9 +34,9 @@ def spectral_norm(A: Float64, steps: int = _STEPS) -> float:
 
 
 def sharpened(bound: Float64, W: Float64, G: Float64, limits: Float64 | float) -> Float64:
-    """Return bounds (b,) of the squared norm of each W for equilibrated columns, better ones where above a limit.
+    """Return bounds (b,) of the squared norm of each W for equilibrated columns, sharpened where above a limit.
 
-    bound: of `inverse_cholesky`; infinite where there is no W.
+    bound: as `inverse_cholesky` computes it; infinite where there is no W.
     G: the moments, (b, d, d).
     """
     far = (bound > limits) & (bound < math.inf)

@@ -1,4 +1,4 @@
-"""BLAS and LAPACK, on threads of their own: faster than the tiles from so many columns on."""
+"""BLAS and LAPACK, on threads of their own: faster than the tiles from some number of columns on."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ __all__ = [
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 20  # numbers of keys that are projected at a time
 _WIDE = 1024  # columns from which adding up runs takes long
-_PIECE = 256  # rows of which whole numbers are scored together
-_SHORT = BLOCK // 2  # rows that are summed before they are combined in pairs, up to
-_NARROW = 256  # columns, where that costs little, so that two threads can share a block
-_LONGEST = 63  # level of a run of blocks that is longer than any
+_PIECE = 256  # rows of which each task scores a multiple
+_SHORT = BLOCK // 2  # rows that are summed before sums are combined in pairs, up to _NARROW columns
+_NARROW = 256  # columns up to which short sums cost little, so that two threads can share a block
+_LONGEST = 63  # the level of a run longer than any
 
 
 def _padded(matrices: Float64 | None, width: int) -> Float64:
@@ -55,12 +55,12 @@ def _panels(W: Float64, X: Any) -> Any:
     columns, width = X.shape[1], SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     count = -(-columns // width)
     split = _padded(W, count * width)[:, :columns].reshape(len(W), columns, count, width)
-    with np.errstate(over="ignore"):  # what leaves the range of float32 is infinite
+    with np.errstate(over="ignore"):  # numbers beyond the range of float32 become infinite
         return np.ascontiguousarray(split.swapaxes(1, 2), X.dtype)
 
 
 def levels_of(pieces: Pieces, unit: int = BLOCK) -> int:
-    """Return how many partial sums the longest of some pieces holds while sums of `unit` rows are paired."""
+    """Return the number of partial sums that the longest piece holds while sums of `unit` rows are paired."""
     longest = max((stop - start for _, _, start, stop in pieces.tolist()), default=0)
     return 2 + max(0, -(-longest // unit) - 1).bit_length()
 
@@ -70,18 +70,18 @@ def _unit(d: int) -> int:
 
 
 def longest_run(rows: Rows, items: int) -> int:
-    """Return the level of the longest run of blocks that one thread is to sum up: enough of them for all threads."""
+    """Return the level of the longest run of blocks that one thread sums up: all threads must get runs."""
     blocks = -(-rows.shape[1] // BLOCK)
     threads = 1 if blocks <= 1 else num_threads()
     if threads == 1 or items >= 4 * threads:
         return _LONGEST
     shares = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)
     few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in shares)
-    return min(few, max(many, 4))  # the more runs a thread where these are long
+    return min(few, max(many, 4))  # more runs for each thread if they stay long
 
 
 def shares_blocks(rows: Rows, items: int) -> bool:
-    """Tell whether threads share blocks by halves, as there are few of them; a sum is the same then."""
+    """Tell whether threads share halves of blocks, because there are few blocks; the sums stay the same."""
     threads = num_threads()
     return threads > 1 and items * rows.shape[1] < 4 * threads * BLOCK and _unit(rows.shape[2]) < BLOCK
 
@@ -153,7 +153,7 @@ def moments_and_sqnorms(
 ) -> Float64:
     """Return the second moment of each piece's rows, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
 
-    A piece is read from memory once. The arithmetic is that of the norms, single or double; slots are items.
+    A piece is read from memory once. `arithmetic`, single or double, applies to the norms; slots are items.
     """
     d = rows.shape[2]
     if d >= BLAS_COLUMNS:

@@ -1,8 +1,8 @@
-"""Second moments and squared norms of sparse keys on the CPU; numpy arrays come back.
+"""Second moments and squared norms of sparse keys on the CPU, as numpy arrays.
 
-As they are (and scaled or weighted) the rows are read entry by entry. In another basis or centered they are dense
-anyway, and so they are in effect where many of the entries are not zero: then the dense kernels read them, written out
-one block of `BLOCK` rows at a time for each thread.
+Rows that are unchanged, scaled or weighted are read entry by entry. Rows in another basis, or centered, are dense
+anyway; rows with many nonzero entries are dense in effect. The dense kernels read both kinds, written out one block of
+`BLOCK` rows at a time for each thread.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorm
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 
 _NARROW = 256  # columns up to which a second moment stays in a near cache while the rows are added to it
-_BAND, _BAND_SIZE = 64, 131072  # columns of a band, and columns times d, so that its moments stay in a near cache
-_PAIR_COST = 30.0  # a product of two entries of a row, next to one of the dense kernels
-_ENTRY_COST = 2.5  # a multiply-add of an entry and the triangle, next to one of the dense kernels
+_BAND, _BAND_SIZE = 64, 131072  # columns of a band, and columns times d, at most: its moments stay in a near cache
+_PAIR_COST = 30.0  # cost of a product of two entries of a row, relative to a product of the dense kernels
+_ENTRY_COST = 2.5  # cost of a multiply-add of an entry and the triangle, relative to one of the dense kernels
 
 
 def _pairs(keys: Csr) -> float:
-    """Return how many products of two entries of one row there are."""
+    """Return the number of products of two entries of one row."""
     counts = keys.counts
     return float((counts * (counts + 1)).sum()) / 2
 
@@ -57,12 +57,11 @@ def longest_run(_rows: Rows, _items: int) -> int:
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
-    """Return the second moment of each piece's rows, but that threads share a piece.
+    """Return the second moment of each piece's rows; all rows should come in one piece, because threads share it.
 
-    So all rows should come in one piece. Its blocks are summed in pairs, pairs of pairs, and so on. Without a basis,
-    from more than 256 columns on, these are runs of the entries of a band of columns, 256 for each of them: there a
-    block of rows would cost more by its moment than by its entries. Sums of entries are in float64 whatever the
-    arithmetic.
+    Blocks are summed in pairs, pairs of pairs, and so on. With more than 256 columns and no basis, these blocks are
+    runs of the entries of a band of columns, 256 for each column. There, the moment of a block of rows would cost more
+    than its entries. Sums of entries are in float64 whatever the arithmetic.
     """
     d = rows.shape[2]
     out: Float64 = np.empty((len(pieces), d, d))
@@ -81,7 +80,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
 
 
 def _runs(n: int, threads: int) -> list[tuple[int, int]]:
-    """Return `n` rows in runs of a power of two of blocks, about four for each thread."""
+    """Split `n` rows into runs, about four for each thread; a run has a power of two of blocks."""
     blocks = -(-n // BLOCK)
     step = BLOCK << max(0, (blocks // (4 * threads)).bit_length() - 1)
     return [(start, min(start + step, n)) for start in range(0, n, step)]

@@ -1,7 +1,7 @@
 """Sparse keys: second moments, row by row or band by band, and squared norms of rows times a triangle.
 
-Rows are given by three arrays as in `Csr`: row r has the entries ``indptr[r]:indptr[r + 1]`` of `indices`,
-which ascend, and of `values`. A mask of size 0 masks nothing.
+Three arrays hold the rows, as in `Csr`: row r has the entries ``indptr[r]:indptr[r + 1]`` of `indices`, which
+ascend, and of `values`. A mask of size 0 masks nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
     "scatter_entries",
 ]
 
-PANEL_VECTORS = 8  # vectors of whitened columns that are summed in registers; as many hide the latency of the sums
+PANEL_VECTORS = 8  # vectors of whitened columns that are summed in registers, enough to hide the latency of the sums
 _RUN = 256  # entries for each column of a band that are summed before sums are combined pairwise
 TILE = 64  # side of the squares in which a triangle is copied
 _SLAB_ROWS = 4096
 _DRAWN = 512  # rows whose places in a sketch are drawn at a time, a multiple of GROUP
-_SLAB_COLUMNS = 16  # entries of a slab for each column: rows of a panel are then used often while they are near
+_SLAB_COLUMNS = 16  # entries of a slab for each column, so that rows of a panel are used often while they are near
 
 
 @jit
@@ -68,7 +68,7 @@ def row_moment_tasks(indptr, indices, values, mask, block, levels, tasks, first,
 
 @jit
 def count_bands(indptr, indices, mask, width, start, stop, counts):
-    """Write how many entries the rows ``start:stop`` have in each band of so many columns."""
+    """Count the entries of the rows ``start:stop`` in each band of `width` columns."""
     counts[:] = 0
     for r in range(start, stop):
         if mask.size and not mask[r]:
@@ -79,7 +79,7 @@ def count_bands(indptr, indices, mask, width, start, stop, counts):
 
 @jit
 def list_bands(indptr, indices, mask, width, start, stop, at, places, ends):
-    """List the entries of the rows ``start:stop`` by band, where each is and where its row ends, from `at` on."""
+    """List the entries of the rows ``start:stop`` by band, from `at` on: each entry's place, and its row's end."""
     for r in range(start, stop):
         if mask.size and not mask[r]:
             continue
@@ -93,7 +93,7 @@ def list_bands(indptr, indices, mask, width, start, stop, at, places, ends):
 
 @helper
 def _add_upper(source, left, target):
-    """Add the rows of `source`, from the diagonal that begins at column `left` on, to those of `target`."""
+    """Add the upper triangle of `source`, whose diagonal begins at column `left`, to the rows of `target`."""
     for i in range(len(source)):
         for c in range(left + i, source.shape[1]):
             target[i, c] += source[i, c]
@@ -119,7 +119,7 @@ def band_moment_tasks(indices, values, width, starts, places, ends, first, last,
             level = 0
             while count >> level & 1:
                 level += 1
-            part = stack[level, :rows]  # whose own number is not held now
+            part = stack[level, :rows]  # no sum is held at this level now
             part[:, left:] = 0
             for e in range(low, smaller(low + width * _RUN, starts[t + 1])):
                 p = np.int64(places[e])
@@ -139,7 +139,7 @@ def band_moment_tasks(indices, values, width, starts, places, ends, first, last,
 
 @jit
 def mirror_tasks(out, first, last):
-    """Copy the upper triangle to the lower one, for so many groups of rows."""
+    """Copy the upper triangle to the lower one, for the groups ``first:last`` of TILE rows."""
     d = len(out)
     for t in range(first, last):
         low, high = t * TILE, smaller((t + 1) * TILE, d)
@@ -166,7 +166,7 @@ def panels_of(W, X, vectors):
 
 @jit
 def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out):
-    """Write ``‖k W‖²`` of the rows ``start:stop`` to `out`, W given as panels; more than `ceiling` becomes that."""
+    """Write ``‖k W‖²`` of the rows ``start:stop``, at most `ceiling`, to `out`; `panels` hold W."""
     count, d, width = panels.shape
     size = panels.itemsize
     lanes = VECTOR_BYTES // size
@@ -223,9 +223,9 @@ def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out
 
 @jit
 def scatter_entries(indptr, indices, values, mask, begin, end, key0, key1, stream, offset, blocks, size, out):
-    """Add the rows ``begin:end``, of which the first of all has the number `offset`, to the sketch `out`.
+    """Add the rows ``begin:end`` to the sketch `out`; the first row of all has the number `offset`.
 
-    As in `scatter_rows` of `sketch`: each goes, with a sign, to one place in each block of `size` rows.
+    As in `scatter_rows` of `sketch`, each row goes, with a sign, to one place in each block of `size` rows.
     """
     drawn = empty(np.uint32(0), (blocks, _DRAWN))
     start = begin

@@ -1,8 +1,8 @@
 """Second moments and squared norms on the tensor cores of a CUDA device: launches of tensor.cu.
 
-They take the place of the plain kernels for products in single precision and up to 128 columns. Which one runs
-follows from the format and the shape alone, so that the bits depend on neither the layout of the keys nor what else
-is in their batch; where keys do not lie as they are copied fastest, the same kernels read them one by one.
+They replace the plain kernels for products in single precision and up to 128 columns. The format and the shape alone
+decide which kernel runs. So the bits depend neither on the layout of the keys nor on the rest of their batch. Where
+the layout does not allow the fastest copies, the same kernels read the keys one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["has_tensor_products", "tensor_moments", "tensor_squares"]
 _ROOM = 1 << 28  # bytes of split factors at a time
 _BUSY = 528  # blocks of threads that take turns over the rows; each has a copy of the factor
 
-# What tensor.cu has too
+# Constants of tensor.cu as well
 _WIDEST = 128
 _STAGE = 32 * 128  # entries of keys
 _STAGES = {"float": 3, "Half": 6, "Bfloat": 6}
@@ -77,7 +77,7 @@ def _padded(columns: int) -> int:
 
 
 def _multiplied(rows: Rows) -> str:
-    """Return the C++ type of the numbers that are multiplied: 16 bits where the keys have no more as they are read."""
+    """Return the C++ type of the factors of products: 16 bits if the keys, changed on reading, need no more."""
     changed = (
         rows.shift is not None or rows.weights is not None or (rows.scale is not None and rows.format == "float16")
     )

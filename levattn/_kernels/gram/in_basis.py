@@ -1,4 +1,4 @@
-"""The same figures of keys in another basis: moments of K B, and norms of K B C, for upper-triangular B and C."""
+"""Second moments of keys in another basis, K B, and norms of K B C, for upper-triangular B and C."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _largest(values):
 
 @helper
 def _high_bits(values, high, bits):
-    """Write the `bits` leading bits of float64 numbers, counted from those of the largest, to `high`."""
+    """Write float64 numbers, rounded to the `bits` leading bits of the largest one, to `high`."""
     largest = _largest(values)
     magic = 0.0
     if largest > 0:
@@ -56,9 +56,9 @@ def _high_bits(values, high, bits):
 
 @helper
 def _split_basis(B, X):
-    """Return what `_multiply_split` needs of a basis: powers of two for rows, panels of B, of high bits, of rest.
+    """Split a basis for `_multiply_split`: powers of two for rows, and panels of B, of its high bits, and of the rest.
 
-    Rows of B are scaled to like size, for which the keys' columns are scaled inversely: nothing is rounded.
+    Rows of B are scaled to similar size, and the keys' columns inversely, so that nothing is rounded.
     """
     d = B.shape[0]
     scale = filled(0.0, X.shape[1], 1.0)
@@ -80,7 +80,7 @@ def _split_basis(B, X):
 
 @helper
 def _split_bits(d):
-    """Return how many bits of both factors leave a sum of `d` products without rounding in float64."""
+    """Return the number of bits of each factor for which float64 holds a sum of `d` products without rounding."""
     bits = 53
     while d > 0:
         d //= 2
@@ -92,8 +92,8 @@ def _split_bits(d):
 def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis):
     """Write the first `n` rows (which change) times a basis split by `_split_basis` to `in_basis`.
 
-    The leading bits of keys and basis multiply and add up without rounding (Ozaki, Ogita, Oishi and Rump 2012), and
-    what they leave is smaller by their number of bits; so each entry is rounded about once, whatever cancels.
+    The leading bits of keys and basis multiply and add up without rounding (Ozaki, Ogita, Oishi and Rump 2012). The
+    rest is smaller by the number of these bits, so that each entry is rounded about once, whatever cancels.
     """
     d = rows.shape[1]
     bits = _split_bits(d)
@@ -116,7 +116,7 @@ def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis
 
 @jit
 def moment_in_basis_tasks(view, basis, exact, X, block, levels, tasks, first, last, out):
-    """Do what `moment_tasks` does, each row multiplied by its slot's basis first (split into bits if `exact`)."""
+    """As `moment_tasks`, but first multiply each row by its slot's basis (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     rows = zeros(X, (SCRATCH_ROWS, d))
@@ -155,7 +155,7 @@ def moment_in_basis_tasks(view, basis, exact, X, block, levels, tasks, first, la
 
 @jit
 def sqnorm_in_basis_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
-    """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis (split into bits) first."""
+    """As `sqnorm_tasks`, but first multiply each row by its slot's basis (split into bits)."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
     width = SCORE_VECTORS * lanes

@@ -11,11 +11,11 @@ from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["add_rows", "carry", "fold", "moment_panels", "moment_tasks"]
 
-_NEAR = 512  # bytes between rows up to which the nearest cache holds a slab as it lies
+_NEAR = 512  # bytes between rows, up to which the nearest cache holds a slab without packing
 
 
 def _shapes(lanes: int) -> list[tuple[int, int]]:
-    """Return the tile above the diagonal's panel, and those beside the diagonal by their number of vectors.
+    """Return the shape of a tile above the diagonal's panel, and the shapes beside the diagonal by number of vectors.
 
     One vector alone needs more rows to hide the latency of its sums.
     """
@@ -28,7 +28,7 @@ _tile = moment_tiles(_shapes)
 
 @helper
 def _pack_slab(X, x, stride, n, packed):
-    """Copy `n` rows at `x` into panels of PANEL vectors, whose rows then lie side by side in the cache."""
+    """Copy `n` rows at `x` into panels of PANEL vectors, whose rows are then contiguous in the cache."""
     panels, _, width = packed.shape
     size, d = X.itemsize, X.shape[1]
     for p in range(panels):
@@ -44,8 +44,8 @@ def _pack_slab(X, x, stride, n, packed):
 def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
     """Add the second moment of `n` rows at `x` to `out`, tiles of the upper triangle only.
 
-    Rows are `stride` elements apart and panels of columns `panel_step` bytes. Meanwhile the tiles fetch the cache
-    lines from `ahead` up to `last`. X gives the precision and the padded width.
+    Rows are `stride` elements apart and panels of columns `panel_step` bytes. Meanwhile the tiles prefetch the
+    cache lines from `ahead` up to `last`. X gives the precision and the padded width.
     """
     size, d = X.itemsize, X.shape[1]
     lanes = VECTOR_BYTES // size
@@ -60,7 +60,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
                 shape = vectors
                 if i < left and vectors == PANEL:  # whole tiles above the diagonal's panel
                     remaining = width - i % width
-                    if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of fours
+                    if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # the rest must split into fours
                         shape = 0
                 a, at = x + i // width * panel_step + i % width * size, panel + (j - left) * size
                 i += _tile(X, shape, a, stride, at, stride, n, address(out) + (i * d + j) * size, d, ahead, 64)
@@ -76,7 +76,7 @@ def moment_panels(X):
 
 @helper
 def add_rows(X, x, stride, n, packed, out, ahead, last):
-    """Add the second moment of `n` rows at `x` to `out`, by way of `packed` where they lie far apart."""
+    """Add the second moment of `n` rows at `x` to `out`; rows that are far apart are packed first."""
     panel = packed.shape[2]
     if stride * X.itemsize > _NEAR:
         _pack_slab(X, x, stride, n, packed)
@@ -87,7 +87,7 @@ def add_rows(X, x, stride, n, packed, out, ahead, last):
 
 @helper
 def carry(stack, count, term):
-    """Put the sum of block number `count` on the stack, as adding one to a binary counter carries bits."""
+    """Put the sum of block number `count` on the stack, and carry sums as a binary counter carries bits."""
     d, step = stack.shape[1], stack.strides[0]
     level = 0
     while count >> level & 1:
@@ -117,7 +117,7 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X, slab by
-    slab; blocks are combined in float64 like the bits of a binary counter, of which there are `levels`.
+    slab. Blocks are combined in float64 like the bits of a binary counter that has `levels` bits.
     """
     size, d = X.itemsize, X.shape[1]
     rows = zeros(X, (SLAB, d))

@@ -1,4 +1,4 @@
-"""Vector code of second moments, whitened rows and sums in twofold arithmetic: tiles whose sums are in registers.
+"""Vector code of second moments, whitened rows and sums in twofold arithmetic: tiles with their sums in registers.
 
 Strides are in elements; steps `ahead` are in bytes.
 """
@@ -34,11 +34,11 @@ __all__ = ["add_upper", "entry_tile", "lane_sum", "moment_tiles", "product_tile"
 
 
 def moment_tiles(shapes: Callable[[int], Sequence[tuple[int, int]]]) -> Callable[..., Any]:
-    """Return a tile for sums of outer products, whose shape is chosen as it runs.
+    """Return a tile for sums of outer products, whose shape is chosen at run time.
 
-    `shapes` are those that there are, as rows and vectors, if a vector has so many numbers. The tile is told which,
-    and returns its rows. It adds ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and its vectors of x to `out`; each row
-    also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
+    `shapes` returns all shapes, as rows and vectors, given the count of numbers in a vector. The tile takes the index
+    of a shape and returns its rows. It adds ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and its vectors of x to
+    `out`. Each row also prefetches the cache line at `ahead`, which moves on by `ahead_step` bytes.
     """
 
     def moment_tile(typing, like, shape, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
@@ -85,7 +85,7 @@ def _moment_tile(
     b = v.b
     a_step, x_step = b.mul(a_stride, integer(v.size)), b.mul(x_stride, integer(v.size))
     targets = [b.add(out, b.mul(out_stride, integer(v.size * i))) for i in range(rows)]
-    for target in targets:  # the tile's own lines, which are not needed before the rows are summed
+    for target in targets:  # the tile's own lines, which are needed only after the rows are summed
         for byte in range(0, v.size * v.count * vectors, 64):
             prefetch(b, b.add(target, integer(byte)))
 
@@ -108,8 +108,8 @@ def _moment_tile(
 def twofold_tile(v, like, rows, vectors, a, x, stride, n, high, low, out_stride):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to the tile of twofold numbers ``high + low``.
 
-    Products and sums keep their rounding errors, which are added up in `low`; in the end what of them the sum can hold
-    goes there. Rows of a and x are `stride` elements apart.
+    The rounding errors of products and sums are added up in `low`; in the end `high` takes up the part that it can
+    hold. Rows of a and x are `stride` elements apart.
     """
     b, cells = v.b, rows * vectors
     step, out_step = (b.mul(by, integer(v.size)) for by in (stride, out_stride))
@@ -147,13 +147,13 @@ def product_tile(
 ):
     """Multiply `rows` rows of x by a tile of columns of an upper-triangular W.
 
-    All of the tile's vectors use the rows of W below `start`, and from there each further `rest` rows leave out one
-    more vector on the left. The products are stored in `out`, or if `squared` their squares are added to one vector
-    a row. Each step also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
+    All vectors of the tile use the rows of W before `start`. From there on, each further `rest` rows leave out one
+    more vector on the left. The products are stored in `out`, or if `squared`, their squares are added to one vector a
+    row. Each step also prefetches the cache line at `ahead`, which moves on by `ahead_step` bytes.
     """
     b = v.b
     x_step, w_step = b.mul(x_stride, integer(v.size)), b.mul(w_stride, integer(v.size))
-    # rows are reached as base + {0, 1, 2, 3} * stride, which the address modes hold without a register each
+    # rows are at base + {0, 1, 2, 3} * stride, which addressing modes reach without a register each
     offsets = [None, x_step, b.mul(x_step, integer(2)), b.mul(x_step, integer(3))]
     x_step4 = b.mul(x_step, integer(4))
     sums = [[v.constant(0.0)] * vectors for _ in range(rows)]
@@ -217,15 +217,15 @@ def entry_tile(v, like, vectors, values, offsets, n, panel, to):
 
 @vector_code(returns="number")
 def lane_sum(v, like, address):
-    """Return the sum of the vector at `address`, halved again and again."""
+    """Return the sum of the lanes of the vector at `address`, halved again and again."""
     return across(v.b, v.load(address), "sum")
 
 
 @vector_code()
 def add_upper(v, like, d, source, target):
-    """Add the upper triangle of a matrix at `source`, of numbers like `like`, to that of one at `target`, of float64.
+    """Add the upper triangle of a matrix at `source`, of numbers like `like`, to a float64 matrix at `target`.
 
-    They have `d` columns, whole vectors, and are added from the vector of the diagonal on.
+    Both have `d` columns, whole vectors. Each row is added from the vector that holds its diagonal on.
     """
     b, double = v.b, ir.DoubleType()
     doubles = ir.VectorType(double, v.count)

@@ -38,8 +38,8 @@ def pack_panels(W, X):
 def row_squares(X, x, stride, n, panels, squares, ahead, last):
     """Sum the squares of `n` rows at `x` (whole groups of SCORE_ROWS) times the panels into one vector a row.
 
-    Meanwhile the tiles fetch the cache lines from `ahead` up to `last`. The d columns of x are padded to vectors;
-    the last panel may be half empty, and then its first phase alone has rows of W.
+    Meanwhile the tiles prefetch the cache lines from `ahead` up to `last`. The d columns of x are padded to vectors.
+    If the last panel is half empty, only its first phase has rows of W.
     """
     size = X.itemsize
     lanes = VECTOR_BYTES // size
@@ -58,10 +58,7 @@ def row_squares(X, x, stride, n, panels, squares, ahead, last):
 
 @helper
 def write_sums(X, squares, n, ceiling, out, item, r):
-    """Write the sums of the first `n` vectors, no larger than `ceiling`, from row `r` of one matrix on.
-
-    `out` is what `scores_at` returns.
-    """
+    """Write the sums of `n` vectors, at most `ceiling`, to `out` (of `scores_at`), from row `r` of one matrix on."""
     for i in range(n):
         square = smaller(lane_sum(X, address(squares) + i * VECTOR_BYTES), ceiling)
         at = entry_address(out, 0, item, r + i)
@@ -72,7 +69,7 @@ def write_sums(X, squares, n, ceiling, out, item, r):
 
 
 def scores_at(out: Any) -> Any:
-    """Return the vector by which compiled code writes to an array (b, n) of either precision."""
+    """Return the vector that tells compiled code where to write to an array (b, n) of either precision."""
     return np.array([out.ctypes.data, *out.strides, out.itemsize], np.int64)
 
 
@@ -80,8 +77,8 @@ def scores_at(out: Any) -> Any:
 def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
     """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
-    `panels` are those of `pack_panels` of the W of each slot. X gives the precision and the padded width. What is more
-    than `ceiling` becomes `ceiling`. `out` is of `scores_at`.
+    `panels` holds the W of each slot, as `pack_panels` makes them. X gives the precision and the padded width. Norms
+    above `ceiling` become `ceiling`. `out` is of `scores_at`.
     """
     size = X.itemsize
     lanes = VECTOR_BYTES // size

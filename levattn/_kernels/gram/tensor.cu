@@ -1,8 +1,8 @@
 // Second moments and squared norms on tensor cores, for keys of up to 128 columns and products in single precision.
 //
-// Moments multiply numbers of 16 bits as they are; all others are scaled by powers of two and split into two float16,
-// the number rounded and what that leaves, which hold it to within 2^-23. Tensor cores cut sums off, they do not
-// round: so they add up 32 products or fewer of each sort, the small ones first, and rounded sums add up the rest.
+// Moments multiply 16-bit numbers as they are. All other numbers are scaled by powers of two and split into two float16,
+// the rounded number (a half) and the remainder (a rest), which hold it to within 2^-23. Tensor cores truncate sums. So
+// they add up at most 32 products of each sort, the small ones first; sums with rounding add up these partial sums.
 
 #include "keys.cuh"
 #include "blocks.cuh"
@@ -74,7 +74,7 @@ __device__ float lowering(unsigned int size) { return __uint_as_float((max(size 
 
 __device__ unsigned int size_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// What the halves of two numbers leave of them.
+// The rests of two numbers, given their halves.
 __device__ unsigned int pack_rests(float low, float high, unsigned int halves) {
     return pack_halves(low - half_of(halves, 0), high - half_of(halves, 1));
 }
@@ -111,8 +111,8 @@ __device__ void bring(const Reader<Key> &reader, bool direct, long long item, lo
     }
 }
 
-// Split a stage of floats into halves and what they leave, the columns of each SIDE rows raised to the same size; how
-// far they are to be lowered again goes to `lowered`, (groups, WIDE). A warp takes 16 columns of SIDE rows at a time.
+// Split a stage of floats into halves and rests, with the columns of each SIDE rows raised to the same size; the factors
+// that lower them again go to `lowered`, (groups, WIDE). A warp takes 16 columns of SIDE rows at a time.
 template <int WIDE>
 __device__ void split(const unsigned char *raw, unsigned char *halves, unsigned char *rests, float *lowered) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
@@ -247,11 +247,11 @@ __device__ void read_eight(const Reader<Key> &reader, bool direct, long long ite
     }
 }
 
-// Words of a factor as B: two of each of two products, for every lane, of SIDE rows and 8 columns; those of the halves
-// come first, and the rests after them.
+// Words of a factor as B, of SIDE rows and 8 columns: two words for each of two products, for every lane. The words of
+// the halves come first, then the words of the rests.
 //
-// A lane has the entries of eight columns of a key next to each other, 8t to 8t + 7 of SIDE, and of the factor the
-// same eight rows: as A and B agree, the products are those of the same columns.
+// A lane has the entries of eight adjacent columns of a key, 8t to 8t + 7 of SIDE, and of the same eight rows of the
+// factor. A and B have the same order, so that the products are right.
 template <int WIDE>
 constexpr int FACTOR_WORDS = WIDE * WIDE / 2;
 

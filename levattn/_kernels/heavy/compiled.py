@@ -1,4 +1,4 @@
-"""Squared attention of queries: their normalizers, and heavy entries in two passes (count, then write them down)."""
+"""Squared attention of queries: their normalizers, and heavy entries in two passes (count, then write)."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def norm_tasks(Q, columns, first, last, squares):
 def heavy_tasks(Q, columns, indices, normalizers, epsilon, first, last, starts, captured, keys, values):
     """Find the entries ``⟨q, k⟩² ≥ ε D`` of queries ``first:last``; `columns` (d, u) holds a selected key a column.
 
-    If there is room for none in `keys`, write their number to ``starts[i + 1]``, and the mass on all selected keys to
-    `captured`. Else write the entries to the places that begin at ``starts[i]``.
+    If `keys` is empty, write their number to ``starts[i + 1]``, and the mass on all selected keys to `captured`.
+    Otherwise write the entries to the places from ``starts[i]`` on.
     """
     u = columns.shape[1]
     z = empty(0.0, (u,))

@@ -1,4 +1,4 @@
-"""What the kernels of heavy attention return."""
+"""The contract of the kernels of heavy attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class HeavyKernels(Protocol):
     """Squared attention of queries: arrays of float64 and int64, in main memory or on one CUDA device."""
 
     def query_norms(self, Q: Any, N: Any, /) -> tuple[Any, Any]:
-        """Return ``‖N q‖²`` for every row q of Q, and ``‖|N| |q|‖²``, which bounds what cancels in it."""
+        """Return ``‖N q‖²`` for every row q of Q, and ``‖|N| |q|‖²``, which bounds its terms that cancel."""
 
     def heavy_entries(
         self, Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: float, /

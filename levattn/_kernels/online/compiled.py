@@ -1,13 +1,13 @@
-"""Leverage scores of rows among those before: rows are rotated into a triangle, four at a time.
+"""Online leverage scores: Givens rotations add each row to the triangle R of the rows before it, four at a time.
 
-Each takes the triangle R of the rows before it to that of the rows with it by Givens rotations, and what these take of
-the row is its score: with cosines c and sines s, ``1 − Π c²``, summed up as ``Σ_j (s_j Π_{i<j} c_i)²``, in which
-nothing cancels. R is held with its rounding errors, as it is rounded once for each row: copies of a row would else
-turn it by more than the rounding of a row.
+The rotations, with cosines c and sines s, also give the score of the row, ``1 − Π c²``. It is summed up as
+``Σ_j (s_j Π_{i<j} c_i)²``, in which nothing cancels. Each row rounds R once more, so that many copies of a row would
+turn R by more than the rounding of a row. So R is held with its rounding errors.
 
-R has a row for each direction so far. What is left of a row that opens one becomes its row, and the column in which
-most is left, for its norm so far, its pivot: columns change places, so that R is a triangle still. In a fixed order a
-column all but dependent on those before it would make the rounding of others large.
+R has a row for each direction so far. The remainder of a row that opens a direction becomes the new row of R. Its
+pivot is the column with the largest remainder relative to the column's norm so far; columns are exchanged, so that R
+stays a triangle. In a fixed order, a column that nearly depends on the columns before it would make the rounding of
+others large.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from levattn._kernels.scratch import empty, zeros
 __all__ = ["online_tasks"]
 
 _ROWS = 4
-_NOISE = 64 * 2.0**-53  # of a row that is a combination of those before it, relative to what cancels, times √d
-_SMALL, _LARGE = 2.0**-460, 2.0**500  # between which squares are in range
+_NOISE = 64 * 2.0**-53  # the remainder of a row in the span of earlier ones, relative to what cancels, times √d
+_SMALL, _LARGE = 2.0**-460, 2.0**500  # between these, squares are in range
 _STEP = 2.0**600
 
 
 @helper
 def _length(a, b):
-    """Return √(a² + b²), whose squares may be out of range."""
+    """Return √(a² + b²), even if the squares are out of range."""
     a, b = abs(a), abs(b)
     size = larger(a, b)
     if _SMALL < size < _LARGE or size == 0:
         return np.sqrt(a * a + b * b)
-    step = _STEP if size < 1 else 1 / _STEP  # of two, so that nothing is rounded
+    step = _STEP if size < 1 else 1 / _STEP  # a power of two, so that nothing is rounded
     a, b = a * step, b * step
     return np.sqrt(a * a + b * b) / step
 
@@ -51,7 +51,7 @@ def _rotated(r, e, x, c, s):
 
 @helper
 def _turn(r, e, x, score, left):
-    """Return cosine and sine that rotate x into the pivot r of error e, and the new pivot, score and Π c."""
+    """Return the cosine and sine that rotate x into the pivot r with error e, and the new r, e, score and Π c."""
     if x == 0:
         return 1.0, 0.0, r, e, score, left
     size = larger(abs(r + e), abs(x))
@@ -88,10 +88,10 @@ def _sweep(R, E, rank, rows, score, left):
 
 @helper
 def _pivot(x, entries, norms, rank, score, left):
-    """Return the column in which most is left of a row, for its norm, or −1 if no more than rounding is left.
+    """Return the column with the largest remainder relative to its norm, or −1 if only rounding remains.
 
-    Rounding is that of the row's own entry, and of the column's norm so far times the share of the row that lies in
-    the directions so far: what was rounded in R, a combination of the rows before brings in by as much.
+    The row's own entry brings rounding. So does R, in proportion to the column's norm so far times the share of the
+    row that lies in the directions so far.
     """
     d = len(x)
     found, largest = -1, -1.0
@@ -113,9 +113,9 @@ def _exchange(A, i, j):
 
 @jit
 def online_tasks(view, n, root, first, last, out):
-    """Write the scores of the matrices ``first:last`` to `out`, where the triangle begins as the diagonal `root`.
+    """Write the scores of the matrices ``first:last`` to `out`; each triangle begins as the diagonal `root`.
 
-    Where that is 0 the triangle begins with no row at all, and a row that opens a direction scores 1.
+    Where `root` is 0 the triangle begins without rows, and a row that opens a direction scores 1.
     """
     d = root.shape[1]
     R, E = empty(0.0, (d, d)), empty(0.0, (d, d))
@@ -143,7 +143,7 @@ def online_tasks(view, n, root, first, last, out):
                 if known == d:
                     break
                 x = rows[k]
-                for j in range(known, rank):  # directions that rows of these four opened
+                for j in range(known, rank):  # directions that other rows of these four opened
                     c, s, R[j, j], E[j, j], score[k], left[k] = _turn(R[j, j], E[j, j], x[j], score[k], left[k])
                     for i in range(j + 1, d):
                         R[j, i], E[j, i], x[i] = _rotated(R[j, i], E[j, i], x[i], c, s)

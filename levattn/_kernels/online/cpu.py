@@ -1,4 +1,4 @@
-"""Online leverage scores on the CPU: the arguments of the compiled code, shared out over threads."""
+"""Online leverage scores on the CPU: compiled code, shared out over threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["online_scores"]
 def online_scores(rows: Rows, root: Float64) -> Float64:
     """Return ``kᵀ(diag(root²) + Σ k kᵀ)⁺ k`` of each row, the sum over the rows up to it, (b, n).
 
-    root: (b, d), of at least 0.
+    root: (b, d), at least 0.
     """
     b, n, d = rows.shape
     out: Float64 = rows.zeros()

@@ -1,1 +1,1 @@
-"""Kernels for what float64 does not hold: products in about 100 bits, and exact row spaces."""
+"""Kernels beyond float64: products in about 100 bits, and exact row spaces."""

@@ -1,4 +1,4 @@
-"""What the kernels return that compute in more bits than float64 has, or exactly: all in main memory."""
+"""The contract of kernels that compute in more bits than float64, or exactly: all in main memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PreciseKernels(Protocol):
     ) -> tuple[Float64, Float64]:
         """Return ``Σ AᵀX`` over pairs of (n, d) matrices as two (d, d) matrices: the sum, and its rounding error.
 
-        Together they hold the sum to about 2⁻⁹⁶ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
-        the work is saved.
+        Together they hold the sum to about 2⁻⁹⁶ of ``Σ |A|ᵀ|X|``. `symmetric` says that the sum is symmetric, which
+        halves the work.
         """
 
     def field(self) -> _Field:
@@ -41,7 +41,7 @@ class PreciseKernels(Protocol):
     ) -> int:
         """Extend a basis of residues (reduced row echelon, with room for more rows), and return its rank.
 
-        Which rows it took is written to `chosen`.
+        The indices of the new rows go to `chosen`.
         """
 
     def mark_outside(

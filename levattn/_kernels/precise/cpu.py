@@ -64,7 +64,7 @@ def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetr
 
 
 def _padded(X: Float64, width: int) -> Float64:
-    """Return a C array of X with columns of zeros on the right, X itself where it is one."""
+    """Return X as a C array with columns of zeros on the right, or X itself if it is one already."""
     if X.shape[1] == width and X.flags.c_contiguous:
         return X
     out = np.zeros((len(X), width))

@@ -1,6 +1,6 @@
 """Products and solutions in twofold arithmetic: a number is the sum of two floats, the second the error of the first.
 
-That keeps about 96 bits: second moments of keys of any condition number up to the rank tolerance lose nothing.
+This keeps about 96 bits: second moments of keys of any condition number up to the rank tolerance lose nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from levattn._kernels.scratch import empty
 __all__ = ["TALL", "WIDTH", "product_rows", "product_tasks", "solve_tasks"]
 
 TALL = 2  # rows of a tile
-_VECTORS = 2  # its vectors
-_ROWS = 32  # after which the sum takes up its errors: those of copied rows all have one sign
+_VECTORS = 2  # vectors of a tile
+_ROWS = 32  # after so many rows the sum takes up its errors, because the errors of copied rows all have one sign
 WIDTH = _VECTORS * (VECTOR_BYTES // 8)
 
 
@@ -23,7 +23,7 @@ def product_rows(A, X, first, last, upper, high, low):
     """Add the rows ``first:last`` of ``AᵀX`` to the twofold matrix ``high + low``, from the diagonal on if `upper`.
 
     All are C arrays of float64; A and X have at least one row. The number of rows to add is a multiple of TALL, and
-    the number of columns one of WIDTH.
+    the number of columns a multiple of WIDTH.
     """
     n, d = X.shape
     for i in range(first, last, TALL):
@@ -66,7 +66,7 @@ def product_tasks(Q, columns, first, last, Z):
 def solve_tasks(columns, Q, first, last, X):
     """Write the solutions of ``B x = q`` for queries ``first:last``, with ``columns = Bᵀ`` lower triangular.
 
-    Back substitution on pairs of float64 numbers, so that x has its digits up to condition numbers of about 10¹⁵.
+    Back substitution on pairs of float64 numbers keeps the digits of x up to condition numbers of about 10¹⁵.
     """
     d = columns.shape[0]
     high, low = empty(0.0, (d,)), empty(0.0, (d,))

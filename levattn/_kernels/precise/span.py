@@ -1,4 +1,4 @@
-"""Row spaces modulo a prime p that no keys can be made for: each process draws its own, between 2^61 and 2^62.
+"""Row spaces modulo a prime p: each process draws its own, between 2^61 and 2^62, so that no keys can target it.
 
 A float64 is an integer times a power of two and has an exact residue. Residues are in Montgomery's form: x stands for
 x / 2^64 modulo p (Montgomery 1985), so that products take no division.
@@ -19,7 +19,7 @@ from levattn._kernels.scratch import empty
 
 __all__ = ["draw_field", "field", "insert_rows", "mark_outside", "mark_zeros"]
 
-# What a field is: the prime, −1/p modulo 2^64, the residue of 1, a number that nobody knows, and powers of two.
+# The parts of a field: the prime, −1/p modulo 2^64, the residue of 1, a secret number, and powers of two.
 _PRIME, _NEGATED, _UNIT, _SECRET, _POWERS = range(5)
 _LOWEST, _HIGHEST = -1126, 971  # exponents of float64 as integers of 53 bits
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # for numbers below 2^64 (Sorenson and Webster 2015)
@@ -106,7 +106,7 @@ def _inverse(field, a):
 
 @helper
 def _orthogonal(field, basis, pivots, rank, units, out):
-    """Write a vector to `out` that is orthogonal to the basis and to the units, and else random."""
+    """Write a random vector that is orthogonal to the basis and to the units to `out`."""
     d = basis.shape[1]
     for c in range(d):
         x = field[_SECRET] + np.uint64(c + 1) * _MIX
@@ -157,7 +157,7 @@ def mark_outside(field, rows, basis, pivots, rank, units, out):
 
 @helper
 def _insert(field, new, basis, pivots, rank):
-    """Extend the basis, reduced row echelon, by a row of residues (which is changed), and return its rank."""
+    """Extend the basis, in reduced row echelon form, by a row of residues (which changes), and return its rank."""
     d = len(new)
     for r in range(rank):
         factor = new[pivots[r]]
@@ -191,7 +191,7 @@ def _insert(field, new, basis, pivots, rank):
 
 @jit
 def insert_rows(field, rows, basis, pivots, rank, units, chosen):
-    """Extend the basis by the rows that are not in the span, write which they are to `chosen`, and return its rank."""
+    """Extend the basis by the rows outside the span, write their indices to `chosen`, and return the basis's rank."""
     d = rows.shape[1]
     v, new = empty(np.uint64(0), (d,)), empty(np.uint64(0), (d,))
     _orthogonal(field, basis, pivots, rank, units, v)

@@ -1,1 +1,1 @@
-"""Kernels that read keys: strides, half formats, mask, shift and scale; sums and faults of columns."""
+"""Kernels that read keys: strides, half formats, mask, shift and scale; column sums and maxima; nonfinite rows."""

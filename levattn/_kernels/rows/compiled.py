@@ -1,6 +1,6 @@
 """Reading a block of keys into the precision of the sums: half formats, strides, mask, shift and scale.
 
-Compiled code gets all of it as one vector of integers, so that one kernel serves every format and layout.
+One vector of integers describes the keys to compiled code, so that one kernel serves every format and layout.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 __all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
 
-# Where the vector holds what; steps are in bytes, and an address of 0 says that there is no such array
+# The places in the vector; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
 IN_PLACE = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
 MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its two axes
 
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
-_ZEROS = len(_FORMATS)  # what a masked row is read as
+_ZEROS = len(_FORMATS)  # the format as which a masked row is read
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
-_APART = 4  # numbers that are read at a time where they lie apart
+_APART = 4  # numbers that are read at a time where they are not contiguous
 _STORED = (ir.DoubleType(), ir.FloatType(), _I16, _I16)
 
 
 def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
-    """Return the vector by which compiled code reads keys, whose arrays must live as long as it does.
+    """Return the vector that describes keys to compiled code; their arrays must live as long as the vector.
 
-    kind: the precision in which tiles are to read them, if any are.
+    kind: the precision in which tiles read the keys, if there are tiles.
     """
     keys, format = rows.keys, rows.format
     stored = "uint16" if format.endswith("float16") else format
@@ -61,7 +61,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
 
 
 def _check_kinds(format: str, *arrays: tuple[Any, str]) -> None:
-    """Raise for arrays that compiled code would misread: it reads what it is told to."""
+    """Raise for arrays that compiled code would misread, because it checks no types itself."""
     for x, expected in arrays:
         if x is not None and x.size and x.dtype != expected:
             raise TypeError(f"an array of {format} rows has dtype {x.dtype}; expected {expected}")
@@ -86,7 +86,7 @@ def _widened(b: Any, stored: Any, format: int, kind: Any) -> Any:
     elif _FORMATS[format] == "float16":
         word = b.zext(stored, alike(_I32))
         magnitude = b.shl(b.and_(word, number(0x7FFF)), number(13))
-        # a product moves the bias of the exponent, that of subnormal numbers too, but not of infinity and NaN
+        # a product moves the bias of the exponent, of subnormal numbers too, but not of infinity and NaN
         product = b.fmul(b.bitcast(magnitude, alike(single)), number(2.0**112, single))
         special = b.icmp_unsigned(">=", magnitude, number(0x7C00 << 13))
         bits = b.select(special, b.or_(magnitude, number(0x7F800000)), b.bitcast(product, alike(_I32)))
@@ -168,7 +168,7 @@ def entry_address(typing, view, array, item, i):
 def load_rows(view, item, start, stop, X):
     """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale * weight``, 0 where masked.
 
-    The columns of X past the keys' own are left as they are (zero).
+    Columns of X past the keys' own stay as they are (zero).
     """
     d = view[COLUMNS]
     for r in range(start, stop):

@@ -1,4 +1,4 @@
-"""What a kernel reads: a batch of matrices and what is done to each row on the way in."""
+"""The rows that a kernel reads: a batch of matrices, and the changes to each row on reading."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Arithmetic = Literal["single", "double", "compensated"]
 class Rows:
     """A batch of key matrices whose rows are read as ``(k - shift) * scale * weight``, or as zero where masked.
 
-    keys: (b, n, d). On the CPU a numpy array in which a 16-bit float is a uint16 word; else an array of `xp`.
-    format: what the stored numbers are.
-    mask: (b, n) bool, True where a key takes part.
-    shift, scale: (b, d) float64, C arrays, for each column; the scale is a power of two.
-    weights: (b, n) float64, for each row.
+    - keys: (b, n, d). On the CPU a numpy array in which a 16-bit float is a uint16 word; else an array of `xp`.
+    - format: the type of the stored numbers.
+    - mask: (b, n) bool, True where a key takes part.
+    - shift, scale: (b, d) float64, C arrays, for each column; the scale is a power of two.
+    - weights: (b, n) float64, for each row.
     """
 
     keys: Any
@@ -49,9 +49,9 @@ class Rows:
         return int(b), int(n), int(d)
 
     def zeros(self, *, as_float64: bool = False, written: bool = False) -> Any:
-        """Return an array beside the keys for one score a key, (b, n), or for one figure in float64.
+        """Return an array on the keys' device for one score a key, (b, n), or for one float64 number a key.
 
-        On a device `written` says that kernels write all of it, so that nothing fills it before.
+        On a device, `written` says that kernels write all of the array, so that nothing fills it with zeros.
         """
         kind = "float64" if as_float64 or self.format == "float64" else "float32"
         if isinstance(self.keys, np.ndarray | Csr):
@@ -92,7 +92,7 @@ class Rows:
 
 
 class RowKernels(Protocol):
-    """What is found of columns and rows."""
+    """Sums and maxima of columns, and rows that are not finite."""
 
     def column_figures(self, rows: Rows, /, *, largest: bool) -> Float64:
         """See `Rows.column_maxima` if `largest`, and else `Rows.column_sums`."""

@@ -1,4 +1,4 @@
-"""Keys on the CPU: rows as they are read, and what is found of their columns."""
+"""Keys on the CPU: rows as kernels read them, and sums and maxima of columns."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
 
 
 def stored_rows(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
-    """Return some rows of one matrix as they are read, row after row; without a copy where they are stored so."""
+    """Return some rows of one matrix as kernels read them, as a C array; without a copy if they are stored so."""
     stored = rows.keys[item, start:stop]
     plain = all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights))
-    if plain and stored.dtype == kind and stored.flags.c_contiguous:  # BLAS sums otherwise in another order
+    if plain and stored.dtype == kind and stored.flags.c_contiguous:  # in another layout BLAS sums in another order
         return stored
     X = np.zeros((stop - start, rows.shape[2]), kind)
     read_rows(view_of(rows.between(start, stop)), item, stop - start, X)

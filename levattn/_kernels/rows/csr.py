@@ -1,4 +1,4 @@
-"""Sparse keys on the CPU: their entries, blocks of rows written out, and what is found of their columns."""
+"""Sparse keys on the CPU: their entries, blocks of dense rows, and sums and maxima of columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["blocks_of", "column_figures", "entries_of", "nonfinite_rows", "writt
 
 
 def entries_of(rows: Rows) -> tuple[Any, ...]:
-    """Return the arrays that the compiled code reads: row bounds, columns, values as they are read, mask."""
+    """Return the arrays that compiled code reads: row bounds, columns, scaled and weighted values, mask."""
     keys: Csr = rows.keys
     mask = np.zeros(0, np.bool_) if rows.mask is None else np.require(rows.mask[0], np.bool_, ["C", "W"])
     if rows.scale is None and rows.weights is None:
@@ -33,13 +33,13 @@ def entries_of(rows: Rows) -> tuple[Any, ...]:
 
 
 def written_out(rows: Rows, start: int, stop: int) -> Rows:
-    """Return some rows with the zeros written out."""
+    """Return some rows as a dense array."""
     part = rows.between(start, stop)
     return Rows(part.keys.to_dense(), part.format, part.mask, part.shift, part.scale, part.weights)
 
 
 def blocks_of(rows: Rows, size: int = BLOCK) -> Iterator[tuple[int, Rows]]:
-    """Give blocks of rows written out, each with the number of its first row."""
+    """Yield blocks of dense rows, each with the number of its first row."""
     n = rows.shape[1]
     for low in range(0, n, size):
         yield low, written_out(rows, low, min(low + size, n))

@@ -1,4 +1,4 @@
-"""Keys on a CUDA device: as arguments of kernels, in the order of `KEY_PARAMETERS` in keys.cuh, and their columns."""
+"""Keys on a CUDA device: arguments of kernels, in the order of `KEY_PARAMETERS` in keys.cuh; sums of columns."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def key_type(rows: Rows) -> str:
 
 
 def key_arguments(rows: Rows) -> list[Any]:
-    """Return the keys and what is done to them as arguments of a kernel."""
+    """Return the keys, and the changes on reading them, as arguments of a kernel."""
     shift, scale, weights = (on_device(array, np.float64) for array in (rows.shift, rows.scale, rows.weights))
     mask = with_steps(on_device(rows.mask, np.bool_), 1)
     keys, item, *within = with_steps(rows.keys, 3)
-    # torch hands a batch of one over with any step, by which kernels would take aligned rows for unaligned ones
+    # torch gives a batch of one any step, and kernels would then take aligned rows for unaligned ones
     keys = [keys, item if rows.shape[0] > 1 else 0, *within]
     return [*keys, *mask, shift, scale, *with_steps(weights, 1), rows.shape[2]]
 
 
 def sum_in_pairs(terms: Any) -> Any:
-    """Return the sum over axis 1 in pairs, pairs of pairs, and so on, of which the last may be a single one."""
+    """Return the sum over axis 1 in pairs, pairs of pairs, and so on; the last term may be without a partner."""
     while terms.shape[1] > 1:
         whole = terms.shape[1] // 2 * 2
         terms = namespace().concatenate([terms[:, 0:whole:2] + terms[:, 1:whole:2], terms[:, whole:]], axis=1)

@@ -1,4 +1,4 @@
-"""Keys as definitions in the array-API standard, in any namespace: rows as they are read, and their columns."""
+"""Definitions in the array-API standard, in any namespace: rows as kernels read them, and figures of columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:
 
 
 def send(matrix: Float64, rows: Rows) -> Any:
-    """Return a matrix of float64 beside the keys."""
+    """Return a float64 matrix on the keys' device."""
     xp = array_namespace(rows.keys)
     return xp.asarray(matrix, dtype=xp.float64, device=array_api_compat.device(rows.keys))
 

@@ -1,4 +1,4 @@
-"""One look at every entry: sums and maxima of columns, the rows that are not finite, and the rows themselves."""
+"""One pass over all entries: sums and maxima of columns, rows that are not finite, and the rows themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLAB = 128
 
 @helper
 def _larger(a, b):
-    """Return the larger number, or NaN where there is one (the built-in maximum may lose it)."""
+    """Return the larger number, or NaN if either is NaN (the built-in maximum may lose it)."""
     return b if b > a or np.isnan(b) else a
 
 
@@ -30,7 +30,7 @@ def _add(total, term):
 def column_tasks(view, n, block, largest, first, last, out):
     """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
 
-    Sums are formed block by block and the blocks are combined like the bits of a binary counter.
+    Sums are formed block by block, and combined like the bits of a binary counter.
     """
     d = out.shape[1]
     rows = zeros(0.0, (_SLAB, d))
@@ -67,7 +67,7 @@ def column_tasks(view, n, block, largest, first, last, out):
 
 @jit
 def read_rows(view, item, n, out):
-    """Write the rows of one matrix to `out`, as they are read."""
+    """Write the rows of one matrix to `out`, with the changes on reading."""
     load_rows(view, item, 0, n, out)
 
 

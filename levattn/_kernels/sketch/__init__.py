@@ -1,1 +1,1 @@
-"""Kernels of random sketches, and the words that they are drawn from."""
+"""Kernels of random sketches, and the random words behind them."""

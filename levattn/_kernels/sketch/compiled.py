@@ -40,7 +40,7 @@ _tile = moment_tiles(lambda _lanes: [(FULL_ROWS, vectors) for vectors in range(1
 
 @helper
 def number_below(word, size):
-    """Return a number below `size`, by the upper 31 bits of a word."""
+    """Return a number below `size`, drawn from the upper 31 bits of a word."""
     return np.int64(np.uint64(word >> np.uint32(1)) * np.uint64(size) >> np.uint64(31))
 
 
@@ -49,7 +49,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
     """Add the rows ``begin:end`` of one matrix, whose first row has the number `offset`, to the sketch `out`.
 
     Each row goes, with a sign, to one place in each of `blocks` blocks of `size` rows of the sketch. X gives the
-    precision in which keys are read and the padded width, which is that of `out`.
+    precision in which keys are read, and the padded width, which `out` has too.
     """
     lanes = VECTOR_BYTES // X.itemsize
     width = X.shape[1]
@@ -69,7 +69,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
             for r in range(count):
                 word = drawn[skipped + r]
                 places[r, b] = (b * size + number_below(word, size)) * 2 + np.int64(word & np.uint32(1))
-        for r in range(count, count + _AHEAD):  # where nothing is to be fetched
+        for r in range(count, count + _AHEAD):  # repeated: there are no further places to fetch
             for b in range(blocks):
                 places[r, b] = places[count - 1, b]
         for r in range(count):
@@ -89,7 +89,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
 
 @helper
 def _combine_groups(X, group, vectors):
-    """Finish the Hadamard transform of the rows of X, in which each `group` of neighbors is transformed already."""
+    """Finish the Hadamard transform of the rows of X, of which each `group` of neighbors is transformed already."""
     row_bytes = X.strides[0]
     half = group
     while half < X.shape[0]:
@@ -109,11 +109,11 @@ def _combine_groups(X, group, vectors):
 
 @jit
 def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chosen, rows, X, out):
-    """Add what the blocks ``begin:end`` of the rows of one matrix give to a subsampled Hadamard transform.
+    """Add the terms of the blocks ``begin:end`` of rows of one matrix to a subsampled Hadamard transform.
 
-    Blocks are numbered from the row numbers, of which the first row has `offset`, and X has as many rows as a block,
-    and some whole vectors of columns. Rows get random signs, are transformed, and the rows `chosen` of the result are
-    added to `out` with random signs; `streams` are those of both. `rows` has FIRST_ROWS rows in the precision in
+    Row numbers, of which the first is `offset`, determine the blocks. X has as many rows as a block, and some whole
+    vectors of columns. Rows get random signs and are transformed; then the rows `chosen` of the result are added to
+    `out` with random signs. `streams` holds the streams of both signs. `rows` has FIRST_ROWS rows in the precision in
     which keys are read, and the width of X; `out` has the padded width.
     """
     size, width = X.shape
@@ -170,10 +170,10 @@ def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chos
 
 @jit
 def dense_rows(view, begin, end, key0, key1, stream, offset, normal, X, part, out):
-    """Add random combinations of the rows ``begin:end`` of all matrices, of which row 0 has the number `offset`.
+    """Add random combinations of the rows ``begin:end`` of all matrices to ``out[:, part]``.
 
-    They go to ``out[:, part]``. Coefficients are normals, or else signs, and drawn once for all matrices. X gives the
-    precision and the padded width, which is that of `out`, whose rows are padded to a multiple of FULL_ROWS.
+    Row 0 has the number `offset`. Coefficients are normals, or else signs, and drawn once for all matrices. X gives
+    the precision and the padded width, which `out` has too. The rows of `out` are padded to a multiple of FULL_ROWS.
     """
     lanes = VECTOR_BYTES // X.itemsize
     items, _, size, width = out.shape

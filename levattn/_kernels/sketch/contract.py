@@ -1,4 +1,4 @@
-"""What the kernels of random sketches add up."""
+"""The contract of the kernels of random sketches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["SketchKernels"]
 class SketchKernels(Protocol):
     """Sketches of the rows of each matrix, added to `out`, (b, size, d), float32 or float64.
 
-    Where a device has them, ``dense_sketch`` and ``subsampled_hadamard`` draw and add in one go; `add_products` with
-    the columns of a `Distribution` is their definition.
+    Where a device has them, ``dense_sketch`` and ``subsampled_hadamard`` draw and add in one call; `add_products`
+    with the columns of a `Distribution` is their definition.
     """
 
     def sketch_zeros(self, rows: Rows, size: int, dtype: npt.DTypeLike, /) -> Any:
@@ -25,8 +25,8 @@ class SketchKernels(Protocol):
     def scatter(self, rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any, /) -> None:
         """Add sparse sketches to `out`, (b, blocks · size, d).
 
-        Row r, whose number is offset + r, is added to one place in each block of `size` rows of the sketch, by the
-        word of its number and the block: the lowest bit set stands for −1, the others choose the place.
+        Row r has the number offset + r, and goes to one place in each block of `size` rows of the sketch. The word of
+        this number and the block decides: the lowest bit, if set, means a sign of −1, and the others choose the place.
         """
 
     def add_products(self, rows: Rows, S: Float64, out: Any, /) -> None:

@@ -1,4 +1,4 @@
-"""Random sketches on the CPU, shared out over threads; sums do not depend on how many."""
+"""Random sketches on the CPU, shared out over threads; sums do not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def add_products(rows: Rows, S: Float64, out: Any) -> None:
 
 
 def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, out: Any) -> None:
-    """Add dense sketches of the matrices to `out`, (b, size, d), in the precision of which rows are added up.
+    """Add dense sketches of the matrices to `out`, (b, size, d), which gives the precision of the sums.
 
-    Row r, whose number is offset + r, has as coefficients the normals of its number, or else the bits of its words as
-    signs (see `levattn._core.random`).
+    Row r has the number offset + r. Its coefficients are the normals of this number, or else signs, the bits of its
+    words (see `levattn._core.random`).
     """
     b, n, d = rows.shape
     size = out.shape[1]
@@ -82,9 +82,9 @@ def subsampled_hadamard(
 ) -> None:
     """Add subsampled Hadamard transforms of the matrices to `out`, (b, size, d), float32 or float64.
 
-    Rows are numbered from `offset` on and lie in blocks of `block` (a power of two) by their numbers. Each gets the
-    sign of the word of its number, in the first stream, and each block is transformed. Of the result the rows `chosen`
-    are added up, with the signs of the words of the block's number, a column for each, in the second stream.
+    Rows are numbered from `offset` on; the numbers determine the blocks of `block` rows (a power of two). Each row
+    gets the sign of its number's word in the first stream, and each block is transformed. Then the rows `chosen` of
+    the result are added up. Their signs come from the second stream, by the block's number, a column for each row.
     """
     b, n, d = rows.shape
     if not n:
@@ -113,9 +113,9 @@ def subsampled_hadamard(
 
 
 def _partial_sketches(read: int, held: int) -> int:
-    """Return how many sketches of parts of the rows are made and then added up, whatever the number of threads.
+    """Return the number of sketches of parts of the rows to make and add up, whatever the number of threads.
 
-    There are enough of them for the threads, and few enough that adding them costs little beside reading the keys.
+    There are enough sketches for the threads, but so few that adding them costs little beside reading the keys.
     """
     parts = 1
     while parts < 64 and (16 if parts == 1 else 64) * parts * held <= read:

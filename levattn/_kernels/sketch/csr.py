@@ -1,4 +1,4 @@
-"""Random sketches of sparse keys on the CPU: sparse ones entry by entry, others from blocks of rows written out."""
+"""Random sketches of sparse keys on the CPU: sparse sketches entry by entry, others from blocks of dense rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random sketches on a CUDA device; `out` is there too, its rows next to each other.
+"""Random sketches on a CUDA device; `out` is on the device too, with contiguous rows.
 
-Sums over rows are those of parts of them, whose sketches are then added in one order. The parts follow from the shape
-of one matrix: so the bits depend neither on the layout of the keys nor on what else is in their batch.
+Kernels sketch parts of the rows, and then add these sketches in one order. The shape of one matrix determines the
+parts. So the bits depend neither on the layout of the keys nor on the rest of their batch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 __all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
 
-# What sketch.cu has too
-_TILE = 4096  # rows that are put in order at a time
+# Constants of sketch.cu as well
+_TILE = 4096  # rows that are sorted at a time
 _WARPS = THREADS // 32
 _GROUP = 16  # parts that are added at a time
 _SIDE = 64  # of a tile of a product
 _FLIPS = 1024  # signs that are drawn at a time for the rows of a transform
 
-_DIGIT = 12  # bits by which rows are put in order at a time: counts of them fit into shared memory
-_ORDERED = 1 << 25  # rows times blocks of a sketch that are put in order before they are added
+_DIGIT = 12  # bits by which rows are sorted at a time: counts of their values fit into shared memory
+_ORDERED = 1 << 25  # rows times blocks of a sketch that are sorted before they are added
 _NUMBERED = 1 << 30  # the same, at most
 _SHORTEST = 64  # rows of a run, on average, so that the sketches of parts cost little beside the keys
-_THREADS_BUSY = 1 << 19  # that a device is given at a time
+_THREADS_BUSY = 1 << 19  # threads that a device is given at a time
 _NEAR = 1 << 24  # bytes of a part of the rows that stay in the second cache while they are read once for each block
 _BLOCKS_BUSY = 2048  # blocks of threads that a device is given at a time
 _DRAWN = 1 << 25  # entries of a dense sketch that are drawn at a time
 _TRANSFORMED = 1 << 16  # bytes of rows that a block of threads transforms
-_FEWEST, _WIDEST = 10, 4  # logarithms of the rows and columns of these
+_FEWEST, _WIDEST = 10, 4  # logarithms of the fewest rows and the most columns of these
 
 
 def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
@@ -45,8 +45,7 @@ def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
     """Add sparse sketches of the matrices to `out`, (b, blocks · size, d).
 
-    Rows are put in order by their places, so that each row of the sketch is summed up by itself, in the order of the
-    rows.
+    Sorting rows by place makes each row of the sketch a sum of its own, in the order of the rows.
     """
     n = rows.shape[1]
     step = max(1, min(max(_ORDERED // blocks, 4 * size), _NUMBERED // blocks))
@@ -77,10 +76,10 @@ def _scatter_ordered(rows: Rows, seed: int, stream: int, offset: int, blocks: in
 
 
 def _order(n: int, seed: int, stream: int, offset: int, blocks: int, size: int, span: int) -> tuple[Any, Any, int]:
-    """Return the rows of each part, `span` rows, and block, ordered by places, and where those of a place begin.
+    """Return the rows of each part (of `span` rows) and block, sorted by place, the starts of places, and a step.
 
-    That of place p of a unit u, which is a part and a block, is at the index (u · size + p) times the step, which is
-    returned last. Digits of the places are taken one after the other, the lowest first.
+    A unit u is a part and a block. The start of its place p is at the index (u · size + p) times the step. Rows
+    are sorted by one digit of their places after the other, the lowest first.
     """
     xp = namespace()
     units, tiles = -(-n // span) * blocks, -(-span // _TILE)

@@ -1,4 +1,4 @@
-"""Random sketches as definitions in the array-API standard; `out` is numpy's."""
+"""Random sketches as definitions in the array-API standard; `out` is a numpy array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SKETCHED = 256  # rows for which a dense piece of a sparse sketch is formed
 
 
 def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
-    """Return an array for a sketch of each matrix, (b, size, d), which is numpy's."""
+    """Return an array for a sketch of each matrix, (b, size, d), of numpy."""
     return np.zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 

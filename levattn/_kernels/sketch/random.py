@@ -83,8 +83,8 @@ def fill_signs(key0, key1, stream, group, first, count, drawn, out):
 def fill_normals(key0, key1, stream, group, first, count, drawn, out):
     """Write the normals of four rows in `count` columns from `first` on, both even.
 
-    `drawn` has room for the words of four rows. All is straight arithmetic, as the compiler makes no vector code of a
-    call of a logarithm or sine.
+    `drawn` has room for the words of four rows. All is plain arithmetic, because the compiler does not vectorize calls
+    of logarithms or sines.
     """
     fill_group(key0, key1, stream, group, first, count, drawn)
     for k in range(GROUP):

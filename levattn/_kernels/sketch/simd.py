@@ -59,8 +59,8 @@ def add_signed(typing, like, total, source, target, sign, vectors, ahead, next_t
 def hadamard_tile(typing, like, total, rows, signed, source, step, signs, target, target_step, vectors):
     """Write the Hadamard transform of `rows` rows at `source` to rows at `target`, which may be the same.
 
-    Rows are `step` and `target_step` bytes apart. Numbers like `like` become numbers like `total`, and if `signed`
-    are first multiplied by those at `signs`.
+    Rows are `step` and `target_step` bytes apart. Numbers like `like` become numbers like `total`; if `signed`,
+    they are first multiplied by the numbers at `signs`.
     """
     signature = types.void(like, total, rows, signed, *([types.int64] * 6))
     count, with_signs = int(rows.literal_value), int(signed.literal_value)

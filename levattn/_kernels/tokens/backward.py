@@ -1,7 +1,7 @@
-"""Token statistics attention, compiled: the way back.
+"""Token statistics attention, compiled: the backward pass.
 
-Heads meet again where gradients in memberships become those in logits. Sums at tokens are gone through anew, from
-places kept every RUN tokens, as gradients need them from the end.
+Heads interact where gradients in memberships become gradients in logits. Gradients need the sums at tokens in reverse
+order, so they are formed again, starting from copies kept every RUN tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = ["backward_tasks"]
 
 @helper
 def _marks(like, p, g, i, k, weighted, weights_at, total):
-    """Go through a sequence; return sums, sums of weights and first tokens of its runs, and the number of these."""
+    """Go through a sequence; return the sums, sums of weights and first tokens of its runs, and their number."""
     (at, high), d = bounds(p, i), p.width
     most = -(-(high - at) // RUN)
     marks, totals, places = empty(0.0, (most, d)), empty(0.0, (most,)), empty(0, (most,))
@@ -82,7 +82,7 @@ def _resume(p, marks, run):
 
 @helper
 def _weigh_back(like, p, g, k, n, total, members_at, slopes_at, factors_at, steps_at):
-    """Read memberships, and write slopes, factors, and what ``w r² dY`` is multiplied by to be the gradient in M."""
+    """Read memberships; write slopes, factors, and steps, by which ``w r² dY`` becomes the gradient in M."""
     read_numbers(like, p, p.P, g, k, n, members_at)
     weigh(like, p, k, n, total, members_at, slopes_at, factors_at)
     members, slopes, steps = as_pointer(members_at, like), as_pointer(slopes_at, like), as_pointer(steps_at, like)
@@ -161,7 +161,7 @@ def _back_everywhere(like, p, g, i, k):
 
 @helper
 def _membership_gradients(like, p, g, i, k):
-    """Write the gradients in memberships, and what outputs give W at once."""
+    """Write the gradients in memberships, and the part of the gradient in W that comes through outputs."""
     copy_sums(0, p.later, p.width)
     if p.causal:
         _back_causal(like, p, g, i, k)
@@ -174,7 +174,7 @@ def _membership_gradients(like, p, g, i, k):
 
 @helper
 def _logit_gradients(like, p, g, i, low, high):
-    """Replace the gradients in memberships of some tokens by those in logits."""
+    """Replace the gradients in memberships of some tokens by gradients in logits."""
     heads, at, step = p.heads, low, RUN * p.size
     mean = as_pointer(table(p, 0), like)
     while at < high:
@@ -197,7 +197,7 @@ def _logit_gradients(like, p, g, i, low, high):
 
 @helper
 def _slopes(like, p, g, i, k, n, scores_at, factors_at, slopes_at):
-    """Write the gradients in the bare scores of a run, given what the temperature multiplies."""
+    """Write the gradients in the bare scores of a run, given the scores that the temperature multiplies."""
     read_numbers(like, p, p.E, g, k, n, slopes_at)
     scores, factors, slopes = as_pointer(scores_at, like), as_pointer(factors_at, like), as_pointer(slopes_at, like)
     temperature, total = temperature_of(like, p, g, k), 0.0
@@ -230,7 +230,7 @@ def _score_gradients_causal(like, p, g, i, k):
 
 @helper
 def _score_gradients_everywhere(like, p, g, i, k):
-    """As there, where scores are by the same row for all tokens."""
+    """As `_score_gradients_causal`, but with the same row in the scores of all tokens."""
     scores_at, factors_at, slopes_at, ones_at = table(p, 0), table(p, 1), table(p, 2), table(p, 3)
     w, out, (low, high) = head_rows(p.W, g, k), head_rows(p.D_W, g, k), bounds(p, i)
     count, at = begin_sums(like, p, g, i, k, False, p.sums, scores_at), low
@@ -263,7 +263,7 @@ def _score_gradients_everywhere(like, p, g, i, k):
 
 @helper
 def _score_gradients(like, p, g, i, k):
-    """Add what logits give W, and write the gradient in the temperature."""
+    """Add the part of the gradient in W that comes through logits, and write the gradient in the temperature."""
     copy_sums(0, p.later, p.width)
     as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] = 0
     if p.causal and p.logits == DIAGONAL:
@@ -274,7 +274,7 @@ def _score_gradients(like, p, g, i, k):
 
 @jit
 def backward_tasks(like, plan, step, spans, reads, first, last):
-    """Do tasks of one step of the way back, or all of them for sequences; memberships are known."""
+    """Do tasks of one step of the backward pass, or all steps of sequences; memberships are known."""
     like, p = as_pointer(0, like), plan[0]
     for task in range(first, last):
         if step == ALL:

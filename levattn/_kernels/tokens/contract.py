@@ -1,4 +1,4 @@
-"""What the kernels of token statistics attention read: tokens, and how heads share them out."""
+"""The contract of the kernels of token statistics attention: tokens that heads share out among themselves."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ __all__ = ["LOGITS", "Logits", "TokenArguments", "TokenGradients", "TokenKernels
 TokenSums = tuple[Any, Any, Any, Any]  # (A, n, M, N) of each head and sequence, in float64
 
 Logits = Literal["none", "norm", "diagonal"]
-LOGITS = get_args(Logits)  # compiled code and sources for devices know them by their places
+LOGITS = get_args(Logits)  # compiled code and sources for devices use their indices
 
 
 @dataclass(frozen=True, eq=False)
 class TokenArguments:
     """The arguments of token statistics attention, for a stack of groups of heads that share out their tokens.
 
-    With ``x = w²`` channel by channel, token t of head h has the logit ``temperature · (ℓ_t + offset_t)``, and the
+    With ``x = w²`` channel by channel, token t of head h has the logit ``temperature · (ℓ_t + offset_t)``. The
     memberships Π_t are the softmax of the logits over the heads. The output is ``−gain Π_t w_t / (1 + c m_t)``, with
-    the second moment ``m_t = M_t / (N_t + ridge)``, 0 where that would be 0/0, of the weighted sums ``M_t = Σ Π x``
-    and ``N_t = Σ Π`` over the tokens that t sees: those up to itself if `causal`, else all of its sequence. ℓ_t is
+    the second moment ``m_t = M_t / (N_t + ridge)``, or 0 where that would be 0/0. The weighted sums ``M_t = Σ Π x``
+    and ``N_t = Σ Π`` are over the tokens that t sees: up to itself if `causal`, else all of its sequence. ℓ_t is
 
     - 0 for the logits "none",
     - ``Σ x_t`` over the channels for "norm",
     - ``Σ x_t / max(A_t, least)`` for "diagonal", where ``A_t = Σ x`` over the tokens that t sees, and if `mean` times
       their number n_t.
 
-    Tokens that a mask leaves out are as if they were not there; their output is 0, and so are their memberships.
+    Masked tokens count as absent; their output and their memberships are 0.
 
-    W: (b, h, T, d), float32 or float64, as are all arrays but those named otherwise; with any strides along the first
-        three axes, and contiguous along the last. On a CUDA device, where d is a multiple of 4, also float16, or words
-        of bfloat16; then the others are of float32, and outputs and dY are stored as W is, but not the gradients.
-    temperature: (b, h), of any strides.
-    offset: (b, h, T), of any strides (0 among them), or None.
-    logits, mean, least: as above; least > 0.
-    c, gain, ridge: as above; c > 0 and ridge ≥ 0.
-    offsets: (n + 1,) int64 in main memory, ascending from 0 to T: sequence i is ``offsets[i]:offsets[i + 1]``, and
-        sees nothing of the others.
-    decay: (h,) float64 in main memory, in (0, 1]: what a token before counts for, for each present token after it, in
-        all four sums. None for 1. Causal ones only.
-    mask: (b, T) bool, True for a token that takes part, or None.
-    state: the sums A (b, h, n, d), n (b, h, n), M (b, h, n, d), N (b, h, n) in float64. If `causal`, of tokens before,
-        which are seen besides; else of all that is seen: then none of the tokens is added. Or None.
+    - W: (b, h, T, d), float32 or float64, like all arrays without another dtype below. Any strides along the first
+      three axes; contiguous along the last. On a CUDA device, if d is a multiple of 4, also float16, or words of
+      bfloat16. Then the other arrays are float32; outputs and dY are stored as W is, but gradients are not.
+    - temperature: (b, h), of any strides.
+    - offset: (b, h, T), of any strides (0 among them), or None.
+    - logits, mean, least: as above; least > 0.
+    - c, gain, ridge: as above; c > 0 and ridge ≥ 0.
+    - offsets: (n + 1,) int64 in main memory, ascending from 0 to T. Sequence i is ``offsets[i]:offsets[i + 1]``, and
+      does not see the other sequences.
+    - decay: (h,) float64 in main memory, in (0, 1]. Each present token multiplies the terms of all tokens before it by
+      the decay, in all four sums. None for 1. Only if `causal`.
+    - mask: (b, T) bool, True for a token that takes part, or None.
+    - state: the sums A (b, h, n, d), n (b, h, n), M (b, h, n, d), N (b, h, n) in float64, or None. If `causal`, they
+      are sums of earlier tokens, which are seen too. Otherwise they cover all that is seen, and no token is added.
     """
 
     W: Any
@@ -70,7 +70,7 @@ class TokenKernels(Protocol):
     def forward(self, x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
         """Return the output (b, h, T, d) and, if `state`, the sums after all tokens of each sequence, else None.
 
-        The sums are those that were given where no token is added.
+        Where no token is added, the sums are the given ones.
         """
 
     def memberships(self, x: TokenArguments, /) -> Any:
@@ -81,7 +81,7 @@ class TokenKernels(Protocol):
 
 
 class TokenGradients(TokenKernels, Protocol):
-    """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
+    """`TokenKernels` with gradients, for devices with compiled kernels; `state` has no gradient."""
 
     def backward(self, x: TokenArguments, dY: Any, /) -> tuple[Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in W, temperature (b, h) and offset (b, h, T) or None."""

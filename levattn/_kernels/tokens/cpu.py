@@ -1,7 +1,7 @@
-"""Token statistics attention on the CPU: says where arrays lie, and shares tasks out over threads.
+"""Token statistics attention on the CPU: passes addresses of arrays, and shares tasks out over threads.
 
-Where there are many sequences, a task is all of one; else each step is shared out by itself, head by head. What is
-computed is the same.
+With many sequences, a task is one whole sequence. Otherwise each step is shared out by itself, head by head. Both
+compute the same results.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums |
 
 
 def _step(x: TokenArguments) -> tuple[Any, TokenSums] | None:
-    """Return the output of one causal token and the sums after it, or None where the plan needs more than addresses.
+    """Return the output of one causal token and the sums after it, or None if the plan needs more than addresses.
 
-    The bits are those of any call: compiled code is the same, and finds its arrays with less of Python.
+    The bits are the same as in any call: the compiled code is the same, but gets its arrays with less Python.
     """
     W, before, (b, h, _, d) = x.W, x.state, x.W.shape
     if before is None or not x.causal or len(x.offsets) != 2:
@@ -67,7 +67,7 @@ def _step(x: TokenArguments) -> tuple[Any, TokenSums] | None:
 
 @lru_cache(64)
 def _one_token(h: int, d: int, kind: Any, logits: int, mean: bool, *reals: float) -> tuple[Any, Record]:
-    """Return an array of a kind, and the record of calls of one token, in which addresses are missing."""
+    """Return an array of a kind, and the record for calls of one token, without addresses."""
     record = Record(*_numbers(h, d, kind, True, logits, mean, 1, *reals), bounds=np.array([[0, 1]], np.int64))
     record.put({name: np.empty((1, h, 1, d), kind) for name in ("W", "Y")})
     return np.empty(0, kind), record
@@ -81,7 +81,7 @@ def memberships(x: TokenArguments) -> Any:
 
 
 def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
-    """Return the gradients of ``Σ dY · forward(x)`` in W, temperature and offset; None for an offset there is not."""
+    """Return the gradients of ``Σ dY · forward(x)`` in W, temperature and offset; None if there is no offset."""
     b, h, _, _ = x.W.shape
     out, flow = _like(x.W), np.zeros((b, h, len(x.offsets) - 1))
     E = np.empty(x.W.shape[:3], x.W.dtype)
@@ -97,7 +97,7 @@ def add_squares(
 ) -> tuple[Float64, Float64]:
     """Return ``Σ w x²`` (b, d), or if `full` ``Σ w x xᵀ`` (b, d, d), and ``Σ w`` (b,), after the sums `held`.
 
-    Row after row, so that the size of chunks does not show; see `definition`.
+    Rows are added one by one, so that the size of chunks does not change the bits; see `definition`.
     """
     b, T, d = X.shape
     if held is None:
@@ -140,14 +140,14 @@ def _begin(x: TokenArguments) -> TokenSums:
 
 
 def _powers(decay: Any, kind: Any) -> dict[str, Any]:
-    """Return the powers of decays, in float64 and, from the first on, in the dtype of a call."""
+    """Return the powers of decays in float64, and from the first power on in the dtype of a call."""
     powers = np.asarray(decay, np.float64)[:, None] ** np.arange(GAIN_BLOCK + 1)
     return {"kept": powers, "powers": np.ascontiguousarray(powers[:, 1:], kind)}
 
 
 @lru_cache(64)
 def _numbers(h: int, d: int, kind: Any, causal: bool, logits: int, mean: bool, sequences: int, *reals: float) -> Any:
-    """Return what the records of calls begin with, in which nothing decays."""
+    """Return the arguments for records of calls, without arrays and without decay."""
     numbers = {"heads": h, "width": d, "size": kind.itemsize, "causal": causal, "logits": logits, "mean": mean}
     info, (least, ridge, weight, gain) = np.finfo(kind), reals
     return Record.begun(
@@ -165,7 +165,7 @@ def _numbers(h: int, d: int, kind: Any, causal: bool, logits: int, mean: bool, s
 
 
 class _Work:
-    """What the compiled code works on; P are the memberships, once they are known."""
+    """The plan of one call of the compiled code; P holds the memberships, once they are known."""
 
     def __init__(self, x: TokenArguments, after: TokenSums | None = None, **further: Any) -> None:
         (_, h, _, d), kind, n = x.W.shape, x.W.dtype, len(x.offsets) - 1
@@ -199,7 +199,7 @@ class _Work:
             return
         lows, highs = self._bounds.T.copy()
         longest = slab = int((highs - lows).max())
-        if self._x.causal and slab > SLAB:  # so that tokens are in the caches still when the last step comes
+        if self._x.causal and slab > SLAB:  # so that tokens are still in the caches at the last step
             slab = SLAB
             sums = _begin(self._x) if self._after is None else self._after
             self._put_sums("", sums)
@@ -224,7 +224,7 @@ class _Work:
             self._do(backward_tasks, step, work)
 
     def _alone(self, work: float) -> bool:
-        """Tell whether sequences are not shared out among threads."""
+        """Tell whether a thread works on whole sequences, instead of sharing them with others."""
         threads = threads_for(work)
         return threads == 1 or len(self._x.W) * len(self._bounds) >= _ENOUGH * threads
 

@@ -1,6 +1,6 @@
-"""Token statistics attention in the array-API standard: the definitions, which the compiled kernels are compared with.
+"""Token statistics attention in the array-API standard: the definitions that tests compare kernels with.
 
-In torch the gradients of these are followed, so that there is no backward here.
+In torch, autograd differentiates these definitions, so there is no backward here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def add_squares(
     """Return ``Σ w x²`` (b, d) and ``Σ w`` (b,) in float64 over the rows x of X (b, T, d), after the sums `held`.
 
     X is of float64, float32 or float16. If `full`, the first is ``Σ w x xᵀ`` (b, d, d).
-    weights: (b, T) float64, or None for 1. mask: (b, T) bool or None; what it leaves out is not used.
-    decay: (b,) float64 in main memory, or None for 1: all that counts so far is multiplied by it before each present
-        row.
+    - weights: (b, T) float64, or None for 1.
+    - mask: (b, T) bool or None; masked rows are not used.
+    - decay: (b,) float64 in main memory, or None for 1; each present row first multiplies the sums so far by it.
     """
     xp = array_namespace(X)
     X = xp.astype(X, xp.float64)
@@ -100,7 +100,7 @@ def _like(xp: Any, numbers: Any, like: Any) -> Any:
 
 
 def _begin(xp: Any, x: TokenArguments, W: Any, i: int) -> TokenSums | None:
-    """Return the sums before a sequence, of a numpy or other array as one of W's library; None for nothing."""
+    """Return the sums before a sequence as arrays of W's library, or None if there are none."""
     if x.state is None:
         return None
     A, n, M, N = (xp.asarray(part, device=array_api_compat.device(W)) for part in x.state)
@@ -108,7 +108,7 @@ def _begin(xp: Any, x: TokenArguments, W: Any, i: int) -> TokenSums | None:
 
 
 def _members(xp: Any, x: TokenArguments, scores: Any, offset: Any, there: Any) -> Any:
-    """Return the softmax over the heads, 0 for tokens that are not there."""
+    """Return the softmax over the heads, 0 for masked tokens."""
     logits = scores if offset is None else scores + offset
     logits = logits * x.temperature[..., None]
     E = xp.exp(logits - xp.max(logits, axis=1, keepdims=True))
@@ -117,7 +117,7 @@ def _members(xp: Any, x: TokenArguments, scores: Any, offset: Any, there: Any) -
 
 
 def _scores(xp: Any, x: TokenArguments, X: Any, A: Any, n: Any) -> Any:
-    """Return what the logits are made of; A and n are of the shapes of X and of its rows, or broadcast to these."""
+    """Return ℓ of the logits; A and n have the shapes of X and of its rows, or broadcast to these."""
     if x.logits == "none":
         return xp.zeros_like(X[..., 0])
     if x.logits == "norm":
@@ -156,7 +156,7 @@ def _as(xp: Any, numbers: Any, like: Any) -> Any:
 def _causal(
     xp: Any, x: TokenArguments, W: Any, there: Any, offset: Any, begin: TokenSums | None
 ) -> tuple[Any, Any, TokenSums]:
-    """Return what causal tokens read, block by block: sums before by `begin`, and the block's own."""
+    """As `_everywhere`, for causal tokens, block by block: with the sums so far, and the sums within the block."""
     b, h, T, d = W.shape
     nothing = _zeros(xp, W, (b, h, d)), _zeros(xp, W, (b, h))
     A, n, M, N = begin if begin is not None else (*nothing, *nothing)
@@ -172,7 +172,7 @@ def _causal(
             decays = xp.where(here, rates + xp.zeros_like(kept), xp.ones_like(kept))
 
         def summed(before: Any, terms: Any, kept: Any = kept, decays: Any = decays) -> tuple[Any, Any]:
-            """Return the sum at each token of the block, and in float64 after its last."""
+            """Return the sum at each token of the block, and the sum after its last token in float64."""
             if decays is None:
                 own = xp.cumulative_sum(terms, axis=2)
             else:

@@ -1,8 +1,8 @@
 """Token statistics attention, compiled: running sums of squares, memberships and outputs.
 
-Heads meet in the softmax of their logits only. So there are steps, each over one head of a sequence or over all heads
-of some tokens: scores, memberships, outputs, and on the way back the gradients in memberships, in logits, and in
-scores. A task is one step, or all of them for a sequence.
+Heads interact only in the softmax of their logits. So the work has steps, each over one head of a sequence or over all
+heads of some tokens. The steps are scores, memberships and outputs; backward, the gradients in memberships, in logits,
+and in scores. A task is one step, or all steps for a sequence.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ALL, SCORES, MEMBERSHIPS, OUTPUTS, D_MEMBERSHIPS, D_LOGITS, D_SCORES = range(7) 
 
 @helper
 def inverses(like, p, sums_at, row_at):
-    """Write what the products of a token are multiplied by in scores, if all tokens see the same sums."""
+    """Write the row of factors of a token's products in scores, if all tokens see the same sums."""
     row, A = as_pointer(row_at, like), as_pointer(sums_at, 0.0)
     for j in range(p.width):
         row[j] = p.logits == NORM
@@ -74,7 +74,7 @@ def inverses(like, p, sums_at, row_at):
 
 @helper
 def score(like, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
-    """Write the scores of a run, and if `back` 1/A of each token to `rows`."""
+    """Write the scores of a run, and if `back`, 1/A of each token to `rows`."""
     if p.causal and p.logits == DIAGONAL:
         fill(like, scores_at, n, 0)
         run, w, sums, rows = run_of(p, n), head_rows(p.W, g, k), sums_of(p, k, sums_at), (p.rows, p.width * p.size)
@@ -94,10 +94,7 @@ def score(like, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
 
 @helper
 def complete(like, p, g, k, n, count, scores_at, factors_at):
-    """Make the scores of a run what the temperature multiplies, and write what a score was multiplied by.
-
-    Returns the number of tokens seen after it.
-    """
+    """Multiply the scores of a run by factors, which are written, and add offsets; return the tokens seen after it."""
     scores, factors = as_pointer(scores_at, like), as_pointer(factors_at, like)
     rate = rate_of(p, k)
     if p.causal and (p.mean or rate != 1):
@@ -174,7 +171,7 @@ def slope_of(p, total):
 
 @helper
 def weigh(like, p, k, n, total, members_at, slopes_at, factors_at):
-    """Write slopes and factors of a run, given memberships; return the sum of these after it."""
+    """Write slopes and factors of a run, given memberships; return the sum of memberships after it."""
     members, slopes = as_pointer(members_at, like), as_pointer(slopes_at, like)
     factors, rate = as_pointer(factors_at, like), rate_of(p, k)
     for t in range(n):
@@ -259,7 +256,7 @@ def _causal_sequence(like, p, g, i, reads):
 
 @helper
 def _even_sequence(like, p, g, i, reads):
-    """The same for a sequence all of whose tokens see the same sums: these are made first."""
+    """The same for a sequence whose tokens all see the same sums, which are formed first."""
     heads, deep, step, row = p.heads, p.width * 8, RUN * p.size, p.width * p.size
     counts, totals = as_pointer(p.totals, 0.0), as_pointer(p.totals + 8 * heads, 0.0)
     alone, (low, high) = p.A != 0, bounds(p, i)
@@ -301,7 +298,7 @@ def _even_sequence(like, p, g, i, reads):
 
 @jit
 def place_arrays(plan, W, Y, temperature, before, after):
-    """Write where tokens, outputs, temperatures and sums lie, whose numbers are side by side, to a plan."""
+    """Write the addresses of tokens, outputs, temperatures and sums, all contiguous, to a plan."""
     p = plan[0]
     p.W.at, p.Y.at, p.temperature = address(W), address(Y), address(temperature)
     p.A, p.n, p.M, p.N = address(before[0]), address(before[1]), address(before[2]), address(before[3])
@@ -311,7 +308,7 @@ def place_arrays(plan, W, Y, temperature, before, after):
 
 @jit
 def forward_tasks(like, plan, step, spans, reads, first, last):
-    """Do tasks of one step, or all steps of sequences; outputs only if it `reads`.
+    """Do tasks of one step, or all steps of sequences; outputs only if `reads`.
 
     Steps over all heads have `spans` tasks for each sequence.
     """

@@ -1,7 +1,7 @@
-"""What the compiled code of token statistics attention works on: its plan, and how runs of tokens are read by it.
+"""The plan of the compiled code of token statistics attention, and functions that read and write runs of tokens.
 
-Tokens that take part are worked on RUN at a time, so that what is written down for each of them stays in the first
-caches. ``like`` is a pointer, for the dtype; names of addresses end in _at.
+A run is RUN present tokens at a time, so that the numbers of its tokens stay in the first caches. ``like`` is a
+pointer, for the dtype; names of addresses end in _at.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ __all__ = [
     "write",
 ]
 
-NONE, NORM, DIAGONAL = range(3)  # the places of LOGITS
+NONE, NORM, DIAGONAL = range(3)  # the indices of LOGITS
 
 RUN = 8 * GAIN_BLOCK
 SPAN = 4 * RUN  # tokens of a task over all heads
 SLAB = 64 * RUN  # tokens of a head that are worked on before the next step
-TABLES = 7  # of a number for each token of a run
+TABLES = 7  # tables of a number for each token of a run
 
-# P holds logits and then memberships, E the gradients in these and then in the logits. A, n, M and N are the sums
-# before, and A_after, ... those to be written. `bounds` are the first and the last token of each sequence, `powers`
-# (h, BLOCK) and `kept` (h, BLOCK + 1) the powers 1, 2, ... and 0, 1, ... of the decay. `flow` (b, h, sequences) is
-# what the gradient in the temperature is the sum of. The names from `tokens` on are of scratch.
+# P holds logits and then memberships, E the gradients in memberships and then in logits. A, n, M and N are the sums
+# before, and A_after, ... the sums to be written. `bounds` are the first token of each sequence and the one after its
+# last. `powers` (h, GAIN_BLOCK) and `kept` (h, GAIN_BLOCK + 1) are the powers 1, 2, ... and 0, 1, ... of the decay.
+# `flow` (b, h, sequences) holds the terms of the gradient in the temperature. Names from `tokens` on are scratch.
 TOKEN_PLAN = RecordType(
     ("W", "offset", "mask", "P", "Y", "D_Y", "D_W", "E"),
     ("group", "head", "token"),
@@ -76,13 +76,13 @@ TOKEN_PLAN = RecordType(
         *("A", "n", "M", "N", "A_after", "n_after", "M_after", "N_after", "flow"),
         *("tokens", "tables", "shares", "row", "other", "rows", "norms", "sums", "totals", "later"),
     ),
-    ("least", "ridge", "weight", "gain", "largest"),  # c is a weight; the largest number of the dtype
+    ("least", "ridge", "weight", "gain", "largest"),  # weight is c, largest is the largest number of the dtype
 )
 
 
 @lru_cache(64)
 def token_scratch(heads: int, d: int, size: int) -> Scratch:
-    """Return how the scratch of one thread lies, by its names in the plan; `size` is that of the dtype."""
+    """Return the layout of one thread's scratch, by its names in the plan; `size` is the itemsize of the dtype."""
     like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": RUN * d}
     eights = {"tokens": RUN, "norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
     return TOKEN_PLAN.scratch(
@@ -103,7 +103,7 @@ def run_of(p, n):
 
 @helper
 def sums_of(p, k, sums_at):
-    """Return running sums with the decay of a head."""
+    """Return running sums with the powers of a head's decay."""
     return sums_at, p.powers + k * GAIN_BLOCK * p.size, p.kept + k * (GAIN_BLOCK + 1) * 8
 
 
@@ -122,7 +122,7 @@ def table(p, i):
 
 @helper
 def copy_sums(source_at, target_at, n):
-    """Copy sums; zeros from address 0."""
+    """Copy sums, or write zeros if the source is address 0."""
     source, target = as_pointer(source_at, 0.0), as_pointer(target_at, 0.0)
     for j in range(n):
         target[j] = source[j] if source_at != 0 else 0.0
@@ -130,7 +130,7 @@ def copy_sums(source_at, target_at, n):
 
 @helper
 def rate_of(p, k):
-    """Return what is left of a sum of a head one token later."""
+    """Return the part of a head's sum that is left one token later."""
     return as_pointer(p.kept, 0.0)[k * (GAIN_BLOCK + 1) + 1]
 
 
@@ -147,9 +147,9 @@ def sums_place(p, g, k, i):
 
 @helper
 def take(p, g, i, at, high):
-    """Write down the next tokens that take part, up to RUN; return how many, and where to go on.
+    """List the next present tokens, up to RUN; return their number, and the token to go on from.
 
-    No run is in two slabs of SLAB tokens.
+    No run crosses from one slab of SLAB tokens to the next.
     """
     tokens = as_pointer(p.tokens, 0)
     n = 0
@@ -171,7 +171,7 @@ def take(p, g, i, at, high):
 
 @helper
 def clear_masked(like, p, view, g, k, low, high, d):
-    """Fill rows of d numbers with zeros, of tokens that are masked."""
+    """Fill the rows of masked tokens, of d numbers, with zeros."""
     if p.mask.at == 0:
         return
     (mask_at, skip), (start, step) = head_rows(p.mask, g, 0), head_rows(view, g, k)
@@ -244,7 +244,7 @@ def advance(like, p, g, k, n, weighted, weights_at, sums_at, total):
 
 @helper
 def begin_sums(like, p, g, i, k, weighted, sums_at, weights_at):
-    """Write the sums A, or M if `weighted`, that a sequence starts with, or that all of it reads; return n or N."""
+    """Write the sums A, or M if `weighted`, before a sequence, or those seen by all of it; return n or N."""
     place, d = sums_place(p, g, k, i), p.width
     if p.A != 0:
         before, totals = (p.M, p.N) if weighted else (p.A, p.n)

@@ -1,13 +1,13 @@
 """Vector code of token statistics attention: a run of tokens of one head, whose sums are in registers meanwhile.
 
-A run is (d, address of the numbers (int64) of its tokens, how many). The rows of an array are (address, step): those
-of the tokens are so many steps from there. Steps are in bytes. Rows of d channels are cut into stretches of whole
-vectors, of half ones, and so on. ``like`` is anything with the dtype to compute in.
+A run is (d, address of the int64 numbers of its tokens, their count). The rows of an array are (address, step): the
+row of a token is as many steps from the address as the token's number. Steps are in bytes. Rows of d channels are cut
+into stretches of whole vectors, of half vectors, and so on. ``like`` is anything with the dtype to compute in.
 
-Running sums are (address of d numbers in float64, powers, kept). The sum at a token is the one before its block of
-BLOCK tokens, rounded, plus the gain in the dtype since then; behind the block this is added in float64. Where sums
-decay, `powers` has what is left of a sum 1, 2, ... tokens later, in the dtype, and `kept` that of 0, 1, ... later in
-float64.
+Running sums are (address of d float64 numbers, powers, kept). The sum at a token is the rounded sum before its block
+of GAIN_BLOCK tokens, plus the gain since then in the dtype. After the block, the gain is added in float64. Where sums
+decay, `powers` holds the shares of a sum that are left 1, 2, ... tokens later, in the dtype. `kept` holds the shares
+0, 1, ... tokens later, in float64.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 GAIN_BLOCK = 16  # tokens whose gain is summed apart
 
-_AHEAD = 16  # tokens until a row is read that is asked for
+_AHEAD = 16  # tokens by which rows are prefetched
 _MOST = 4  # vectors of the longest stretch
 _DOUBLE = ir.DoubleType()
 
@@ -80,7 +80,7 @@ class _Stretch(Vectors):
         self.store(value, address, self._offset)
 
     def place(self, rows: tuple[Value, Value], t: Value) -> Value:
-        """Return the address of a token's row; that of a later one is asked for."""
+        """Return the address of a token's row, and prefetch the row of a later token."""
         b, (address, step) = self.b, rows
         number = load(b, pointer(b, b.add(self._tokens, b.mul(t, integer(8))), I64), I64, 8)
         place = b.add(address, b.mul(number, step))
@@ -116,7 +116,7 @@ class _Stretch(Vectors):
     def summing(
         self, sums: tuple[Value, Value, Value], *, back: bool = False
     ) -> Iterator[tuple[Value, Callable[[Value], Value]]]:
-        """Go through the tokens, from the last one if `back`, with what adds to the sums and returns them there."""
+        """Go through the tokens, from the last one if `back`; yield each with a function that adds to its sums."""
         b, n, doubles = self.b, self._n, ir.VectorType(_DOUBLE, self.count)
         at, powers, kept = sums
         sums_at = pointer(b, b.add(at, b.mul(self._first, integer(8))), _DOUBLE)
@@ -144,7 +144,7 @@ class _Stretch(Vectors):
 
 
 def _stretches(b: Builder, like: Any, d: Value, tokens: Value, n: Value) -> Iterator[_Stretch]:
-    """Go through the stretches that d channels are cut into."""
+    """Go through the stretches of d channels."""
     lanes = _MOST * vector_type(like)[2].count
     with cgutils.for_range_slice(b, integer(0), b.and_(d, integer(-lanes)), integer(lanes)) as (first, _):
         yield _Stretch(b, like, lanes, first, tokens, n)
@@ -169,8 +169,8 @@ def _run_code(emit: Callable[..., None]) -> Callable[..., Any]:
 def _reciprocal(at: _Stretch, x: Value) -> Value:
     """Return 1/x for x of at least the smallest normal number, or NaN, to about one unit in the last place.
 
-    Vectors are divided much slower than multiplied. So in float32, where all is below 2¹²⁵, 1/x is guessed to 5 % by a
-    difference of bit patterns, of which a step of third order makes 1e-4, and one of Newton's 1e-8.
+    Vectors are divided much slower than multiplied. So in float32, where all is below 2¹²⁵, a difference of bit
+    patterns gives 1/x to 5 %. A step of third order improves this to 1e-4, and a Newton step to 1e-8.
     """
     b, one = at.b, at.constant(1.0)
     if at.size == 8:
@@ -204,8 +204,8 @@ def _reciprocal(at: _Stretch, x: Value) -> Value:
 def score_run(at, like, run, back, w, sums, least, scores, inverses):
     """Add ``Σ x / max(A, least)`` of each token to its score, where x = w² goes into the sums A before.
 
-    If `back`, ``1 / max(A, least)`` goes to the rows `inverses`, one for each token of the run, negative where it is
-    that of `least`.
+    If `back`, ``1 / max(A, least)`` goes to the rows `inverses`, one for each token of the run. It is negative where
+    `least` takes the place of A.
     """
     b, lowest, (address, step) = at.b, at.splat(least), inverses
     with at.summing(sums) as (t, add):
@@ -277,11 +277,11 @@ def score_gradients(at, like, run, w, out, row, slopes, less):
 
 @_run_code
 def causal_output_gradients(at, like, run, w, dy, out, sums, weights, slopes, factors, steps, gammas, dots, means):
-    """Read the sums M of tokens once more, for the gradients in what these are made of.
+    """Read the sums M of tokens once more, for the gradients in their terms.
 
-    With ``r = 1 / (1 + slope · M)`` and ``u = w r dY`` write ``factor · r · dY`` to `out`, and ``Γ = step · u r`` to
+    With ``r = 1 / (1 + slope · M)`` and ``u = w r dY``, write ``factor · r · dY`` to `out`, and ``Γ = step · u r`` to
     the rows `gammas`, one for each token of the run. Add Σ u to the token's number at `dots`, and ``Σ u (1 − r)`` to
-    that at `means`.
+    its number at `means`.
     """
     b, (address, row_step) = at.b, gammas
     with at.summing(sums) as (t, add):
@@ -313,7 +313,7 @@ def sum_gradients(at, like, run, w, out, gammas, sums, weights, dots):
 def causal_score_gradients(at, like, run, w, out, inverses, sums, slopes):
     """From the last token to the first, add ``2 w · (slope / A − Q)`` to `out`.
 
-    ``slope · x / A²`` goes into the sums Q before, but for what is at `least`; 1/A is in the rows `inverses`.
+    ``slope · x / A²`` goes into the sums Q before, except where `least` replaces A; 1/A is in the rows `inverses`.
     """
     b, (address, row_step) = at.b, inverses
     with at.summing(sums, back=True) as (t, add):
@@ -334,7 +334,7 @@ def share_run(v, like, heads, n, logits, row_step):
         first = b.add(logits, column)
 
         def each_head(start: Value, step: Callable[[Value, Value], Value], first: Value = first) -> Value:
-            """Return what `step` makes of a vector, given the address of each row's part in turn."""
+            """Return the vector after `step` for each head, which gets the address of the head's part of its row."""
             held = cgutils.alloca_once_value(b, start)
             with cgutils.for_range_slice(b, first, b.add(first, stop), row_step) as (place, _):
                 b.store(step(place, b.load(held)), held)

@@ -1,4 +1,4 @@
-"""Running second moments of tokens, or their diagonals, compiled: row after row, so that chunks do not show."""
+"""Running second moments of tokens, or their diagonals, compiled: added row by row, whatever the chunks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ constexpr int EACH = 4;    // runs at a time
 __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 
-// What so many tokens multiply the sums of a head before them by.
+// The factor by which so many tokens multiply the sums of a head before them.
 __device__ inline double kept_by(const double *rates, int head, int tokens) {
     double kept = 1, power = rates ? rates[head] : 1;
     for (; tokens; tokens /= 2, power *= power)
@@ -178,8 +178,8 @@ __device__ inline void write_run(const Run &run, const Tokens<Key, V> &tokens, c
     }
 }
 
-// What the tokens of one sequence, or those after it, begin with: `before` (b, h, n, d) and `weights_before` (b, h, n)
-// or nothing, or if `ends` that with `sums` (pitch,) added; to `row` (pitch,). What it ends with goes to `after` and
+// Write the sums with which one sequence begins, `before` (b, h, n, d) and `weights_before` (b, h, n) or zeros, to `row`
+// (pitch,); if `ends`, the sums after it, with `sums` (pitch,) added. The sums after it also go to `after` and
 // `weights_after`, if there are such arrays.
 template <typename Real>
 __device__ inline void begin_sequence(const Run &run, const double *rates, int h, int d, int n, const Real *sums,

@@ -1,9 +1,9 @@
-// Token statistics attention, gradients: what the tokens of each run give back to those that they see, and the
-// gradients of tokens, offsets and temperatures.
+// Token statistics attention, gradients: in the sums that the tokens of each run read, and then in tokens, offsets and
+// temperatures.
 //
-// With r = 1 / (N + ridge + c M) and q = (N + ridge) r, the output of a token is −gain Π q w. What it gives back to
-// the M that it has read is Γ = gain c Π w q r dY, and to N it is −⟨Γ, m⟩, where c m q = 1 − q. P and p are the sums
-// of Γ and of ⟨Γ, m⟩ over the tokens that see a token, B those of e x / A², what comes back to the sums A of x = w².
+// With r = 1 / (N + ridge + c M) and q = (N + ridge) r, the output of a token is −gain Π q w. Its gradient in the M that
+// it has read is Γ = gain c Π w q r dY, and in N it is −⟨Γ, m⟩, where c m q = 1 − q. P and p are the sums of Γ and of
+// ⟨Γ, m⟩ over the tokens that see a token. B is the sum of e x / A² over them, from the sums A of x = w².
 
 #include "shared.cuh"
 #include "tokens.cuh"
@@ -13,11 +13,11 @@ namespace {
 constexpr int PART = 4;  // tokens that a thread holds while it goes backwards
 constexpr int PARTS = RUN / PART;
 
-// The smallest divisor that is not taken for nothing.
+// The smallest divisor that does not count as zero.
 __device__ inline float smallest(float) { return 0x1p-125f; }
 __device__ inline double smallest(double) { return 0x1p-1021; }
 
-// The shares r and q of a channel, for sums that are nothing as if no token were seen.
+// The shares r and q of a channel; sums that count as zero are as if no token were seen.
 template <typename Real>
 __device__ inline Real share_of(Real weight, Real c, Real M) {
     const Real total = fma(c, M, weight);
