@@ -322,7 +322,7 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     assert torch.equal(model(context(2)).logits, before)
     model(context(2)).logits.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
-    with pytest.raises(ValueError, match="came to a model that was not made to read it"):
+    with pytest.raises(ValueError, match="this model is not prepared to read"):
         base()(question(), **{CACHE: cache.copy()})
     with pytest.raises(ValueError, match="question has 2 rows and the cache 1"):
         model.generate(question(2), past_key_values=cache.copy(), **GREEDY)
