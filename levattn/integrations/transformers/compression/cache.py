@@ -121,7 +121,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         tokens : torch.Tensor of shape (B, n)
             From the first of the context on. If the number of sequences differs, as with beams, nothing is stored.
         mask : torch.Tensor of shape (B, m)
-            1 for tokens that are no padding, among the first m.
+            The attention mask of the first m tokens.
         """
         if tokens.shape[0] == self.tokens.shape[0]:
             self.tokens = tokens.to(self.tokens)

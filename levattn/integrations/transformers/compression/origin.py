@@ -36,8 +36,8 @@ class Origin:
             model = None if self._model is None else self._model()
             if model is None:
                 raise ValueError(
-                    "the model that made the cache is gone; expected it in memory, because a file identifies it by its "
-                    "weights. Save before the model is deleted"
+                    "the model that made the cache is gone; expected it in memory, because a file identifies it by "
+                    "its weights. Save before the model is deleted"
                 )
             if _hashed(model, _SAMPLES) != self._glimpse:
                 raise ValueError(
