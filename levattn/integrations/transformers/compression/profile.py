@@ -30,9 +30,8 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     Parameters
     ----------
     rows : sequence of dict
-        ``layer`` and ``head`` name the head. If it is cut to `share`, the mean loss of answers rises by ``recall``,
-        and the mean loss of the text after the context by ``text``. Both are means over rounds with different shares of the
-        other heads.
+        ``layer`` and ``head`` name the head. Cutting it to `share` raises the mean loss of answers by ``recall``, and
+        of the text after the context by ``text``. Both are means over rounds with different shares of other heads.
         ``recall_error`` and ``text_error`` are half the widths of their 95 % confidence intervals over tasks.
     model : str
         The type of the model.
