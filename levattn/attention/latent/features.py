@@ -36,8 +36,8 @@ def rg_lru(
     .. math:: h_t = a_t \odot h_{t-1} + \sqrt{1 - a_t^2} \odot \sigma(\text{gate}_x) \odot x_t, \qquad
        a_t = \exp(-8\, \sigma(\text{gate}_a)\, \mathrm{softplus}(\text{a\_param})),
 
-    where a is 0 and the square root 1 at the start of a sequence, so that :math:`h = \sigma(\text{gate}_x) \odot x`.
-    Masked positions neither enter the average nor decay it: later rows equal the rows of the sequence without them.
+    where a is 0 at the start of a sequence, so that :math:`h = \sigma(\text{gate}_x) \odot x` there. Masked positions
+    neither enter the average nor decay it: later rows equal the rows of the sequence without them.
 
     Parameters
     ----------
