@@ -364,7 +364,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"window is 2; expected a share in \[0, 1\]",
     ),
     "chunk": (lambda: compress(base(), context(), budget=CUT, chunk=0), "chunk is 0"),
-    "heads": (lambda: compress(base(num_hidden_layers=3), context(), budget=0.5, heads=profile()), "layer 2 costs"),
+    "heads": (
+        lambda: compress(base(num_hidden_layers=3), context(), budget=0.5, heads=profile()),
+        "no cost of head 0 of layer 2",
+    ),
     "pruned": (lambda: compress(pruned(), context(), budget=CUT), "is pruned already"),
     "encoder": (lambda: compress(bert(), context(), budget=CUT), "BertModel is no decoder"),
     "both": (lambda: compress(t5(), context(), budget=CUT), "T5ForConditionalGeneration is no decoder"),

@@ -130,7 +130,9 @@ def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float 
     if rule.power != power:
         raise ValueError(f"f is not the function of the state (power {rule.power}); expected the same function")
     if (rule.kind == "given") != (kind == "given"):
-        raise ValueError("only one of this call and the call that made the state has scores; expected both or neither")
+        raise ValueError(
+            "scores are given in only one of this call and the call that made the state; expected both or neither"
+        )
     if kind not in ("residual", rule.kind):
         raise ValueError(f"scores is {kind!r}, and the state has {rule.kind!r}; expected the same")
     return rule
