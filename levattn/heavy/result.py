@@ -36,7 +36,7 @@ _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeavyAttention:
-    """The heavy part of attention with f(x) = x²; the result of `heavy_attention`.
+    """The heavy part of attention with a function f; the result of `heavy_attention`.
 
     Attributes
     ----------
@@ -87,9 +87,10 @@ class HeavyAttention:
     @property
     @where_arrays_are
     def normalizers(self) -> Float64:
-        """``Σ ⟨q_i, k_l⟩²`` over all keys, float64 (m,); 0 for a query orthogonal to all keys, whose row of A is zero.
+        """``Σ f(⟨q_i, k_l⟩)`` over all keys, float64 (m,).
 
-        Infinite or 0 where the sum leaves the range of float64, which does not affect the other figures.
+        For f(x) = x² it is 0 for a query orthogonal to all keys, whose row of A is zero. It is infinite or 0 if the
+        sum leaves the range of float64, which does not affect the other figures.
         """
         return self._figures.of_queries[0]
 

@@ -1,4 +1,4 @@
-"""Rows as they are read, in float64: block by block, finite, and no more than memory holds."""
+"""Rows as the kernels read them, in float64: block by block, checked for finite numbers and for their memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from levattn.exceptions import NonFiniteError
 
 __all__ = ["as_read", "check_finite", "read_in_pieces", "refuse_nonfinite", "require_finite", "require_room"]
 
-_PIECE = BLOCK // 4  # rows that are written out in float64 at a time
+_PIECE = BLOCK // 4  # rows converted to float64 at a time
 
 
 def as_read(rows: Rows) -> Float64:
@@ -34,7 +34,7 @@ def as_read(rows: Rows) -> Float64:
 
 
 def read_in_pieces(rows: Rows) -> Iterator[Float64]:
-    """Give the rows of a batch of one as they are read, a part of a block at a time."""
+    """Yield the rows of a batch of one as `as_read` returns them, a part of a block at a time."""
     for start in range(0, rows.shape[1], _PIECE):
         yield as_read(rows.between(start, start + _PIECE))
 
@@ -47,7 +47,7 @@ def check_finite(rows: Rows, figures: Float64) -> None:
 
 
 def require_finite(rows: Rows, figures: Float64) -> list[int]:
-    """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
+    """Raise if a matrix with nonfinite figures holds NaN or infinity; return the others, which overflowed."""
     bad = _not_finite(figures)
     for item in bad:
         _refuse(rows, item)
@@ -59,7 +59,7 @@ def _not_finite(figures: Float64) -> list[int]:
 
 
 def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
-    """Raise for rows of a state that hold NaN or infinity, which are numbered from `before` on."""
+    """Raise for rows of a state that hold NaN or infinity; `before` is the number of the first row."""
     for item in range(rows.shape[0]):
         _refuse(rows, item, before)
     raise AssertionError("all rows are finite")
@@ -81,7 +81,7 @@ def _refuse(rows: Rows, item: int, before: int | None = None) -> None:
 
 @cache
 def _memory() -> int | None:
-    """Return the bytes of physical memory, where the system tells."""
+    """Return the bytes of physical memory, or None if the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -93,6 +93,6 @@ def require_room(b: int, d: int) -> None:
     size, memory = 8 * b * d * d, _memory()
     if memory is not None and size > memory:
         raise ValueError(
-            f"keys have d = {d} columns, and sums of d × d numbers take {size} bytes ({b} of them): more than the "
-            f"{memory} of this machine; expected keys (..., n, d) with one key a row. Are they transposed?"
+            f"keys have d = {d} columns, and sums of d × d numbers ({b} of them) take {size} bytes. This machine has "
+            f"{memory}; expected keys (..., n, d) with one key a row. Are they transposed?"
         )

@@ -1,10 +1,10 @@
-"""The exact row space of keys, which decides whether a direction that float64 cannot see is there at all.
+"""The exact row space of keys, which decides whether a direction that float64 cannot see exists.
 
-Ranks and memberships are those modulo a prime that each process draws from 2^55 ones, and a row is tested against one
-random vector that is orthogonal to the space. A row outside is taken for one inside, or a rank for a smaller one, only
-where the prime divides a certain minor of the keys that is not zero: one of order k is an integer below 2^(2100 k),
-with powers of two taken out, and has fewer than 35 k such prime divisors. So the chance is below 2^-50 k a row,
-whatever the keys are. The other way there is no error.
+Ranks and memberships are computed modulo a prime that each process draws from 2^55 primes. A test of a row multiplies
+it by one random vector that is orthogonal to the space. A row outside counts as inside, or a rank as smaller, only if
+the prime divides a certain nonzero minor of the keys. A minor of order k, with powers of two taken out, is an integer
+below 2^(2100 k), and has fewer than 35 k such prime divisors. So the chance is below 2^-50 k a row, whatever the keys
+are. The opposite errors cannot happen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from levattn._kernels import Rows, kernels_for
 
 __all__ = ["Span", "nonzero_rows", "zero_products"]
 
-_NUMBERS = 1 << 18  # that are widened to float64 at a time
+_NUMBERS = 1 << 18  # numbers widened to float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,11 @@ class Span:
     """A row space: some unit vectors, and keys that are independent of them and of one another.
 
     units: (d,) the columns whose unit vectors lie in it.
-    rows: (k, d) keys as they are stored; the rank is k and the number of units.
-    basis: (k, d) of the same space, less the units: residues in reduced row echelon form, for this process alone.
+
+    rows: (k, d) keys as they are stored; the rank is k plus the number of units.
+
+    basis: (k, d) residues in reduced row echelon form that span the space without the units, valid in this process
+    only.
     """
 
     units: Flags
@@ -40,15 +43,15 @@ class Span:
 
     @classmethod
     def nothing(cls, d: int) -> Span:
-        """Return the space of the zero row alone."""
+        """Return the space that holds only the zero row."""
         return cls(np.zeros(d, np.bool_), np.zeros((0, d)), np.zeros((0, d), np.uint64))
 
     @classmethod
     def checked(cls, units: Flags, rows: Float64) -> Span:
-        """Return the space, or raise ValueError if the rows depend on one another and on the units."""
+        """Return the space, or raise ValueError if the rows and the units are linearly dependent."""
         span = replace(cls.nothing(len(units)), units=units)._with(rows)
         if len(span.rows) != len(rows):
-            raise ValueError("the rows that stand for a row space depend on one another")
+            raise ValueError("the rows that represent a row space are linearly dependent")
         return span
 
     @classmethod
@@ -67,7 +70,7 @@ class Span:
         return self.rank == len(self.units)
 
     def outside(self, rows: Rows) -> Flags:
-        """Tell which rows of a batch of one do not lie in it, (n,); a masked row does."""
+        """Tell which rows of a batch of one lie outside the space, (n,); a masked row does not."""
         out = np.zeros(rows.shape[1], np.bool_)
         if not self.whole:
             kernels = kernels_for("precise", self.basis)
@@ -77,7 +80,7 @@ class Span:
         return out
 
     def extended(self, rows: Rows) -> Span:
-        """Return the space that holds the rows of a batch of one as well."""
+        """Return the sum of the space and the row space of a batch of one."""
         span = self
         for _, X in _stored(rows):
             if span.whole:
@@ -94,7 +97,7 @@ class Span:
         return mine._with(other.rows)
 
     def _with(self, X: Float64) -> Span:
-        """Return the space that holds the rows X as well."""
+        """Return the sum of the space and the span of the rows X."""
         kernels = kernels_for("precise", X)
         basis, pivots, rank = self._room(len(X))
         chosen = np.zeros(len(basis), np.int64)
@@ -104,7 +107,7 @@ class Span:
         return Span(self.units, np.concatenate([self.rows, X[chosen[rank:found]]]), basis[:found].copy())
 
     def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
-        """Return the basis with room for so many more rows, the columns of their leading ones, and their number."""
+        """Return the basis with room for `more` rows, the columns of its leading ones, and the number of its rows."""
         d, rank = len(self.units), len(self.basis)
         basis = np.zeros((min(d - int(np.count_nonzero(self.units)), rank + more), d), np.uint64)
         pivots = np.zeros(len(basis), np.int64)
@@ -113,7 +116,7 @@ class Span:
 
 
 def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
-    """Tell which of the products in doubt, a pair of indices of queries and of keys, are exactly zero, (m, n)."""
+    """Tell which doubtful products, given as indices of queries and of keys, are exactly zero, (m, n)."""
     nothing, (rows, columns) = np.zeros((len(Q), len(K)), np.bool_), doubtful
     kernels = kernels_for("precise", Q)
     kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), rows, columns, nothing)
@@ -129,7 +132,7 @@ def nonzero_rows(rows: Rows) -> Flags:
 
 
 def _stored(rows: Rows) -> Iterator[tuple[slice, Float64]]:
-    """Give the rows of a batch of one as they are stored, zero where masked, in parts."""
+    """Yield the stored rows of a batch of one in parts, with zeros for masked rows."""
     n, d = rows.shape[1:]
     step = max(1, _NUMBERS // d)
     for start in range(0, n, step):

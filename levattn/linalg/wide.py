@@ -1,8 +1,8 @@
-"""Keys with fewer rows than columns: some of their columns, independent, stand for all.
+"""Keys with fewer rows than columns: some independent columns represent all columns.
 
-What attention can give a key depends on the column space of the keys alone, and as many of the columns as the rank
-span it. So these are factored in place of the keys, as they are stored: nothing is rounded. Where there are as many of
-them as rows, the rows are independent, and each has a query that is orthogonal to all the others: its score is 1.
+The attention that a key can receive depends only on the column space of the keys, and as many columns as the rank span
+it. So levattn factors these columns in place of the keys, as they are stored: nothing is rounded. If their number is
+the number of rows, the rows are independent. Each row then has a query that is orthogonal to all others, and score 1.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ __all__ = ["Wide"]
 
 Places = npt.NDArray[np.int64]
 
-_SMALL_PIVOT = 2.0**-26  # of scaled rows, below which others go first
+_SMALL_PIVOT = 2.0**-26  # of scaled rows; columns with smaller pivots come later
 
 
 @dataclass(frozen=True, eq=False)
 class Wide:
-    """A batch of keys with fewer rows than columns, and which of the columns are factored.
+    """A batch of keys with fewer rows than columns, and the columns that are factored.
 
-    rows: the keys as they came.
-    columns: (b, n), independent columns that span what all columns do; where they are fewer -1 stands for none.
-    independent: (b,), the matrices whose rows, but those of zeros, are proven to be independent; less a mean none are.
-    clear: (b,), those among them for which float64 is enough to prove it.
+    rows: the original keys.
+
+    columns: (b, n), independent columns with the same span as all columns; -1 fills up the places that are left.
+
+    independent: (b,), True for matrices whose nonzero rows are proven independent; False if a mean is subtracted.
+
+    clear: (b,), True for the independent matrices for which float64 is enough for the proof.
     """
 
     rows: Rows
@@ -43,11 +46,11 @@ class Wide:
 
     @classmethod
     def of(cls, rows: Rows, largest: Float64) -> Wide:
-        """Choose the columns of finite keys, whose largest entries of each column (b, d) are given."""
+        """Choose the columns of finite keys; largest: (b, d), the largest entry of each column."""
         found = [_columns(rows.item(item), largest[item]) for item in range(rows.shape[0])]
         columns = np.full(
             (len(found), max(rows.shape[1], 1)), -1
-        )  # whatever the ranks, so that a batch changes no bits
+        )  # the same width for all ranks, so that a batch changes no bits
         for item, (some, _, _) in enumerate(found):
             columns[item, : len(some)] = some
         whole = np.array([every for _, every, _ in found], np.bool_) & (rows.shift is None)
@@ -59,7 +62,7 @@ class Wide:
         return Wide(self.rows.item(index), self.columns[one], self.independent[one], self.clear[one])
 
     def held(self) -> Wide:
-        """Return the same with keys of its own."""
+        """Return a copy with keys of its own."""
         xp = array_namespace(self.rows.keys)
         return replace(self, rows=replace(self.rows, keys=xp.asarray(self.rows.keys, copy=True)))
 
@@ -84,7 +87,7 @@ class Wide:
         return np.where(there, k[..., np.where(there, self.columns[item], 0)], 0.0)
 
     def spread(self, q: Float64, item: int) -> Float64:
-        """Return queries of the chosen columns of one matrix as queries of the keys."""
+        """Return queries in the chosen columns of one matrix as queries in all columns."""
         there = self.columns[item] >= 0
         out = np.zeros((*q.shape[:-1], self.rows.shape[2]))
         out[..., self.columns[item][there]] = q[..., there]
@@ -92,9 +95,9 @@ class Wide:
 
 
 def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
-    """Return independent columns that span what all columns of one matrix do.
+    """Return independent columns of one matrix with the same span as all its columns.
 
-    And whether its rows are independent, and whether the proof is by float64.
+    Also tell whether its rows are independent, and whether float64 proves it.
     """
     from scipy.linalg.lapack import dgetrf
 
@@ -105,11 +108,11 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     if not m:
         return np.zeros(0, np.int64), True, True
     X = _tame(stored if rows.shift is None else as_read(rows)[live], np.frexp(largest)[1])
-    triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that columns are what is pivoted
+    triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
     order = np.arange(d)
     for here, there in enumerate(swaps.tolist()):
         order[[here, there]] = order[[there, here]]
-    small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # of rows that depend on others, or nearly so
+    small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # rows that are dependent, or nearly so
     del triangle, X
     order = np.concatenate([order[:m][~small], order[:m][small], order[m:]])
     columns = order[:m]
@@ -120,7 +123,7 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
 
 def _independent(vectors: Float64, first: int) -> Places:
-    """Return which vectors (d, m) are independent of those before them, exactly; it is likely that the first are."""
+    """Return the indices of vectors (d, m) independent of earlier ones, exactly; the `first` ones likely are."""
     rows = Rows(vectors[None], "float64")
     span, chosen = Span.of(rows.between(0, first)), list(range(first))
     if span.rank < first:
@@ -132,7 +135,7 @@ def _independent(vectors: Float64, first: int) -> Places:
 
 
 def _tame(A: Float64, exponents: npt.NDArray[np.int32]) -> Float64:
-    """Return a matrix with columns divided by powers of two, and then rows by such that none exceeds 1."""
+    """Divide columns by given powers of two, and then rows by powers of two such that no entry exceeds 1."""
     out = np.ldexp(A, -exponents)
     sizes = np.frexp(np.max(np.abs(out), axis=1, initial=0.0))[1]
     np.ldexp(out, -sizes[:, None], out=out)

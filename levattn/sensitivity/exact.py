@@ -129,7 +129,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     Examples
     --------
-    A query along the first axis attends to two keys, and so does one along the diagonal:
+    A query along the first axis attends to two keys, and so does the query (1, −1):
 
     >>> import numpy as np
     >>> from levattn import exact_sensitivities

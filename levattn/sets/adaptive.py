@@ -1,4 +1,4 @@
-"""Sets with coverage for queries that come one after the other, and change as they do."""
+"""Sets with coverage for a sequence of queries whose distribution changes."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ __all__ = ["AdaptiveCoverage"]
 
 
 class AdaptiveCoverage:
-    r"""The keys that the next query needs, adjusted after each one so that the coverage is reached in the long run.
+    r"""The keys that the next query needs, adjusted after each query to reach the coverage in the long run.
 
-    A set with coverage promises nothing for queries that are not exchangeable with those given, such as the later ones
-    of a text. This one looks at every query after it has been served: if it missed a key, the set grows, else it
-    shrinks a little.
+    A set with coverage promises nothing for queries that are not exchangeable with the given ones, such as the later
+    queries of a text. This class looks at every query after it has been served: if it missed a key, the set grows,
+    else it shrinks a little.
 
-    **Guarantee.** After T queries, whatever they are, the share of those that found all their keys is less than the
-    coverage c by at most :math:`(1 - c + \gamma) / (\gamma T)`, with the rate γ. It is more than c by at most
-    :math:`(c + \gamma) / (\gamma T)`, and by what queries bring that need no key: these find all with any set. It is a
-    statement about the mean over queries, not about any single one.
+    **Guarantee.** Let T queries come, whatever they are, and let γ be the rate. The share of queries that found all
+    their keys is less than the coverage c by at most :math:`(1 - c + \gamma) / (\gamma T)`. It is more than c by at
+    most :math:`(c + \gamma) / (\gamma T)`, plus the contribution of queries that need no key, which any set covers.
+    It is a statement about the mean over queries, not about any single one.
 
     Parameters
     ----------
     K : array of shape (n, d)
         Keys, one matrix.
     universal : UniversalSet
-        Their set with coverage, by `epsilon` or by `mass`, as `universal_set` makes it with ``queries=``. Its scores
-        order the keys.
+        Their set with coverage, by `epsilon` or by `mass`, from `universal_set` with ``queries=``. Its scores order
+        the keys.
     rate : float in (0, 1), default 0.02
-        The γ above: a larger one follows changes faster, and sets vary more.
+        The γ above: with a larger γ sets follow changes faster, and vary more.
 
     Attributes
     ----------
     seen, missed : int
-        How many queries came, and how many of them lacked a key.
+        Number of queries so far, and number of queries that lacked a key.
 
     Raises
     ------
     TypeError, ValueError
-        If the set has no coverage, was made for a size, or is of other keys.
+        If the set has no coverage, was made for a size, or belongs to other keys.
 
     Notes
     -----
-    A query costs O(n d + n) and the memory of its need; the keys are held.
+    A query costs time O(n d + n), and the memory of its need. The object holds the keys.
 
     References
     ----------
@@ -112,27 +112,26 @@ class AdaptiveCoverage:
 
     @where_arrays_are
     def update(self, Q: Any, elsewhere: Any = None) -> Flags:
-        """Take queries that have been served, one after the other.
+        """Adjust the set after queries that have been served, one after the other.
 
         Parameters
         ----------
         Q : array of shape (m, d), or (H, m, d)
-            Queries, in their order, as `universal_set` takes them; of H heads that share the keys, all of which are
-            to find their keys.
+            Queries in their order, as for `universal_set`. If H heads share the keys, all must find their keys.
         elsewhere : array of shape (m,), or (H, m), optional
-            What they give to other keys, as in `universal_set`.
+            The logarithms for keys outside K, as in `universal_set`.
 
         Returns
         -------
         array of bool, shape (m,)
-            Whether each found all its keys in the set that it got.
+            Whether each query found all its keys in its set.
 
         Raises
         ------
         TypeError, ValueError
-            If they are no queries of these keys.
+            If `Q` does not fit the keys.
         NonFiniteError
-            If they hold NaN or infinity.
+            If `Q` holds NaN or infinity.
         """
         given = as_matrices(Q, "Q")
         if len(given.batch) > 1 or given.d != self._keys.d:

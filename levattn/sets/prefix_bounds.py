@@ -217,7 +217,7 @@ class RunningSquares:
         self.sums.merge(*other.sums.total(self.read(tail)))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return fields and arrays from which `from_parts` makes it again."""
+        """Return fields and arrays for `restore`."""
         fields, arrays = self.sums.parts()
         return fields, arrays | _frozen_arrays("frozen", self.frozen)
 
@@ -348,7 +348,7 @@ class RunningBlocks:
         self.merged += other.turn + -(-tail.shape[1] * _SUBBLOCKS // BLOCK)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return fields and arrays from which `restore` makes it again."""
+        """Return fields and arrays for `restore`."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         for g, sums in enumerate(self.groups):
             arrays |= {f"group{g}.{name}": array for name, array in sums.parts()[1].items()}

@@ -205,7 +205,7 @@ class RunningSums:
         self.held, self.rows = (total, weight), self.rows + other.rows
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return the fields and arrays for `from_parts`."""
+        """Return the fields and arrays for `restore`."""
         total, weight = map(to_numpy, self.sums())
         return {"rows": self.rows}, {"total": total, "weight": weight}
 

@@ -30,9 +30,9 @@ class TokenState(StoredState, name="TokenState", version=1):
     ----------
     norms : Moments, optional
         Of the tokens without weights; diagonal, except for memberships by exact leverage scores, which need the full
-        moment. None where memberships depend on no other token.
+        moment. None if memberships depend on no other token.
     tokens : Moments, optional
-        Diagonal, weighted by memberships. None while it is not known yet.
+        Diagonal, weighted by memberships. None until it is known.
 
     Raises
     ------
@@ -93,17 +93,17 @@ class TokenState(StoredState, name="TokenState", version=1):
         Parameters
         ----------
         other : TokenState
-            A state of the same form and shapes. It is not changed.
+            A state of the same form and shapes; it does not change.
 
         Returns
         -------
         TokenState
-            This state, which now has the tokens of both.
+            This state, now with the tokens of both.
 
         Raises
         ------
         TypeError, ValueError
-            If `other` is no such state.
+            If `other` has another type, form or shape.
         """
         check_type("other", other, TokenState, "TokenState")
         if [part is None for part in self._all] != [part is None for part in other._all]:

@@ -673,7 +673,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "state": ({"state": 3, "causal": True}, TypeError, "state is of type int; expected a PrunedState"),
     "state-order": ({"state": STATE}, ValueError, "state or return_state was given and causal is False"),
     "state-options": ({"state": STATE, "size": 2, "causal": True}, ValueError, "state and size were given"),
-    "state-f": ({"state": STATE, "f": 2, "causal": True}, ValueError, "f is not that of the state"),
+    "state-f": ({"state": STATE, "f": 2, "causal": True}, ValueError, "f is not the function of the state"),
     "state-kind": ({"state": STATE, "scores": "leverage", "causal": True}, ValueError, "scores is 'leverage', and"),
     "state-scores": ({"state": STATE, "scores": np.ones(10), "causal": True}, ValueError, "scores are given in only"),
     "certificate": ({"size": 2, "causal": True, "return_certificate": True}, ValueError, NOTHING_KNOWN),

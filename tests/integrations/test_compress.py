@@ -336,7 +336,7 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     assert torch.equal(model(context(2)).logits, before)
     model(context(2)).logits.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
-    with pytest.raises(ValueError, match="came to a model that was not made to read it"):
+    with pytest.raises(ValueError, match="this model is not prepared to read"):
         base()(question(), **{CACHE: cache.copy()})
     with pytest.raises(ValueError, match="question has 2 rows and the cache 1"):
         model.generate(question(2), past_key_values=cache.copy(), **GREEDY)
@@ -378,7 +378,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"window is 2; expected a share in \[0, 1\]",
     ),
     "chunk": (lambda: compress(base(), context(), budget=CUT, chunk=0), "chunk is 0"),
-    "heads": (lambda: compress(base(num_hidden_layers=3), context(), budget=0.5, heads=profile()), "layer 2 costs"),
+    "heads": (
+        lambda: compress(base(num_hidden_layers=3), context(), budget=0.5, heads=profile()),
+        "no cost of head 0 of layer 2",
+    ),
     "pruned": (lambda: compress(pruned(), context(), budget=CUT), "is pruned already"),
     "encoder": (lambda: compress(bert(), context(), budget=CUT), "BertModel is no decoder"),
     "both": (lambda: compress(t5(), context(), budget=CUT), "T5ForConditionalGeneration is no decoder"),

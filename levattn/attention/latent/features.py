@@ -31,13 +31,13 @@ def rg_lru(
     state: Any = None,
     return_state: bool = False,
 ) -> Any:
-    r"""Real-gated linear recurrence: an average of what was so far, in which each channel decays at its own speed.
+    r"""Real-gated linear recurrence: an average of the inputs so far, in which each channel decays at its own speed.
 
     .. math:: h_t = a_t \odot h_{t-1} + \sqrt{1 - a_t^2} \odot \sigma(\text{gate}_x) \odot x_t, \qquad
        a_t = \exp(-8\, \sigma(\text{gate}_a)\, \mathrm{softplus}(\text{a\_param})),
 
-    where at the start of a sequence a is 0, so that :math:`h = \sigma(\text{gate}_x) \odot x`. Masked positions
-    neither enter nor decay it: rows behind them are those of the sequence without them.
+    where a is 0 at the start of a sequence, so that :math:`h = \sigma(\text{gate}_x) \odot x` there. Masked positions
+    neither enter the average nor decay it: later rows equal the rows of the sequence without them.
 
     Parameters
     ----------
@@ -47,22 +47,21 @@ def rg_lru(
     gate_x, gate_a : array of shape (..., T, C)
         Logits of the gates, before their sigmoids.
     a_param : array of shape (C,)
-        Speeds of decay: with r in (0, 1) for ``softplus(a_param) = −log r``, a half-open gate decays by r⁴.
+        Speeds of decay. If ``softplus(a_param) = −log r`` with r in (0, 1), a half-open gate decays by r⁴.
     mask : array of bool, shape (..., T), optional
         True for a position that takes part.
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
         Where packed sequences begin, ending with T, or how long they are.
     state : array of shape (..., C + 1), optional
-        What came before, as `return_state` gave it; not together with packed sequences.
+        State after the earlier positions, from `return_state`; not together with packed sequences.
     return_state : bool
-        True to return the state after all positions, too: h, and behind it 1 where a position took part so far, else
-        0.
+        True to return the state after all positions, too: h, followed by 1 if any position took part so far, else 0.
 
     Returns
     -------
     array of shape (..., T, C)
-        The average h, of the dtype of `x`; at masked positions that of the position before. Or the pair of it and the
-        state, in float32 or float64 and without gradients.
+        The average h, in the dtype of `x`; a masked position has the average of the position before. With
+        `return_state`, the pair of h and the state, in float32 or float64 and without gradients.
 
     Raises
     ------
@@ -71,10 +70,10 @@ def rg_lru(
 
     Notes
     -----
-    Time and memory O(TC). Computed in float64 where one argument has it, and else in float32. Gradients of torch reach
-    the first four arguments, and can be differentiated again; the slope of the square root is held at 1000 where a is
-    next to 1. What comes after a row changes no bit of it, nor does another T, but that in torch exponentials round by
-    their place in an array.
+    Time and memory O(TC). The precision is float64 if an argument has it, and float32 otherwise. Gradients of torch
+    reach the first four arguments, and can be differentiated again. The slope of the square root is held at 1000 where
+    a is next to 1. Neither later positions nor another T change any bit of a row, with one exception: in torch
+    exponentials round by their place in an array.
 
     References
     ----------
@@ -118,7 +117,7 @@ def rg_lru(
     u = share * _sigmoid(xp, Gx) * X
     if given.mask is not None:
         a = xp.where(given.mask[..., None], a, xp.ones_like(a))
-        if bounds is not None:  # nothing so far of this sequence: not what the one before left
+        if bounds is not None:  # before the first position: drop the state of the sequence before
             a = xp.where((places < 0)[..., None], xp.zeros_like(a), a)
     h = kernels_for("latent", a).decayed_scan(a, u, None if before is None else before[:, :C])
     out = given.give_back(h)
@@ -150,7 +149,7 @@ def causal_conv(
 
     .. math:: y_{tc} = b_c + \sum_{j=0}^{k-1} w_{c, k-1-j}\, x_{t-j, c},
 
-    with zeros in front of a sequence. Masked positions are left out: rows behind them are those of the sequence
+    with zeros in front of a sequence. Masked positions are left out: later rows equal the rows of the sequence
     without them.
 
     Parameters
@@ -159,22 +158,24 @@ def causal_conv(
         Input: float64, float32, float16 or bfloat16 of numpy, torch, CuPy or another library of the array-API
         standard.
     weight : array of shape (C, k)
-        Weights of each channel; the last is that of the position itself, as in torch's ``Conv1d``.
+        Weights of each channel; the last weights the position itself, as in torch's ``Conv1d``.
     bias : array of shape (C,), optional
-        What is added.
+        Added to each row.
     mask : array of bool, shape (..., T), optional
-        True for a position that takes part. The others have zeros.
+        True for a position that takes part. The other rows of the result are zero.
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
         Where packed sequences begin, ending with T, or how long they are.
     state : array of shape (..., k − 1, C), optional
-        What came before, as `return_state` gave it; not together with packed sequences.
+        State after the earlier positions, from `return_state`; not together with packed sequences.
     return_state : bool
-        True to return the state after all positions, too: the last k − 1 inputs that took part, behind zeros.
+        True to return the state after all positions, too: the last k − 1 inputs that took part, after zeros if there
+        are fewer.
 
     Returns
     -------
     array of shape (..., T, C)
-        Of the dtype of `x`. Or the pair of it and the state, of that dtype and without gradients.
+        The convolution, in the dtype of `x`. With `return_state`, the pair of it and the state, in that dtype and
+        without gradients.
 
     Raises
     ------
@@ -183,12 +184,12 @@ def causal_conv(
 
     Notes
     -----
-    Time O(TCk), memory O(TC). Computed in float64 where one argument has it, and else in float32. Gradients of torch
-    reach the first three arguments.
+    Time O(TCk), memory O(TC). The precision is float64 if an argument has it, and float32 otherwise. Gradients of
+    torch reach the first three arguments.
 
     References
     ----------
-    As in front of the recurrence of De et al., Griffin, arXiv:2402.19427.
+    The convolution in front of the recurrence of De et al., Griffin, arXiv:2402.19427.
 
     Examples
     --------
@@ -214,7 +215,7 @@ def causal_conv(
     places = _places(xp, X, given.mask, bounds)
     if given.mask is not None:
         X = xp.where(given.mask[..., None], X, xp.zeros_like(X))
-        order = xp.argsort(xp.astype(~given.mask, xp.int32), axis=1, stable=True)  # those that take part first
+        order = xp.argsort(xp.astype(~given.mask, xp.int32), axis=1, stable=True)  # unmasked positions first
         X = _rows(xp, X, order)
         places = _rows(xp, places[..., None], order)[..., 0]
     if before is None:
@@ -244,7 +245,7 @@ def causal_conv(
 
 
 def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:
-    """Return the number of each position in its sequence, (1, T), or (b, T) without those that are masked."""
+    """Return the number of each position in its sequence, (1, T), or (b, T) counting only unmasked positions."""
     T, device = X.shape[1], device_of(X)
     rows = xp.arange(T, device=device)
     begins = xp.zeros_like(rows)

@@ -29,39 +29,39 @@ Overlap = Literal["mixture", "exclusive"]
 
 @dataclass(frozen=True, eq=False)
 class MacchiatoState:
-    """What `macchiato` has to know of the positions so far, in a size that does not grow with their number.
+    """The state of `macchiato` after some positions, in a size that does not grow with their number.
 
-    It holds the sums of the latents, and the last window − 1 positions as they came: a row sees them and itself by its
-    window. With overlap "mixture" the latents have all positions; with "exclusive" those that have left the ring, and
-    the ring holds their logits, too.
+    It holds the sums of the latents and a ring: the last window − 1 positions as they came, which the window of the
+    next row sees. With overlap "mixture" the latents sum over all positions. With "exclusive" they sum over the
+    positions that have left the ring, and the ring holds their logits, too.
 
     Attributes
     ----------
     latents : SoftmaxState
         The sums of the latents, of the batch (..., H).
     k, V : array of shape (b, r, d) and (b, r, D)
-        Keys and values of the ring, the latest last, in the dtypes that they came in. r is at most window − 1, and b
-        the product of `batch`.
+        Keys and values of the ring, the latest last, in their original dtypes. r is at most window − 1, and b is the
+        product of `batch`.
     logits : array of shape (b H / G, r, L) or None
-        Their logits for the latents, for overlap "exclusive".
+        Logits of the ring for the latents, with overlap "exclusive".
     mask : array of bool, shape (b, r), or None
-        Which of them may be seen; None if no mask was ever given.
+        True for positions of the ring that may be seen; None if no mask was ever given.
     batch : tuple of int
         The leading axes (..., G) of keys and values.
     window : int
         The window.
     overlap : {"mixture", "exclusive"}
-        What the latents see.
+        Whether the latents see the positions of the window.
     positions : int
-        How many positions there were.
+        Number of positions so far.
 
     Notes
     -----
-    No method changes a state, and `macchiato` makes new ones, so that a sequence may be continued in several ways.
+    No method changes a state, and `macchiato` makes new ones, so one state can continue several sequences.
 
     References
     ----------
-    Dolga et al., arXiv:2402.17512v5, Latte-Macchiato. What a state has to hold for the exclusive mode is ours.
+    Dolga et al., arXiv:2402.17512v5, Latte-Macchiato. The state of the exclusive mode is ours.
 
     Examples
     --------
@@ -126,35 +126,35 @@ def macchiato(
     with the weights :math:`p_W` of `window_attention` and :math:`p(s \mid l, t)` of `latte`. Every component is a
     distribution over positions up to t, so that the weights of a row sum to 1, in both modes.
 
-    Latents sum over all positions :math:`s \le t` with overlap "mixture", as in the paper; then positions of the
-    window get weight from both parts, and `repeated_mass` says how much. With "exclusive" latents see only the
+    With overlap "mixture" latents sum over all positions :math:`s \le t`, as in the paper. Positions of the window
+    then get weight from both parts, and `repeated_mass` says how much. With "exclusive" latents see only the
     positions :math:`s \le t - W` before the window, and no position gets weight twice.
 
-    A component that sees no position takes no part in the softmax: a latent, and the window where all of it is masked.
-    Where none is left, the row is zero. Logits of −inf in `gate` leave the window out of a row, and +inf is a window
-    alone: then the row is that of `window_attention`, exactly.
+    A component that sees no position takes no part in the softmax: a latent, or a window whose positions are all
+    masked. If no component is left, the row is zero. A logit of −inf in `gate` leaves the window out of a row. With
+    +inf only the window counts, and the row equals the row of `window_attention` exactly.
 
     Parameters
     ----------
     q : array of shape (..., H, T, d)
-        Queries of the window, rotated already where keys are. With one head, all arrays may lack the axis H.
+        Queries of the window, rotated already if the keys are. With one head, all arrays may lack the axis H.
     k : array of shape (..., G, T, d)
         Keys of the window; H is a multiple of G, and query head h reads head ``h // (H / G)``.
     V : array of shape (..., G, T, D)
-        Values, of both parts.
+        Values of both parts.
     q_logits : array of shape (..., H, T, L)
         Logits of the latents for each row.
     k_logits : array of shape (..., H, T, L) or (..., G, T, L)
         Logits of the positions for each latent; −inf for a position that a latent does not see.
     gate : array of shape (..., H, T)
-        Logit of the window for each row. The arrays are of one library (numpy, CuPy, torch or another namespace of the
-        array-API standard) and on one device; they are float64, float32, float16 or bfloat16, each of its own.
+        Logit of the window for each row. All arrays are of one library (numpy, CuPy, torch or another namespace of the
+        array-API standard) and on one device. Each is float64, float32, float16 or bfloat16.
     window : int
-        W, at least 1: how many positions the window holds, that of the row among them.
+        W, at least 1: the number of positions in the window, including the row's own.
     overlap : {"mixture", "exclusive"}
         Whether latents see the positions of the window, too.
     scale : float, optional
-        What products of queries and keys are multiplied by; 1/√d if it is None.
+        Factor of the products of queries and keys; 1/√d if it is None.
     softcap : float, optional
         Products x of queries and keys, scaled, become c tanh(x/c) with this c > 0.
     mask : array of bool, shape (..., G, T), optional
@@ -163,14 +163,14 @@ def macchiato(
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
         Where packed sequences begin, ending with T, or how long they are. No sequence sees another.
     state : MacchiatoState, optional
-        What came before, as `return_state` gave it; not together with packed sequences. It is not changed.
+        State after the earlier positions, from `return_state`; not together with packed sequences. It is not changed.
     return_state : bool
         True to return the state after all positions, too.
 
     Returns
     -------
     array of shape (..., H, T, D)
-        In the dtype of V. Or the pair of it and a `MacchiatoState`, if `return_state`.
+        The output, in the dtype of V. With `return_state`, the pair of it and a `MacchiatoState`.
 
     Raises
     ------
@@ -178,16 +178,16 @@ def macchiato(
         If an argument is no array of real floats (or of bool, or of int), or arrays are of several libraries or
         devices.
     ValueError
-        If shapes do not go together, an option is out of range, or the state is of another window, overlap or shape.
+        If shapes do not fit together, an option is out of range, or the state has another window, overlap or shape.
 
     Notes
     -----
-    Time O(T W (d + D) + T L D) for each head, memory O(T (L + D)) besides what `window_attention` says. A state holds
-    (W − 1)(d + D) floats for each head of keys and L (D + 2) for each head of queries, with "exclusive" (W − 1) L
-    more. A step of decoding is a call with T = 1, a `state` and `return_state`; its outputs are those of one call to
-    rounding.
+    Time O(T W (d + D) + T L D) for each head, memory O(T (L + D)) besides the memory of `window_attention`. A state
+    holds (W − 1)(d + D) floats for each head of keys and L (D + 2) for each head of queries, with "exclusive"
+    (W − 1) L more. A step of decoding is a call with T = 1, a `state` and `return_state`; its outputs equal the
+    outputs of one call to rounding.
 
-    What comes after a row changes no bit of it; for another T rows agree to rounding, as `window_attention` says.
+    Later positions change no bit of a row. For another T rows agree to rounding, as `window_attention` says.
 
     In torch gradients reach all six arrays. They do not reach states, and none come from them. There are first
     derivatives only, and forward mode in ``torch.func.jvp`` alone.
@@ -249,7 +249,7 @@ def macchiato(
 
 
 def check_overlap(overlap: Any) -> None:
-    """Raise unless it says what latents see."""
+    """Raise unless `overlap` is one of its two values."""
     if overlap not in get_args(Overlap):
         raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
 
@@ -277,7 +277,7 @@ class _Positions:
 def _mixed(Q: Any, read: _Positions, gate: Any, near: Any, some: Any, **options: Any) -> Any:
     """Return the output (b, g, T, D) of the softmax over the latents and the window, whose output is `near`.
 
-    some: which rows see a position in their window, (b, T), or None for all.
+    some: True for rows that see a position in their window, (b, T), or None for all.
     """
     xp, (_, group, *_) = namespace_of(Q), near.shape
     value = _spread(near, group)
@@ -298,7 +298,7 @@ def _spread(array: Any, group: int) -> Any:
 
 
 def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
-    """Return the positions of the ring and those behind them."""
+    """Return the positions of the ring and the new positions after them."""
     xp = namespace_of(new.V)
     k, V, logits = (
         b if a is None else xp.concat([xp.astype(a, b.dtype), b], axis=1)
@@ -316,7 +316,7 @@ def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
 def _ring_and_latents(
     seen: _Positions, read: _Positions, latents: SoftmaxState, window: int, overlap: Overlap, kinds: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Return what a state holds of positions, `seen` by the window and `read` by latents; kinds: of k, V, logits."""
+    """Return the arrays of a state for positions `seen` by the window and `read` by latents, in the dtypes `kinds`."""
     ring = min(seen.V.shape[1], window - 1)
     exclusive = overlap == "exclusive"
     entered = read.until(read.V.shape[1] - (ring if exclusive else 0))
@@ -339,7 +339,7 @@ def _last(array: Any, n: int, dtype: Any) -> Any:
 
 
 def _check_state(state: Any, window: int, overlap: str, batch: tuple[int, ...], new: _Positions) -> None:
-    """Raise unless a state goes with a call."""
+    """Raise unless a state fits a call."""
     if not isinstance(state, MacchiatoState):
         raise TypeError(
             f"state is of type {type(state).__name__}; expected a MacchiatoState, as return_state gives it"

@@ -1,4 +1,4 @@
-"""How much of a mixture with a window counts positions of the window twice."""
+"""The weight of a mixture that counts positions of the window twice."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def repeated_mass(
 
     .. math:: \sum_{l \ge 1} p(l \mid t) \sum_{s \in (t-W, t]} p(s \mid l, t),
 
-    in the mode "mixture"; in "exclusive" there is none. For keys that are all but alike it is about
-    :math:`(1 - p(0 \mid t)) \min(1, W/t)`, which vanishes for positions far beyond W; where it does not, latents
-    attend to what is near, and "exclusive" leaves them more to say.
+    in the mode "mixture"; in "exclusive" it is zero. For nearly equal logits of the positions it is about
+    :math:`(1 - p(0 \mid t)) \min(1, W/t)`, which vanishes for positions far beyond W. If it does not vanish, latents
+    attend to near positions, and "exclusive" makes them attend to other positions.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ def repeated_mass(
     Returns
     -------
     array of float64, shape (..., H, T)
-        Between 0 and 1. Errors of the running sums add up with T: 1e-13 or so for a million positions, and more by
-        1e-16 times the largest logits. In torch, without gradients.
+        Between 0 and 1, in torch without gradients. Errors of the running sums add up with T: about 1e-13 for a
+        million positions, plus 1e-16 times the largest logits.
 
     Raises
     ------
@@ -68,14 +68,14 @@ def repeated_mass(
 
     Notes
     -----
-    Time O(T L) for each head, in main memory. Memory O(T L) numbers of float64, for one head at a time, besides copies
-    of the arguments where they are of another precision or on a device. It is found from the running sums
-    of exponentials, as 1 − Z(t − W)/Z(t) for each latent.
+    Time O(T L) for each head, in main memory. Memory O(T L) numbers of float64, for one head at a time. Arguments of
+    another precision or on a device are copied besides. The running sums Z of exponentials give the share of the
+    window, 1 − Z(t − W)/Z(t), for each latent.
 
     References
     ----------
-    A remark of the public reviews of Dolga et al., arXiv:2402.17512: positions in the window count twice. Weights sum
-    to 1 all the same.
+    A remark of the public reviews of Dolga et al., arXiv:2402.17512: positions in the window count twice. Weights
+    still sum to 1.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def repeated_mass(
 
 
 def _share(K: Float64, window: int) -> tuple[Float64, npt.NDArray[np.bool_]]:
-    """Return the weight that each latent gives to the window of a row, (T, L), and whether it has seen anything."""
+    """Return the weight that each latent gives to the window of a row, and whether it has seen a position, (T, L)."""
     Z = np.logaddexp.accumulate(K, axis=0)
     live = np.isfinite(Z)
     before = np.full_like(Z, -np.inf)
@@ -128,7 +128,7 @@ def _repeated(
     mask: npt.NDArray[np.bool_],
     window: int,
 ) -> Float64:
-    """Return the repeated weight (T,) of one sequence, from what `_share` returned."""
+    """Return the repeated weight (T,) of one sequence, from the result of `_share`."""
     weights, live = share
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
     places = np.arange(len(mask))

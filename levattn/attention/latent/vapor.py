@@ -1,4 +1,4 @@
-"""Rotations by position: relative positions in values, which leave the weights of attention as they are."""
+"""Rotations by position: relative positions in values, with unchanged weights of attention."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ __all__ = ["rotate_values"]
 
 @where_arrays_are
 def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: bool = False) -> Any:
-    r"""Turn pairs of channels by angles that grow with the position.
+    r"""Rotate pairs of channels by angles that grow with the position.
 
-    Channels i and i + D/2 of position t are turned by :math:`t\, \text{base}^{-2i/D}`, the rotation :math:`R_t` of
-    RoPE in halves; with `inverse` by the negative angle, :math:`R_{-t}`. For attention with weights p, values that are
-    turned back before it and forth behind it come out turned by the distance,
+    The rotation :math:`R_t` of RoPE in halves turns channels i and i + D/2 of position t by the angle
+    :math:`t\, \text{base}^{-2i/D}`. With `inverse` it is :math:`R_{-t}`, by the negative angle. Rotate values by
+    `inverse` before an attention with weights p, and rotate its output forward. Each value then comes out rotated by
+    its distance,
 
     .. math:: R_t \sum_s p(s \mid t)\, R_{-s} V_s = \sum_s p(s \mid t)\, R_{t-s} V_s,
 
-    so that the output knows relative positions, and the weights do not (VAPOR: value-embedded positional rotations).
-    It depends on differences of positions alone, so that shifting all of them changes nothing. States hold values that
-    are turned back, and decoding needs the position of its own row only.
+    so the output depends on relative positions, and the weights do not (VAPOR: value-embedded positional rotations).
+    Only differences of positions matter: shifting all of them changes nothing. States hold the values before the
+    forward rotation, and decoding needs the position of its own row only.
 
     Parameters
     ----------
     V : array of shape (..., T, D)
-        Values, or queries or keys for RoPE, with an even D: float64, float32, float16 or bfloat16 of numpy, torch,
-        CuPy or another library of the array-API standard.
+        Values, or queries or keys for RoPE, with an even D. They are float64, float32, float16 or bfloat16 of numpy,
+        torch, CuPy or another library of the array-API standard.
     positions : array of int or float, shape (..., T)
-        Positions; leading axes are broadcast. They may be as large as 1e9, and need not be of the same library.
+        Positions; leading axes are broadcast. They may be as large as 1e9, and of another library.
     base : float
-        Of the angles, above 0.
+        Base of the angles, above 0.
     inverse : bool
-        Whether to turn back.
+        Whether to rotate by the negative angles.
 
     Returns
     -------
     array of shape (..., T, D)
-        Of the dtype of `V`.
+        The rotated values, in the dtype of `V`.
 
     Raises
     ------
@@ -50,13 +51,13 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
 
     Notes
     -----
-    Time and memory O(TD). Angles, their cosines and sines are found in float64, which is accurate to 1e-16 times the
+    Time and memory O(TD). Angles, their cosines and sines are computed in float64, accurate to 1e-16 times the
     position.
 
     References
     ----------
     Dolga et al., arXiv:2402.17512 (VAPOR). Su et al., arXiv:2104.09864 (RoPE). The authors do not say which
-    base they use; 10000 is that of RoPE.
+    base they use; 10000 is the base of RoPE.
 
     Examples
     --------
@@ -90,7 +91,7 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     ):
         raise ValueError(
             f"positions has shape {tuple(places.shape)}, and V {tuple(V.shape)}; expected leading axes that broadcast "
-            "to those of V"
+            "to the leading axes of V"
         )
     half = D // 2
     speeds = base ** (xp.arange(half, dtype=xp.float64, device=device_of(stack)) * (-2 / D))

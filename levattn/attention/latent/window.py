@@ -1,4 +1,4 @@
-"""Softmax attention in a sliding window, in slices: memory for the window, not for all pairs of positions."""
+"""Softmax attention in a sliding window, in slices: memory grows with the window, not with all pairs of positions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from levattn.attention.common.space import device_of, namespace_of, running_coun
 
 __all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
 
-_PAIRS = 1 << 20  # pairs of positions that are held at a time, of all heads together: near the last cache
-_MANY_PAIRS = 1 << 24  # the same where logits are not written, or on a device, which is to be filled
-_LEAST = 32  # rows of a block: smaller products cost more than the pairs that they spare
+_PAIRS = 1 << 20  # pairs of positions held at a time, over all heads: about the size of the last cache
+_MANY_PAIRS = 1 << 24  # the same if logits are not written, or on a device, which needs large calls
+_LEAST = 32  # rows of a block: the products of smaller blocks cost more than the pairs that they save
 
 
 @where_arrays_are
@@ -44,10 +44,10 @@ def window_attention(
     .. math:: y_t = \sum_{s \in (t-W, t]} p(s|t) V_s, \qquad
        p(s|t) = \mathrm{softmax}_s\; \phi(\text{scale}\, \langle q_t, k_s \rangle),
 
-    over the positions of the window that the mask leaves in, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c``
-    and :math:`\phi(x) = x` without. It is exact: with a window of at least T, causal softmax attention. Weights of a
-    row sum to 1; a row whose window holds no position is zero. NaN and infinite numbers stay in their windows: a value
-    that is one makes NaN of its channel, and a key of all channels, in the rows that see it.
+    over the unmasked positions of the window, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c`` and
+    :math:`\phi(x) = x` without. It is exact: with a window of at least T it is causal softmax attention. Weights of a
+    row sum to 1; a row whose window holds no position is zero. NaN and infinite numbers affect only the rows that see
+    them. Such a number in a value makes its channel NaN in these rows, and such a number in a key all channels.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ def window_attention(
     V : array of shape (..., G, T, D)
         Values.
     window : int
-        W, at least 1: how many positions a row sees, its own among them.
+        W, at least 1: the number of positions that a row sees, including its own.
     scale : float, optional
-        What products are multiplied by; 1/√d if it is None.
+        Factor of the products of queries and keys; 1/√d if it is None.
     softcap : float, optional
         The bound c > 0 of the logits.
     mask : array of bool, shape (..., G, T), optional
@@ -73,8 +73,8 @@ def window_attention(
     Returns
     -------
     array of shape (..., H, T, D)
-        Of the dtype of `V`. Numbers are computed in float64 where one argument has it, and else in float32. Gradients
-        of torch lead q, k and V.
+        The output, in the dtype of `V`. The precision is float64 if an argument has it, and float32 otherwise.
+        Gradients of torch reach q, k and V.
 
     Raises
     ------
@@ -83,16 +83,15 @@ def window_attention(
 
     Notes
     -----
-    Time O(T W (d + D)) for each head, in blocks of W/2 rows against 3W/2 keys; memory O(T D), and some 2²⁰ logits at a
-    time (2²⁴ in other libraries than numpy). For gradients torch keeps O(T W) bits, or numbers where there is a
-    softcap.
+    Time O(T W (d + D)) for each head, in blocks of W/2 rows against 3W/2 keys. Memory O(T D), and some 2²⁰ logits at a
+    time (2²⁴ in other libraries than numpy). For gradients torch keeps O(T W) bits, or numbers with a softcap.
 
-    What comes after a row changes no bit of it. Products are those of the library, which round by the shape of what
-    they are given: for another T, and in torch with a softcap for other batches, rows agree to rounding.
+    Later positions change no bit of a row. The array library computes the products, and its rounding depends on the
+    shapes of the factors. So rows agree only to rounding for another T, and in torch with a softcap for other batches.
 
-    Gradients can be differentiated again with a softcap, and without one inside of
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``; torch's other kernels have first derivatives only. Forward
-    mode works everywhere.
+    Gradients can be differentiated again with a softcap, and without one inside
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. The other kernels of torch have first derivatives only.
+    Forward mode works everywhere.
 
     References
     ----------
@@ -128,7 +127,7 @@ def window_attention(
 
 
 def check_scale(scale: Any, d: int) -> float:
-    """Return what products of queries and keys are multiplied by, or raise."""
+    """Return the factor of the products of queries and keys, or raise."""
     if scale is None:
         return 1 / math.sqrt(max(d, 1))
     number = real_number("scale", scale, what="a finite number, or None for 1/√d")
@@ -157,11 +156,14 @@ def windowed(
 ) -> tuple[Any, Any]:
     """Return the output (b, g, T, D) of attention in a window, and which rows see a position, (b, T).
 
-    The second is None where all do. Rows that see nothing are zero.
+    The second result is None if all rows do. Rows that see no position are zero.
 
     q: (b, g, T, d), g queries for each key and position.
-    k, V: (b, U, d) and (b, U, D). Row t is at position t + U − T; more than one sequence have U = T.
-    mask: (b, U) bool, False for a position that nobody sees; its key and value are not used.
+
+    k, V: (b, U, d) and (b, U, D). Row t is at position t + U − T; with several sequences U = T.
+
+    mask: (b, U) bool, False for a position that no row sees; its key and value are not used.
+
     offsets: as `cumulative` returns it.
     """
     xp = namespace_of(q)
@@ -180,7 +182,7 @@ def windowed(
     if mask is not None:
         seen = _any_in_window(xp, mask, lowest)
         k, V = (xp.where(mask[..., None], x, xp.zeros_like(x)) for x in (k, V))  # NaN there would spread
-    if not surely_finite(q, k, V):  # a weight of zero times NaN is NaN: none may enter a product, nor its gradient
+    if not surely_finite(q, k, V):  # zero times NaN is NaN: keep NaN out of products and gradients
         asks, whole = (xp.all(xp.isfinite(x), axis=-1, keepdims=True) for x in (q, k))
         good = xp.isfinite(V)
         spoilt = _any_in_window(xp, ~(good & whole), lowest)[:, None, :, :] | ~asks
@@ -211,7 +213,7 @@ def windowed(
 
 
 def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
-    """Return whether a flag, (b, U, ...), is set between the lowest position of a row and its own, (b, T, ...)."""
+    """Tell whether a flag (b, U, ...) is set from the lowest position of a row to its own, (b, T, ...)."""
     counts = running_counts(flags)
     return counts[:, flags.shape[1] - lowest.shape[0] + 1 :, ...] > xp.take(counts, lowest, axis=1)
 
@@ -228,11 +230,11 @@ def _cut(x: Any, size: int, count: int) -> Any:
 def _slabs(xp: Any, x: Any, axis: int, skipped: int, lead: int, cuts: list[tuple[int, int]]) -> Iterator[Any]:
     """Return the parts of an array that runs of rows read: ``skipped + low − lead`` to ``skipped + high`` of each.
 
-    Zeros stand for what is before the beginning.
+    Zeros stand for positions before the first.
     """
     if x is None:
         yield from [None] * len(cuts)
-    elif is_torch(x):  # a slice has a gradient of the size of all, and so many of them would take time T²
+    elif is_torch(x):  # the gradient of each slice has the size of x, so slices would take time T²
         head, *pieces = x.split([skipped, *(high - low for low, high in cuts)], axis)
         held = head.narrow(axis, max(skipped - lead, 0), min(skipped, lead))
         missing = lead - held.shape[axis]
@@ -255,7 +257,7 @@ def _slabs(xp: Any, x: Any, axis: int, skipped: int, lead: int, cuts: list[tuple
 
 
 def _sees(xp: Any, rows: Any, lowest: Any, window: int, step: int) -> Any:
-    """Return which positions of its slab each row of a block sees, (N, step, step + window − 1)."""
+    """Tell which positions of its slab each row of a block sees, (N, step, step + window − 1)."""
     rows, lowest = (xp.reshape(x, (-1, step, 1)) for x in (rows, lowest))
     base = rows[:, :1, :] - (window - 1)
     place = xp.arange(step + window - 1, dtype=xp.int32, device=device_of(rows))
@@ -297,7 +299,7 @@ def _slice(
 
 
 def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap: float | None) -> Any:
-    """Return the softmax of some products times values; zero where a row sees nothing."""
+    """Return the softmax of some products times values; zero if a row sees no position."""
     logits = xp.matmul(q * (scale if softcap is None else scale / softcap), xp.matrix_transpose(k))
     if softcap is not None:
         logits = softcap * xp.tanh(logits)
@@ -309,7 +311,7 @@ def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap:
 
 
 def _is_fused(*arrays: Any) -> bool:
-    """Tell whether torch's kernels are asked: they have no forward mode."""
+    """Tell whether to call torch's fused kernels, which have no forward mode."""
     if not is_torch(arrays[0]):
         return False
     from levattn._kernels import tensors
@@ -318,7 +320,7 @@ def _is_fused(*arrays: Any) -> bool:
 
 
 def _fused(q: Any, k: Any, V: Any, sees: Any, scale: float) -> Any:
-    """Return the same by torch's kernels; anything where a row sees nothing."""
-    sees = sees | ~sees.any(-1, keepdim=True)  # a softmax of nothing would be NaN in some releases
+    """Return the same by torch's fused kernels; arbitrary numbers if a row sees no position."""
+    sees = sees | ~sees.any(-1, keepdim=True)  # an empty softmax is NaN in some releases
     torch = sys.modules["torch"]
     return torch.nn.functional.scaled_dot_product_attention(q, k, V, attn_mask=sees, scale=scale)

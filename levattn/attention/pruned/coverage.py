@@ -26,7 +26,7 @@ _BUDGETS = (0.03, 0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7)
 
 @dataclass(frozen=True, eq=False)
 class PrunedCoverage:
-    """What pruned attention loses at a budget, for queries like given ones.
+    """The error of pruned attention at a budget, for queries like a given sample.
 
     Attributes
     ----------
@@ -34,13 +34,13 @@ class PrunedCoverage:
         Share of the keys for each head of the keys; 1 is dense.
     error : array of float64, shape (..., G)
         Relative error of the output at this budget that a new query does not exceed, with probability `coverage`. If
-        the budget was looked for, the error asked for, or 0 where it is dense.
+        `pruned_coverage` was given an error, that error, or 0 where the budget is dense.
     coverage : float
-        That probability.
+        The probability.
     count : int
-        Queries that set the bound.
+        Number of queries that set the bound.
     queries : array of shape (..., H, s, d)
-        The others, by which keys are selected: give them to `pruned_attention` as ``queries=``.
+        The other queries, which select keys: give them to `pruned_attention` as ``queries=``.
 
     Examples
     --------
@@ -77,45 +77,45 @@ def pruned_coverage(
 ) -> PrunedCoverage:
     r"""The error of pruned attention at a budget, or the least budget for an error, with a coverage.
 
-    The error of a query is :math:`\|\hat y - y\| / \|y\|` for its output ŷ with pruned and y with dense attention, the
-    largest over the heads of queries that share keys. A random half of the queries selects and summarizes keys. The
-    other half sets the bound, by conformal prediction.
+    The error of a query is :math:`\|\hat y - y\| / \|y\|`, where ŷ is its output with pruned and y with dense
+    attention. Of several heads of queries that share keys, the largest error counts. A random half of the queries
+    selects and summarizes keys. The other half sets the bound, by conformal prediction.
 
-    **Guarantee.** For a new query that is exchangeable with those given, `pruned_attention` with
-    ``budget=float(found.budget[g])``, ``queries=found.queries``, ``window=0`` and the same options errs by at most
-    ``found.error[g]`` on head g of the keys with probability at least `coverage`, head by head. It is free of
-    assumptions on the distribution, and holds in the mean over the draw of all queries. For later queries of a text it
-    is no guarantee, as these need not be exchangeable with earlier ones.
+    **Guarantee.** Let a new query be exchangeable with the given queries. Call `pruned_attention` with
+    ``budget=float(found.budget[g])``, ``queries=found.queries``, ``window=0`` and the same options. On head g of the
+    keys its error is then at most ``found.error[g]`` with probability at least `coverage`, for each head by itself.
+    The guarantee assumes nothing about the distribution, and holds in the mean over the draw of all queries. It does
+    not cover later queries of a text, because these need not be exchangeable with earlier ones.
 
     Parameters
     ----------
     Q : array of shape (..., H, m, d)
-        A sample of the queries, as `pruned_attention` takes them: m of at least about twice coverage/(1 − coverage).
+        A sample of the queries, as for `pruned_attention`; m is at least about twice coverage/(1 − coverage).
     K, V : array of shape (..., G, n, d) and (..., G, n, D)
         Keys and values.
     coverage : float in (0, 1)
         The probability.
     budget : float in (0, 1], optional
-        Share of the keys, for which the error is looked for.
+        Share of the keys, to find its error.
     error : float, optional
-        Or the error above 0, for which the least budget is looked for.
+        Or an error above 0, to find the least budget for it.
     budgets : sequence of float, optional
-        Shares to choose from for an error, some from 0.03 to 0.7 if left out; dense is always among them.
+        Shares to choose from if `error` is given; by default several from 0.03 to 0.7. Dense is always among them.
     rng : int or numpy.random.Generator, optional
-        Seed of the split of the queries, 0 if left out.
+        Seed of the split of the queries; 0 by default.
     **options
-        Further options of `pruned_attention`: summaries, sinks, scores, center, f, scale, mask. The window is 0.
+        Options of `pruned_attention`: summaries, sinks, scores, center, f, scale, mask. The window is 0.
 
     Returns
     -------
     PrunedCoverage
-        Budgets and errors, a pair for each head of the keys.
+        A budget and an error for each head of the keys.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, both or neither of `budget` and `error` are given, or there are too few queries for
-        the coverage (the least number is named).
+        If an argument is wrong, or `budget` and `error` are both given or both missing. Also if there are too few
+        queries for the coverage; the message names the least number.
     NonFiniteError
         If outputs are NaN or infinite.
 
@@ -168,8 +168,8 @@ def pruned_coverage(
     if error is None:
         place, found = np.zeros(errors.shape[1:-1], np.int64), np.sort(errors[0], axis=-1)[..., last]
     else:
-        # From which budget on a query stays within the error. At the budget found their errors are no bound: it is
-        # found where they are small, by chance too.
+        # The budget from which on each query stays within the error. The errors at the chosen budget are no bound,
+        # because chance can make them small there.
         beyond = np.flip(np.logical_or.accumulate(np.flip(errors > error, 0), 0), 0)
         place = np.sort(np.count_nonzero(beyond, axis=0), axis=-1)[..., last]
         found = np.where(place < len(shares) - 1, float(error), 0.0)

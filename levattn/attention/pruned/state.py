@@ -1,4 +1,4 @@
-"""What causal pruned attention holds of the positions so far."""
+"""The state of causal pruned attention after some positions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,27 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class PrunedPart:
-    """What is held of sequences that have had the same number of positions.
+    """The state of sequences that have had the same number of positions.
 
-    rows: (b,) int64 of numpy, which items of the batch these are.
-    kept, kept_values, kept_scores, kept_places: (b, s, d), (b, s, D), (b, s), (b, s): chosen keys, the scores that
-        came with them, and their positions.
+    rows: (b,) int64 of numpy, the numbers of these items in the batch.
+
+    kept, kept_values, kept_scores, kept_places: (b, s, d), (b, s, D), (b, s), (b, s): chosen keys, their values, their
+    given scores, and their positions.
+
     kept_count: (b,) or None.
-    summaries: of all other keys but the recent ones, or None; in float64, as errors of merging again and again add up.
-    radius: (b, R) in float64, no member is farther from its mean.
+
+    summaries: of all other keys but the recent ones, or None. They are in float64, because errors of repeated merges
+    add up.
+
+    radius: (b, R) in float64; no member is farther from the mean of its cluster.
+
     recent, recent_values, recent_scores: the last keys, (b, r, ...).
-    keys, queries: sums over all positions; second ones of keys only where these are asked for.
-    largest: (b,), no value has a larger norm.
-    positions: how many there have been.
+
+    keys, queries: sums over all positions; second moments of keys only if the rule needs them.
+
+    largest: (b,); no value has a larger norm.
+
+    positions: the number of positions so far.
     """
 
     rows: Any
@@ -63,18 +72,18 @@ class PrunedPart:
 
 @dataclass(frozen=True, eq=False)
 class PrunedState:
-    """What causal `pruned_attention` holds of the positions so far: its size does not grow with their number.
+    """The state of causal `pruned_attention` after some positions: its size does not grow with their number.
 
-    A state is not changed by its use: a call returns a new one.
+    No call changes a state; each returns a new one.
 
     Attributes
     ----------
     slots : Slots
-        What each query reads.
+        The slots that each query reads.
     batch : tuple of int
         The leading axes of the keys, heads among them.
     rule, parts
-        The options of selection and the arrays held, which calls read.
+        The options of selection and the arrays of the state, for later calls.
 
     Examples
     --------
@@ -109,7 +118,7 @@ def _bytes(array: Any) -> int:
 
 
 def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float | None) -> SelectionRule:
-    """Return the rule of a state, or raise if a call that goes on from it asks for another."""
+    """Return the rule of a state, or raise if a call that continues it asks for another."""
     if not isinstance(state, PrunedState):
         raise TypeError(f"state is of type {type(state).__name__}; expected a PrunedState, from return_state=True")
     rule = state.rule
@@ -119,16 +128,18 @@ def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float 
             f"state and {', '.join(again)} were given; expected the state alone, which holds these options"
         )
     if rule.power != power:
-        raise ValueError(f"f is not that of the state (power {rule.power}); expected the same function")
+        raise ValueError(f"f is not the function of the state (power {rule.power}); expected the same function")
     if (rule.kind == "given") != (kind == "given"):
-        raise ValueError("scores are given in only one of this call and the one that the state is from; expected both")
+        raise ValueError(
+            "scores are given in only one of this call and the call that made the state; expected both or neither"
+        )
     if kind not in ("residual", rule.kind):
-        raise ValueError(f"scores is {kind!r}, and the state has {rule.kind!r}; expected no other with it")
+        raise ValueError(f"scores is {kind!r}, and the state has {rule.kind!r}; expected the same")
     return rule
 
 
 def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
-    """Return the part that has seen nothing, for keys and values like those of stacks."""
+    """Return the part before the first position, for keys and values like the given stacks."""
     xp = namespace_of(K)
     none, no_values = K[:, :0, :], V[:, :0, :]
     no_scores = None if scores is None else scores[:, :0]
@@ -142,19 +153,19 @@ def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> P
 
 
 def picked(part: PrunedPart, which: Any) -> PrunedPart:
-    """Return a part of some of its items, by their places in it, an array of numpy."""
+    """Return a part with some of its items, by their places in it, an array of numpy."""
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
     return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
 
 
 def some_of(part: PrunedPart, items: slice) -> PrunedPart:
-    """Return a part of a run of its items, whose arrays lie in those of all."""
+    """Return a part with a run of its items, whose arrays are views."""
     return replace(converted(part, lambda array: array[items, ...]), rows=part.rows[items])
 
 
 def all_of(parts: list[PrunedPart]) -> PrunedPart:
-    """Return the part of the items of several, which have come equally far."""
+    """Join parts with the same number of positions."""
     xp = namespace_of(parts[0].recent)
     others = [iter(arrays_of(part)) for part in parts]
     found = converted(parts[0], lambda _: xp.concat([next(arrays) for arrays in others], axis=0))
@@ -162,7 +173,7 @@ def all_of(parts: list[PrunedPart]) -> PrunedPart:
 
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
-    """Return a part whose arrays, but for `rows`, are what a function makes of them."""
+    """Return a part with a function applied to all its arrays but `rows`."""
     found: PrunedPart = mapped(replace(part, rows=None), convert)
     return replace(found, rows=part.rows)
 

@@ -1,4 +1,4 @@
-"""How it is measured what it costs to cut each head of a decoder."""
+"""Measure the loss of a decoder if each of its heads is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["head_profile"]
 
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
-# The first round finds heads that recall alone, the second those that stand in for others, the third who is left
+# Round 1 finds heads that recall alone, round 2 heads that stand in for others, round 3 the remaining ones
 _ROUNDS = 3
 _DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 
@@ -41,14 +41,15 @@ def head_profile(
     seed: int = 0,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> HeadProfile:
-    """Measure what it costs to cut each head of the keys of a decoder, alone and in company.
+    """Measure the loss of a decoder if each head of its keys is cut, alone and beside other cut heads.
 
-    Contexts are texts with lines "key = value" of random words in them. After each the values are asked for, passages
-    of the context are to be repeated, and the text goes on. The model reads the context densely. In a first round one
-    head is cut to `share`, as `compress` cuts it, and the losses of the answers and of the text are compared with
-    those of the dense cache. In two further rounds all heads share an eighth of the bytes by what is known so far;
-    one head is cut if it is whole, and made whole if it is cut. The cost of a head is the mean over the rounds: heads
-    that stand in for one another cost nothing alone. That costs of several heads add up is an assumption.
+    Contexts are texts with lines "key = value" of random words in them. After each context the model must answer with
+    the values, repeat passages of the context, and continue the text. The model reads the context densely. The first
+    round cuts one head to `share`, as `compress` cuts it. It compares the losses of the answers and of the text with
+    the losses of the dense cache. In two further rounds all heads share an eighth of the bytes, split by the costs so
+    far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the
+    rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
+    assumption.
 
     Parameters
     ----------
@@ -59,15 +60,15 @@ def head_profile(
     texts : sequence of str, optional
         Plain texts, each of more than `positions` tokens. By default the model writes them itself.
     tasks : int, default 4
-        Contexts; of texts the first so many.
+        Number of contexts. Of `texts`, only the first `tasks` are used.
     positions : int, default 1024
         Tokens of a context.
     share : float in (0, 1), default 1/16
-        To what heads are cut.
+        Share of its bytes that a cut head keeps.
     seed : int, default 0
-        Of the random words, and of the texts that the model writes.
+        Seed of the random words, and of the texts that the model writes.
     progress : bool or function, optional
-        True for a bar, or a function of the heads measured and their number, three times over all contexts.
+        True for a bar, or a function of the heads measured and their total number (three rounds over all contexts).
 
     Returns
     -------
@@ -81,7 +82,7 @@ def head_profile(
 
     Notes
     -----
-    Time: for each context five readings, and for each head of the keys six passes over about 100 positions, from its
+    Time: each context is read five times. Each head of the keys takes six passes over about 100 positions, from its
     layer on. Memory: a dense cache of `positions` for each task.
 
     References
@@ -115,7 +116,7 @@ def head_profile(
 
 
 def _profile(rounds: list[list[dict[tuple[int, int], Any]]], model: str, share: float) -> HeadProfile:
-    """Return the profile of what was found of each head in each round and task: means, and intervals over tasks."""
+    """Return the profile from the costs of each head in each round and task: means, and intervals over tasks."""
     rows = []
     for layer, head in sorted(rounds[0][0]):
         costs = np.mean([[task[layer, head] for task in found] for found in rounds], 0)
@@ -128,7 +129,7 @@ def _profile(rounds: list[list[dict[tuple[int, int], Any]]], model: str, share: 
 
 
 def _texts(model: Any, tokenizer: Any, texts: Any, tasks: int, positions: int, seed: int) -> list[Any]:
-    """Return the tokens of texts, long enough for a context and what follows."""
+    """Return the tokens of texts, long enough for a context and the text after it."""
     if texts is None:
         return written_by(model, tokenizer, tasks, positions + _FOLLOWING, seed)
     if isinstance(texts, str) or len(texts) < tasks or not all(isinstance(text, str) for text in texts):
@@ -147,7 +148,7 @@ def _texts(model: Any, tokenizer: Any, texts: Any, tasks: int, positions: int, s
 
 @dataclass(frozen=True)
 class _Trial:
-    """A task whose context was read: what all heads have if they are whole, and if they are cut."""
+    """A task whose context was read: the cache with all heads whole, and the cache with all heads cut."""
 
     model: Any
     task: Task
@@ -163,10 +164,9 @@ class _Trial:
         return cls(model, task, whole, light)
 
     def costs(self, shares: dict[tuple[int, int], float], share: float, advance: Callable[[int], None]) -> Any:
-        """Return what it costs to cut each head from all to `share`, where the others have `shares`.
+        """Return the cost of cutting each head from whole to `share`, where the others have `shares`.
 
-        A head that is whole is cut; one that is cut is made whole, and what that gains tells of the cut by the curves
-        of costs.
+        A whole head is cut. A cut head is made whole, and the curves convert its gain into the cost of a cut.
         """
         low = compress(self.model, self.task.context[None].to(self.model.device), budget=shares)
         losses, found = _Losses(self.model, self.task, low), {}
@@ -191,7 +191,7 @@ class _Losses:
         self.before = np.array([asked, text])
 
     def with_changed(self, cache: CompressedCache, layer: int) -> Any:
-        """Return those with a cache that is another one from a layer on."""
+        """Return the losses with a cache that differs from the given layer on."""
         with self._replays[0].begun_at(layer):
             asked = self._asked(cache)
         with self._replays[1].begun_at(layer):
@@ -205,12 +205,12 @@ class _Losses:
 
 
 def _heads(cache: CompressedCache) -> list[tuple[int, int]]:
-    """Return the heads that can be cut: those of the layers that do not slide."""
+    """Return the heads that can be cut: the heads of the layers that do not slide."""
     return [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
 
 
 def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:
-    """Return a cache with one head as another cache of the same context has it."""
+    """Return a cache with one head taken from another cache of the same context."""
     changed = cache.copy()
     groups = []
     for group in cache.layers[layer].groups:

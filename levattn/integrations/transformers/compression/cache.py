@@ -1,4 +1,4 @@
-"""A cache that holds a compressed context, and all of what came after it."""
+"""A cache that holds a compressed context, and all positions after it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["CompressedCache"]
 
 
 class CompressedCache(Cache):  # type: ignore[misc]
-    """A context that was read once and compressed, and whatever came after it: a cache of transformers.
+    """A context that was read once and compressed, and the positions after it: a cache of transformers.
 
     `compress` makes it. ``model.generate(question, past_key_values=cache)`` answers a question on the context: the
-    question follows the context, and the result holds the question and the answer. Each call goes on from where the
-    cache is; `copy` makes a fork, which shares the context, so that each of many questions can start from it.
+    question follows the context, and the result holds the question and the answer. Each call continues after the last
+    position of the cache. To ask many questions on one context, give each a `copy`, which shares the context.
 
     Attributes
     ----------
     tokens : torch.Tensor of shape (B, n)
-        The context, and what `generate` took in and gave after it.
+        The context, and the tokens that `generate` read and wrote after it.
     present : torch.Tensor of shape (B, n)
-        Which of these are no padding.
+        True for tokens that are no padding.
     context_length : int
         Positions of the context, padding included.
     origin : object
-        Which model read it.
+        The model that read the context.
     layers : list
-        What each layer of the model keeps; those that slide are of transformers.
+        The cache of each layer of the model; layers that slide are classes of transformers.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes that the keys and values of as many positions have in a dense cache."""
+        """Bytes that a dense cache of as many positions takes."""
         total = 0
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
@@ -82,12 +82,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return total
 
     def copy(self) -> CompressedCache:
-        """Return a fork: it shares the context, and goes on by itself.
+        """Return a fork, which shares the context and holds its own further positions.
 
         Returns
         -------
         CompressedCache
-            Its further positions are its own. Cost: a copy of what came after the context.
+            Its context is not copied; the positions after the context are.
         """
         layers = [
             layer.copy() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in self.layers
@@ -97,12 +97,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return fork
 
     def so_far(self) -> tuple[Any, Any]:
-        """Return the tokens that were read or generated, (B, n), and which are no padding.
+        """Return the tokens that were read or generated, (B, n), and a mask of the tokens that are no padding.
 
         Returns
         -------
         tuple of torch.Tensor of shape (B, n)
-            Tokens that came to the model without `generate` are told as zeros.
+            Tokens that the model read without `generate` are zeros here.
         """
         more = self.get_seq_length() - self.tokens.shape[1]
         if more <= 0:
@@ -114,14 +114,14 @@ class CompressedCache(Cache):  # type: ignore[misc]
         )
 
     def remember(self, tokens: Any, mask: Any) -> None:
-        """Take in the tokens of all positions, those that were generated among them.
+        """Store the tokens of all positions, generated ones included.
 
         Parameters
         ----------
         tokens : torch.Tensor of shape (B, n)
-            From the first of the context. Of another number of sequences, as beams have it, nothing is kept.
+            From the first of the context on. If the number of sequences differs, as with beams, nothing is stored.
         mask : torch.Tensor of shape (B, m)
-            Which of the first of these are no padding.
+            The attention mask of the first m tokens.
         """
         if tokens.shape[0] == self.tokens.shape[0]:
             self.tokens = tokens.to(self.tokens)
@@ -129,34 +129,34 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self.present = torch.cat([mask.to(more), more], 1).to(self.present)
 
     def reset(self) -> None:
-        """Forget what came after the context.
+        """Forget the positions after the context.
 
         Raises
         ------
         ValueError
-            If layers slide: they have lost what came before.
+            If layers slide, because they no longer hold the context.
         """
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 raise ValueError(
-                    "the cache has layers that slide, whose context is gone once more positions came; expected a copy "
-                    "of the cache as it was. Call copy before each question"
+                    "the cache has layers that slide, which drop the context as more positions come; expected a cache "
+                    "without such layers. Call copy before each question"
                 )
         super().reset()
         self.tokens, self.present = (part[:, : self.context_length] for part in (self.tokens, self.present))
 
     def crop(self, max_length: int) -> None:
-        """Keep the first positions; those of the context cannot be forgotten.
+        """Keep the first positions. The context cannot be shortened.
 
         Parameters
         ----------
         max_length : int
-            Positions to keep; if negative how many to forget, and 0 forgets none.
+            Positions to keep. If negative, its absolute value is the number of positions to forget; 0 forgets none.
 
         Raises
         ------
         ValueError
-            If positions of the context would go.
+            If positions of the context would be forgotten.
         """
         length = self.get_seq_length()
         forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
@@ -176,7 +176,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Parameters
         ----------
         repeats : int
-            How often.
+            Number of copies.
         """
         super().batch_repeat_interleave(repeats)
         self.tokens, self.present = (part.repeat_interleave(repeats, 0) for part in (self.tokens, self.present))
@@ -218,21 +218,21 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If the cache holds positions after the context, or the model that made it is gone or was changed.
+            If the cache holds positions after the context, or the model that made it was deleted or changed.
         ImportError
             If safetensors is not installed.
         """
         more = self.get_seq_length() - self.context_length
         if more:
             raise ValueError(
-                f"the cache holds {more} positions after the context; expected none. Save it before it is asked, or "
+                f"the cache holds {more} positions after the context; expected none. Save it before any question, or "
                 "call reset"
             )
         write_context(path, self.layers, self.tokens, self.present, self.origin.fingerprint())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any) -> CompressedCache:
-        """Read a compressed context for the model that made it, which from then on reads such caches.
+        """Read a compressed context for the model that made it, and prepare the model to read such caches.
 
         Parameters
         ----------
@@ -244,16 +244,16 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Returns
         -------
         CompressedCache
-            It answers as the one that was saved, to the bit.
+            It gives the same answers as the saved cache, to the bit.
 
         Raises
         ------
         ValueError
-            If the file is none of these, is damaged, or was made with another model, or if the model is pruned.
+            If the file is damaged, is no compressed context, or was made with another model, or the model is pruned.
         TypeError
-            If the model is none of transformers.
+            If the model is no model of transformers.
         OSError
-            If it cannot be read.
+            If the file cannot be read.
         """
         layers, tokens, present, of = read_context(path, model.device)
         if of != fingerprint(model):
@@ -265,13 +265,13 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return cls(layers, tokens, present, Origin(known=of))
 
     def table(self) -> list[dict[str, Any]]:
-        """Return what each head keeps of the context.
+        """Return the part of the context that each head keeps.
 
         Returns
         -------
         list of dict
-            ``layer``, ``head``; ``slots``, ``summaries`` among them (means over sequences); ``share`` of the bytes of
-            a dense head; ``slides``, whether the layer keeps its window alone, whatever the budget.
+            ``layer``, ``head``; ``slots`` and the number of ``summaries`` among them (means over sequences). ``share``
+            of the bytes of a dense head; ``slides``, whether the layer keeps only its window, whatever the budget.
         """
         rows = []
         for number, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""Read a context once, and keep of it what its budget says."""
+"""Read a context once, and keep as much of it as its budget allows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from levattn.integrations.transformers.compression.slots import (
 
 __all__ = ["compress"]
 
-_ASKING = 2048  # queries by which the keys of a head are measured, at least, where there are more
+_ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
 
 def compress(
@@ -44,56 +44,56 @@ def compress(
     summaries: float = 0.5,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> CompressedCache:
-    """Read a context with a decoder, and keep what a budget says of the keys and values of each head.
+    """Read a context with a decoder, and keep a share of the keys and values of each head.
 
-    The model reads the context with its own attention. Then each head of the keys keeps all of them, or fewer slots:
-    the first positions, the last ones, positions selected by scores, and summaries, clusters of all the others, each
-    with a weight that is added to its logit. Keys are measured by the queries of the context, selected where a summary
-    would stand for them badly (as `levattn.attention.pruned_attention` does with "residual"). Nothing is trained, and
-    questions to come are not known.
+    The model reads the context with its own attention. Then each head of the keys keeps all of them, or fewer slots.
+    The slots are the first positions, the last positions, positions selected by scores, and summaries. A summary
+    stands for a cluster of the other keys, and its weight is added to its logit. The queries of the context give the
+    scores: keys that a summary would represent badly are selected (as `levattn.attention.pruned_attention` does with
+    "residual"). Nothing is trained, and no question is known yet.
 
-    **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers are those of a dense cache. Each
-    sequence of a padded batch is compressed as it would be alone. What is lost otherwise is measured, not bounded:
-    which heads may be cut is what `head_profile` is for. With one budget for all heads, decoders lose what they should
-    recall.
+    **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
+    Each sequence of a padded batch is compressed as it would be alone. Any other loss is measured, not bounded:
+    `head_profile` measures which heads may be cut. With one budget for all heads, decoders fail to recall facts of the
+    context.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder. From then on it also reads such caches; without one it computes what it did.
+        A decoder. `compress` prepares it to read such caches; without one it computes the same as before.
     context : tensor of shape (B, P), or mapping
-        Tokens, or what a tokenizer gave: ``input_ids`` and ``attention_mask``, 0 for padding on either side.
+        Tokens, or the output of a tokenizer: ``input_ids`` and ``attention_mask``, 0 for padding on either side.
     budget : float in (0, 1], or mapping from (layer, head) to float, default 0.25
-        Share of the bytes of a dense cache, of all layers that do not slide; or the share of each head of the keys,
-        1.0 for those that are not named.
+        Share of the bytes of a dense cache, of all layers that do not slide. A mapping gives the share of each head of
+        the keys, 1.0 for heads that it does not name.
     heads : HeadProfile, optional
-        What it costs to cut each head, by which the budget is split over the heads. Without it all have the same.
+        The cost of cutting each head, which decides how the budget is split. Without it all heads have the same share.
     chunk : int, optional
-        Positions that are read at once. Each chunk is compressed before the next is read, so that no more than a chunk
-        is held in full; later positions then read what earlier ones kept. All at once if None.
+        Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
+        the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
     sinks : int, default 4
         First positions that a head keeps.
     window, summaries : float in [0, 1], default 0.25 and 0.5
         Shares of the other slots of a head for the last positions, and for summaries, at most 256 of a head and chunk.
-        The rest is selected by scores.
+        Scores select the rest.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
     Returns
     -------
     CompressedCache
-        What ``model.generate(question, past_key_values=cache)`` goes on from.
+        The cache for ``model.generate(question, past_key_values=cache)``.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that is
-        refused by `prune`.
+        If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
+        `prune` refuses.
 
     Notes
     -----
-    Layers that slide keep their window, which is not counted in the budget. Time: that of reading, and O(n r d) for a
-    head with r summaries. Memory: what is kept and one layer (or with `chunk` the chunk) in full.
+    Layers that slide keep their window, which the budget does not count. Time: reading the context, and O(n r d) for a
+    head with r summaries. Memory: the slots and one layer (or with `chunk` the chunk) in full.
 
     References
     ----------
@@ -138,7 +138,7 @@ def compress(
 
 
 def _read(context: Any) -> tuple[Any, Any]:
-    """Return the tokens of a context, (B, P), and which of them are no padding, or raise."""
+    """Return the tokens of a context and their padding mask, False for padding, both (B, P), or raise."""
     mask = None
     if isinstance(context, Mapping):
         unknown = sorted(set(context) - {"input_ids", "attention_mask", "token_type_ids"})
@@ -162,7 +162,7 @@ def _read(context: Any) -> tuple[Any, Any]:
 
 
 def _empty_layers(model: Any) -> list[Any]:
-    """Return the layers of a cache of a model, or raise if one keeps something else than keys and values."""
+    """Return the layers of a cache of a model, or raise if a layer keeps anything but keys and values."""
     layers: list[Any] = DynamicCache(config=model.config).layers
     others = set(attending(model)) ^ set(range(len(layers)))
     others |= {i for i, layer in enumerate(layers) if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
@@ -175,7 +175,7 @@ def _empty_layers(model: Any) -> list[Any]:
 
 
 def _let_go(layer: Any) -> None:
-    """Free what a layer that slides has read: the window that it keeps is a part of an array of all that."""
+    """Free the array of all positions that a layer with a sliding window has read: its window is a view of it."""
     layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
@@ -187,9 +187,9 @@ def _share(name: str, value: Any) -> float:
 
 @dataclass
 class _Keeper:
-    """What is kept of each layer while a context is read, chunk by chunk.
+    """The slots of each layer, while the model reads a context chunk by chunk.
 
-    layers: of the cache; those that do not slide become `CompressedLayer`.
+    layers: of the cache; the layers that do not slide become `CompressedLayer`.
     """
 
     layers: list[Any]
@@ -200,11 +200,11 @@ class _Keeper:
     last: int = 0
 
     def begin(self, first: int, last: int) -> None:
-        """Note which positions are read next."""
+        """Note the positions of the next chunk."""
         self.first, self.last = first, last
 
     def look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
-        """Keep what a layer has of the positions that are read: keys of their own, and after the first chunk."""
+        """Keep the slots of a layer for the chunk that the model reads."""
         layer = self.layers[number]
         if layer.is_sliding:
             if not self.first:
@@ -220,7 +220,7 @@ class _Keeper:
             self.layers[number] = CompressedLayer(groups, self.last)
 
     def end(self) -> None:
-        """Take the positions that were read into the context."""
+        """Add the positions of the chunk to the context."""
         for layer in self.layers:
             if self.first and layer.is_sliding:
                 _let_go(layer)
@@ -228,10 +228,10 @@ class _Keeper:
                 layer.extend(self.last)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
-        """Return the slots of all heads of a layer, those of one share together."""
+        """Return the slots of all heads of a layer, in a group for each share."""
         (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
         shares = self.shares.of_layer(number, G)
-        order = sorted(range(G), key=lambda head: shares[head] % 1, reverse=True)  # what takes longest comes first
+        order = sorted(range(G), key=lambda head: shares[head] % 1, reverse=True)  # slow heads first
         found: dict[tuple[int, int], Any] = {}
 
         def keep(i: int) -> None:
@@ -247,7 +247,7 @@ class _Keeper:
         return tuple(groups)
 
     def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> tuple[Any, Any, Any, Any]:
-        """Return keys, values, log-weights and places of a head of a sequence that keeps a share of its bytes."""
+        """Return keys, values, log-weights and places for a head of a sequence that keeps a share of its bytes."""
         here = self.present[b, self.first : self.last].to(K.device)
         before = int(self.present[b, : self.first].sum())
         if not bool(here.all()):

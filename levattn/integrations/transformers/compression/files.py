@@ -28,7 +28,7 @@ def write_context(
     present: Any,
     fingerprint: str,
 ) -> None:
-    """Write what each layer keeps of a context, in one step."""
+    """Write the layers of a compressed context to a file, which appears whole or not at all."""
     with needing("contexts are files of safetensors", "transformers"):
         from safetensors.torch import save
     arrays = {"tokens": tokens, "present": present}
@@ -49,13 +49,13 @@ def write_context(
 
 
 def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], Any, Any, str]:
-    """Return the layers, the tokens and which are no padding, and the fingerprint, or raise."""
+    """Return the layers, the tokens, their padding mask and the fingerprint, or raise."""
     with needing("contexts are files of safetensors", "transformers"):
         from safetensors import SafetensorError, safe_open
     try:
         with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
             head = json.loads((file.metadata() or {}).get("levattn", "null"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no compressed context, or is damaged: {error}") from error
     if not isinstance(head, dict) or head.get("format") != _FORMAT:
@@ -65,7 +65,7 @@ def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], 
     try:
         tokens, present, fingerprint = arrays["tokens"], arrays["present"], str(head["fingerprint"])
         if tokens.ndim != 2 or present.shape != tokens.shape or present.dtype != torch.bool or not head["layers"]:
-            raise ValueError("its tokens and their mask do not go together")
+            raise ValueError("its tokens and their mask do not fit together")
         layers = [_layer(number, kept, arrays, tokens.shape) for number, kept in enumerate(head["layers"])]
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is a damaged compressed context: {error}") from error
@@ -73,12 +73,12 @@ def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], 
 
 
 def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], shape: tuple[int, int]) -> Any:
-    """Return a layer of a cache of contexts of a shape, or raise unless its arrays go together."""
+    """Return a layer of a cache, or raise if its arrays do not fit together or the shape of the context."""
     if "window" in kept:
         keys, values, window = arrays[f"{number}.keys"], arrays[f"{number}.values"], kept["window"]
         held = (shape[0], keys.shape[1], min(shape[1], window - 1))
         if any(array.shape[:3] != held or array.ndim != 4 for array in (keys, values)):
-            raise ValueError(f"layer {number} slides over {window} positions and holds others")
+            raise ValueError(f"layer {number} slides over {window} positions, and its arrays do not fit this window")
         layer = DynamicSlidingWindowLayer(window)
         layer.update(keys, values)
         layer.cumulative_length = shape[1]
@@ -92,7 +92,7 @@ def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], shape: tup
 
 
 def _check(groups: tuple[HeadSlots, ...], sequences: int) -> None:
-    """Raise unless the arrays of a layer have the kinds and shapes that go together."""
+    """Raise unless the kinds and shapes of the arrays of a layer fit together."""
     heads = sorted(head for group in groups for head in group.heads)
     if not heads or heads != list(range(len(heads))):
         raise ValueError(f"a layer has the heads {heads}")

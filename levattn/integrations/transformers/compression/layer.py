@@ -1,4 +1,4 @@
-"""A layer of a cache that holds what heads keep of a context, and all of what came after it."""
+"""A layer of a cache that holds the slots of a context, and all positions after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tail:
         self.length = 0
 
     def append(self, keys: Any, values: Any) -> None:
-        """Take in the keys and values of further positions."""
+        """Append the keys and values of further positions."""
         more = self.length + keys.shape[2]
         if not self._room or more > self._room[0].shape[2]:
             grown = [like.new_zeros((*like.shape[:2], 2 * more, like.shape[3])) for like in (keys, values)]
@@ -39,11 +39,11 @@ class Tail:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is held, the room for more included."""
+        """Bytes of the arrays, with their room for more positions."""
         return sum(room.numel() * room.element_size() for room in self._room)
 
     def copy(self) -> Tail:
-        """Return a tail that goes on by itself."""
+        """Return a copy with arrays of its own."""
         tail = Tail()
         if self.length:
             tail.append(*self.arrays)
@@ -57,56 +57,56 @@ class Tail:
 
 
 class CompressedLayer(DynamicLayer):  # type: ignore[misc]
-    """What a layer keeps of a context, and the keys and values of the positions after it."""
+    """The slots of a context in a layer, and the keys and values of the positions after it."""
 
     def __init__(self, groups: tuple[HeadSlots, ...] = (), length: int = 0) -> None:
         super().__init__()
         self.groups = groups
         self.length = length  # positions of the context
         self.tail = Tail()
-        self.waiting: tuple[HeadSlots, ...] = ()  # what becomes of the context once its next part is read
-        self.expected = False  # whether a layer of a model that reads such caches is about to update
+        self.waiting: tuple[HeadSlots, ...] = ()  # the slots of the context once its next chunk is read
+        self.expected = False  # whether a prepared attention module is about to call `update`
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Take in new keys and values, and return all those after the context."""
+        """Append new keys and values, and return all keys and values after the context."""
         if not self.expected:
             raise ValueError(
-                "the cache is a CompressedCache, and came to a model that was not made to read it; expected the "
-                "model that it was made with. Call compress or CompressedCache.load with this model"
+                "the cache is a CompressedCache, which this model is not prepared to read; expected the model that "
+                "made the cache. Call compress or CompressedCache.load with this model"
             )
         self.expected = False
         self.tail.append(key_states, value_states)
         return self.tail.arrays
 
     def extend(self, length: int) -> None:
-        """Put what waits in the place of the context so far and of what came after it."""
+        """Replace the context so far and the positions after it by the waiting slots."""
         self.groups, self.length, self.tail, self.waiting = self.waiting, length, Tail(), ()
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate nothing: arrays grow as positions come."""
 
     def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
-        """Return the number of positions so far, those of the context included."""
+        """Return the number of positions so far, the context included."""
         return self.length + self.tail.length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots and of what came after."""
+        """Bytes of the slots and of the positions after the context."""
         return sum(group.nbytes for group in self.groups) + self.tail.nbytes
 
     def copy(self) -> CompressedLayer:
-        """Return a layer that shares the slots and goes on by itself."""
+        """Return a layer that shares the slots and has its own further positions."""
         layer = CompressedLayer(self.groups, self.length)
         layer.tail = self.tail.copy()
         return layer
 
     def reset(self) -> None:
-        """Forget what came after the context."""
+        """Forget the positions after the context."""
         self.tail = Tail()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last positions, a negative number."""
+        """Forget the last positions; a negative number gives how many."""
         self.tail.change(self.tail.length + tokens_to_remove, None)
 
     def reorder_cache(self, beam_idx: Any) -> None:

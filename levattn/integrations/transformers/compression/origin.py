@@ -1,4 +1,4 @@
-"""Which model read a context: told by all its weights, once a file asks for it."""
+"""The model that read a context, known by a hash of all its weights once a file needs it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SAMPLES = 64  # entries of each weight that tell whether a model is still the s
 
 
 class Origin:
-    """The model that read a context, which is not kept alive by it.
+    """A weak reference to the model that read a context, and its fingerprint.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel or None
         The model.
     known : str, optional
-        Its fingerprint, where it came from a file.
+        Its fingerprint, if a file gave it.
     """
 
     def __init__(self, model: Any = None, known: str | None = None) -> None:
@@ -31,18 +31,18 @@ class Origin:
         self._known = known
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the model, or raise if it changed since it read the context, or is gone."""
+        """Return the fingerprint of the model, or raise if it is gone or changed since it read the context."""
         if self._known is None:
             model = None if self._model is None else self._model()
             if model is None:
                 raise ValueError(
-                    "the model that made the cache is gone; expected one that is still in memory, as a file names it "
-                    "by its weights. Save before the model is deleted"
+                    "the model that made the cache is gone; expected it in memory, because a file identifies it by "
+                    "its weights. Save before the model is deleted"
                 )
             if _hashed(model, _SAMPLES) != self._glimpse:
                 raise ValueError(
-                    f"the weights of the {type(model).__name__} changed after it read the context; expected those "
-                    "that made the cache. Compress the context again"
+                    f"the weights of the {type(model).__name__} changed after it read the context; expected the "
+                    "weights that made the cache. Compress the context again"
                 )
             self._known = fingerprint(model)
         return self._known
@@ -54,7 +54,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _hashed(model: Any, samples: int | None) -> str:
-    """Return a hash of all entries, or of about so many of each array."""
+    """Return a hash of all entries, or of about `samples` entries of each array."""
     found = hashlib.sha256(type(model).__name__.encode())
     for name, array in sorted(_arrays(model)):
         flat = array.detach().reshape(-1)
@@ -69,6 +69,6 @@ def _hashed(model: Any, samples: int | None) -> str:
 
 
 def _arrays(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the array of each weight and buffer, those that no file of the model has among them."""
+    """Yield the name and the array of each weight and buffer, including buffers that no file of the model holds."""
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -1,4 +1,4 @@
-"""What it costs to cut each head of a decoder, and how a budget is split by that."""
+"""The cost of cutting each head of a decoder, and the split of a budget by these costs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from levattn.io import replace_file
 __all__ = ["FIGURES", "HeadProfile"]
 
 _FORMAT, _VERSION = "levattn head profile", 1
-# By which the cost of recall counts; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
+# Factor of the cost of recall; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
 _RECALL = 4.0
 FIGURES = ("recall", "recall_error", "text", "text_error")
 
 
 class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
-    """What it costs to cut each head of the keys of a decoder, in nats a token, as `head_profile` measured it.
+    """The cost of cutting each head of the keys of a decoder, in nats a token, as `head_profile` measured it.
 
-    A mapping from (layer, head) to the cost: of answers that must be recalled, and of plain text, together.
+    A mapping from (layer, head) to the cost: the loss of answers that need recall, plus the loss of plain text.
 
     Parameters
     ----------
     rows : sequence of dict
-        ``layer``, ``head``; ``recall`` and ``text``, by how much the mean loss of answers and of the text that follows
-        rises if the head is cut to `share`, a mean over what others have; ``recall_error`` and ``text_error``, half
-        the widths of their 95 % confidence intervals over tasks.
+        ``layer`` and ``head`` name the head. Cutting it to `share` raises the mean loss of answers by ``recall``, and
+        of the text after the context by ``text``. Both are means over rounds with different shares of other heads.
+        ``recall_error`` and ``text_error`` are half the widths of their 95 % confidence intervals over tasks.
     model : str
         The type of the model.
     share : float
@@ -41,7 +41,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     Raises
     ------
     ValueError, TypeError
-        If rows are not one for each head, or hold no finite numbers.
+        If `rows` has not one row for each head, or numbers that are not finite.
 
     Examples
     --------
@@ -94,10 +94,10 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     def shares(self, budget: float) -> dict[tuple[int, int], float]:
         """Return the share of the bytes that each head keeps, so that the sum of the costs is least.
 
-        At a share s the cost of recall is taken to be proportional to 1 - √s and that of plain text to log(1/s), and
-        those at `share` are the measured ones. The first lets heads that recall stay whole where bytes are few: what
-        is asked for is in the slots that are left, or it is lost. Recall counts four times: an answer that is lost is
-        noticed before text that is foretold a little worse.
+        The method assumes that at a share s the cost of recall is proportional to 1 - √s, and the cost of plain text
+        to log(1/s). At `share` both equal the measured costs. With the first curve, heads that recall stay whole when
+        bytes are few, because a fact outside the remaining slots is lost. Recall counts four times, because users
+        notice a lost answer before slightly worse predictions of text.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         Returns
         -------
         dict
-            From (layer, head) to its share.
+            The share of each (layer, head).
 
         Raises
         ------
@@ -115,7 +115,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
             If budget is out of range.
         """
         budget = share_of_bytes("budget", budget)
-        least = 1e-4 * max(self.values()) + 1e-12  # so that no head is free
+        least = 1e-4 * max(self.values()) + 1e-12  # so that no head costs nothing
         recall, text = curves(self.share)
         costs = {
             head: (_RECALL * max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + least) / text)
@@ -129,7 +129,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         Returns
         -------
         list of dict
-            As the parameter `rows`.
+            Rows in the form of the parameter `rows`.
         """
         return [{"layer": layer, "head": head, **row} for (layer, head), row in sorted(self._table.items())]
 
@@ -169,14 +169,14 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         Returns
         -------
         HeadProfile
-            As it was saved.
+            The saved profile.
 
         Raises
         ------
         ValueError
-            If the file is none, or is damaged; the message tells what is wrong.
+            If the file is no profile, or is damaged; the message names the fault.
         OSError
-            If it cannot be read.
+            If the file cannot be read.
         """
         try:
             document = json.loads(Path(path).read_bytes())

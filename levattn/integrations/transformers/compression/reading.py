@@ -1,4 +1,4 @@
-"""How a model comes to read compressed caches: hooks of its attention, and a `generate` that takes questions."""
+"""Make a model read compressed caches: hooks of its attention, and a `generate` that takes questions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from levattn.integrations.transformers.masks import padding_and_kind
 
 __all__ = ["Observer", "attending", "observed_by", "prepared"]
 
-_NAME = "levattn_compressed"  # by which transformers calls the attention
-_PART = "_levattn_reader"  # the attribute of an attention module that says how it reads
+_NAME = "levattn_compressed"  # the name of this attention in transformers
+_PART = "_levattn_reader"  # the attribute of an attention module that holds its `_Reader`
 
 Observer = Callable[[int, Any, Any, Any, float], None]  # of a layer's number, queries, keys, values and scale
 
@@ -32,14 +32,14 @@ class _Reader:
 
     number: int
     own: Any  # its config
-    config: Any  # the same, with the attention here
-    held: CompressedLayer | None = None  # of the call that is going on
-    observer: Observer | None = None  # who is shown what the module's own attention reads
+    config: Any  # a copy that selects this attention
+    held: CompressedLayer | None = None  # during a call
+    observer: Observer | None = None  # gets the arrays that the module's own attention reads
     reached: bool = False
 
 
 def prepared(model: Any) -> None:
-    """Let a model read compressed caches, once; without such a cache it computes what it did."""
+    """Let a model read compressed caches; without such a cache it computes the same as before."""
     if getattr(model, _PART, False):
         return
     check_model(model)
@@ -102,14 +102,14 @@ def _leave(module: Any, args: Any, output: Any) -> None:  # noqa: ARG001 (the in
     module.config, reader.held = reader.own, None
     if output is not None and not reader.reached:
         raise ValueError(
-            f"{layer_of(module)} goes past the attention interface of transformers; expected one that does not. Take "
-            "a newer version of transformers, in which it does not, or another model"
+            f"{layer_of(module)} bypasses the attention interface of transformers; expected a layer that uses "
+            "it. Take a newer version of transformers, in which it does, or another model"
         )
 
 
 @contextmanager
 def observed_by(model: Any, observer: Observer) -> Iterator[None]:
-    """Show what the layers of a prepared model attend with, while they compute their own attention."""
+    """Pass the queries, keys and values of each layer of a prepared model to an observer."""
     readers = [getattr(module, _PART) for module in attending(model).values()]
     for reader in readers:
         reader.observer = observer
@@ -131,7 +131,7 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Return the output (B, T, heads, D) of a layer that reads a compressed cache, or is shown to an observer."""
+    """Return the output (B, T, heads, D) of a layer that reads a compressed cache or has an observer."""
     reader = getattr(module, _PART)
     reader.reached = True
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -161,7 +161,7 @@ def _attention(
 
 
 def _own(module: Any, reader: _Reader) -> Any:
-    """Return the attention function that a module calls by itself."""
+    """Return the attention function of a module before it was prepared."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = reader.own._attn_implementation
@@ -171,7 +171,7 @@ def _own(module: Any, reader: _Reader) -> Any:
 
 
 def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return what `generate` does; with a compressed cache the inputs may be a question alone, which goes after it."""
+    """Call `generate`; with a compressed cache the inputs may be a question alone, which follows the cache."""
     cache = cache_among(kwargs)
     generate = partial(type(model).generate, model)
     if not hasattr(cache, "context_length"):
@@ -190,7 +190,7 @@ def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     before, present = (part.to(ids) for part in cache.so_far())
     length, known = before.shape[1], cache.tokens.shape[1]
     if ids.shape[1] > length and torch.equal(ids[:, :known], before[:, :known]):
-        length = 0  # all positions were given, as transformers has it for other caches
+        length = 0  # all positions were given, as transformers expects with other caches
         mask = torch.cat([present, torch.ones_like(ids[:, before.shape[1] :])], 1) if mask is None else mask
     else:
         mask = torch.cat([present, torch.ones_like(ids) if mask is None else mask.to(ids)], 1)

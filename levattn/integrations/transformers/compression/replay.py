@@ -1,4 +1,4 @@
-"""Passes of a decoder that begin at a layer: those before give again what they gave."""
+"""Passes of a decoder that begin at a layer: the layers before it repeat their recorded outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """The outputs of a decoder's layers for some tokens, so that a change of a later layer costs only what follows.
+    """The recorded outputs of a decoder's layers for some tokens; a changed layer costs only the layers from it on.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class Replay:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note what the layers give in the pass that is made meanwhile."""
+        """Record the outputs of the layers in the pass made meanwhile."""
 
         def note(number: int) -> Any:
             return lambda _module, _args, output: self._outputs.__setitem__(number, output)
@@ -42,7 +42,7 @@ class Replay:
 
     @contextmanager
     def begun_at(self, first: int) -> Iterator[None]:
-        """Let the layers before the given one give what was noted, in place of computing it."""
+        """Let the layers before the given one return their recorded outputs instead of computing."""
         early = {number: layer for number, layer in self._layers.items() if number < first}
         own = {number: vars(layer).get("forward") for number, layer in early.items()}  # accelerate sets one
         for number, layer in early.items():
@@ -57,7 +57,7 @@ class Replay:
 
 
 def _layers(model: Any) -> dict[int, Any]:
-    """Return the layers of a decoder by number: what holds an attention and is an item of a list of modules."""
+    """Return the layers of a decoder by number: items of a ``ModuleList`` that hold an attention."""
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
     for number, attention in attending(model).items():

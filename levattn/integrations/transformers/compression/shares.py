@@ -1,4 +1,4 @@
-"""How a budget of bytes is split over the heads of a model."""
+"""Split a budget of bytes over the heads of a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _LEVELS = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 
 class Shares:
     """The share of the bytes that each head keeps.
 
-    named: by (layer, head). rest: the share of heads that are not named, or None if all must be.
-    source: the argument that they came from, as messages call it.
+    named: by (layer, head).
+
+    rest: the share of heads that are not named, or None if `named` must have all heads.
+
+    source: the argument that gave the shares, for messages.
     """
 
     named: Mapping[tuple[int, int], float]
@@ -33,7 +36,7 @@ class Shares:
 
     @classmethod
     def of(cls, budget: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> Shares:
-        """Return what the arguments of `compress` say of a model whose layers have these numbers, or raise."""
+        """Return the shares from the arguments of `compress`, for a model with these layers, or raise."""
         if isinstance(budget, Mapping):
             if profile is not None:
                 raise ValueError("budget names heads, and heads is given; expected one of the two. Leave heads out")
@@ -45,8 +48,8 @@ class Shares:
         found._check_layers(full, sliding)
         if found.rest is not None and found.rest < 1:
             warnings.warn(
-                f"all heads are cut to {found.rest:.0%}, as there is no profile of them: decoders lose what they "
-                "should recall. Give heads=head_profile(model, tokenizer)",
+                f"all heads are cut to {found.rest:.0%}, because there is no profile of them: decoders then fail to "
+                "recall facts of the context. Give heads=head_profile(model, tokenizer)",
                 RecallWarning,
                 stacklevel=3,
             )
@@ -63,12 +66,11 @@ class Shares:
                 raise ValueError(f"{self.source} names layer {layer}; expected one of the {len(full)} of the model")
         if not full and self.rest not in (None, 1.0):
             raise ValueError(
-                "all layers of the model slide and keep their windows, so that there is nothing to cut; expected "
-                "budget=1.0 for it"
+                "all layers of the model slide and keep their windows, so there is nothing to cut; expected budget=1.0"
             )
 
     def of_layer(self, layer: int, heads: int) -> list[float]:
-        """Return those of the heads of a layer, or raise if heads are named that it does not have, or are missing."""
+        """Return the shares of the heads of a layer, or raise if a named head does not exist or a share is missing."""
         for number, head in self.named:
             if number == layer and head >= heads:
                 raise ValueError(
@@ -78,15 +80,13 @@ class Shares:
         for head in range(heads):
             share = self.named.get((layer, head), self.rest)
             if share is None:
-                raise ValueError(
-                    f"{self.source} does not tell what head {head} of layer {layer} costs; expected all heads"
-                )
+                raise ValueError(f"{self.source} has no cost of head {head} of layer {layer}; expected all heads")
             shares.append(share)
         return shares
 
 
 def curves(share: float) -> Any:
-    """Return what a head costs recall and plain text at a share of its bytes, (2,), up to factors of the head."""
+    """Return the costs of recall and of plain text at a share of a head's bytes, (2,), up to factors of the head."""
     return np.array([1 - math.sqrt(share), -math.log(share)])
 
 
@@ -95,9 +95,9 @@ def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: fl
 
     costs: (a, b) of each head, the factors of its `curves`.
 
-    Shares are among few levels, so that heads of a layer go together. They rise from the lowest one level at a time,
-    where the sum falls most for the bytes that it takes: optimal, as costs are convex, but for the step that the
-    budget cuts off. What that leaves goes to the heads with the lowest share.
+    Shares take few levels, so that heads of a layer share groups. All begin at the lowest level. Each step raises the
+    head for which the sum falls most for each byte. This is optimal but for the step that the budget cuts off, because
+    costs are convex. The remaining bytes go to the heads with the lowest share.
     """
     levels = [budget, *(level for level in _LEVELS if level > budget)] if budget < _LEVELS[0] else list(_LEVELS)
     at, at_level = dict.fromkeys(costs, 0), {level: curves(level) for level in levels}

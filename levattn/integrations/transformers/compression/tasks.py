@@ -1,4 +1,4 @@
-"""Made-up recall tasks: pairs and passages that are hidden in a text, and asked for after it."""
+"""Synthetic recall tasks: pairs hidden in a text, and questions after it for these pairs and for passages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PIECE = 256  # tokens that a model writes at once
 
 @dataclass(frozen=True)
 class Task:
-    """A context, what is asked of it, and the text that follows it.
+    """A context, questions on it, and the text that follows it.
 
-    context, questions, text: tokens, (n,). answers: which of the questions are answers, (m,) bool.
+    context, questions, text: tokens, (n,). answers: True for tokens of the questions that are answers, (m,) bool.
     """
 
     context: Any
@@ -32,8 +32,8 @@ class Task:
 def made_up(tokenizer: Any, text: Any, positions: int, following: int, rng: np.random.Generator) -> Task:
     """Return a task with its pairs hidden in the first positions of a text, tokens (n,).
 
-    Keys and values are words of the tokenizer's vocabulary, drawn at random; each pair is a line "key = value", which
-    is asked for by its beginning. Some passages of the text are asked for by their first half.
+    Keys and values are random words of the tokenizer's vocabulary. Each pair is a line "key = value", and its question
+    is the line up to the value. For some passages of the text, the question is their first half.
     """
     words = _words(tokenizer)
     equal, line = (tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in (" =", "\n"))
@@ -62,7 +62,7 @@ def made_up(tokenizer: Any, text: Any, positions: int, following: int, rng: np.r
 
 
 def written_by(model: Any, tokenizer: Any, count: int, length: int, seed: int) -> list[Any]:
-    """Return texts (length,) that a model writes by itself, token by token at random, each in several pieces."""
+    """Return texts (length,) that a model samples token by token, each in several pieces."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     pieces = -(-length // _PIECE)
     start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=model.device)
@@ -77,13 +77,13 @@ def written_by(model: Any, tokenizer: Any, count: int, length: int, seed: int) -
             temperature=1.0,
             max_new_tokens=_PIECE,
             min_new_tokens=_PIECE,
-            pad_token_id=int(start[0, 0] == 0),  # of no use, as all pieces have one length
+            pad_token_id=int(start[0, 0] == 0),  # not used, because all pieces have one length
         )
     return list(found[:, 1:].reshape(count, -1)[:, :length].cpu())
 
 
 def _words(tokenizer: Any) -> Any:
-    """Return the tokens of a vocabulary that are words of letters alone, with a space before them."""
+    """Return the tokens of a vocabulary that are a space and a word of ASCII letters, or ordinary ones if few are."""
     found = []
     for token in range(len(tokenizer)):
         text = tokenizer.decode([token])
