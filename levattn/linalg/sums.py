@@ -25,6 +25,7 @@ __all__ = [
     "first_sums",
     "moments_in_bases",
     "moments_of_items",
+    "moments_there",
     "ridge_penalty",
     "scaled_columns",
 ]
@@ -194,12 +195,17 @@ def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:
     return replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
 
 
+def moments_there(rows: Rows, items: npt.NDArray[np.int64], which: Any, bases: Any, arithmetic: Arithmetic) -> Any:
+    """Return the moments of the rows of some of the items in bases of their own, both on the device of the rows."""
+    return moments_of_items(rows, items[which].tolist(), basis=bases, arithmetic=arithmetic)
+
+
 def moments_in_bases(rows: Rows, items: list[int]) -> MomentsInBasis:
-    """Return what gives the moments of the rows of some items in other bases."""
+    """Return what gives the moments of the rows of some items in other bases, both in main memory."""
 
     def moments_in(which: list[int], basis: Float64, arithmetic: Arithmetic) -> Float64:
         there = to_device(basis, rows.keys) if on_cuda(rows.keys) else basis
-        return to_numpy(moments_of_items(rows, [items[i] for i in which], basis=there, arithmetic=arithmetic))
+        return to_numpy(moments_there(rows, np.array(items), which, there, arithmetic))
 
     return moments_in
 

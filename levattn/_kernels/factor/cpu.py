@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from levattn._core.types import Float64, Int64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels.factor.cholesky import cholesky_tasks
-from levattn._kernels.factor.norms import extremes_of, sharpened
+from levattn._kernels.factor.norms import extremes_of, multiply, sharpened, spectral_norm
 from levattn._kernels.gram.blas import LAPACK_COLUMNS, lapack_cholesky
 from levattn._kernels.tasks import share
 
-__all__ = ["inverse_cholesky"]
+__all__ = ["inverse_cholesky", "rebased"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,37 @@ class _Inverses:
         return np.asarray(((self.W * self.W).sum(axis=2) * self.G.diagonal(axis1=1, axis2=2)).sum(axis=1))
 
 
+@dataclass(frozen=True, eq=False)
+class _Rebased:
+    H: Float64
+    sizes: Float64
+    C: Float64
+    W: Float64
+    bound: Float64
+    good: Flags
+
+    def whole(self) -> Flags:
+        """Return where no column is left out."""
+        return np.asarray((self.C.diagonal(axis1=1, axis2=2) != 0).all(axis=1))
+
+    def frobenius(self) -> Float64:
+        """Return the root of the sum of squares of W for keys of unit columns."""
+        with np.errstate(over="ignore"):
+            return np.array([np.sqrt(np.sum(even * even)) for even in self._even()])
+
+    def spectral(self) -> Float64:
+        """Return the 2-norm of W for keys of unit columns."""
+        return np.array([spectral_norm(even) for even in self._even()])
+
+    def of_moments(self) -> Float64:
+        """Return the 2-norm of the moments of keys of unit columns."""
+        pairs = zip(self.H, self.sizes, strict=True)
+        return np.array([spectral_norm(H / c[:, None] / c) for H, c in pairs])
+
+    def _even(self) -> list[Float64]:
+        return [c[:, None] * W for W, c in zip(self.W, self.sizes, strict=True)]
+
+
 def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> _Inverses:
     """Factor small matrices."""
     G = np.ascontiguousarray(G)
@@ -49,3 +80,16 @@ def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float |
             float(len(G)) * G.shape[1] ** 3,
         )
     return _Inverses(G, W, pivot, bound if limit is None else sharpened(bound, W, G, limit))
+
+
+def rebased(H: Float64, sizes: Float64, bases: Float64 | None, shift: float, accepted: float) -> _Rebased:
+    """Factor moments in bases of their own, shifted where that is needed."""
+    made = inverse_cholesky(H)
+    C, good = made.W, (made.pivot > 0) & (made.bound <= accepted)
+    for item in np.flatnonzero(~good).tolist():
+        tried = shift
+        while not (again := inverse_cholesky(H[item : item + 1], tried)).pivot[0] > 0:
+            tried *= 100
+        C[item] = again.W[0]
+    W = C if bases is None else np.stack([multiply(B, one) for B, one in zip(bases, C, strict=True)])
+    return _Rebased(H, sizes, C, W, made.bound, good)
