@@ -10,9 +10,11 @@ from counting import Case, measured
 
 import levattn
 from emulator import device
+from levattn._kernels import Rows
 from levattn._kernels.factor import cpu as factor_cpu
 from levattn._kernels.factor import cuda as factor_cuda
-from levattn.linalg import routes, together
+from levattn.linalg import preconditioned, routes, together
+from levattn.linalg.routes import factor_moments
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
 
@@ -62,7 +64,9 @@ def compare(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found.error, expected.error, rtol=0.05, atol=1e-15)
     scores, others = found.scores(as_float64=True)[0].get(), expected.scores(as_float64=True)[0]
     for item, error in enumerate(found.score_error + expected.score_error):
-        np.testing.assert_allclose(scores[item], others[item], rtol=4 * error, atol=1e-12)
+        # where there is more below the numerical rank, rounding turns the row space
+        most = 1e-5 if item in expected.hidden else 4 * error
+        np.testing.assert_allclose(scores[item], others[item], rtol=most, atol=1e-12)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["blocks of threads", "blocks of columns"])
@@ -72,10 +76,13 @@ def test_heads_of_all_kinds_side_by_side(cupy: Any, dtype: str, wide: bool, monk
         monkeypatch.setattr(factor_cuda, "_WIDE", 1)
         monkeypatch.setattr(factor_cuda, "_BLOCK", 5)
     K = np.stack(list(KEYS.values())).astype(dtype)
-    expected = levattn.universal_set(K, 0.1)
-    found = levattn.universal_set(cupy.asarray(K), 0.1)
-    compare(found.factor, expected.factor)
-    assert {"double", "compensated"} <= set(found.factor.arithmetic)
+    for single in ("no", "yes"):
+        expected = factor_moments(Rows(K, dtype), single=single)
+        found = factor_moments(Rows(cupy.asarray(K), dtype), single=single)
+        compare(found, expected)
+    assert "double" in found.arithmetic
+    assert dtype == "float32" or "compensated" in found.arithmetic
+    expected, found = levattn.universal_set(K, 0.1), levattn.universal_set(cupy.asarray(K), 0.1)
     assert np.array_equal(found.mask.get(), expected.mask)
     assert found.guarantee == expected.guarantee
 
@@ -110,9 +117,13 @@ def test_more_heads_than_there_is_room_for(cupy: Any, monkeypatch: pytest.Monkey
 
 def test_rounds_end(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not good after the last round is taken as it is, with the error that it has."""
-    monkeypatch.setattr(together, "ROUNDS", 1)
-    K = cupy.asarray(np.stack([KEYS["of condition 1e11"], KEYS["sound"]]).astype(np.float32))
-    assert not levattn.universal_set(K, 0.1).factor.error[0] < 1e-6
+    K = np.stack([KEYS["of condition 1e5"], KEYS["sound"]])
+    usual = levattn.universal_set(K, 0.1).factor.error[0]
+    for module in (preconditioned, together):
+        monkeypatch.setattr(module, "ROUNDS", 1)
+    expected = levattn.universal_set(K, 0.1).factor.error
+    assert expected[0] > 1e3 * usual
+    np.testing.assert_allclose(levattn.universal_set(cupy.asarray(K), 0.1).factor.error, expected, rtol=0.05)
 
 
 def moments(d: int) -> tuple[Any, Any, Any]:
