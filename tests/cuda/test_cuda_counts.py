@@ -35,8 +35,8 @@ def of_heads(function: Callable[[Any], Any], kind: str = "sound", dtype: Any = n
 
 
 CASES = {
-    "universal_set of heads": Case(of_heads(lambda K: levattn.universal_set(K, 0.05)), 8, 2, 4),
-    "leverage_scores of heads": Case(of_heads(levattn.leverage_scores), 6, 1, 3),
+    "universal_set of heads": Case(of_heads(lambda K: levattn.universal_set(K, 0.05)), 7, 2, 3),
+    "leverage_scores of heads": Case(of_heads(levattn.leverage_scores), 5, 1, 2),
     "universal_set of ill-conditioned heads": Case(
         of_heads(lambda K: levattn.universal_set(K, 0.05), "ill-conditioned"), 14, 4, 5
     ),

@@ -12,7 +12,8 @@ __all__ = ["FactorKernels", "Inverses", "Rebased"]
 class Inverses(Protocol):
     """Inverse Cholesky factors W of a batch of moments G, (b, d, d), and figures of each in main memory.
 
-    On a device all figures come at once, as each copy is waited for; in main memory they are found when asked for.
+    On a device all figures come at once, as each copy is waited for. In main memory they are found when asked for, and
+    so is W: the extremes of moments are looked at before anything is made of those that left the range.
     """
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,9 +19,39 @@ __all__ = ["inverse_cholesky", "rebased"]
 @dataclass(frozen=True, eq=False)
 class _Inverses:
     G: Float64
-    W: Float64
-    pivot: Float64
-    bound: Float64
+    shift: float
+    limit: Float64 | float | None
+
+    @property
+    def W(self) -> Float64:  # noqa: N802
+        """The inverse factors."""
+        return self._made[0]
+
+    @property
+    def pivot(self) -> Float64:
+        """The smallest pivot."""
+        return self._made[1]
+
+    @property
+    def bound(self) -> Float64:
+        """Bounds of the squared norms."""
+        return self._made[2]
+
+    @cached_property
+    def _made(self) -> tuple[Float64, Float64, Float64]:
+        """The factors and what is known of them, made when first asked for."""
+        G, shift, limit = self.G, self.shift, self.limit
+        W = np.zeros_like(G)
+        pivot, bound = np.empty(len(G)), np.empty(len(G))
+        if G.shape[1] >= LAPACK_COLUMNS:
+            lapack_cholesky(G, shift, W, pivot, bound)
+        else:
+            share(
+                lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, bound),
+                len(G),
+                float(len(G)) * G.shape[1] ** 3,
+            )
+        return W, pivot, bound if limit is None else sharpened(bound, W, G, limit)
 
     def ranks(self) -> Int64:
         """Return the number of columns that are not left out."""
@@ -67,19 +98,8 @@ class _Rebased:
 
 
 def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> _Inverses:
-    """Factor small matrices."""
-    G = np.ascontiguousarray(G)
-    W = np.zeros_like(G)
-    pivot, bound = np.empty(len(G)), np.empty(len(G))
-    if G.shape[1] >= LAPACK_COLUMNS:
-        lapack_cholesky(G, shift, W, pivot, bound)
-    else:
-        share(
-            lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, bound),
-            len(G),
-            float(len(G)) * G.shape[1] ** 3,
-        )
-    return _Inverses(G, W, pivot, bound if limit is None else sharpened(bound, W, G, limit))
+    """Factor small matrices, once a figure of them is asked for."""
+    return _Inverses(np.ascontiguousarray(G), shift, limit)
 
 
 def rebased(H: Float64, sizes: Float64, bases: Float64 | None, shift: float, accepted: float) -> _Rebased:
