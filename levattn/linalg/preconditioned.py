@@ -20,8 +20,8 @@ from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.span import Span
 
 __all__ = [
+    "MOST_ROUNDS",
     "ROUNDING",
-    "ROUNDS",
     "SPLIT_ERROR",
     "SURE_CONDITION",
     "MatrixFactor",
@@ -35,7 +35,7 @@ __all__ = [
 ROUNDING = 2 * UNIT  # of moments summed in float64
 SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
 _NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows
-ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
+MOST_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
 
@@ -168,7 +168,7 @@ def precondition(
     if begun is not None:
         basis, H = begun
 
-    for _ in range(ROUNDS):
+    for _ in range(MOST_ROUNDS):
         made = kernels_for("factor", H).rebased(
             H[None],
             c[None],

@@ -12,7 +12,7 @@ from levattn._core.arrays import array_namespace, take_entries, to_numpy
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
 from levattn.linalg.gram import PLAIN_NOISE, UNIT
-from levattn.linalg.preconditioned import ROUNDING, ROUNDS, SPLIT_ERROR, MatrixFactor
+from levattn.linalg.preconditioned import MOST_ROUNDS, ROUNDING, SPLIT_ERROR, MatrixFactor
 
 __all__ = ["Together"]
 
@@ -49,13 +49,13 @@ class Together:
         kernels, d = kernels_for("factor", G), G.shape[1]
         which, bases, H, largest = np.arange(len(G)), None, G, np.zeros(0)
         sizes = array_namespace(G).sqrt(G.diagonal(axis1=1, axis2=2))
-        for turn in range(ROUNDS):
+        for turn in range(MOST_ROUNDS):
             made = kernels.rebased(H, sizes, bases, 16 * d * UNIT, self.target / ROUNDING)
             if bases is None:
                 largest = np.sqrt(made.of_moments())
             lost = ~(made.frobenius() * (self.cut * largest) < 1) | ~made.whole()
             self._leave(which, bases, H, lost)
-            done = ~lost & (made.good | (turn == ROUNDS - 1))
+            done = ~lost & (made.good | (turn == MOST_ROUNDS - 1))
             if done.any():
                 at = np.flatnonzero(done)
                 condition, bound = (largest * made.spectral())[at], made.bound[at]

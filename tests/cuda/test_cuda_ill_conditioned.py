@@ -120,7 +120,7 @@ def test_rounds_end(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     K = np.stack([KEYS["of condition 1e5"], KEYS["sound"]])
     usual = levattn.universal_set(K, 0.1).factor.error[0]
     for module in (preconditioned, together):
-        monkeypatch.setattr(module, "ROUNDS", 1)
+        monkeypatch.setattr(module, "MOST_ROUNDS", 1)
     expected = levattn.universal_set(K, 0.1).factor.error
     assert expected[0] > 1e3 * usual
     np.testing.assert_allclose(levattn.universal_set(cupy.asarray(K), 0.1).factor.error, expected, rtol=0.05)
