@@ -60,11 +60,15 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
                 can_be_there = initialized is not None and initialized()
         if not can_be_there:
             return function(*args, **options)
-        for value in (*args, *options.values()) if options else args:
+        for value in args:
             if type(value) not in _NOTHING:
                 break
         else:
-            return function(*args, **options)
+            for name in options:
+                if type(options[name]) not in _NOTHING:
+                    break
+            else:
+                return function(*args, **options)
         place = _place(function, args, options)
         if place is None:
             return function(*args, **options)
