@@ -50,15 +50,28 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        torch = sys.modules.get("torch")
-        compiler = getattr(torch, "compiler", None)  # another thread may be importing torch
-        # torch's compiler traces operators of torch, which enter when they run. This check comes first, because the
-        # compiler of earlier releases cannot trace the code below
-        if compiler is not None and compiler.is_compiling():
+        modules = sys.modules
+        torch, can_be_there = modules.get("torch"), modules.get("cupy") is not None
+        if torch is not None:
+            # torch's compiler takes operators of torch for the work, and these enter when they run. It is asked first,
+            # as that of earlier releases cannot trace what follows
+            compiler = getattr(torch, "compiler", None)  # another thread may be importing torch
+            if compiler is not None and compiler.is_compiling():
+                return function(*args, **options)
+            if not can_be_there:
+                initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+                can_be_there = initialized is not None and initialized()
+        if not can_be_there:
             return function(*args, **options)
-        initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
-        if sys.modules.get("cupy") is None and (initialized is None or not initialized()):
-            return function(*args, **options)  # no array can be there
+        for value in args:
+            if type(value) not in _NOTHING:
+                break
+        else:
+            for name in options:
+                if type(options[name]) not in _NOTHING:
+                    break
+            else:
+                return function(*args, **options)
         place = _place(function, args, options)
         if place is None:
             return function(*args, **options)
@@ -113,9 +126,7 @@ def _device_of(array: Any) -> int:
 def _place(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> AbstractContextManager[Any] | None:
-    """Return the place of the arrays among the arguments, or None if it is current; raise if there are two."""
-    if _NOTHING.issuperset(map(type, args)) and _NOTHING.issuperset(map(type, options.values())):
-        return None
+    """Return the place of the arrays among the arguments, or None if that is here; raise if there are two."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
     arrays = {where: array for where, value in given if (array := _array_in(value)) is not None}
     if not arrays or not has_cupy():  # torch without CuPy needs no place
@@ -151,7 +162,7 @@ def _refuse(function: Callable[..., Any], args: tuple[Any, ...], arrays: dict[in
         if is_torch(other)
         else f"cupy.asarray({theirs}) in `with cupy.cuda.Device({here}):`"
     )
-    raise ValueError(
+    raise TypeError(
         f"{mine} is on CUDA device {here} and {theirs} on CUDA device {_device_of(other)}; expected all arrays of a "
         f"call on one device. Move one of them, e.g. {moved}"
     )

@@ -80,7 +80,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
         "find_nonfinite": tuple((key,) for key in _KEYS),
     },
-    "dense": {"invert_cholesky": ((),)},
+    "dense": {"invert_cholesky": ((),), "multiply_bases": ((),)},
     "sketch": {
         **dict.fromkeys(("count_digits", "move_rows", "find_starts"), ((),)),
         **dict.fromkeys(("add_parts", "draw_dense"), _ONE_REAL),

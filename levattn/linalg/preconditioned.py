@@ -14,13 +14,15 @@ import numpy.typing as npt
 
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
-from levattn._kernels.factor.norms import spectral_norm
+from levattn._kernels.factor.norms import multiply, spectral_norm
 from levattn.linalg.factor import column_norms, upper_form
 from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.span import Span
 
 __all__ = [
+    "MOST_ROUNDS",
     "ROUNDING",
+    "SPLIT_ERROR",
     "SURE_CONDITION",
     "MatrixFactor",
     "MomentsInBasis",
@@ -32,10 +34,9 @@ __all__ = [
 
 ROUNDING = 2 * UNIT  # of moments summed in float64
 SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
-_SMALL = 128  # columns up to which products of small matrices do without BLAS
 _NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows
-_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
-_SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
+MOST_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
+SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
 
 # gives the moments of the keys of some matrices of a few, (k,), in a basis of each, (k, d, d)
@@ -167,19 +168,18 @@ def precondition(
     if begun is not None:
         basis, H = begun
 
-    for _ in range(_ROUNDS):
-        factored = kernels_for("factor", H).inverse_cholesky(H[None])
-        bound = float(factored.bound[0])
-        good = bool(factored.pivot[0] > 0) and noise <= UNIT and ROUNDING * bound <= target
-        shift = 16 * d * noise
-        while not good:
-            factored = kernels_for("factor", H).inverse_cholesky(H[None], shift)
-            if factored.pivot[0] > 0:
-                break
-            shift *= 100
-        C = factored.W[0]
-        W = C if basis is None else _multiply(basis, C)
-        lost = _lost_directions(c[:, None] * W, cut * largest)
+    for _ in range(MOST_ROUNDS):
+        made = kernels_for("factor", H).rebased(
+            H[None],
+            c[None],
+            None if basis is None else basis[None],
+            16 * d * noise,
+            target / ROUNDING if noise <= UNIT else 0.0,
+        )
+        C, W = made.C[0], made.W[0]
+        lost = np.zeros((d, 0))
+        if not made.frobenius()[0] * (cut * largest) < 1:
+            lost = _lost_directions(c[:, None] * W, cut * largest)
         if basis is not None:  # columns on which the keys vanish although the basis does not
             vanished = ~np.any(C != 0, axis=0) & np.any(basis != 0, axis=0)
             lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
@@ -189,14 +189,14 @@ def precondition(
             return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, null_directions, c)
         if lost.shape[1]:
             basis = upper_form(_complement(null_directions.T)) / c[:, None]
-        elif good:
+        elif made.good[0]:
             break
         else:
             basis = W
         H = (yield basis, "double") + _penalty_in_basis(basis, penalty)
         noise = UNIT
-    condition = float(largest * spectral_norm(c[:, None] * W))
-    return (yield from _finish(W, c, null_directions, penalty, condition, limit, bound))
+    condition = float(largest * made.spectral()[0])
+    return (yield from _finish(W, c, null_directions, penalty, condition, limit, float(made.bound[0])))
 
 
 def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
@@ -210,21 +210,13 @@ def _lost_directions(W: Float64, cut: float) -> Float64:
 
     Where W whitens the equilibrated keys these are the directions in which the keys have next to nothing.
     """
-    with np.errstate(over="ignore"):
-        if np.sqrt(np.sum(W * W)) * cut < 1:
-            return np.zeros((len(W), 0))
     U, s, _ = np.linalg.svd(W)
     return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # smaller ones are not resolved beside larger
 
 
-def _multiply(A: Float64, B: Float64) -> Float64:
-    """Return A B; without BLAS where it is small, as the threads of BLAS would go on spinning beside a kernel."""
-    return np.asarray(np.einsum("ij,jk->ik", A, B) if len(A) <= _SMALL else A @ B)
-
-
 def _penalty_in_basis(basis: Float64, penalty: Float64) -> Float64 | float:
     """Return what the ridge adds to the moments of the keys in another basis."""
-    return _multiply(basis.T, penalty[:, None] * basis) if penalty.any() else 0.0
+    return multiply(basis.T, penalty[:, None] * basis) if penalty.any() else 0.0
 
 
 def _finish(
@@ -242,7 +234,7 @@ def _finish(
     """
     kept = np.any(W != 0, axis=0)
     rank, fine = int(np.count_nonzero(kept)), condition > limit
-    rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
+    rounding = (SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
     if inverse_norm_bound is not None and not fine:
         return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
     G = yield W, "compensated" if fine else "double"
@@ -250,7 +242,7 @@ def _finish(
     C = again.W[0]
     if not (again.pivot[0] > 0 and np.array_equal(np.any(C != 0, axis=0), kept)):  # W is no whitening at all
         return MatrixFactor(W, W, None, rank, np.inf, null_directions, c)
-    whitening, error = _multiply(W, C), PLAIN_NOISE * float(again.bound[0]) + rounding
+    whitening, error = multiply(W, C), PLAIN_NOISE * float(again.bound[0]) + rounding
     return MatrixFactor(whitening, W if fine else whitening, C if fine else None, rank, error, null_directions, c)
 
 

@@ -36,9 +36,11 @@ from levattn.linalg.sums import (
     first_sums,
     moments_in_bases,
     moments_of_items,
+    moments_there,
     ridge_penalty,
     scaled_columns,
 )
+from levattn.linalg.together import Together
 
 __all__ = ["centered", "factor_moments", "factor_qr", "factor_sum", "rank_tolerance"]
 
@@ -47,7 +49,7 @@ __all__ = ["centered", "factor_moments", "factor_qr", "factor_sum", "rank_tolera
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
 _SURE_COLUMNS = 48
-_TOGETHER, _ROOM = 64, 1 << 25  # ill-conditioned matrices that a device has side by side, and their entries at most
+_TOGETHER, _ROOM = 64, 1 << 25  # matrices of a device side by side in main memory, and their entries anywhere at most
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
@@ -106,9 +108,14 @@ class _Batch:
         figures = np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b), np.zeros(b)
         return cls(rows, *figures, ["double"] * b, counts_null_directions)
 
-    def put(self, items: npt.NDArray[np.int64], found: list[MatrixFactor]) -> None:
-        """Set what was found for some matrices."""
-        self.W[to_device(items, self.W)] = to_device(np.stack([one.whitening for one in found]), self.W)
+    def put(self, items: npt.NDArray[np.int64], found: list[MatrixFactor], W: Any | None = None) -> None:
+        """Set what was found for some matrices, in order, whose whitenings may lie side by side as W."""
+        if W is None:
+            W = to_device(np.stack([one.whitening for one in found]), self.W)
+        if len(items) == len(self.W):
+            self.W = W
+        else:
+            self.W[to_device(items, self.W)] = W
         for item, one in zip(items.tolist(), found, strict=True):
             self.rank[item], self.error[item] = one.rank, one.error
             if one.correction is not None:
@@ -198,15 +205,19 @@ def factor_moments(
     batch.counts_null_directions = rtol is None and ridge == 0
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~np.array(sound, np.bool_))
+    bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
+    few = n <= _FEW_ROWS * d
+    if on_cuda(G) and penalty is None and not few:
+        bases |= _factor_together(batch, G, hard[made.ranks()[hard] == d], target, cut, limit)
+        hard = np.array([item for item in hard.tolist() if item not in batch.found], np.int64)
     step = max(1, min(_TOGETHER, _ROOM // d**2)) if on_cuda(G) else 1
     for first in range(0, len(hard), step):
         items = hard[first : first + step]
         moments, moments_in = to_numpy(take_entries(G, items)), moments_in_bases(rows, items.tolist())
         given = zip(items.tolist(), moments, added[items], strict=True)
-        if n <= _FEW_ROWS * d and items[0] not in begun:
+        if few and items[0] not in begun:
             steps = [decompose(float64_rows(rows.item(i), 0, n), penalty, cut) for i, _, penalty in given]
         else:
-            bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
             steps = [precondition(H, penalty, UNIT, target, cut, limit, bases.get(i)) for i, H, penalty in given]
         found = answered(steps, moments_in)
         if items[0] in begun and found[0].null_directions.shape[1]:  # told by the moments of the keys themselves
@@ -217,6 +228,21 @@ def factor_moments(
             finer = partial(resolve, moments_in_bases(rows, [item]), H, UNIT, target, limit)
             batch.look_below(item, finer)
     return batch.factor()
+
+
+def _factor_together(
+    batch: _Batch, G: Any, items: npt.NDArray[np.int64], target: float, cut: float, limit: float
+) -> dict[int, tuple[Float64, Float64]]:
+    """Factor matrices on their device as far as it can; return with what others of them begin in main memory."""
+    begun: dict[int, tuple[Float64, Float64]] = {}
+    step = max(1, _ROOM // G.shape[1] ** 2)
+    for first in range(0, len(items), step):
+        some = items[first : first + step]
+        together = Together(partial(moments_there, batch.rows, some), target, cut, limit)
+        for which, W, found in together.factored(take_entries(G, some) if len(some) < len(G) else G):
+            batch.put(some[which], found, W)
+        begun |= {int(some[i]): start for i, start in together.begun.items()}
+    return begun
 
 
 def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:

@@ -14,7 +14,6 @@ from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor.contract import Inverses
-from levattn._kernels.factor.norms import extremes_of
 from levattn.linalg.gram import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
@@ -25,6 +24,7 @@ __all__ = [
     "first_sums",
     "moments_in_bases",
     "moments_of_items",
+    "moments_there",
     "ridge_penalty",
     "scaled_columns",
 ]
@@ -156,24 +156,15 @@ def _in_range(
 def factored_in_range(
     rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: float, narrow: bool
 ) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
-    """Return the rows in range, their moments, which are still `quick`, the penalty of a ridge, and inverse factors.
-
-    On a device the factor is made before the range of its moments is looked at, as what is known of both then comes
-    at once.
-    """
+    """Return the rows in range, their moments, which are still `quick`, the penalty of a ridge, and factors."""
     b, _, d = rows.shape
     kernels, limits = kernels_for("factor", G), np.where(quick, SINGLE_SUMS, target / ROUNDING)
-    made = penalty = None
-    if ridge or not on_cuda(G):
-        extremes = extremes_of(to_numpy(G.diagonal(axis1=1, axis2=2)))
-    else:
-        made = kernels.inverse_cholesky(G, limit=limits)
-        extremes = made.extremes()
-    rows, sums = _in_range(rows, G, extremes, quick, narrow)
+    made, penalty = kernels.inverse_cholesky(G, limit=limits), None
+    rows, sums = _in_range(rows, G, made.extremes(), quick, narrow)
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
         penalty = ridge_penalty(ridge, np.sqrt(to_numpy(sums.diagonal(axis1=1, axis2=2))), scale)
-    if made is None or sums is not G:
+    if ridge or sums is not G:
         made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
     again = np.flatnonzero(quick & ~(made.bound <= SINGLE_SUMS))
     if len(again):  # some rows had told otherwise
@@ -194,12 +185,17 @@ def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:
     return replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
 
 
+def moments_there(rows: Rows, items: npt.NDArray[np.int64], which: Any, bases: Any, arithmetic: Arithmetic) -> Any:
+    """Return the moments of the rows of some of the items in bases of their own, both on the device of the rows."""
+    return moments_of_items(rows, items[which].tolist(), basis=bases, arithmetic=arithmetic)
+
+
 def moments_in_bases(rows: Rows, items: list[int]) -> MomentsInBasis:
-    """Return what gives the moments of the rows of some items in other bases."""
+    """Return what gives the moments of the rows of some items in other bases, both in main memory."""
 
     def moments_in(which: list[int], basis: Float64, arithmetic: Arithmetic) -> Float64:
         there = to_device(basis, rows.keys) if on_cuda(rows.keys) else basis
-        return to_numpy(moments_of_items(rows, [items[i] for i in which], basis=there, arithmetic=arithmetic))
+        return to_numpy(moments_there(rows, np.array(items), which, there, arithmetic))
 
     return moments_in
 

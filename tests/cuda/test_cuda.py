@@ -211,6 +211,41 @@ def test_rows_in_a_basis(device: None, kind: str, arithmetic: Any, monkeypatch: 
         np.testing.assert_allclose(out[::-1], np.sum((Y @ W) ** 2, axis=2), rtol=1e-11)
 
 
+@pytest.mark.parametrize("arithmetic", ["double", "compensated"])
+def test_heads_in_bases_have_the_same_bits_in_any_batch_and_room(
+    device: None, arithmetic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    rows, rng = rows_of("transformed", 5, 70, 7), np.random.default_rng(3)
+    B, W = np.triu(rng.standard_normal((2, 5, 7, 7)))
+    spans = ((0, 70), (0, 64), (64, 70), (32, 32), (16, 17))
+    pieces = np.array([[slot, (slot * 2 + k) % 5, *span] for slot in range(5) for k, span in enumerate(spans)])
+    items = np.array([3, 0, 4, 1])
+    alone = np.concatenate([gram_cuda.moments(rows, one[None], basis=B, arithmetic=arithmetic) for one in pieces])
+    norms = rows.zeros(as_float64=True)
+    for slot, item in enumerate(items):
+        one = np.array([item])
+        gram_cuda.sqnorms(rows, one, W[slot, None], norms, basis=B[slot, None], arithmetic=arithmetic)
+    for room in (1 << 28, 8 * 7 * 48, 1):
+        monkeypatch.setattr(gram_cuda, "_ROOM", room)
+        assert np.array_equal(gram_cuda.moments(rows, pieces, basis=B, arithmetic=arithmetic), alone)
+        out = rows.zeros(as_float64=True)
+        gram_cuda.sqnorms(rows, items, W[:4], out, basis=B[:4], arithmetic=arithmetic)
+        assert np.array_equal(out, norms)
+
+
+@pytest.mark.usefixtures("host")
+def test_heads_in_bases_take_the_launches_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(gram_cuda, "launch", lambda _source, name, *_rest, **_options: launched.append(name))
+    for heads in (1, 9):
+        launched.clear()
+        rows, B = rows_of("plain", heads, 50, 6), np.zeros((heads, 6, 6))
+        gram_cuda.moments(rows, np.array([[item, item, 0, 50] for item in range(heads)]), basis=B)
+        gram_cuda.sqnorms(rows, np.arange(heads), B, rows.zeros(), basis=B, arithmetic="compensated")
+        assert launched == ["rows_in_basis", "moment_blocks", "add_blocks", "rows_in_basis", "square_rows"]
+
+
 def test_sums_are_those_of_the_cpu_in_pairs(device: None) -> None:
     """Integers have exact sums; for others the order of blocks is that of the CPU, whatever the pieces."""
     rng = np.random.default_rng(0)

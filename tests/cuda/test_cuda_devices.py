@@ -12,7 +12,8 @@ import pytest
 from test_cuda_library import EVERYTHING, keys
 
 import levattn
-from emulator import device, places
+from emulator import DeviceError, device, places
+from levattn._core import arrays
 from levattn._core.device import where_arrays_are
 from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
@@ -63,10 +64,10 @@ CALLS = {name: call for name, call in {**EVERYTHING, **MORE}.items() if name != 
 @needs_two
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_works_where_its_arrays_are(cupy: Any, name: str) -> None:
-    arrays = keys(1500), keys(40, seed=1)
-    here = CALLS[name](*map(cupy.asarray, arrays))
+    given = keys(1500), keys(40, seed=1)
+    here = CALLS[name](*map(cupy.asarray, given))
     with cupy.cuda.Device(1):
-        there = tuple(map(cupy.asarray, arrays))
+        there = tuple(map(cupy.asarray, given))
     found = CALLS[name](*there)
     assert cupy.cuda.runtime.getDevice() == 0
     if hasattr(found, "device") and not isinstance(found, np.ndarray):
@@ -81,13 +82,15 @@ def test_arrays_on_two_devices_are_named(cupy: Any) -> None:
     K = cupy.asarray(keys(100))
     with cupy.cuda.Device(1):
         mask = cupy.asarray(np.ones(100, np.bool_))
-    with pytest.raises(ValueError, match=r"K is on CUDA device 0 and mask on CUDA device 1; .*cupy.asarray\(mask\)"):
+    with pytest.raises(TypeError, match=r"K is on CUDA device 0 and mask on CUDA device 1; .*cupy.asarray\(mask\)"):
         levattn.leverage_scores(K, mask=mask)
     state = SoftmaxState(8, 8).update(K, K)
     with cupy.cuda.Device(1):
         other = cupy.asarray(keys(100))
-    with pytest.raises(ValueError, match="this SoftmaxState is on CUDA device 0 and logits on CUDA device 1"):
+    with pytest.raises(TypeError, match="this SoftmaxState is on CUDA device 0 and logits on CUDA device 1"):
         state.update(other, other)
+    with pytest.raises(TypeError, match=r"q_logits is on CUDA device 0 and .* on CUDA device 1"):
+        latte(K[None], other[None], other[None])
 
 
 @pytest.fixture
@@ -274,6 +277,16 @@ def test_gradients_of_latents_of_each_format(tensors: Any, dtype: str) -> None:
     for part, other in zip(found, expected, strict=True):
         assert part.dtype == kind
         torch.testing.assert_close(part.inner.float(), other, rtol=tolerance, atol=1e-5)
+
+
+def test_memory_of_torch_is_read_within_a_call_that_entered(tensors: Any) -> None:
+    """Else CuPy would work on a stream of its own, on whichever device is current: the emulator refuses."""
+    import torch
+
+    K = tensors[0].CudaTensor(torch.from_numpy(keys(50, 8)), 0)
+    with pytest.raises(DeviceError, match="where_arrays_are"):
+        arrays.as_cupy(K)
+    assert where_arrays_are(arrays.as_cupy)(K).shape == (50, 8)
 
 
 def test_arrays_of_cupy_beside_tensors_are_waited_for(tensors: Any, cupy: Any) -> None:

@@ -193,6 +193,8 @@ class Namespace(ModuleType):
 
     class ndarray:  # noqa: N801 (which no array is of: array-api-compat asks the arrays themselves for the namespace)
         def __new__(cls, shape: Any, dtype: Any, memptr: Any, strides: Any = None) -> Any:
+            if CURRENT.allocator is None:  # which is torch's where a call entered
+                raise DeviceError("memory of torch's is read outside of `where_arrays_are`")
             return DeviceArray(on_memory(shape, dtype, memptr, strides))
 
     def __init__(self) -> None:

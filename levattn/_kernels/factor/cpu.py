@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from levattn._core.types import Float64, Int64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels.factor.cholesky import cholesky_tasks
-from levattn._kernels.factor.norms import extremes_of, sharpened
+from levattn._kernels.factor.norms import extremes_of, multiply, sharpened, spectral_norm
 from levattn._kernels.gram.blas import LAPACK_COLUMNS, lapack_cholesky
 from levattn._kernels.tasks import share
 
-__all__ = ["inverse_cholesky"]
+__all__ = ["inverse_cholesky", "rebased"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Inverses:
     G: Float64
-    W: Float64
-    pivot: Float64
-    bound: Float64
+    shift: float
+    limit: Float64 | float | None
+
+    @property
+    def W(self) -> Float64:  # noqa: N802
+        """The inverse factors."""
+        return self._made[0]
+
+    @property
+    def pivot(self) -> Float64:
+        """The smallest pivot."""
+        return self._made[1]
+
+    @property
+    def bound(self) -> Float64:
+        """Bounds of the squared norms."""
+        return self._made[2]
+
+    @cached_property
+    def _made(self) -> tuple[Float64, Float64, Float64]:
+        """The factors and what is known of them, made when first asked for."""
+        G, shift, limit = self.G, self.shift, self.limit
+        W = np.zeros_like(G)
+        pivot, bound = np.empty(len(G)), np.empty(len(G))
+        if G.shape[1] >= LAPACK_COLUMNS:
+            lapack_cholesky(G, shift, W, pivot, bound)
+        else:
+            share(
+                lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, bound),
+                len(G),
+                float(len(G)) * G.shape[1] ** 3,
+            )
+        return W, pivot, bound if limit is None else sharpened(bound, W, G, limit)
 
     def ranks(self) -> Int64:
         """Return the number of columns that are not left out."""
@@ -35,17 +66,50 @@ class _Inverses:
         return np.asarray(((self.W * self.W).sum(axis=2) * self.G.diagonal(axis1=1, axis2=2)).sum(axis=1))
 
 
+@dataclass(frozen=True, eq=False)
+class _Rebased:
+    H: Float64
+    sizes: Float64
+    C: Float64
+    W: Float64
+    bound: Float64
+    good: Flags
+
+    def whole(self) -> Flags:
+        """Return where no column is left out."""
+        return np.asarray((self.C.diagonal(axis1=1, axis2=2) != 0).all(axis=1))
+
+    def frobenius(self) -> Float64:
+        """Return the root of the sum of squares of W for keys of unit columns."""
+        with np.errstate(over="ignore"):
+            return np.array([np.sqrt(np.sum(even * even)) for even in self._even()])
+
+    def spectral(self) -> Float64:
+        """Return the 2-norm of W for keys of unit columns."""
+        return np.array([spectral_norm(even) for even in self._even()])
+
+    def of_moments(self) -> Float64:
+        """Return the 2-norm of the moments of keys of unit columns."""
+        pairs = zip(self.H, self.sizes, strict=True)
+        return np.array([spectral_norm(H / c[:, None] / c) for H, c in pairs])
+
+    def _even(self) -> list[Float64]:
+        return [c[:, None] * W for W, c in zip(self.W, self.sizes, strict=True)]
+
+
 def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> _Inverses:
-    """Factor small matrices; see `FactorKernels`."""
-    G = np.ascontiguousarray(G)
-    W = np.zeros_like(G)
-    pivot, bound = np.empty(len(G)), np.empty(len(G))
-    if G.shape[1] >= LAPACK_COLUMNS:
-        lapack_cholesky(G, shift, W, pivot, bound)
-    else:
-        share(
-            lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, bound),
-            len(G),
-            float(len(G)) * G.shape[1] ** 3,
-        )
-    return _Inverses(G, W, pivot, bound if limit is None else sharpened(bound, W, G, limit))
+    """Factor small matrices, once a figure of them is asked for."""
+    return _Inverses(np.ascontiguousarray(G), shift, limit)
+
+
+def rebased(H: Float64, sizes: Float64, bases: Float64 | None, shift: float, accepted: float) -> _Rebased:
+    """Factor moments in bases of their own, shifted where that is needed."""
+    made = inverse_cholesky(H)
+    C, good = made.W, (made.pivot > 0) & (made.bound <= accepted)
+    for item in np.flatnonzero(~good).tolist():
+        tried = shift
+        while not (again := inverse_cholesky(H[item : item + 1], tried)).pivot[0] > 0:
+            tried *= 100
+        C[item] = again.W[0]
+    W = C if bases is None else np.stack([multiply(B, one) for B, one in zip(bases, C, strict=True)])
+    return _Rebased(H, sizes, C, W, made.bound, good)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
-from levattn._core.types import Float64, Int64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit
 
-__all__ = ["inverse_cholesky"]
+__all__ = ["inverse_cholesky", "rebased"]
 
 _THREADS = 512
-_FIGURES = 6  # what is known of a matrix, in the order of dense.cu
+_FIGURES, _NORMS = 6, 3  # what is known of a matrix, and of a whitening of it, in the order of dense.cu
 _STEPS = 30  # of power iteration, as in norms.py
 _STATIC = 8 * _THREADS  # bytes of shared memory that the kernel has besides
 _WIDE = 256  # columns from which products of blocks, which cuBLAS computes, are most of the work
@@ -49,6 +49,36 @@ class _Inverses:
         return self.figures[:, 5]
 
 
+@dataclass(frozen=True, eq=False)
+class _Rebased:
+    C: Any
+    W: Any
+    figures: Float64  # (b, _FIGURES), with the bounds of moments that are not shifted
+    norms: Float64  # (b, _NORMS)
+    good: Flags
+
+    @property
+    def bound(self) -> Float64:
+        """Bounds of the squared norms, without a shift."""
+        return self.figures[:, 1]
+
+    def whole(self) -> Flags:
+        """Return where no column is left out."""
+        return np.asarray(self.figures[:, 2] == self.C.shape[1])
+
+    def frobenius(self) -> Float64:
+        """Return the root of the sum of squares of W for keys of unit columns."""
+        return self.norms[:, 0]
+
+    def spectral(self) -> Float64:
+        """Return the 2-norm of W for keys of unit columns."""
+        return self.norms[:, 1]
+
+    def of_moments(self) -> Float64:
+        """Return the 2-norm of the moments of keys of unit columns."""
+        return self.norms[:, 2]
+
+
 def inverse_cholesky(G: Any, shift: float = 0.0, *, limit: Any = None) -> _Inverses:
     """Return W on the device, and what is known of it in main memory."""
     G = on_device(G)
@@ -64,19 +94,73 @@ def inverse_cholesky(G: Any, shift: float = 0.0, *, limit: Any = None) -> _Inver
     return _Inverses(W, known)
 
 
-def _whole(G: Any, shift: float, limits: Float64) -> tuple[Any, Any]:
+def rebased(H: Any, sizes: Any, bases: Any, shift: float, accepted: float) -> _Rebased:
+    """Return a round of shifted Cholesky QR, whose figures come to main memory in one copy."""
+    if H.shape[1] >= _WIDE:
+        return _rebased_in_blocks(H, sizes, bases, shift, accepted)
+    xp = namespace()
+    b, d, _ = H.shape
+    room = xp.empty((_FIGURES + _NORMS) * b)
+    C, _ = _whole(H, 0.0, np.full(b, np.inf), accepted, shift, room[: _FIGURES * b])
+    W, norms = C if bases is None else xp.empty((b, d, d)), room[_FIGURES * b :]
+    scratch, shared = _scratch(b, d)
+    arguments = [bases, C, H, sizes, d, scratch, W, norms]
+    launch("dense", "multiply_bases", (), (b,), arguments, threads=_THREADS, shared=shared)
+    known = to_numpy(room)
+    figures = known[: _FIGURES * b].reshape(b, _FIGURES)
+    return _Rebased(C, W, figures, known[_FIGURES * b :].reshape(b, _NORMS), _good(figures, accepted))
+
+
+def _good(figures: Float64, accepted: float) -> Flags:
+    return np.asarray((figures[:, 1] <= accepted) & (figures[:, 1] < np.inf))
+
+
+def _scratch(b: int, d: int) -> tuple[Any, int]:
+    """Return the room for matrices that do not fit into shared memory, or None, and the bytes of shared memory."""
+    shared = 8 * (d * (d | 1) + 2 * d)
+    if shared <= shared_limit() - _STATIC:
+        return None, shared
+    return namespace().empty((b, d, d | 1)), 16 * d
+
+
+def _whole(
+    G: Any,
+    shift: float,
+    limits: Float64,
+    accepted: float = np.inf,
+    next_shift: float = 0.0,
+    figures: Any | None = None,
+) -> tuple[Any, Any]:
+    """Return W and the figures, to `figures` if there is room; the others are as in dense.cu."""
     xp = namespace()
     b, d, _ = G.shape
-    W, figures = xp.empty((b, d, d)), xp.empty((b, _FIGURES))
-    shared = 8 * (d * (d | 1) + 2 * d)
-    fits = shared <= shared_limit() - _STATIC
-    room = None if fits else xp.empty((b, d, d | 1))
+    W, figures = xp.empty((b, d, d)), xp.empty((b, _FIGURES)) if figures is None else figures
+    room, shared = _scratch(b, d)
     # one number, as in most calls, is no copy to the device
     each = None if (limits == limits[:1]).all() else on_device(limits)
     limit = limits[0] if b else np.inf
-    arguments = [G, d, shift, limit, each, room, W, figures]
-    launch("dense", "invert_cholesky", (), (b,), arguments, threads=_THREADS, shared=shared if fits else 16 * d)
+    arguments = [G, d, shift, limit, each, accepted, next_shift, room, W, figures]
+    launch("dense", "invert_cholesky", (), (b,), arguments, threads=_THREADS, shared=shared)
     return W, figures
+
+
+def _rebased_in_blocks(H: Any, sizes: Any, bases: Any, shift: float, accepted: float) -> _Rebased:
+    xp = namespace()
+    C, _, there = _in_blocks(H, 0.0)
+    figures = to_numpy(there)
+    good = _good(figures, accepted)
+    left, tried = np.flatnonzero(~good), shift
+    while len(left):
+        again, _, there = _in_blocks(H[on_device(left)], tried)
+        made = to_numpy(there)[:, 0] > 0
+        C[on_device(left[made])] = again[on_device(np.flatnonzero(made))]
+        left, tried = left[~made], 100 * tried
+    W = C if bases is None else xp.matmul(bases, C)
+    even = sizes[:, :, None] * W
+    squares = [(even * even).sum(axis=(1, 2)), _squared_norms(even)]
+    if bases is None:
+        squares.append(_squared_norms(H / sizes[:, :, None] / sizes[:, None, :]))
+    return _Rebased(C, W, figures, np.sqrt(to_numpy(xp.stack(squares, axis=1))), good)
 
 
 def _squared_norms(A: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Spectral norms of small matrices in main memory."""
+"""Norms and products of small matrices in main memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from levattn._core.types import Float64
 
-__all__ = ["extremes_of", "sharpened", "spectral_norm"]
+__all__ = ["extremes_of", "multiply", "sharpened", "spectral_norm"]
 
-_STEPS, _FEW_STEPS = 30, 10  # of power iteration; few from _WIDE columns on, where a step takes long
-_WIDE, _SHORT = 512, 1.5  # factor by which the squared norm is raised after few steps
+_STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
+_SMALL = 128  # columns up to which products do without BLAS
+_WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
 
 
 def extremes_of(diagonals: Float64) -> tuple[Float64, Float64]:
@@ -48,3 +49,8 @@ def sharpened(bound: Float64, W: Float64, G: Float64, limits: Float64 | float) -
         norm = spectral_norm(even, _FEW_STEPS if wide else _STEPS)
         bound[item] = min(bound[item], norm**2 * (_SHORT if wide else 1.0))
     return bound
+
+
+def multiply(A: Float64, B: Float64) -> Float64:
+    """Return A B; without BLAS where it is small, as the threads of BLAS would go on spinning beside a kernel."""
+    return np.asarray(np.einsum("ij,jk->ik", A, B) if len(A) <= _SMALL else A @ B)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
@@ -27,6 +26,7 @@ _MOMENT_THREADS = 128
 _MOMENT_SHARED = 8 * (2 * 32 * (_TILE + 4) + 64 * 64)  # two stages of rows, and the sums
 _ADDERS, _FEW, _MOST_PARTS = 512, 8, 16  # threads that add up blocks, blocks of one at a time, threads of an entry
 _SCORE_ROWS = 128  # of a block of threads
+_TOGETHER = 4  # rows in a basis of a thread
 
 _ROOM = 1 << 28  # bytes that are taken at a time beside the keys
 
@@ -36,36 +36,54 @@ def longest_run(rows: Rows, _items: int) -> int:
     return max(0, (_ROOM // (8 * rows.shape[2] ** 2)).bit_length() - 1)
 
 
-def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Any:
+def moments(rows: Rows, pieces: Pieces, *, basis: Any | None = None, arithmetic: Arithmetic = "double") -> Any:
     """Return the second moment of each piece's rows, (t, d, d)."""
     xp, d = namespace(), rows.shape[2]
-    out = xp.zeros((len(pieces), d, d))
-    if basis is not None:
-        for t, (slot, item, start, stop) in enumerate(pieces.tolist()):
-            for _, run in _in_basis(rows, item, start, stop, basis[slot], arithmetic):
-                out[t] += moments(run, np.array([[0, 0, 0, run.shape[1]]]))[0]
-        return out
-    blocks = -(-(pieces[:, 3] - pieces[:, 2]) // BLOCK)
-    firsts = np.concatenate([[0], np.cumsum(blocks)])
+    out = xp.empty((len(pieces), d, d))
+    bases = on_device(basis, np.float64)
+    firsts = _first_blocks(pieces)
     fit = max(1, _ROOM // (8 * d * d))
-    arguments = key_arguments(rows)
     at = 0
     while at < len(pieces):
         stop = max(at + 1, int(np.searchsorted(firsts, firsts[at] + fit, "right")) - 1)
-        count = int(firsts[stop] - firsts[at])
-        chosen, places = on_device(pieces[at:stop], np.int64), on_device(firsts[at : stop + 1] - firsts[at])
-        partial = xp.empty((count, d, d))
-        tail = [chosen, places, stop - at, BLOCK, partial]
-        if arithmetic == "single" and has_tensor_products(rows):
-            tensor_moments(rows, [*arguments, *tail], count)
+        chosen, places = pieces[at:stop], firsts[at : stop + 1] - firsts[at]
+        partial = xp.empty((int(places[-1]), d, d))
+        if bases is None:
+            there, chosen_there = _sent(places, chosen)
+            _sum_blocks(rows, chosen_there, there, partial, arithmetic)
         else:
-            tiles = -(-d // _TILE)
-            grid = (count * (tiles * (tiles + 1) // 2),)
-            sizes = {"threads": _MOMENT_THREADS, "shared": _MOMENT_SHARED}
-            launch("moments", "moment_blocks", (key_type(rows),), grid, [*arguments, *tail], **sizes)
-        _add_blocks(partial, places, int(blocks[at:stop].max()), out[at:stop])
+            (there,) = _sent(places)
+            _sum_blocks_in_bases(rows, chosen, bases, partial, arithmetic)
+        _add_blocks(partial, there, int(np.diff(places).max()), out[at:stop])
         at = stop
     return out
+
+
+def _first_blocks(pieces: Pieces) -> Pieces:
+    """Return the numbers (t + 1,) of the first blocks of pieces, and how many there are."""
+    return np.concatenate([[0], np.cumsum(-(-(pieces[:, 3] - pieces[:, 2]) // BLOCK))])
+
+
+def _sent(*tables: Pieces) -> Iterator[Any]:
+    """Give tables of integers on the device, which take one copy."""
+    flat, at = on_device(np.concatenate([table.ravel() for table in tables], dtype=np.int64)), 0
+    for table in tables:
+        yield flat[at : at + table.size]
+        at += table.size
+
+
+def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: Arithmetic) -> None:
+    """Write the moments of the blocks of pieces, which are on the device with the numbers of their first blocks."""
+    count, d, _ = partial.shape
+    arguments = [*key_arguments(rows), pieces, firsts, len(firsts) - 1, BLOCK, partial]
+    if arithmetic == "single" and has_tensor_products(rows):
+        tensor_moments(rows, arguments, count)
+        return
+    tiles = -(-d // _TILE)
+    grid = (count * (tiles * (tiles + 1) // 2),)
+    launch(
+        "moments", "moment_blocks", (key_type(rows),), grid, arguments, threads=_MOMENT_THREADS, shared=_MOMENT_SHARED
+    )
 
 
 def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
@@ -76,20 +94,59 @@ def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
     launch("moments", "add_blocks", (), grid, [partial, firsts, d, parts, out], threads=_ADDERS)
 
 
-def _in_basis(
-    rows: Rows, item: int, start: int, stop: int, basis: Any, arithmetic: Arithmetic
-) -> Iterator[tuple[int, Rows]]:
-    """Give runs of rows of one matrix times a basis, as (first row, rows)."""
-    xp, d = namespace(), rows.shape[2]
-    arguments, matrix = key_arguments(rows), on_device(basis, np.float64)
-    step = max(BLOCK, _ROOM // (8 * d) // BLOCK * BLOCK)
-    exact = "true" if arithmetic == "compensated" else "false"
-    for low in range(start, stop, step):
-        n = min(step, stop - low)
-        X = xp.empty((1, n, d))
-        grid = (-(-n * d // THREADS),)
-        launch("products", "rows_in_basis", (key_type(rows), exact), grid, [*arguments, n, item, low, matrix, X])
-        yield low, Rows(X, "float64")
+def _sum_blocks_in_bases(rows: Rows, pieces: Pieces, bases: Any, partial: Any, arithmetic: Arithmetic) -> None:
+    """Write the moments of the blocks of pieces, whose rows are multiplied by the basis of their slot first."""
+    low = 0
+    for run in _runs(pieces, _rows_at_once(rows)):
+        packed = _packed(run)
+        firsts = _first_blocks(packed)
+        high = low + int(firsts[-1])
+        there, packed_there, firsts_there = _sent(run, packed, firsts)
+        X = _in_bases(rows, there, packed_there, int(packed[-1, 3]), bases, arithmetic)
+        _sum_blocks(Rows(X[None], "float64"), packed_there, firsts_there, partial[low:high], "double")
+        low = high
+
+
+def _rows_at_once(rows: Rows) -> int:
+    """Return how many rows are written out at a time, whole blocks."""
+    return max(BLOCK, _ROOM // (8 * rows.shape[2]) // BLOCK * BLOCK)
+
+
+def _runs(pieces: Pieces, most: int) -> Iterator[Pieces]:
+    """Cut pieces, between their blocks, into runs of pieces with at most so many rows, whole blocks, together."""
+    run: list[tuple[int, int, int, int]] = []
+    left = most
+    for slot, item, start, stop in pieces.tolist():
+        low = start
+        while low < stop:
+            high = stop if stop - low <= left else low + left // BLOCK * BLOCK
+            if high > low:
+                run.append((slot, item, low, high))
+                left -= -(-(high - low) // _TOGETHER) * _TOGETHER
+                low = high
+            if low < stop:
+                yield np.array(run)
+                run, left = [], most
+    if run:
+        yield np.array(run)
+
+
+def _packed(pieces: Pieces) -> Pieces:
+    """Return the pieces that rows become which are written out one after the other."""
+    counts = pieces[:, 3] - pieces[:, 2]
+    starts = np.concatenate([[0], np.cumsum(-(-counts // _TOGETHER) * _TOGETHER)[:-1]])
+    none = np.zeros_like(counts)
+    return np.stack([none, none, starts, starts + counts], axis=1)
+
+
+def _in_bases(rows: Rows, pieces: Any, packed: Any, count: int, bases: Any, arithmetic: Arithmetic) -> Any:
+    """Return the rows of pieces, times the basis of their slot, as the `packed` pieces of an array (`count`, d)."""
+    d = rows.shape[2]
+    X = namespace().empty((count, d))
+    types = key_type(rows), "true" if arithmetic == "compensated" else "false"
+    arguments = [*key_arguments(rows), pieces, packed, len(pieces) // 4, bases, X]
+    launch("products", "rows_in_basis", types, (-(-(-(-count // _TOGETHER) * d) // THREADS),), arguments)
+    return X
 
 
 def sqnorms(
@@ -106,10 +163,20 @@ def sqnorms(
     if basis is None:
         _square_rows(rows, items, W, out, arithmetic, ceiling, triangular=True)
         return
-    for slot, item in enumerate(np.asarray(items).tolist()):
-        for low, run in _in_basis(rows, item, 0, rows.shape[1], basis[slot], arithmetic):
-            part = out[item : item + 1, low : low + run.shape[1]]
-            _square_rows(run, np.zeros(1, np.int64), W[slot : slot + 1], part, "double", ceiling, triangular=True)
+    n, most = rows.shape[1], _rows_at_once(rows)
+    matrices, bases, listed = on_device(W, np.float64), on_device(basis, np.float64), np.asarray(items, np.int64)
+    heads = max(1, most // max(1, -(-n // _TOGETHER) * _TOGETHER))
+    for first in range(0, len(listed), heads):
+        chosen = listed[first : first + heads]
+        for low in range(0, n, most):
+            high = min(low + most, n)
+            slots = np.arange(first, first + len(chosen))
+            pieces = np.stack([slots, chosen, np.full_like(slots, low), np.full_like(slots, high)], axis=1)
+            whole = -(-(high - low) // _TOGETHER) * _TOGETHER
+            there, packed = _sent(pieces, _packed(pieces))
+            X = _in_bases(rows, there, packed, len(chosen) * whole, bases, arithmetic).reshape(len(chosen), whole, -1)
+            few = Rows(X[:, : high - low], "float64"), chosen, matrices[first : first + heads], out[:, low:high]
+            _square_rows(*few, "double", ceiling, triangular=True, packed=True)
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
@@ -118,8 +185,17 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: A
 
 
 def _square_rows(
-    rows: Rows, items: Pieces, W: Any, out: Any, arithmetic: Arithmetic, ceiling: float, *, triangular: bool
+    rows: Rows,
+    items: Pieces,
+    W: Any,
+    out: Any,
+    arithmetic: Arithmetic,
+    ceiling: float,
+    *,
+    triangular: bool,
+    packed: bool = False,
 ) -> None:
+    """Write the norms of matrices; those that are `packed` are the ones of `items`, one after the other."""
     if arithmetic == "single" and has_tensor_products(rows, W.shape[2]):
         tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
         return
@@ -128,6 +204,6 @@ def _square_rows(
     types = key_type(rows), TYPES[out.dtype.name]
     arguments = key_arguments(rows)
     for before in range(0, len(items), MOST_SLABS):
-        tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1)]
+        tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1), packed]
         grid = (-(-n // _SCORE_ROWS), min(MOST_SLABS, len(items) - before))
         launch("products", "square_rows", types, grid, [*arguments, *tail])

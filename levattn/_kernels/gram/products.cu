@@ -12,6 +12,7 @@ constexpr int ROWS = 128;     // of a block of threads
 constexpr int STAGE = 16;     // coordinates of keys in shared memory at a time
 constexpr int KEY_PITCH = STAGE + 4;
 constexpr int LOADS = ROWS * STAGE / THREADS;
+constexpr int TOGETHER = 4;  // rows of a thread, which share what it reads of a basis
 
 // What a thread brings of a stage of keys, as it is stored: coordinate k of every sixteenth of `count` rows.
 template <typename Key>
@@ -35,19 +36,20 @@ __device__ inline void bring(const double *matrix, int d, int width, bool triang
 
 }  // namespace
 
-// ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`.
+// ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`. Where they are
+// `packed` the keys are those of the slots, one after the other.
 //
 // W is (slots, d, width); if `triangular`, entries below its diagonal are taken to be zero. The grid is (tiles of rows,
 // slots of this launch); `before` slots come before these.
 template <typename Key, typename Score>
 __global__ void __launch_bounds__(THREADS, sizeof(Key) < 8 ? 2 : 1)
     square_rows(KEY_PARAMETERS, long long n, const long long *items, long long before, const double *W, int width,
-                bool triangular, double ceiling, Score *out, long long out_stride) {
+                bool triangular, double ceiling, Score *out, long long out_stride, bool packed) {
     constexpr bool AHEAD = sizeof(Key) < 8;  // there are registers for the next keys
     __shared__ double keys_there[ROWS * KEY_PITCH];
     __shared__ __align__(16) double right[2][STAGE * PITCH];
     const Reader<Key> reader KEY_READER;
-    const long long slot = before + blockIdx.y, item = items[slot];
+    const long long slot = before + blockIdx.y, place = items[slot], item = packed ? slot : place;
     const long long start = (long long)blockIdx.x * ROWS;
     const int count = (int)min(n - start, (long long)ROWS);
     const double *const matrix = W + slot * d * width;
@@ -101,30 +103,50 @@ __global__ void __launch_bounds__(THREADS, sizeof(Key) < 8 ? 2 : 1)
         double total = squares[i];
         for (int far = 1; far < 4; far *= 2) total += __shfl_xor_sync(0xffffffffu, total, far);
         const int row = first + 8 * i;
-        if (t == 0 && row < count) out[item * out_stride + start + row] = (Score)(total > ceiling ? ceiling : total);
+        if (t == 0 && row < count) out[place * out_stride + start + row] = (Score)(total > ceiling ? ceiling : total);
     }
 }
 
-// Rows of one matrix times an upper-triangular `basis` (d, d), to `out` (rows, d); each product rounded about once if
-// `exact`: error-free products, summed up with their errors.
+// Rows of matrices times an upper-triangular basis (d, d) of each; every product rounded about once if `exact`: error-free
+// products, summed up with their errors.
+//
+// `pieces` (count, 4) are slot, item, first row, row after the last; `packed` those of the products in `out` (rows, d), which
+// begin at multiples of TOGETHER. A thread has one column of as many rows, of all up to the last of `packed`.
 template <typename Key, bool exact>
 __global__ void __launch_bounds__(THREADS)
-    rows_in_basis(KEY_PARAMETERS, long long n, long long item, long long start, const double *basis, double *out) {
+    rows_in_basis(KEY_PARAMETERS, const long long *pieces, const long long *packed, int count, const double *bases,
+                  double *out) {
     const Reader<Key> reader KEY_READER;
-    const unsigned int at = blockIdx.x * blockDim.x + threadIdx.x, row = at / d;
-    if (row >= n) return;
+    const long long at = (long long)blockIdx.x * THREADS + threadIdx.x, place = at / d * TOGETHER;
     const int column = (int)(at % d);
-    double total = 0, low = 0;
-    for (int k = 0; k <= column; ++k) {
-        const double a = reader.template read<double>(item, start + row, k), b = basis[(long long)k * d + column];
-        if (!exact) {
-            total = fma(a, b, total);
-            continue;
-        }
-        const double product = a * b, error = fma(a, b, -product);
-        const double sum = total + product, part = sum - total;
-        low += ((total - (sum - part)) + (product - part)) + error;
-        total = sum;
+    if (place >= packed[4 * count - 1]) return;
+    int piece = 0;
+    for (int high = count; high - piece > 1;) {  // to the last one that begins here or before
+        const int middle = (piece + high) / 2;
+        if (packed[4 * middle + 2] <= place) piece = middle;
+        else high = middle;
     }
-    out[at] = total + low;
+    const long long begin = packed[4 * piece + 2], item = pieces[4 * piece + 1];
+    const long long row = pieces[4 * piece + 2] + place - begin;
+    const int there = (int)min(packed[4 * piece + 3] - place, (long long)TOGETHER);
+    const double *const basis = bases + pieces[4 * piece] * d * d;
+    double total[TOGETHER] = {}, low[TOGETHER] = {};
+    for (int k = 0; k <= column; ++k) {
+        const double b = basis[(long long)k * d + column];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const double a = reader.template read<double>(item, row + min(i, there - 1), k);
+            if (!exact) {
+                total[i] = fma(a, b, total[i]);
+                continue;
+            }
+            const double product = a * b, error = fma(a, b, -product);
+            const double sum = total[i] + product, part = sum - total[i];
+            low[i] += ((total[i] - (sum - part)) + (product - part)) + error;
+            total[i] = sum;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i)
+        if (i < there) out[(place + i) * d + column] = total[i] + low[i];
 }
