@@ -388,7 +388,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         """Raise ValueError if a stream has seen other rows than this state."""
         if max(stream.seen, getattr(stream.candidates.running, "merged", 0), stream.present.max(initial=0)) > self.n:
             raise ValueError("more keys take part than there were rows")
-        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.candidates.held)):
+        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.candidates.held.items)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
                 raise ValueError("a key is held that has the number of no row")
 

@@ -71,7 +71,7 @@ class BlockSums:
         """Return the moment."""
         moments, exponents = self._total()
         with np.errstate(over="ignore"):
-            return moments.scaled(-exponents).high
+            return np.array(moments.scaled(-exponents).in_main_memory().high)
 
     def weight(self) -> Float64:
         """Return the sum of the weights."""

@@ -25,6 +25,12 @@ class SelectKernels(Protocol):
     def largest(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
         """Return the `size` largest scores of each matrix, and list those too close to the last of them to call."""
 
+    def reaching(self, scores: Any, present: Any, least: Float64, /) -> tuple[Any, Any]:
+        """List the scores that are not below `least` (b,), as NaN never is."""
+
+    def gathered(self, array: Any, starts: Any, indices: Any, /) -> Any:
+        """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+
     def include(self, chosen: Any, starts: Any, indices: Any, which: Any, /) -> None:
         """Set the flags of some of the rows listed."""
 
