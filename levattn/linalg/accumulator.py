@@ -137,7 +137,7 @@ class GramAccumulator:
                 part, place = sums[place : place + count], place + count
                 while len(part) > 1:
                     part = part[::2] + part[1::2]
-                parts.append(part[0])
+                parts.append(part.reshape(b, d, d))
         diagonal = to_numpy(array_namespace(sums).stack([part.diagonal(axis1=1, axis2=2) for part in parts]))
         found = zip(runs, parts, diagonal, strict=True)
         return {(at, level): DoubleDouble.plain(part, known) for (at, level, _), part, known in found}
@@ -351,9 +351,8 @@ class GramAccumulator:
     def _seen(self) -> Flags:
         """Return which columns have had an entry that is not zero, (b, d)."""
         seen = np.zeros(self.exponents.shape, np.bool_)
-        for part in (self.blocks.total(), self.merged):
-            if part is not None:
-                seen |= part.diagonal > 0
+        for part in (*self.blocks.levels.values(), *([] if self.merged is None else [self.merged])):
+            seen |= part.diagonal > 0
         return seen
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import on_cuda, to_float64
+from levattn._core.device import on_a_device
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.threads import Background, num_threads
 from levattn._kernels import BLOCK, Rows
@@ -25,7 +26,7 @@ from levattn.sets.prefix_bounds import (
     require_backed,
     running_bounds,
 )
-from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format
+from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format, rows_in_memory
 
 __all__ = ["CandidateStore", "ChunkForm"]
 
@@ -86,6 +87,10 @@ class CandidateStore:
         self.form = ChunkForm.of(self, self.payload)
 
     @property
+    def _held_array(self) -> Any:
+        return self._candidates
+
+    @property
     def candidates(self) -> RunningCandidates:
         """The candidates after the blocks that were taken, for which this waits."""
         coming = self._coming
@@ -104,6 +109,8 @@ class CandidateStore:
         if isinstance(self._bounds, RunningBlocks):
             payload = (self._bounds.label(self.seen, rows.shape[1]), *payload)
         else:
+            if self._bounds.m > 1:  # products of coordinates are made in main memory
+                rows = rows_in_memory(rows)
             self._bounds.require_range(rows)
         self.tail.push(rows, self._take, index, *payload, take_held=self._take_meanwhile)
 
@@ -116,7 +123,7 @@ class CandidateStore:
         The first ones are not, as kernels are loaded then, and compiled.
         """
         before = self.candidates
-        if num_threads() == 1 or on_cuda(rows.keys) or not before.blocks:
+        if num_threads() == 1 or on_cuda(rows.keys) or on_a_device(before) or not before.blocks:
             self._take(rows, index, *payload)
         else:
             self._coming = Background(lambda: before.after(rows, index, *payload))

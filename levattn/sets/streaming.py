@@ -204,6 +204,10 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         self._stream: CandidateStore | None = None  # not before the first chunk tells the shape
 
     @property
+    def _held_array(self) -> Any:
+        return self._stream
+
+    @property
     def n(self) -> int:
         """Number of rows so far, masked ones among them."""
         return sum(stop - start for start, stop in self._spans)
