@@ -21,6 +21,7 @@ __all__ = ["RunningCandidates", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
+_JUDGED_NUMBERS = 1 << 26  # of keys that a CUDA device judges at once, at most
 _RUN_NUMBERS = 1 << 22  # numbers that are made of keys to screen them, at most, but for one block
 
 
@@ -128,14 +129,35 @@ class RunningCandidates:
                     starts, places = _first_of(starts, to_numpy(places), count * BLOCK)
                 self.running.add(run, ahead)
             if starts[-1]:
-                self.held.add(starts, Candidates.of([_gathered(a, starts, places) for a in (beside[0], run.keys, *beside[1:])]))
-            full = [item for item in over if self.held.counts[item]]
-            if full:
-                by = self.running.reference(run.between(0, 0), None)
-                for item in full:
-                    self.held[item] = self.pruned(by, item, self.held[item])
-                    self.limits[item] = max(self.least_limit, 2 * len(self.held[item]))
+                new = [_gathered(array, starts, places) for array in (beside[0], run.keys, *beside[1:])]
+                self.held.add(starts, Candidates.of(new))
+            self._judge_again([item for item in over if self.held.counts[item]], run, milestone)
             at, left = at + count, left - count
+
+    def _judge_again(self, full: list[int], rows: Rows, frozen: bool) -> None:
+        """Let go of the keys of some matrices that are of the set no more.
+
+        On a CUDA device those of all matrices are judged at once, if their factors are sound; by the screen if it is
+        `frozen` after all keys so far.
+        """
+        if not full:
+            return
+        b, _, d = rows.shape
+        fits = b * int(self.held.counts.max()) * d <= _JUDGED_NUMBERS
+        if on_cuda(rows.keys) and fits and (bar := self.running.bar(rows, self.epsilon, frozen)):
+            factor, bounds = bar
+            least = np.full(b, -np.inf)
+            least[full] = bounds[full]
+
+            def score(keys: Any, there: Any) -> Any:
+                return factor.on(Rows(keys, self.format, there)).scores(as_float64=True)[0]
+
+            self.held.keep(rows.keys, score, least)
+        else:
+            by = self.running.reference(rows.between(0, 0), None)
+            for item in full:
+                self.held[item] = self.pruned(by, item, self.held[item])
+        self.limits[full] = np.maximum(self.least_limit, 2 * self.held.counts[full])
 
     def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:
         """Return after how many blocks some matrix holds more keys than it may, None if none does, and which do."""

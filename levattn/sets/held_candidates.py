@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, on_cuda
+from levattn._core.arrays import array_namespace, on_cuda, to_device
 from levattn._core.device import where_arrays_are
-from levattn._core.types import Int64
+from levattn._core.types import Float64, Int64
+from levattn._kernels import kernels_for
 
 __all__ = ["DTYPES", "Candidates", "HeldCandidates"]
 
@@ -53,7 +54,9 @@ class Candidates:
     @classmethod
     def joined(cls, parts: Sequence[Candidates]) -> Candidates:
         """Return the keys of one or more in main memory, one after the other."""
-        return parts[0] if len(parts) == 1 else cls.of([np.concatenate(a) for a in zip(*(p.arrays for p in parts))])
+        if len(parts) == 1:
+            return parts[0]
+        return cls.of([np.concatenate(a) for a in zip(*(part.arrays for part in parts), strict=True)])
 
     def __add__(self, other: Candidates) -> Candidates:
         return Candidates.joined([self, other])
@@ -118,6 +121,33 @@ class HeldCandidates:
         self.counts += np.diff(starts)
         if len(coming) >= _MOST_COMING:
             _ = self.items
+
+    def keep(self, like: Any, score: Callable[[Any, Any], Any], least: Float64) -> None:
+        """Keep the keys whose scores are not below `least` (b,), all at once on a CUDA device, that of `like`.
+
+        score: of keys (b, w, d), w for the matrix that has most, and which of them there are (b, w).
+        """
+        items, coming = self._held
+        parts = [(np.cumsum([0, *map(len, items)]), Candidates.joined(items)), *coming]
+        parts = [(starts, part) for starts, part in parts if starts[-1]]
+        select, xp = kernels_for("select", like), array_namespace(like)
+        whole = [
+            xp.concat([array if on_cuda(array) else to_device(array, like) for array in each])
+            for each in zip(*(part.arrays for _, part in parts), strict=True)
+        ]
+        firsts = np.cumsum([0, *(starts[-1] for starts, _ in parts[:-1])])
+        edges = np.stack([first + starts for first, (starts, _) in zip(firsts, parts, strict=True)])
+        lengths, starts = np.diff(edges, axis=1).T.reshape(-1), np.cumsum([0, *self.counts])
+        order = np.arange(starts[-1]) + np.repeat(edges[:, :-1].T.reshape(-1) - np.cumsum(lengths) + lengths, lengths)
+        places = to_device(order, like)
+        keys, there = select.stacked(whole[1][None], starts, places)
+        kept, found = select.reaching(score(keys, there), there, least)
+        found = found + to_device(np.repeat(starts[:-1], np.diff(kept)), like)
+        alone = kept[[0, -1]]
+        found = select.gathered(places[None], alone, found)
+        new = Candidates.of([select.gathered(array[None], alone, found) for array in whole])
+        empty = [item.take(slice(0)) for item in items]
+        self._held, self.counts = (empty, [(kept, new)]), np.diff(kept)
 
 
 def _in_main_memory(parts: list[Candidates]) -> list[Candidates]:

@@ -190,6 +190,22 @@ class RunningSquares:
         factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
         return Reference(factor, raised=self._lift_error(moments, factor, tail.format))
 
+    def bar(self, rows: Rows, epsilon: float, frozen: bool) -> tuple[Factor, Float64] | None:
+        """Return the factor of all keys so far and the least scores that keys may have, (b,), on the device of `rows`.
+
+        None if more is to be asked than whether scores are below; `frozen` if the screen is of all keys so far.
+        """
+        if self.m > 1:
+            return None
+        if frozen:
+            factor = self._made_screen(rows, epsilon).factor.exactly()
+        else:
+            nothing = _no_rows(rows)
+            factor = factor_of_sum(*self.sums.total(nothing), nothing).exactly()
+        least = epsilon * (1 - np.maximum(TIE, 4 * factor.error))
+        sound = (factor.rank == self.columns).all() and set(factor.arithmetic) == {"double"} and (least > 0).all()
+        return (factor, least) if sound else None
+
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""
         one = by.factor.item(item).exactly()
@@ -339,6 +355,9 @@ class RunningBlocks:
             everything.merge(*total)
         factor = factor_of_sum(*everything.total(nothing), nothing)
         return Reference(factor, tuple(factor_of_sum(*total, nothing) for total in totals))
+
+    def bar(self, _rows: Rows, _epsilon: float, _frozen: bool) -> None:
+        """Return None, as other sums than scores decide."""
 
     def judge(self, by: Reference, item: int, keys: Rows, labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""

@@ -40,5 +40,7 @@ class SelectKernels(Protocol):
     def stacked(self, keys: Any, starts: Any, indices: Any, /) -> tuple[Any, Any]:
         """Return the rows listed as a batch (b, w, d) for the longest list, w long, and which rows of it they are.
 
+        Keys (1, n, d) are those of all matrices.
+
         What the other rows hold is of no matter. Where there are none the flags are None.
         """

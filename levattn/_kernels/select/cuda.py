@@ -100,8 +100,9 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     width = int(counts.max(initial=0))
     out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
     words = np.dtype(f"u{keys.itemsize}")
-    listed = [on_device(starts, np.int64), len(keys), on_device(indices, np.int64), len(indices)]
-    arguments = [*with_steps(keys.view(words), 3), *listed, width, keys.shape[2], out.view(words)]
+    given, item, *within = with_steps(keys.view(words), 3)
+    listed = [on_device(starts, np.int64), len(counts), on_device(indices, np.int64), len(indices)]
+    arguments = [given, item if len(keys) > 1 else 0, *within, *listed, width, keys.shape[2], out.view(words)]
     launch("select", "gather_rows", (WORDS[keys.itemsize],), (-(-len(indices) // _COPIED),), arguments)
     return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
 
