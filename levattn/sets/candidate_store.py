@@ -18,14 +18,8 @@ from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Softmax
 from levattn.sets.candidates import RunningCandidates, SelectedKeys
 from levattn.sets.held_candidates import DTYPES, Candidates, HeldCandidates
-from levattn.sets.prefix_bounds import (
-    Reference,
-    Running,
-    RunningBlocks,
-    RunningSquares,
-    require_backed,
-    running_bounds,
-)
+from levattn.sets.prefix_bounds import Reference, Running, RunningBlocks, RunningSquares
+from levattn.sets.prefix_functions import require_backed, running_bounds
 from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format, rows_in_memory
 
 __all__ = ["CandidateStore", "ChunkForm"]

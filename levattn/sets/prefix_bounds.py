@@ -19,7 +19,6 @@ from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, Rows, kernels_for
-from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.accumulator import GramAccumulator, Terms
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble
@@ -35,14 +34,10 @@ __all__ = [
     "Running",
     "RunningBlocks",
     "RunningSquares",
-    "require_backed",
-    "require_bounds",
-    "running_bounds",
+    "group_count",
 ]
 
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
-_MOST_GROUPS = 100_000
-_LARGEST_POWER = 64
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
@@ -269,7 +264,7 @@ class RunningBlocks:
     def __init__(self, b: int, d: int, epsilon: float) -> None:
         self.columns, self.blocks = d, 0
         self.merged = 0  # parts of blocks that came by merging
-        self.groups = [GramAccumulator(b, d) for _ in range(_group_count(epsilon))]
+        self.groups = [GramAccumulator(b, d) for _ in range(group_count(epsilon))]
         self.frozen: list[Frozen] = []
         self._screen: tuple[Factor, ...] = ()
 
@@ -407,62 +402,15 @@ class RunningBlocks:
 Running = RunningSquares | RunningBlocks
 
 
+def group_count(epsilon: float) -> int:
+    """Return the number of groups of `RunningBlocks`."""
+    return math.ceil(2 / epsilon)
+
+
 def _no_rows(rows: Rows) -> Rows:
     """Return none of the rows, without a hold on the others."""
     b, _, d = rows.shape
     return Rows(array_namespace(rows.keys).empty((b, 0, d), dtype=rows.keys.dtype), rows.format)
-
-
-def _group_count(epsilon: float) -> int:
-    return math.ceil(2 / epsilon)
-
-
-def _half_power(f: AttentionFunction | Softmax) -> int:
-    """Return m of an even power 2m, and 0 for other functions."""
-    return int(f.p) // 2 if isinstance(f, Power) and f.p % 2 == 0 else 0
-
-
-def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
-    """Raise for functions without a bound that never rises, or with one that takes too much memory for ε."""
-    if m := _half_power(f):
-        if 2 * m > _LARGEST_POWER:
-            raise ValueError(
-                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, as its lift has too many columns"
-            )
-        return
-    if isinstance(f, Softmax) or f.growth > 2:
-        raise ValueError(
-            f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
-            "known that never rises as keys are added. Use universal_set on all keys"
-        )
-    if float(f(np.zeros(1))[0]) > 0:
-        raise ValueError(
-            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that keys of zeros have no "
-            "score. Use universal_set on all keys"
-        )
-    if 2 / epsilon > _MOST_GROUPS:
-        raise ValueError(
-            f"epsilon is {epsilon} for f = {f!r}, whose bound takes 2/epsilon second moments; expected at least "
-            f"{2 / _MOST_GROUPS}"
-        )
-
-
-def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
-    """Return the bounds for f, which `require_bounds` lets pass, of b matrices with d columns."""
-    m = _half_power(f)
-    return RunningSquares(b, d, m) if m else RunningBlocks(b, d, epsilon)
-
-
-def require_backed(
-    f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
-) -> None:
-    """Raise ValueError or LookupError where the arrays of a saved state are not as large as its bounds would be."""
-    if m := _half_power(f):
-        names, columns = ["exponents"], lift_columns(d, m)
-    else:
-        names, columns = [f"group{g}.exponents" for g in range(_group_count(epsilon))], d
-    for name in names:
-        shaped(arrays[name], np.int32, (b, columns))
 
 
 def _not_zero(keys: Rows) -> Flags:

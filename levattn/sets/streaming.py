@@ -21,7 +21,7 @@ from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
-from levattn.sets.prefix_bounds import require_bounds
+from levattn.sets.prefix_functions import require_bounds
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
