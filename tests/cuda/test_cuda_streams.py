@@ -12,7 +12,7 @@ import pytest
 import levattn
 from emulator import device
 from levattn._core.device import on_a_device
-from levattn._kernels import BLOCK
+from levattn._kernels import BLOCK, kernels_for
 from levattn.states import Moments
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
@@ -138,3 +138,15 @@ def test_an_ill_conditioned_head_brings_all_to_main_memory(cupy: Any) -> None:
     for low in range(0, K.shape[1], BLOCK):
         found.update(cupy.asarray(K[:, low : low + BLOCK]))
     same(found, levattn.StreamingUniversalSet(EPSILON).update(K))
+
+
+def test_a_screen_allows_for_how_a_device_multiplies(cupy: Any) -> None:
+    K, margins = keys(2, 1), []
+    for given in (K, cupy.asarray(K)):
+        state = levattn.StreamingUniversalSet(EPSILON).update(given)
+        state.result()  # of small chunks, after which they do not wait
+        screen = state._stream.candidates.running._screen
+        assert set(screen.factor.arithmetic) == {"single"}
+        margins.append(1 - screen._least[1] / EPSILON)
+    units = [kernels_for("gram", given).SINGLE_UNIT for given in (K, cupy.asarray(K))]
+    np.testing.assert_allclose(margins[1] / margins[0], units[1] / units[0], rtol=0.1)
