@@ -26,7 +26,7 @@ from levattn.linalg.gram import (
     span_arrays,
     spans_of,
 )
-from levattn.linalg.reading import check_finite, read_in_pieces, require_room
+from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
 __all__ = ["GramAccumulator", "Terms"]
@@ -197,11 +197,11 @@ class GramAccumulator:
         if errors is None:
             moments = total() if new.any() else None
             errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
-        for item in np.flatnonzero(missing).tolist():
-            if new[item] and errors[item] <= _SURE:  # well-conditioned: its columns are independent
-                spans[item] = replace(spans[item], units=live[item])
-            else:
-                spans[item] = spans[item].extended(rows.item(item))
+        sure = missing & new & (errors <= _SURE)  # well-conditioned: their columns are independent
+        for item in np.flatnonzero(sure).tolist():
+            spans[item] = replace(spans[item], units=live[item])
+        for item, one in each_in_memory(rows, np.flatnonzero(missing & ~sure)):
+            spans[item] = spans[item].extended(one)
         self.spans = tuple(spans)
 
     def _settle(self, blocks: PairwiseSum[DoubleDouble], term: DoubleDouble, run: Rows, due: Flags) -> Float64 | None:
@@ -234,8 +234,8 @@ class GramAccumulator:
         term = term.in_main_memory()
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
-        for item in np.flatnonzero(items).tolist():
-            pieces = read_in_pieces(self.scaled(run).item(item))
+        for item, one in each_in_memory(self.scaled(run), np.flatnonzero(items)):
+            pieces = read_in_pieces(one)
             multiply = kernels_for("precise", high).twofold_product
             high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
         return DoubleDouble(high, low, term.double_double | items)

@@ -88,3 +88,26 @@ def test_nothing_grows_with_the_number_of_heads(name: str) -> None:
     case = CASES[name]
     with measured(Case(MAKERS[name](heads=3), 0, 0, 0)) as counts:
         assert counts.figures == (case.launches, case.waits, case.copies), str(counts)
+
+
+def test_ill_conditioned_heads_come_in_one_copy_a_block() -> None:
+    def make(cupy: Any, heads: int) -> Callable[[], Any]:
+        parts = chunks(cupy, heads, 1, 1, np.float64)
+        parts = [part * cupy.asarray(np.geomspace(1, 1e-7, D)) for part in parts]
+        turned = cupy.asarray(np.linalg.qr(np.random.default_rng(1).standard_normal((D, D)))[0])
+        parts = [cupy.matmul(part, turned) for part in parts]
+        state = Moments(D, (heads,)).update(parts[0])
+        assert state._sums._held[0].double_double.all()
+        before = dict(vars(state._sums))
+
+        def call() -> Any:
+            vars(state._sums).update(before)
+            return state.update(parts[1])
+
+        return call
+
+    waits = []
+    for heads in (2, 3):
+        with measured(Case(partial(make, heads=heads), 0, 0, 0)) as counts:
+            waits.append(len(counts.waits))
+    assert waits == [3, 3]
