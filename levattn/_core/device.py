@@ -21,7 +21,7 @@ import numpy as np
 from levattn._core.arrays import has_cupy, is_torch, on_cuda, tensor_behind
 from levattn._core.caches import layers_of
 
-__all__ = ["where_arrays_are"]
+__all__ = ["on_a_device", "where_arrays_are"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +79,11 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **options)
 
     return call
+
+
+def on_a_device(value: Any) -> bool:
+    """Tell whether a value is, or holds, an array on a CUDA device."""
+    return _array_in(value) is not None
 
 
 def _kind_of(value: Any) -> _Kind | None:

@@ -33,7 +33,7 @@ from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import ChunkForm
-from levattn.sets.candidates import Candidates
+from levattn.sets.held_candidates import Candidates
 from levattn.sets.result import rescored
 from levattn.states import factor_of_sum
 from levattn.states.block_buffer import in_main_memory, payload_of

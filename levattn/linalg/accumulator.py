@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import on_cuda, to_numpy
+from levattn._core.arrays import array_namespace, on_cuda, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
@@ -20,13 +21,12 @@ from levattn.linalg.gram import (
     SETTLED,
     DoubleDouble,
     Exponents,
-    diagonals,
     pieces_of,
     second_moments,
     span_arrays,
     spans_of,
 )
-from levattn.linalg.reading import check_finite, read_in_pieces, require_room
+from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
 __all__ = ["GramAccumulator", "Terms"]
@@ -34,6 +34,7 @@ __all__ = ["GramAccumulator", "Terms"]
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
 _LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
+_TOGETHER = 1 << 28  # bytes of the moments of several runs that a device finds at once, at most
 _SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 Terms = dict[tuple[int, int], DoubleDouble]  # moments of runs, by their first row and level
@@ -48,6 +49,8 @@ class GramAccumulator:
     figures of the blocks so far, and so do not depend on how many come together.
 
     Columns are divided by powers of two, `exponents` (b, d), where squares would leave the range.
+
+    Sums of rows on a CUDA device are there too while all of them are plain, and what decides comes to main memory.
     """
 
     def __init__(self, b: int, d: int) -> None:
@@ -66,10 +69,18 @@ class GramAccumulator:
         other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
         return other
 
+    @property
+    def _held_array(self) -> Any:
+        return tuple(part.high for part in self.blocks.levels.values())
+
     def add(self, rows: Rows, terms: Terms | None = None) -> None:
         """Add whole blocks of rows, of which some `terms_beside` are known. If it raises, the sum is void."""
         at, n, smaller, exponents = 0, rows.shape[1], 0, self.exponents
         longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
+        if any(on_cuda(part.high) != on_cuda(rows.keys) for part in self.blocks.levels.values()):
+            self._move(lambda part: part.beside(rows.keys))
+        if on_cuda(rows.keys):
+            terms = self._terms_at_once(rows)
         while at < n:
             level = 0 if self.double_double.any() else _level(self.blocks.count, (n - at) // BLOCK, longest)
             while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
@@ -104,6 +115,37 @@ class GramAccumulator:
             terms[at, level] = DoubleDouble.plain(sums[:, 0])
         return terms
 
+    def _terms_at_once(self, rows: Rows) -> Terms:
+        """Return the moments of all runs that `add` will sum of rows on a CUDA device, for which it waits once.
+
+        None are where blocks are looked at one by one, or take too much memory together.
+        """
+        (b, n, d), kernels = rows.shape, kernels_for("gram", rows.keys)
+        longest, runs, pieces, at = kernels.longest_run(rows, b), [], [], 0
+        while at < n:
+            level = _level(self.blocks.count + at // BLOCK, (n - at) // BLOCK, _DEVICE_LEVEL)
+            mine = pieces_of(BLOCK << level, longest)[0]
+            runs.append((at, level, len(mine)))
+            pieces += [(0, item, at + low, at + high) for low, high in mine for item in range(b)]
+            at += BLOCK << level
+        if self.double_double.any() or not pieces or 8 * d * d * len(pieces) > _TOGETHER:
+            return {}
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums, parts, place = kernels.moments(self.scaled(rows), np.array(pieces, np.int64)), [], 0
+            sums = sums.reshape(-1, b, d, d)
+            for _, _, count in runs:
+                part, place = sums[place : place + count], place + count
+                while len(part) > 1:
+                    part = part[::2] + part[1::2]
+                parts.append(part.reshape(b, d, d))
+        diagonal = to_numpy(array_namespace(sums).stack([part.diagonal(axis1=1, axis2=2) for part in parts]))
+        found = zip(runs, parts, diagonal, strict=True)
+        return {(at, level): DoubleDouble.plain(part, known) for (at, level, _), part, known in found}
+
+    def _move(self, moved: Callable[[DoubleDouble], DoubleDouble]) -> None:
+        """Put the sums of blocks elsewhere."""
+        self.blocks = PairwiseSum(self.blocks.count, {k: moved(part) for k, part in self.blocks.levels.items()})
+
     def scaled(self, rows: Rows) -> Rows:
         """Return the rows as the sum reads them."""
         return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
@@ -121,7 +163,7 @@ class GramAccumulator:
             term = self._in_double_double(term, run, self.double_double)
         blocks = self.blocks.copy()
         blocks.add(term, level)
-        diagonal = sum(diagonals(part.high) for _, part in sorted(blocks.levels.items()))
+        diagonal = sum(part.diagonal for _, part in sorted(blocks.levels.items()))
         with np.errstate(over="ignore", invalid="ignore"):  # a column that was zero says nothing yet
             largest = np.where(self.settled > 0, self.settled * self.room[:, None], 0.0)
         due = self.double_double | ~(diagonal <= largest).all(axis=1)
@@ -146,7 +188,7 @@ class GramAccumulator:
             return
         live = diagonal > 0
         if self.merged is not None:
-            live |= diagonals(self.merged.high) > 0
+            live |= self.merged.diagonal > 0
         ranks = np.array([span.rank for span in self.spans], np.int64)
         missing = np.count_nonzero(live, axis=1) > ranks
         if not missing.any():
@@ -155,11 +197,11 @@ class GramAccumulator:
         if errors is None:
             moments = total() if new.any() else None
             errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
-        for item in np.flatnonzero(missing).tolist():
-            if new[item] and errors[item] <= _SURE:  # well-conditioned: its columns are independent
-                spans[item] = replace(spans[item], units=live[item])
-            else:
-                spans[item] = spans[item].extended(rows.item(item))
+        sure = missing & new & (errors <= _SURE)  # well-conditioned: their columns are independent
+        for item in np.flatnonzero(sure).tolist():
+            spans[item] = replace(spans[item], units=live[item])
+        for item, one in each_in_memory(rows, np.flatnonzero(missing & ~sure)):
+            spans[item] = spans[item].extended(one)
         self.spans = tuple(spans)
 
     def _settle(self, blocks: PairwiseSum[DoubleDouble], term: DoubleDouble, run: Rows, due: Flags) -> Float64 | None:
@@ -178,28 +220,29 @@ class GramAccumulator:
         settled = due & (errors <= SETTLED)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
-        self.settled = np.where(settled[:, None], diagonals(total.high), self.settled)
+        self.settled = np.where(settled[:, None], total.diagonal, self.settled)
         self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
         return None if twofold.any() else np.where(due, errors, np.inf)
 
     def _term(self, run: Rows) -> DoubleDouble:
         with np.errstate(over="ignore", invalid="ignore"):
-            return DoubleDouble.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
+            return DoubleDouble.plain(second_moments(self.scaled(run), range(run.shape[0])))
 
     def _in_double_double(self, term: DoubleDouble, run: Rows, items: Flags) -> DoubleDouble:
         """Return the term with the moments of some items summed in twofold arithmetic."""
+        term = term.in_main_memory()
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
-        for item in np.flatnonzero(items).tolist():
-            pieces = read_in_pieces(self.scaled(run).item(item))
+        for item, one in each_in_memory(self.scaled(run), np.flatnonzero(items)):
+            pieces = read_in_pieces(one)
             multiply = kernels_for("precise", high).twofold_product
             high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
         return DoubleDouble(high, low, term.double_double | items)
 
     def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
-        diagonal = diagonals(term.high)
+        diagonal = term.diagonal
         if diagonal.min(initial=1.0) >= _LEAST and diagonal.max(initial=1.0) <= _LARGEST:
             return None
         check_finite(run, diagonal)
@@ -211,11 +254,12 @@ class GramAccumulator:
 
     def _rescale(self, exponents: Exponents) -> None:
         change = exponents - self.exponents
-        self.blocks = PairwiseSum(self.blocks.count, {k: v.scaled(change) for k, v in self.blocks.levels.items()})
+        self._move(lambda part: part.scaled(change))
         self.merged = None if self.merged is None else self.merged.scaled(change)
         self.settled = np.ldexp(self.settled, -2 * change)
         self.exponents = exponents
 
+    @where_arrays_are
     def total(self, tail: Rows, *, twofold: bool = False) -> tuple[DoubleDouble, Exponents]:
         """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
 
@@ -234,13 +278,14 @@ class GramAccumulator:
         if far is not None:
             whole._rescale(far)
             term = whole._term(tail)
-        moments = whole._with(term)
+        held = next(iter(whole.blocks.levels.values()), term)
+        moments = whole._with(term.beside(held.high))
         bad = np.ones(len(term.double_double), np.bool_)
         if not twofold:
             bad = moments.errors(bad) > PLAIN_ERROR
         if bad.any():
             moments = whole._with(whole._in_double_double(term, tail, bad))
-        whole._cover(tail, diagonals(moments.high), lambda: moments)
+        whole._cover(tail, moments.diagonal, lambda: moments)
         return replace(moments, spans=whole.spans), whole.exponents
 
     def _with(self, tail: DoubleDouble) -> DoubleDouble:
@@ -251,11 +296,12 @@ class GramAccumulator:
     def merge(self, other: DoubleDouble, exponents: Exponents) -> None:
         """Add the total of another sum."""
         both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
-        both = np.where(diagonals(other.high) > 0, both, self.exponents).astype(np.int32)
+        both = np.where(other.diagonal > 0, both, self.exponents).astype(np.int32)
         self._rescale(both)
         other, spans = other.scaled(both - exponents), other.spans
-        low = np.zeros_like(other.high) if other.low is None else other.low
-        other = DoubleDouble(other.high, low, np.ones(len(other.double_double), np.bool_))
+        high = other.in_main_memory().high
+        low = np.zeros_like(high) if other.low is None else other.low
+        other = DoubleDouble(high, low, np.ones(len(other.double_double), np.bool_))
         self.merged = other if self.merged is None else self.merged + other
         self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
 
@@ -305,9 +351,8 @@ class GramAccumulator:
     def _seen(self) -> Flags:
         """Return which columns have had an entry that is not zero, (b, d)."""
         seen = np.zeros(self.exponents.shape, np.bool_)
-        for part in (self.blocks.total(), self.merged):
-            if part is not None:
-                seen |= diagonals(part.high) > 0
+        for part in (*self.blocks.levels.values(), *([] if self.merged is None else [self.merged])):
+            seen |= part.diagonal > 0
         return seen
 
 

@@ -288,7 +288,7 @@ class Factor:
     def _mark_dead_columns(self, out: Any) -> None:
         """Set the figures of rows with an entry in a column that the factored keys do not reach to infinity."""
         kernels = kernels_for("gram", self.rows.keys)
-        for item in range(len(self.rank)):
+        for item in np.flatnonzero(self.rank < self.rows.shape[2]).tolist():
             dead = ~np.any(self.whitening[item] != 0, axis=1)
             if dead.any() and item not in self.spans:
                 one = self.rows.item(item)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.arrays import on_cuda, take_entries, to_device, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._core.serialize import shaped
 from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
@@ -94,28 +96,59 @@ def diagonals(G: Float64) -> Float64:
 class DoubleDouble:
     """A batch of second moments, those of ill-conditioned keys as the sum of two matrices.
 
-    high: (b, d, d) the moments.
+    high: (b, d, d) the moments; where none has a second part they may be on a CUDA device.
     low: (b, d, d) what `high` lacks; None stands for zeros.
     double_double: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
     spans: the exact row spaces of the items, of a whole sum; () of a part of one.
+    known: (b, d) the diagonals of moments on a device, in main memory, where decisions read them.
     """
 
-    high: Float64
+    high: Any
     low: Float64 | None
     double_double: Flags
     spans: tuple[Span, ...] = ()
+    known: Float64 | None = None
 
     @classmethod
-    def plain(cls, moments: Float64) -> DoubleDouble:
+    def plain(cls, moments: Any, known: Float64 | None = None) -> DoubleDouble:
         """Return moments that have no second part."""
-        return cls(moments, None, np.zeros(len(moments), np.bool_))
+        if known is None and on_cuda(moments):
+            known = to_numpy(moments.diagonal(axis1=1, axis2=2))
+        return cls(moments, None, np.zeros(len(moments), np.bool_), (), known)
+
+    @property
+    def _held_array(self) -> Any:
+        return self.high
+
+    @property
+    def diagonal(self) -> Float64:
+        """The diagonals of the moments, (b, d), in main memory."""
+        return diagonals(self.high) if self.known is None else self.known
+
+    @where_arrays_are
+    def in_main_memory(self) -> DoubleDouble:
+        """Return the same moments in main memory."""
+        return replace(self, high=to_numpy(self.high), known=None) if on_cuda(self.high) else self
+
+    def beside(self, array: Any) -> DoubleDouble:
+        """Return the same moments where an array is; in main memory if some have two parts."""
+        if not on_cuda(array) or self.low is not None:
+            return self.in_main_memory()
+        return self if on_cuda(self.high) else replace(self, high=to_device(self.high, array), known=self.diagonal)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or pickled, in main memory."""
+        return dict(vars(self.in_main_memory()))
 
     def __add__(self, other: DoubleDouble) -> DoubleDouble:
         """Return the sum, in twofold arithmetic for items of which either moment has two parts."""
+        if on_cuda(self.high) != on_cuda(other.high):
+            self, other = self.in_main_memory(), other.in_main_memory()
         either = self.double_double | other.double_double
         total = self.high + other.high
         if not either.any():
-            return DoubleDouble(total, None, either)
+            known = None if self.known is None or other.known is None else self.known + other.known
+            return DoubleDouble(total, None, either, (), known)
         part = total - self.high
         low = (self.high - (total - part)) + (other.high - part)
         for term in (self.low, other.low):
@@ -137,15 +170,18 @@ class DoubleDouble:
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
         """Return the parts by name, from which `from_arrays` makes it again."""
-        held = {"high": self.high, "low": self.low, "wide": self.double_double}
+        high = self.in_main_memory().high
+        held = {"high": high, "low": self.low, "wide": self.double_double}
         arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
         return arrays | (span_arrays(self.spans, name) if self.spans else {})
 
     def scaled(self, change: Exponents) -> DoubleDouble:
-        """Return the moments of columns divided by powers of two (b, d)."""
+        """Return the moments of columns divided by powers of two (b, d), in main memory unless all are one."""
+        if not change.any():
+            return self
         powers = -(change[:, :, None] + change[:, None, :])
         low = None if self.low is None else np.ldexp(self.low, powers)
-        return replace(self, high=np.ldexp(self.high, powers), low=low)
+        return replace(self, high=np.ldexp(self.in_main_memory().high, powers), low=low, known=None)
 
     def in_basis(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
@@ -160,7 +196,8 @@ class DoubleDouble:
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
         kernels = kernels_for("factor", self.high)
-        found = kernels.inverse_cholesky(self.high[chosen], limit=SETTLED / PLAIN_NOISE)
+        some = self.high if items.all() else take_entries(self.high, chosen)
+        found = kernels.inverse_cholesky(some, limit=SETTLED / PLAIN_NOISE)
         errors[chosen] = PLAIN_NOISE * found.bound
         return errors
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.arrays import on_cuda, take_entries, to_float64, to_numpy
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["as_read", "check_finite", "read_in_pieces", "refuse_nonfinite", "require_finite", "require_room"]
+__all__ = [
+    "as_read",
+    "check_finite",
+    "each_in_memory",
+    "read_in_pieces",
+    "refuse_nonfinite",
+    "require_finite",
+    "require_room",
+]
 
 _PIECE = BLOCK // 4  # rows converted to float64 at a time
 
@@ -37,6 +46,19 @@ def read_in_pieces(rows: Rows) -> Iterator[Float64]:
     """Yield the rows of a batch of one as `as_read` returns them, a part of a block at a time."""
     for start in range(0, rows.shape[1], _PIECE):
         yield as_read(rows.between(start, start + _PIECE))
+
+
+def each_in_memory(rows: Rows, items: Any) -> Iterator[tuple[int, Rows]]:
+    """Give some matrices of a batch by their numbers, in main memory; those of a CUDA device come in one copy."""
+    keys, mask = rows.keys, rows.mask
+    if on_cuda(keys) and len(items):
+        keys, mask = (None if x is None else to_numpy(take_entries(x, items)) for x in (keys, mask))
+    for slot, item in enumerate(items.tolist()):
+        one = rows.item(item)
+        if keys is not rows.keys:
+            part = slice(slot, slot + 1)
+            one = replace(one, keys=keys[part], mask=None if mask is None else mask[part])
+        yield item, one
 
 
 def check_finite(rows: Rows, figures: Float64) -> None:

@@ -256,7 +256,7 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
     made = kernels_for("factor", moments.high).inverse_cholesky(moments.high, limit=target / ROUNDING)
     b, bound = len(made.W), made.bound
-    diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+    diagonal = moments.diagonal
     whole = (made.pivot > 0) & (bound * (d * cut * cut) < 1)
     done = whole & ((ROUNDING * bound <= target) | ~moments.double_double)
     error = np.minimum(PLAIN_NOISE * bound, PLAIN_ERROR)
@@ -264,7 +264,9 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
     if like.format != "float64":
         batch.multiply_in_single(made, (done & narrow).tolist())
-    for item in np.flatnonzero(~done).tolist():
+    hard = np.flatnonzero(~done)
+    moments = moments.in_main_memory() if len(hard) else moments
+    for item in hard.tolist():
 
         def moments_in(_: list[int], basis: Float64, __: Arithmetic, item: int = item) -> Float64:
             return _semidefinite(moments.in_basis(item, basis[0]))[None]

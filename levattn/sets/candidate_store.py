@@ -11,20 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import on_cuda, to_float64
+from levattn._core.device import on_a_device
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.threads import Background, num_threads
 from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Softmax
-from levattn.sets.candidates import DTYPES, Candidates, RunningCandidates, SelectedKeys
-from levattn.sets.prefix_bounds import (
-    Reference,
-    Running,
-    RunningBlocks,
-    RunningSquares,
-    require_backed,
-    running_bounds,
-)
-from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format
+from levattn.sets.candidates import RunningCandidates, SelectedKeys
+from levattn.sets.held_candidates import DTYPES, Candidates, HeldCandidates
+from levattn.sets.prefix_bounds import Reference, Running, RunningBlocks, RunningSquares
+from levattn.sets.prefix_functions import require_backed, running_bounds
+from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format, rows_in_memory
 
 __all__ = ["CandidateStore", "ChunkForm"]
 
@@ -85,6 +81,10 @@ class CandidateStore:
         self.form = ChunkForm.of(self, self.payload)
 
     @property
+    def _held_array(self) -> Any:
+        return self._candidates
+
+    @property
     def candidates(self) -> RunningCandidates:
         """The candidates after the blocks that were taken, for which this waits."""
         coming = self._coming
@@ -103,6 +103,8 @@ class CandidateStore:
         if isinstance(self._bounds, RunningBlocks):
             payload = (self._bounds.label(self.seen, rows.shape[1]), *payload)
         else:
+            if self._bounds.m > 1:  # products of coordinates are made in main memory
+                rows = rows_in_memory(rows)
             self._bounds.require_range(rows)
         self.tail.push(rows, self._take, index, *payload, take_held=self._take_meanwhile)
 
@@ -115,7 +117,7 @@ class CandidateStore:
         The first ones are not, as kernels are loaded then, and compiled.
         """
         before = self.candidates
-        if num_threads() == 1 or on_cuda(rows.keys) or not before.blocks:
+        if num_threads() == 1 or on_cuda(rows.keys) or on_a_device(before) or not before.blocks:
             self._take(rows, index, *payload)
         else:
             self._coming = Background(lambda: before.after(rows, index, *payload))
@@ -129,7 +131,7 @@ class CandidateStore:
     def held(self) -> int:
         """Number of keys that are held, of all matrices."""
         held = self.candidates.held
-        return sum(map(len, held)) + self.tail.count * len(held)
+        return int(held.counts.sum()) + self.tail.count * len(held)
 
     def settled(self) -> CandidateStore:
         """Return the state after all blocks that are whole: this one, or one that takes its place."""
@@ -183,9 +185,10 @@ class CandidateStore:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
         mine, theirs = self.candidates.copy(), other.candidates
         labels = theirs.labels(other.tail.payload[1:])
-        waiting = np.ones((len(theirs.held), other.tail.count), np.bool_)
+        waiting = [np.arange(other.tail.count)] * len(theirs.held)
         if theirs.blocks:
-            waiting = theirs.running.screened(other.tail.rows, labels, self.epsilon, member=False)
+            starts, places = theirs.running.screened(other.tail.rows, labels, self.epsilon, member=False)
+            waiting = np.split(places, starts[1:-1])
         turn = mine.running.turn if isinstance(mine.running, RunningBlocks) else 0
         mine.running.merge(theirs.running, other.tail.rows, labels)  # type: ignore[arg-type]  # of the same f
         self.present = self.present + other.present
@@ -212,11 +215,11 @@ class CandidateStore:
         fields |= {"batch": list(self.batch), "d": self.d, "format": self.format}
         fields |= {"beside": len(self.tail.payload) - 1}
         arrays |= {"present": self.present, "limits": candidates.limits}
-        arrays |= {"counts": np.array([len(held) for held in candidates.held], np.int64)}
+        arrays |= {"counts": candidates.held.counts}
         arrays |= {"tail.keys": self.tail.rows.keys}
         arrays |= {f"tail.beside{i}": array for i, array in enumerate(self.tail.payload)}
-        everything = sum(candidates.held[1:], start=candidates.held[0]) if candidates.held else None
-        if everything is not None:
+        if candidates.held.items:
+            everything = Candidates.joined(candidates.held.items)
             arrays |= {"held.indices": everything.indices, "held.keys": everything.keys}
             arrays |= {f"held.beside{i}": array for i, array in enumerate(everything.payload)}
         return fields, arrays
@@ -258,12 +261,14 @@ class CandidateStore:
             for piece, like in zip(pieces, likes, strict=True):
                 shaped(piece, like.dtype, (total, *like.shape[2:]), finite=False)
             payload = [np.split(piece, edges) for piece in pieces]
-            candidates.held = [
-                Candidates(i, k, tuple(part[at] for part in payload))
-                for at, (i, k) in enumerate(zip(indices, keys, strict=True))
-            ]
+            candidates.held = HeldCandidates(
+                [
+                    Candidates(i, k, tuple(part[at] for part in payload))
+                    for at, (i, k) in enumerate(zip(indices, keys, strict=True))
+                ]
+            )
         if isinstance(running, RunningBlocks):
-            labels = [self.tail.payload[1], *(held.payload[0] for held in candidates.held)]
+            labels = [self.tail.payload[1], *(held.payload[0] for held in candidates.held.items)]
             if any(((part < 0) | (part >= len(running.groups))).any() for part in labels):
                 raise ValueError("a label is of no group")
         return self

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import item_entries, nonzero, on_cuda
-from levattn._core.types import Float64
-from levattn._kernels import BLOCK, Rows
+from levattn._core.arrays import on_cuda, to_numpy
+from levattn._core.types import Float64, Int64
+from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn.sets.held_candidates import Candidates, HeldCandidates
 from levattn.sets.prefix_bounds import Judged, Reference, Running
+from levattn.states.block_buffer import RowNumbers
 
-__all__ = ["DTYPES", "Candidates", "RunningCandidates", "SelectedKeys"]
+__all__ = ["RunningCandidates", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
+_JUDGED_NUMBERS = 1 << 26  # of keys that a CUDA device judges at once, at most
 _RUN_NUMBERS = 1 << 22  # numbers that are made of keys to screen them, at most, but for one block
-DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,36 +58,6 @@ class SelectedKeys:
         return len(self.indices)
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """Keys of one matrix that are held: row numbers, the keys as stored, and their payloads."""
-
-    indices: npt.NDArray[np.int64]
-    keys: npt.NDArray[Any]
-    payload: tuple[npt.NDArray[Any], ...]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @classmethod
-    def empty(cls, d: int, format: str, payload: Sequence[npt.NDArray[Any]]) -> Candidates:
-        """Return no keys, with payloads of each kind."""
-        keys = np.zeros((0, d), DTYPES[format])
-        return cls(np.zeros(0, np.int64), keys, tuple(np.zeros((0, *a.shape[1:]), a.dtype) for a in payload))
-
-    def take(self, which: npt.NDArray[Any]) -> Candidates:
-        """Return some of the keys."""
-        return Candidates(self.indices[which], self.keys[which], tuple(array[which] for array in self.payload))
-
-    def __add__(self, other: Candidates) -> Candidates:
-        payload = zip(self.payload, other.payload, strict=True)
-        return Candidates(
-            np.concatenate([self.indices, other.indices]),
-            np.concatenate([self.keys, other.keys]),
-            tuple(np.concatenate(pair) for pair in payload),
-        )
-
-
 class RunningCandidates:
     """The keys that may still be of the universal set after whole blocks, and the sums over all keys so far.
 
@@ -96,7 +67,7 @@ class RunningCandidates:
     """
 
     def __init__(self, epsilon: float, running: Running, format: Any, held: list[Candidates]) -> None:
-        self.epsilon, self.running, self.format, self.held = epsilon, running, format, held
+        self.epsilon, self.running, self.format, self.held = epsilon, running, format, HeldCandidates(held)
         self.limits = np.full(len(held), self.least_limit)
         self._span = _RUN
 
@@ -104,8 +75,12 @@ class RunningCandidates:
         """Return candidates that go on from here by themselves."""
         other = RunningCandidates.__new__(RunningCandidates)
         other.__dict__.update(self.__dict__)
-        other.running, other.held, other.limits = self.running.copy(), list(self.held), self.limits.copy()
+        other.running, other.held, other.limits = self.running.copy(), self.held.copy(), self.limits.copy()
         return other
+
+    @property
+    def _held_array(self) -> Any:
+        return self.running, self.held
 
     @property
     def least_limit(self) -> int:
@@ -137,56 +112,63 @@ class RunningCandidates:
             count = 1 if milestone else self._run(left, longest)
             part = slice(at * BLOCK, (at + count) * BLOCK)
             run = rows.between(part.start, part.stop)
-            labels = self.labels([array[:, part] for array in payload])
+            beside = [index[:, part], *(array[:, part] for array in payload)]
+            labels = self.labels(beside[1:])
             if milestone:
                 self.running.add(run)
                 self.running.freeze()
-                kept = self.running.screened(run, labels, self.epsilon, member=True)
-                hits, over = self._hits(kept, run), list(range(len(self.held)))
+                starts, places = self.running.screened(run, labels, self.epsilon, member=True)
+                over = list(range(len(self.held)))
             else:
-                kept, ahead = self.running.screened_ahead(run, labels, self.epsilon)
-                hits = self._hits(kept, run)
-                cut, over = self._cut(hits, count)
+                (starts, places), ahead = self.running.screened_ahead(run, labels, self.epsilon)
+                cut, over = self._cut(starts, places)
                 self._span = min(2 * self._span, longest) if cut is None else cut
                 if cut is not None and cut < count:
                     count, ahead = cut, None
                     run = run.between(0, count * BLOCK)
-                    hits = [which[which < count * BLOCK] for which in hits]
+                    starts, places = _first_of(starts, to_numpy(places), count * BLOCK)
                 self.running.add(run, ahead)
-            full = {item for item in over if len(self.held[item]) or len(hits[item])}
-            by = self.running.reference(rows.between(0, 0), None) if full else None
-            for item, which in enumerate(hits):
-                if not len(which) and item not in full:
-                    continue
-                there = part.start + which
-                more = tuple(item_entries(a, item if len(a) == len(self.held) else 0, there) for a in payload)
-                new = Candidates(index[0, there], item_entries(run.keys, item, which), more)
-                if by is not None and item in full:  # each by itself, as both together take more memory
-                    self.held[item], new = self.pruned(by, item, self.held[item]), self.pruned(by, item, new)
-                    self.limits[item] = max(self.least_limit, 2 * (len(self.held[item]) + len(new)))
-                self.held[item] = self.held[item] + new
+            if starts[-1]:
+                new = [_gathered(array, starts, places) for array in (beside[0], run.keys, *beside[1:])]
+                self.held.add(starts, Candidates.of(new))
+            self._judge_again([item for item in over if self.held.counts[item]], run, milestone)
             at, left = at + count, left - count
 
-    def _hits(self, kept: Any, run: Rows) -> list[npt.NDArray[np.int64]]:
-        """Return which rows of each matrix are flagged and not masked."""
-        if run.mask is not None:
-            kept = kept & run.mask
-        b, m = run.shape[:2]
-        hits = nonzero(kept.reshape(-1))
-        if b == 1:
-            return [hits]
-        edges = np.searchsorted(hits, np.arange(b + 1) * m).tolist()
-        return [hits[low:high] - item * m for item, (low, high) in enumerate(pairwise(edges))]
+    def _judge_again(self, full: list[int], rows: Rows, frozen: bool) -> None:
+        """Let go of the keys of some matrices that are of the set no more.
 
-    def _cut(self, hits: list[npt.NDArray[np.int64]], count: int) -> tuple[int | None, list[int]]:
+        On a CUDA device those of all matrices are judged at once, if their factors are sound; by the screen if it is
+        `frozen` after all keys so far.
+        """
+        if not full:
+            return
+        b, _, d = rows.shape
+        fits = b * int(self.held.counts.max()) * d <= _JUDGED_NUMBERS
+        if on_cuda(rows.keys) and fits and (bar := self.running.bar(rows, self.epsilon, frozen)):
+            factor, bounds = bar
+            least = np.full(b, -np.inf)
+            least[full] = bounds[full]
+
+            def score(keys: Any, there: Any) -> Any:
+                return factor.on(Rows(keys, self.format, there)).scores(as_float64=True)[0]
+
+            self.held.keep(rows.keys, score, least)
+        else:
+            by = self.running.reference(rows.between(0, 0), None)
+            for item in full:
+                self.held[item] = self.pruned(by, item, self.held[item])
+        self.limits[full] = np.maximum(self.least_limit, 2 * self.held.counts[full])
+
+    def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:
         """Return after how many blocks some matrix holds more keys than it may, None if none does, and which do."""
-        first = count + 1
-        ends: list[int] = []
-        for held, which, limit in zip(self.held, hits, self.limits.tolist(), strict=True):
-            room = limit - len(held)
-            ends.append(count + 1 if len(which) <= room else 1 + (int(which[room]) // BLOCK if room >= 0 else 0))
-            first = min(first, ends[-1])
-        return (None, []) if first > count else (first, [item for item, end in enumerate(ends) if end == first])
+        room = self.limits - self.held.counts
+        over = np.flatnonzero(np.diff(starts) > room)
+        if not len(over):
+            return None, []
+        places, ends = to_numpy(places), np.ones(len(over), np.int64)
+        some = room[over] >= 0
+        ends[some] += places[(starts[:-1] + room)[over[some]]] // BLOCK
+        return int(ends.min()), over[ends == ends.min()].tolist()
 
     def _run(self, left: int, longest: int) -> int:
         """Return how many of the blocks that are left to screen together: up to the next milestone."""
@@ -203,3 +185,16 @@ class RunningCandidates:
     def pruned(self, by: Reference, item: int, held: Candidates) -> Candidates:
         """Return the keys of one matrix that may still have a score of at least ε among all so far."""
         return held.take(self.judged(by, item, held).kept)
+
+
+def _gathered(array: Any, starts: Int64, places: Any) -> Any:
+    """Return what is listed of an array (b or 1, m, ...), on a CUDA device if that or the list is there."""
+    if isinstance(array, RowNumbers):
+        return array[0, places]
+    return kernels_for("select", array if on_cuda(array) else places).gathered(array, starts, places)
+
+
+def _first_of(starts: Int64, places: Int64, stop: int) -> tuple[Int64, Int64]:
+    """Return which of the rows listed come before one of them."""
+    before = places < stop
+    return np.concatenate([[0], np.cumsum(before)])[starts], places[before]

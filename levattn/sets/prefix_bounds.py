@@ -15,12 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.checks import TIE
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, Rows
-from levattn.functions import AttentionFunction, Power, Softmax
+from levattn._core.types import Flags, Float64, Int64
+from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn.linalg.accumulator import GramAccumulator, Terms
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble
@@ -28,26 +27,24 @@ from levattn.linalg.reading import as_read
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
 from levattn.sets.screen import Screen
 from levattn.states import factor_of, factor_of_sum
+from levattn.states.block_buffer import rows_in_memory
 
 __all__ = [
     "Judged",
     "Running",
     "RunningBlocks",
     "RunningSquares",
-    "require_backed",
-    "require_bounds",
-    "running_bounds",
+    "group_count",
 ]
 
-_SUBBLOCKS = 16  # of a block of rows, which go to different groups
-_MOST_GROUPS = 100_000
-_LARGEST_POWER = 64
+_SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
 Labels = npt.NDArray[np.int64]
 Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
-Ahead = tuple[Rows, Terms]  # some rows as the sums read them, and their moments
+Ahead = tuple[Rows, Terms]  # what the sums read of some rows, and moments of them
+Listed = tuple[Int64, Any]  # where the lists of all matrices begin, (b + 1,), and the rows listed, where the keys are
 
 
 @dataclass(frozen=True)
@@ -150,14 +147,14 @@ class RunningSquares:
         self.frozen = self.sums.total(Rows(np.zeros((b, 0, d)), "float64"))
         self._screen = None
 
-    def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Any:
-        """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
+    def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Listed:
+        """List the keys that may have a bound of at least ε; `member` if all of them are among the screen's."""
         screen, rows = self._made_screen(rows, epsilon), self.read(rows)
         scores = screen.factor.on(rows).scores(member=member)[0]
-        return screen.reached(scores, member)
+        return screen.reached(scores, rows.mask, member)
 
-    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Any, Ahead | None]:
-        """Tell which keys outside the screen may have a bound of at least ε, and return their terms for `add`."""
+    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, Ahead | None]:
+        """List the keys, not among the screen's, that may have a bound of at least ε; tell what `add` will sum."""
         screen = self._made_screen(rows, epsilon)
         # double-double sums take each block by itself; beside them a second reading costs nothing
         if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
@@ -167,14 +164,13 @@ class RunningSquares:
         scored = rows if factor.wide is None and factor.rows.scale is None else factor.on(rows).rows
         scores = np.empty(rows.shape[:2], np.float64 if rows.format == "float64" else np.float32)
         terms = self.sums.terms_beside(rows, scored, factor.whitening, scores, factor.arithmetic[0])
-        return screen.reached(scores, member=False), (rows, terms)
+        return screen.reached(scores, rows.mask, member=False), (rows, terms)
 
     def _made_screen(self, rows: Rows, epsilon: float) -> Screen:
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
-        if self._screen is None:
-            read = self.read(rows.between(0, 0))
-            like = Rows(np.empty((rows.shape[0], 0, self.columns), read.keys.dtype), read.format)
+        if self._screen is None or on_cuda(self._screen.factor.rows.keys) != on_cuda(rows.keys):
+            like = _no_rows(self.read(rows.between(0, 0)))
             factor = factor_of_sum(*self.frozen, like)
             raised = self._lift_error(self.frozen[0], factor, rows.format)
             self._screen = Screen(factor, self.frozen[0], raised, epsilon)
@@ -188,6 +184,22 @@ class RunningSquares:
         moments, exponents = self.sums.total(lifted)
         factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
         return Reference(factor, raised=self._lift_error(moments, factor, tail.format))
+
+    def bar(self, rows: Rows, epsilon: float, frozen: bool) -> tuple[Factor, Float64] | None:
+        """Return the factor of all keys so far and the least scores that keys may have, (b,), on the device of `rows`.
+
+        None if more is to be asked than whether scores are below; `frozen` if the screen is of all keys so far.
+        """
+        if self.m > 1:
+            return None
+        if frozen:
+            factor = self._made_screen(rows, epsilon).factor.exactly()
+        else:
+            nothing = _no_rows(rows)
+            factor = factor_of_sum(*self.sums.total(nothing), nothing).exactly()
+        least = epsilon * (1 - np.maximum(TIE, 4 * factor.error))
+        sound = (factor.rank == self.columns).all() and set(factor.arithmetic) == {"double"} and (least > 0).all()
+        return (factor, least) if sound else None
 
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix, which are among the keys of the reference."""
@@ -209,12 +221,20 @@ class RunningSquares:
         """Return the factor by which rounding of the products may raise a score, (b,); None if products are exact."""
         if self.m * _DIGITS[format] <= _DIGITS["float64"]:
             return None
-        sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
+        sizes = np.sqrt(moments.diagonal)
         return root_error(factor, self.m * UNIT, sizes) ** 2
 
     def merge(self, other: RunningSquares, tail: Rows, _labels: Labels | None) -> None:
         """Add the rows of another, with the rows that wait there."""
         self.sums.merge(*other.sums.total(self.read(tail)))
+
+    @property
+    def _held_array(self) -> Any:
+        return self.sums, None if self.frozen is None else self.frozen[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or pickled, in main memory; the screen is made anew."""
+        return vars(self) | {"_screen": None}
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays for `restore`."""
@@ -244,7 +264,7 @@ class RunningBlocks:
     def __init__(self, b: int, d: int, epsilon: float) -> None:
         self.columns, self.blocks = d, 0
         self.merged = 0  # parts of blocks that came by merging
-        self.groups = [GramAccumulator(b, d) for _ in range(_group_count(epsilon))]
+        self.groups = [GramAccumulator(b, d) for _ in range(group_count(epsilon))]
         self.frozen: list[Frozen] = []
         self._screen: tuple[Factor, ...] = ()
 
@@ -277,6 +297,7 @@ class RunningBlocks:
     @staticmethod
     def _count(groups: list[GramAccumulator], rows: Rows, labels: Labels) -> None:
         """Add runs of rows of one label each to their groups."""
+        rows = rows_in_memory(rows)
         b, n, d = rows.shape
         edges = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), n]
         for low, high in pairwise(edges if n else []):
@@ -289,28 +310,32 @@ class RunningBlocks:
         self.frozen = [sums.total(nothing) for sums in self.groups]
         self._screen = ()
 
-    def screened(self, rows: Rows, labels: Labels | None, epsilon: float, member: bool) -> Flags:
-        """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
-        if not self._screen:
-            like = Rows(np.empty((rows.shape[0], 0, rows.shape[2]), rows.keys.dtype), rows.format)
-            self._screen = tuple(factor_of_sum(*frozen, like) for frozen in self.frozen)
-        return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
+    def screened(self, rows: Rows, labels: Labels | None, epsilon: float, member: bool) -> Listed:
+        """List the keys that may have a bound of at least ε; `member` if all of them are among the screen's."""
+        if not self._screen or on_cuda(self._screen[0].rows.keys) != on_cuda(rows.keys):
+            self._screen = tuple(factor_of_sum(*frozen, _no_rows(rows)) for frozen in self.frozen)
+        sums = self._sums(self._screen, rows, labels, member)
+        most = np.full(len(sums), -1.0)  # of sums less than nothing, so that those are listed which are not above 1
+        return kernels_for("select", sums).reaching(sums * (-epsilon * (1 - TIE)), rows.mask, most)
 
-    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Flags, None]:
-        """Tell which keys outside the screen may have a bound of at least ε; return no terms for `add`."""
+    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, None]:
+        """List the keys, not among the screen's, that may have a bound of at least ε; `add` has all to do."""
         return self.screened(rows, labels, epsilon, member=False), None
 
     @staticmethod
-    def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Float64:
-        """Return lower bounds of the sums over the groups, (b, m)."""
-        total = np.zeros(rows.shape[:2])
+    def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Any:
+        """Return what the groups add up to at least, (b, m), beside the rows."""
+        total = rows.zeros(as_float64=True)
+        own = np.full((1, rows.shape[1]), -1) if labels is None else labels
+        own = to_device(own, total)
         for group, factor in enumerate(groups):
-            t = to_numpy(factor.on(rows).scores(member=False)[0]).astype(np.float64)
+            t = factor.on(rows).scores(member=False)[0].astype(np.float64)
+            raised = to_device(1 + 4 * factor.score_error[:, None] + TIE, total)
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                each = np.fmax(1 / (t * (1 + 4 * factor.score_error[:, None] + TIE)), 0.0)  # 0 where t is not known
-            mine = np.zeros(rows.shape[1], np.bool_) if labels is None else labels[0] == group
-            own = np.clip(each, 1.0, 2.0) if member else 1 + np.minimum(each, 1.0)
-            total += np.where(mine, own, np.minimum(each, 1.0))
+                each = np.fmax(1 / (t * raised), 0.0)  # where nothing is known
+            most = np.minimum(each, 1.0)
+            mine = np.maximum(np.minimum(each, 2.0), 1.0) if member else 1 + most
+            total += array_namespace(total).where(own == group, mine, most)
         return total
 
     def reference(self, tail: Rows, labels: Labels | None) -> Reference:
@@ -325,6 +350,9 @@ class RunningBlocks:
             everything.merge(*total)
         factor = factor_of_sum(*everything.total(nothing), nothing)
         return Reference(factor, tuple(factor_of_sum(*total, nothing) for total in totals))
+
+    def bar(self, _rows: Rows, _epsilon: float, _frozen: bool) -> None:
+        """Return None, as other sums than scores decide."""
 
     def judge(self, by: Reference, item: int, keys: Rows, labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix, which are among the keys of the reference."""
@@ -374,56 +402,15 @@ class RunningBlocks:
 Running = RunningSquares | RunningBlocks
 
 
-def _group_count(epsilon: float) -> int:
+def group_count(epsilon: float) -> int:
+    """Return the number of groups of `RunningBlocks`."""
     return math.ceil(2 / epsilon)
 
 
-def _half_power(f: AttentionFunction | Softmax) -> int:
-    """Return m of an even power 2m, and 0 for other functions."""
-    return int(f.p) // 2 if isinstance(f, Power) and f.p % 2 == 0 else 0
-
-
-def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
-    """Raise for functions without a bound that never rises, or with one that takes too much memory for ε."""
-    if m := _half_power(f):
-        if 2 * m > _LARGEST_POWER:
-            raise ValueError(
-                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, because its lift has too many columns"
-            )
-        return
-    if isinstance(f, Softmax) or f.growth > 2:
-        raise ValueError(
-            f"f is {f!r}; expected an even power, or a function of at most quadratic growth. For others no bound is "
-            "known that never rises as keys are added. Use universal_set on all keys"
-        )
-    if float(f(np.zeros(1))[0]) > 0:
-        raise ValueError(
-            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that zero keys have no "
-            "score. Use universal_set on all keys"
-        )
-    if 2 / epsilon > _MOST_GROUPS:
-        raise ValueError(
-            f"epsilon is {epsilon} for f = {f!r}, whose bound takes 2/epsilon second moments; expected at least "
-            f"{2 / _MOST_GROUPS}"
-        )
-
-
-def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
-    """Return the bounds for f, which `require_bounds` accepts, of b matrices with d columns."""
-    m = _half_power(f)
-    return RunningSquares(b, d, m) if m else RunningBlocks(b, d, epsilon)
-
-
-def require_backed(
-    f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
-) -> None:
-    """Raise ValueError or LookupError where the arrays of a saved state do not have the size of its bounds."""
-    if m := _half_power(f):
-        names, columns = ["exponents"], lift_columns(d, m)
-    else:
-        names, columns = [f"group{g}.exponents" for g in range(_group_count(epsilon))], d
-    for name in names:
-        shaped(arrays[name], np.int32, (b, columns))
+def _no_rows(rows: Rows) -> Rows:
+    """Return none of the rows, without a hold on the others."""
+    b, _, d = rows.shape
+    return Rows(array_namespace(rows.keys).empty((b, 0, d), dtype=rows.keys.dtype), rows.format)
 
 
 def _not_zero(keys: Rows) -> Flags:

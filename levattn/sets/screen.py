@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import to_device
 from levattn._core.checks import TIE
-from levattn._core.types import Float64
-from levattn._kernels import Arithmetic
+from levattn._core.types import Float64, Int64
+from levattn._kernels import Arithmetic, kernels_for
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, DoubleDouble
 
@@ -35,20 +34,20 @@ class Screen:
             simple &= (factor.rows.scale == 1).all(axis=1)
         # ‖|W|ᵀ|k|‖ is at most √(d B) ‖Wᵀk‖, where B bounds the squared inverse, so that four times this is proven;
         # an error below PLAIN_ERROR tells B
-        single = error + 2.0**-25 * (d + 4) * np.sqrt(d * factor.error / PLAIN_NOISE)
-        diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+        unit = kernels_for("gram", factor.rows.keys).SINGLE_UNIT
+        single = error + unit / 2 * (d + 4) * np.sqrt(d * factor.error / PLAIN_NOISE)
+        diagonal = moments.diagonal
         near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all(axis=1) & (epsilon > _NARROW)
         quick = simple & near & (single <= _SINGLE_ERROR) & (factor.error < PLAIN_ERROR)
         arithmetic: list[Arithmetic] = ["single" if q else a for q, a in zip(quick, factor.arithmetic, strict=True)]
         error, factor = np.where(quick, single, error), replace(factor, arithmetic=tuple(arithmetic))
-        reached = bool(np.any(factor.whitening != 0, axis=2).all())
+        reached = bool((factor.rank == d).all())
         self.plain = bool(simple.all()) and reached and set(arithmetic) in ({"single"}, {"double"})
         self.factor = factor
         least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
         both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
-        self._least = (both if raised is None else both / raised)[:, :, None]
+        self._least = both if raised is None else both / raised
 
-    def reached(self, scores: Any, member: bool) -> Any:
-        """Tell which scores (b, m), of keys that are among the screen's if `member`, are not surely too small."""
-        least = self._least[int(member)].astype(scores.dtype)
-        return ~(scores < to_device(least, scores))
+    def reached(self, scores: Any, present: Any, member: bool) -> tuple[Int64, Any]:
+        """List the scores (b, m), of keys that are among the screen's if `member`, that are not surely too small."""
+        return kernels_for("select", scores).reaching(scores, present, self._least[int(member)])

@@ -21,7 +21,7 @@ from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
-from levattn.sets.prefix_bounds import require_bounds
+from levattn.sets.prefix_functions import require_bounds
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
@@ -210,6 +210,10 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         return f"StreamingUniversalSet(epsilon={self.epsilon:.6g}, f={self.f!r}, {shape})"
 
     @property
+    def _held_array(self) -> Any:
+        return self._stream
+
+    @property
     def n(self) -> int:
         """Number of rows so far, masked ones among them."""
         return sum(stop - start for start, stop in self._spans)
@@ -394,7 +398,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         """Raise ValueError if a stream has seen other rows than this state."""
         if max(stream.seen, getattr(stream.candidates.running, "merged", 0), stream.present.max(initial=0)) > self.n:
             raise ValueError("more keys take part than there were rows")
-        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.candidates.held)):
+        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.candidates.held.items)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
                 raise ValueError("a key is held that has the number of no row")
 

@@ -231,7 +231,8 @@ class RowNumbers:
         if isinstance(key[1], slice):
             part = self._numbers[key[1]]
             return RowNumbers(part.start, len(part))
-        return self._numbers.start + np.asarray(key[1], np.int64)
+        places = key[1] if on_cuda(key[1]) else np.asarray(key[1], np.int64)
+        return self._numbers.start + places
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.int64]:
         return np.arange(self._numbers.start, self._numbers.stop, dtype=np.int64)[None]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device, to_float64, to_numpy
+from levattn._core.device import where_arrays_are
 from levattn._core.formats import decode_half
 from levattn._core.serialize import shaped
 from levattn._core.types import Float64
@@ -32,6 +33,10 @@ class BlockSums:
         self._weight: Float64 = np.zeros(b)
         # the sums, and rows that wait; both change at once, because several threads may read
         self._held: tuple[GramAccumulator, BlockBuffer | None] = GramAccumulator(b, d), None
+
+    @property
+    def _held_array(self) -> Any:
+        return self._held[0]
 
     def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
         """Add rows, `present` of them (b,), or raise without a change; rows with weights are held in float64."""
@@ -71,7 +76,7 @@ class BlockSums:
         """Return the moment."""
         moments, exponents = self._total()
         with np.errstate(over="ignore"):
-            return moments.scaled(-exponents).high
+            return np.array(moments.scaled(-exponents).in_main_memory().high)
 
     def weight(self) -> Float64:
         """Return the sum of the weights."""
@@ -141,6 +146,10 @@ class RunningSums:
         self.rows = 0
         self.held: Any = None
 
+    @property
+    def _held_array(self) -> Any:
+        return self.held
+
     def sums(self) -> Any:
         """Return the moment and the sum of weights as they are held: not to be written to."""
         if self.held is None:
@@ -188,6 +197,7 @@ class RunningSums:
                 "library. Keep a state for each, and merge them by their bytes"
             )
 
+    @where_arrays_are
     def merge(self, other: RunningSums, count: npt.NDArray[np.int64]) -> None:
         """Add the sums of later rows, `count` (b,) of them."""
         if other.held is None:

@@ -24,6 +24,9 @@ def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
 
 
 def factor_of_sum(moments: DoubleDouble, exponents: Exponents, like: Rows) -> Factor:
-    """Return the factor of moments with columns in units of powers of two, for keys of the kind of `like`."""
+    """Return the factor of moments whose columns were divided by powers of two, for keys as `like` has none of.
+
+    It is where these are.
+    """
     scale = np.ldexp(1.0, -exponents) if exponents.any() else None
-    return factor_sum(moments, replace(like, mask=None, scale=scale))
+    return factor_sum(moments.beside(like.keys), replace(like, mask=None, scale=scale))

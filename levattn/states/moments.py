@@ -93,7 +93,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     @property
     def _held_array(self) -> Any:
-        return self._sums.held if isinstance(self._sums, RunningSums) else None
+        return self._sums
 
     @property
     @where_arrays_are
@@ -253,7 +253,6 @@ class Moments(StoredState, name="Moments", version=2):
         """
         return self._sums.factor()
 
-    @where_arrays_are
     def merge(self, other: Moments) -> Moments:
         """Add what another state has seen; where sums decay, after what this one has.
 

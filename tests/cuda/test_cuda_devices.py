@@ -15,6 +15,7 @@ import levattn
 from emulator import DeviceError, device, places
 from levattn._core import arrays
 from levattn._core.device import where_arrays_are
+from levattn._kernels import BLOCK
 from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.rows.contract import Rows
@@ -289,6 +290,62 @@ def test_memory_of_torch_is_read_within_a_call_that_entered(tensors: Any) -> Non
     assert where_arrays_are(arrays.as_cupy)(K).shape == (50, 8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stream_of_tensors_goes_on_as_torch_does(tensors: Any, dtype: str) -> None:
+    import torch
+
+    there, streams, made = tensors
+    streams.current[1] = 7
+    K = torch.from_numpy(np.stack([keys(4 * BLOCK, 8), keys(4 * BLOCK, 8, seed=1)])).to(getattr(torch, dtype))
+    found, moments = levattn.StreamingUniversalSet(0.05), Moments(8, (2,))
+    for part in (slice(0, 3 * BLOCK), slice(3 * BLOCK, None)):
+        found.update(
+            there.CudaTensor(K[:, part], 1),
+            payload=there.CudaTensor(torch.arange(2 * 4 * BLOCK).reshape(2, -1)[:, part], 1),
+        )
+        moments.update(there.CudaTensor(K[:, part], 1))
+    items, sums = found.result().items, moments.read()
+    assert set(places.launches) == {(1, 7)}
+    assert made.asked
+    assert not places.own
+    assert not places.waits
+    assert places.CURRENT.device == 0
+    expected = levattn.StreamingUniversalSet(0.05).update(K, payload=torch.arange(2 * 4 * BLOCK).reshape(2, -1))
+    for item, other in zip(items, expected.result().items, strict=True):
+        assert np.array_equal(item.indices, other.indices)
+        assert np.array_equal(item.keys, other.keys)
+        assert np.array_equal(item.payload, other.payload)
+    np.testing.assert_allclose(sums, Moments(8, (2,)).update(K).read(), rtol=1e-12, atol=1e-8)
+
+
+def test_tensors_wait_for_what_a_stream_holds_of_cupy(tensors: Any, cupy: Any) -> None:
+    import torch
+
+    there, streams, _ = tensors
+    streams.current[0] = 5
+    K = keys(4 * BLOCK, 8)
+    state = levattn.StreamingUniversalSet(0.05).update(cupy.asarray(K[: 2 * BLOCK]))
+    state.update(there.CudaTensor(torch.from_numpy(K[2 * BLOCK :]), 0))
+    assert places.waits[:2] == [(5, 0), (0, 5)]
+
+
+@needs_two
+def test_states_of_two_devices_are_merged_in_main_memory(cupy: Any) -> None:
+    K = keys(6 * BLOCK, 8)
+    parts = []
+    for number in (0, 1):
+        with cupy.cuda.Device(number):
+            part = cupy.asarray(K[3 * BLOCK * number :][: 3 * BLOCK])
+        parts.append((levattn.StreamingUniversalSet(0.05).update(part), Moments(8).update(part)))
+    with pytest.raises(TypeError, match="this StreamingUniversalSet is on CUDA device 0 and K on CUDA device 1"):
+        parts[0][0].update(part)
+    (found, sums), (other, its) = parts
+    expected = levattn.StreamingUniversalSet(0.05).update(K).result()
+    assert found.merge(other).result().indices.tolist() == expected.indices.tolist()
+    np.testing.assert_allclose(sums.merge(its).read(), Moments(8).update(K).read(), rtol=1e-12, atol=1e-9)
+    assert cupy.cuda.runtime.getDevice() == 0
+
+
 def test_arrays_of_cupy_beside_tensors_are_waited_for(tensors: Any, cupy: Any) -> None:
     import torch
 
@@ -374,8 +431,8 @@ ELSEWHERE = {
     "Softmax.contains": "arrays of numpy",
     "Softmax.__call__": "arrays of numpy",
     "Factor.whitened": "arrays of numpy; W comes by `whitening`",
-    "factor_of": "sums in main memory",
-    "factor_of_sum": "sums in main memory",
+    "factor_of": "sums that enter by themselves",
+    "factor_of_sum": "moments that enter by themselves",
 }
 
 

@@ -176,6 +176,33 @@ def test_rows_are_gathered_from_any_layout(kind: str, dtype: Any, d: int) -> Non
     np.testing.assert_array_equal(again[where], expected)
 
 
+@examples(15)
+@given(case=scored(), least=st.sampled_from([0.0, 0.3, 1.0, -np.inf]))
+def test_scores_that_are_not_below(case: tuple[Any, Any], least: float) -> None:
+    scores, present = case
+    bounds = np.linspace(least, least + 0.2, len(scores)) if np.isfinite(least) else np.full(len(scores), least)
+    there = np.ones(scores.shape, np.bool_) if present is None else present
+    expected = listed(~(scores.astype(np.float64) < bounds[:, None]) & there)
+    for table in (select_cuda, definition):
+        assert as_lists(*table.reaching(scores, present, bounds)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float32", "float64", "complex128", "bool"])
+@pytest.mark.parametrize("shape", [(3, 300), (1, 300), (3, 300, 5), (3, 300, 2, 4)], ids=str)
+def test_what_is_listed_one_after_the_other(dtype: str, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    array, flags = rng.integers(0, 1000, shape).astype(dtype), rng.random((3, 200)) < 0.2
+    flags[1] = False
+    starts, indices = doubtful(select_cuda, flags)
+    part = array[:, 50:250]
+    expected = np.concatenate([part[item % len(part), row] for item, row in enumerate(flags)])
+    for table in (select_cuda, definition):
+        np.testing.assert_array_equal(table.gathered(part, starts, indices), expected)
+    alone = rng.integers(0, 9, (1, 200, 4))
+    rows, there = select_cuda.stacked(alone, starts, indices)
+    np.testing.assert_array_equal(rows[there], np.concatenate([alone[0, row] for row in flags]))
+
+
 def test_no_rows_are_gathered() -> None:
     none = doubtful(select_cuda, np.zeros((2, 5), np.bool_))
     assert select_cuda.stacked(np.ones((2, 5, 3)), *none)[0].shape == (2, 0, 3)

@@ -14,7 +14,9 @@ from levattn._kernels.tokens import cuda
 from levattn._kernels.tokens.contract import TokenArguments
 from levattn.attention import tssa
 
-pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
+pytestmark = pytest.mark.skipif(
+    not device.AVAILABLE or device.DEVICES > 0, reason="calls are counted on the emulator, which needs g++ and no card"
+)
 
 B, H, T, D = 2, 3, 40, 8  # of which the counts depend on T alone: a run is of 16 tokens
 

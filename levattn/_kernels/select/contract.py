@@ -25,6 +25,12 @@ class SelectKernels(Protocol):
     def largest(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
         """Return the `size` largest scores of each matrix, and list those too close to the last of them to call."""
 
+    def reaching(self, scores: Any, present: Any, least: Float64, /) -> tuple[Any, Any]:
+        """List the scores that are not below `least` (b,), as NaN never is."""
+
+    def gathered(self, array: Any, starts: Any, indices: Any, /) -> Any:
+        """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+
     def include(self, chosen: Any, starts: Any, indices: Any, which: Any, /) -> None:
         """Set the flags of some of the rows listed."""
 
@@ -33,6 +39,8 @@ class SelectKernels(Protocol):
 
     def stacked(self, keys: Any, starts: Any, indices: Any, /) -> tuple[Any, Any]:
         """Return the rows listed as a batch (b, w, d) for the longest list, w long, and which rows of it they are.
+
+        Keys (1, n, d) are those of all matrices.
 
         What the other rows hold is of no matter. Where there are none the flags are None.
         """

@@ -6,6 +6,7 @@ call waits for, and the indices stay on the device.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from levattn._core.arrays import to_numpy
 from levattn._core.types import Float64, Int64
 from levattn._kernels.cuda_source import TYPES, WORDS, launch, namespace, on_device, with_steps
 
-__all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
+__all__ = ["gathered", "held", "include", "largest", "maxima", "reaching", "stacked", "threshold"]
 
 _TILE = 2048  # entries that a block lists
 _SPAN = 8192  # entries whose digits a block counts
 _DIGITS = 2048
 _COPIED = 16  # rows that a block copies
+_LONGEST_WORD = 8  # in bytes; longer numbers are copied as several
 _BITS = {"float": (11, 11, 10), "double": (11, 11, 11, 11, 11, 9)}  # of the digits of a score, from the highest on
 
 
@@ -44,6 +46,29 @@ def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int6
     grid = (b * tiles if len(indices) else 0,)
     launch("select", "fill_listed", (real,), grid, [*arguments, offsets, indices])
     return chosen, starts, indices
+
+
+def reaching(scores: Any, present: Any, least: Float64) -> tuple[Int64, Any]:
+    """List the scores that are not below `least` (b,), as NaN never is."""
+    return threshold(scores, present, least, np.full(len(least), np.nan))[1:]
+
+
+def gathered(array: Any, starts: Int64, indices: Any) -> Any:
+    """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+    xp = namespace()
+    array = on_device(array) if isinstance(array, np.ndarray) else array
+    out = xp.empty((len(indices), *array.shape[2:]), array.dtype)
+    columns = math.prod(array.shape[2:])
+    rows, target = array.reshape(*array.shape[:2], columns), out.reshape(len(indices), columns)
+    if array.itemsize > _LONGEST_WORD:
+        rows = xp.ascontiguousarray(rows)
+    words = np.dtype(f"u{min(array.itemsize, _LONGEST_WORD)}")
+    rows, target = rows.view(words), target.view(words)
+    keys, item, *within = with_steps(rows, 3)
+    arguments = [keys, item if len(array) > 1 else 0, *within, on_device(starts, np.int64), len(starts) - 1]
+    arguments += [on_device(indices, np.int64), len(indices), 0, target.shape[1], target]
+    launch("select", "gather_rows", (WORDS[words.itemsize],), (-(-len(indices) // _COPIED),), arguments)
+    return out
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
@@ -75,8 +100,9 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     width = int(counts.max(initial=0))
     out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
     words = np.dtype(f"u{keys.itemsize}")
-    listed = [on_device(starts, np.int64), len(keys), on_device(indices, np.int64), len(indices)]
-    arguments = [*with_steps(keys.view(words), 3), *listed, width, keys.shape[2], out.view(words)]
+    given, item, *within = with_steps(keys.view(words), 3)
+    listed = [on_device(starts, np.int64), len(counts), on_device(indices, np.int64), len(indices)]
+    arguments = [given, item if len(keys) > 1 else 0, *within, *listed, width, keys.shape[2], out.view(words)]
     launch("select", "gather_rows", (WORDS[keys.itemsize],), (-(-len(indices) // _COPIED),), arguments)
     return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
 

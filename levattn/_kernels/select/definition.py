@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, take_rows, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
 
-__all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
+__all__ = ["gathered", "held", "include", "largest", "maxima", "reaching", "stacked", "threshold"]
 
 
 def held(array: Any) -> Any:
@@ -33,10 +33,29 @@ def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[F
     if present is not None:
         chosen &= present
         doubtful &= present
-    b, n = doubtful.shape
-    flat = np.flatnonzero(doubtful)  # faster than in two axes
+    return chosen, *_listed(doubtful)
+
+
+def reaching(scores: Any, present: Any, least: Float64) -> tuple[Int64, Int64]:
+    """List the scores (b, n) of keys that are present which are not below `least` (b,), as NaN never is."""
+    flags = ~(scores < _upward(least, scores.dtype)[:, None])
+    if present is not None:
+        flags &= present
+    return _listed(flags)
+
+
+def _listed(flags: Flags) -> tuple[Int64, Int64]:
+    b, n = flags.shape
+    flat = np.flatnonzero(flags)  # faster than in two axes
     starts = np.searchsorted(flat, n * np.arange(b + 1))
-    return chosen, starts, flat - np.repeat(n * np.arange(b), np.diff(starts))
+    return starts, flat if b == 1 else flat - np.repeat(n * np.arange(b), np.diff(starts))
+
+
+def gathered(array: Any, starts: Int64, indices: Int64) -> Any:
+    """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+    if len(array) == 1:
+        return array[0, indices]
+    return array[np.repeat(np.arange(len(array)), np.diff(starts)), indices]
 
 
 def _upward(bounds: Float64, kind: Any) -> Any:

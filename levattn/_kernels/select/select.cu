@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The rows `indices` of each matrix (of d numbers; strides are in numbers): to rows of `out` from item · width on. There
-// are `room` of them, the last of `starts` (items + 1,).
+// The rows `indices` of each matrix (of d numbers; strides are in numbers): to rows of `out` from item · width on, or one
+// after the other for a width of 0. There are `room` of them, the last of `starts` (items + 1,).
 template <typename Stored>
 __global__ void __launch_bounds__(THREADS)
     gather_rows(const Stored *rows, long long item_stride, long long row_stride, long long column_stride,
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(THREADS)
             else end = middle;
         }
         sources[threadIdx.x] = item * item_stride + indices[at] * row_stride;
-        targets[threadIdx.x] = (item * width + at - starts[item]) * d;
+        targets[threadIdx.x] = (width ? item * width + at - starts[item] : at) * d;
     }
     __syncthreads();
     constexpr int pack = sizeof(uint4) / sizeof(Stored);
