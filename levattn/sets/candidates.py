@@ -155,8 +155,10 @@ class RunningCandidates:
             self.held.keep(rows.keys, score, least)
         else:
             by = self.running.reference(rows.between(0, 0), None)
-            for item in full:
-                self.held[item] = self.pruned(by, item, self.held[item])
+            parts = self.held.parts()
+            for item in full:  # each part by itself, as both together take more memory
+                parts[item] = [self.pruned(by, item, part) for part in parts[item]]
+            self.held.hold(parts)
         self.limits[full] = np.maximum(self.least_limit, 2 * self.held.counts[full])
 
     def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:
