@@ -129,8 +129,8 @@ class RunningCandidates:
                     starts, places = _first_of(starts, to_numpy(places), count * BLOCK)
                 self.running.add(run, ahead)
             if starts[-1]:
-                new = [_gathered(array, starts, places) for array in (beside[0], run.keys, *beside[1:])]
-                self.held.add(starts, Candidates.of(new))
+                arrays = beside[0], run.keys, *beside[1:]
+                self.held.add(starts, Candidates.of([_gathered(array, starts, places) for array in arrays]))
             self._judge_again([item for item in over if self.held.counts[item]], run, milestone)
             at, left = at + count, left - count
 
@@ -156,8 +156,10 @@ class RunningCandidates:
         else:
             by = self.running.reference(rows.between(0, 0), None)
             parts = self.held.parts()
-            for item in full:  # each part by itself, as both together take more memory
-                parts[item] = [self.pruned(by, item, part) for part in parts[item]]
+            self.held.forget()
+            for item in full:  # each part by itself, of which nothing else has a hold, as both take more memory
+                for i in range(len(parts[item])):
+                    parts[item][i] = self.pruned(by, item, parts[item][i])
             self.held.hold(parts)
         self.limits[full] = np.maximum(self.least_limit, 2 * self.held.counts[full])
 

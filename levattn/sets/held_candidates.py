@@ -109,6 +109,10 @@ class HeldCandidates:
                 came[item].append(part.take(slice(starts[item], starts[item + 1])))
         return [[item, Candidates.joined(new)] if new else [item] for item, new in zip(items, came, strict=True)]
 
+    def forget(self) -> None:
+        """Hold no keys until others come by `hold`."""
+        self._held = [], []
+
     def hold(self, parts: list[list[Candidates]]) -> None:
         """Hold these keys of each matrix, and no others."""
         items = [Candidates.joined(each) for each in parts]
