@@ -76,10 +76,11 @@ class GramAccumulator:
     def add(self, rows: Rows, terms: Terms | None = None) -> None:
         """Add whole blocks of rows, of which some `terms_beside` are known. If it raises, the sum is void."""
         at, n, smaller, exponents = 0, rows.shape[1], 0, self.exponents
-        longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
-        if any(on_cuda(part.high) != on_cuda(rows.keys) for part in self.blocks.levels.values()):
+        here = on_cuda(rows.keys)
+        longest = _DEVICE_LEVEL if here else _LEVEL
+        if any((part.known is not None) != here for part in self.blocks.levels.values()):
             self._move(lambda part: part.beside(rows.keys))
-        if on_cuda(rows.keys):
+        if here:
             terms = self._terms_at_once(rows)
         while at < n:
             level = 0 if self.double_double.any() else _level(self.blocks.count, (n - at) // BLOCK, longest)

@@ -100,7 +100,7 @@ class DoubleDouble:
     low: (b, d, d) what `high` lacks; None stands for zeros.
     double_double: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
     spans: the exact row spaces of the items, of a whole sum; () of a part of one.
-    known: (b, d) the diagonals of moments on a device, in main memory, where decisions read them.
+    known: (b, d) the diagonals of moments on a device, in main memory, where decisions read them; None of others.
     """
 
     high: Any
@@ -125,16 +125,19 @@ class DoubleDouble:
         """The diagonals of the moments, (b, d), in main memory."""
         return diagonals(self.high) if self.known is None else self.known
 
-    @where_arrays_are
     def in_main_memory(self) -> DoubleDouble:
         """Return the same moments in main memory."""
-        return replace(self, high=to_numpy(self.high), known=None) if on_cuda(self.high) else self
+        return self if self.known is None else self._fetched()
+
+    @where_arrays_are
+    def _fetched(self) -> DoubleDouble:
+        return replace(self, high=to_numpy(self.high), known=None)
 
     def beside(self, array: Any) -> DoubleDouble:
         """Return the same moments where an array is; in main memory if some have two parts."""
         if not on_cuda(array) or self.low is not None:
             return self.in_main_memory()
-        return self if on_cuda(self.high) else replace(self, high=to_device(self.high, array), known=self.diagonal)
+        return self if self.known is not None else replace(self, high=to_device(self.high, array), known=self.diagonal)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied or pickled, in main memory."""
@@ -142,7 +145,7 @@ class DoubleDouble:
 
     def __add__(self, other: DoubleDouble) -> DoubleDouble:
         """Return the sum, in twofold arithmetic for items of which either moment has two parts."""
-        if on_cuda(self.high) != on_cuda(other.high):
+        if (self.known is None) != (other.known is None):
             self, other = self.in_main_memory(), other.in_main_memory()
         either = self.double_double | other.double_double
         total = self.high + other.high

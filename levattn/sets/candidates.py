@@ -129,8 +129,8 @@ class RunningCandidates:
                     starts, places = _first_of(starts, to_numpy(places), count * BLOCK)
                 self.running.add(run, ahead)
             if starts[-1]:
-                new = [_gathered(array, starts, places) for array in (beside[0], run.keys, *beside[1:])]
-                self.held.add(starts, Candidates.of(new))
+                arrays = beside[0], run.keys, *beside[1:]
+                self.held.add(starts, Candidates.of([_gathered(array, starts, places) for array in arrays]))
             self._judge_again([item for item in over if self.held.counts[item]], run, milestone)
             at, left = at + count, left - count
 
@@ -155,8 +155,12 @@ class RunningCandidates:
             self.held.keep(rows.keys, score, least)
         else:
             by = self.running.reference(rows.between(0, 0), None)
-            for item in full:
-                self.held[item] = self.pruned(by, item, self.held[item])
+            parts = self.held.parts()
+            self.held.forget()
+            for item in full:  # each part by itself, of which nothing else has a hold, as both take more memory
+                for i in range(len(parts[item])):
+                    parts[item][i] = self.pruned(by, item, parts[item][i])
+            self.held.hold(parts)
         self.limits[full] = np.maximum(self.least_limit, 2 * self.held.counts[full])
 
     def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:

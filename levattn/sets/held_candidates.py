@@ -93,19 +93,30 @@ class HeldCandidates:
         return {"counts": self.counts, "_held": (self.items, [])}
 
     @property
-    @where_arrays_are
     def items(self) -> list[Candidates]:
         """The keys of each matrix, in main memory."""
+        if self._held[1]:
+            self.hold(self.parts())
+        return self._held[0]
+
+    @where_arrays_are
+    def parts(self) -> list[list[Candidates]]:
+        """Return the keys of each matrix in main memory, in one part or in two: those that came last by themselves."""
         items, coming = self._held
-        if coming:
-            new = _in_main_memory([each for _, each in coming])
-            lists: list[list[Candidates]] = [[item] for item in items]
-            for (starts, _), part in zip(coming, new, strict=True):
-                for item in np.flatnonzero(np.diff(starts)).tolist():
-                    lists[item].append(part.take(slice(starts[item], starts[item + 1])))
-            items = [Candidates.joined(parts) for parts in lists]
-            self._held = items, []
-        return items
+        came: list[list[Candidates]] = [[] for _ in items]
+        for (starts, _), part in zip(coming, _in_main_memory([each for _, each in coming]), strict=True):
+            for item in np.flatnonzero(np.diff(starts)).tolist():
+                came[item].append(part.take(slice(starts[item], starts[item + 1])))
+        return [[item, Candidates.joined(new)] if new else [item] for item, new in zip(items, came, strict=True)]
+
+    def forget(self) -> None:
+        """Hold no keys until others come by `hold`."""
+        self._held = [], []
+
+    def hold(self, parts: list[list[Candidates]]) -> None:
+        """Hold these keys of each matrix, and no others."""
+        items = [Candidates.joined(each) for each in parts]
+        self._held, self.counts = (items, []), np.array([len(item) for item in items], np.int64)
 
     def __getitem__(self, item: int) -> Candidates:
         return self.items[item]

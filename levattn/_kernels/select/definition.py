@@ -54,7 +54,7 @@ def _listed(flags: Flags) -> tuple[Int64, Int64]:
 def gathered(array: Any, starts: Int64, indices: Int64) -> Any:
     """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
     if len(array) == 1:
-        return array[0, indices]
+        return np.take(array[0], indices, axis=0)
     return array[np.repeat(np.arange(len(array)), np.diff(starts)), indices]
 
 
