@@ -2,13 +2,14 @@
 
 Its rules are those of the Google developer style guide that a program can check: short sentences, named subjects and
 objects, American spelling, and no passive whose agent stands beside it. Code, tables, formulas and links' targets are
-no prose.
+no prose. `python -m tests.prose --grades [REVISION]` prints how hard README and guide are to read.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,7 +162,41 @@ def texts() -> Iterator[Text]:
         yield from docstrings(path)
 
 
+def syllables(word: str) -> int:
+    """The syllables of a word, by its groups of vowels: within one of a dictionary's for most words."""
+    groups = len(re.findall(r"[aeiouy]+", word.lower()))
+    silent = re.search(r"[^aeiouyl]e$|[^aeiouydt]ed$", word.lower()) is not None
+    return max(1, groups - silent)
+
+
+def grade(page: str) -> float:
+    """The grade of Flesch and Kincaid: the years of school that a text takes."""
+    found = [each for text in paragraphs(page, Path()) for each in sentences(text.text)]
+    words = [word for each in found for word in re.findall(r"[A-Za-z][A-Za-z'’]*", each)]
+    if not words:
+        return 0.0
+    return 0.39 * len(words) / len(found) + 11.8 * sum(map(syllables, words)) / len(words) - 15.59
+
+
+def graded() -> list[Path]:
+    """The pages that a reader begins with."""
+    return [ROOT / "README.md", ROOT / "docs" / "start.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+
+
+def print_grades(revision: str | None) -> None:
+    """Print the grades of README and guide, and those that a revision had."""
+    for path in graded():
+        name, line = str(path.relative_to(ROOT)), f"{grade(path.read_text('utf-8')):5.1f}"
+        if revision is not None:
+            before = subprocess.run(("git", "show", f"{revision}:{name}"), cwd=ROOT, capture_output=True, text=True)
+            line += f"  (was {grade(before.stdout):.1f})" if not before.returncode else "  (new)"
+        print(f"{line}  {name}")
+
+
 def main() -> int:
+    if sys.argv[1:2] == ["--grades"]:
+        print_grades(sys.argv[2] if len(sys.argv) > 2 else None)
+        return 0
     faults = [
         fault for text in texts() for fault in faults_of(text) if not any(part in fault.passage for part in EXCEPTIONS)
     ]
