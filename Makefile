@@ -12,7 +12,7 @@
 #   make wheel   a wheel with compiled kernels for this system and Python, in dist, and the same check (five minutes)
 #   make kernels the same kernels for this checkout, so that no first call compiles
 #   make minimum tests with the oldest versions of the dependencies that pyproject.toml allows
-#   make lint    lint and types alone
+#   make lint    lint of code and prose, and types, alone
 #   make bench   every benchmark in examples/benchmarks, or those named in BENCHMARKS
 #   make clean   remove all that the others made
 
@@ -212,6 +212,7 @@ define lint-with
 	$(1)/ruff check
 	$(1)/ruff format --check
 	$(1)/mypy
+	$(1)/python -m tests.prose
 endef
 
 # The stamp comes last: an interrupted installation starts afresh.
