@@ -299,7 +299,7 @@ class Factor:
                 out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
-        """Raise the scores of a matrix to its exact rank; return whether any row counts as 1 or is bounded."""
+        """Raise the scores of a matrix to its exact rank; return whether any row was counted or bounded."""
         one, fine = self.rows.item(item), self.hidden[item]
         if fine is None:
             return self._set(out, item, nonzero_rows(one), ceiling)
@@ -536,7 +536,7 @@ def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[A
 
 
 def _columns(factor: Factor, item: int, B: Float64) -> tuple[Float64, Float64]:
-    """Return B for keys with columns scaled to norms of about 1, and the norms."""
+    """Return B for keys with columns scaled to nearly unit norm, and the norms."""
     c = factor.null_directions[item][1] if item in factor.null_directions else _row_sizes(B)
     c = np.where(np.isfinite(c), c, 1.0)
     return c[:, None] * B, c

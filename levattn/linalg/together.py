@@ -28,7 +28,9 @@ class Together:
     directions leaves the others, because lost directions need singular vectors. It goes on in main memory.
 
     moments_in: computes the moments of keys in bases.
+
     target, cut, limit: as in `precondition`.
+
     begun: for matrices that left after the first round, their bases, and the moments in these bases.
     """
 

@@ -49,11 +49,11 @@ def latte(
     the largest value that row t sees, up to rounding. Causal row t equals the last row of the bidirectional form on
     the positions up to t.
 
-    A latent that has seen no position takes no part in the softmax over latents: all positions are masked, or have a
-    logit of −inf for it. A row is zero if no latent takes part, or if its `q_logits` are −inf for all latents that
-    do, where torch's softmax gives NaN. All other infinite logits and NaN act as in torch's softmax: −inf gives a
-    weight of zero, and NaN or +inf make every output that uses them NaN. The `k_logits` and V of a masked position
-    are not used. Its `q_logits` are, because its row is an output like the others.
+    A latent takes no part in the softmax over latents until it has seen a position. It sees no masked position, and
+    none with a logit of −inf for it. A row is zero if no latent takes part, or if its `q_logits` are −inf for all
+    latents that do, where torch's softmax gives NaN. Other infinite logits and NaN act as in torch's softmax: −inf
+    gives a weight of zero. NaN or +inf make every output that uses them NaN. The `k_logits` and V of a masked
+    position are not used. Its `q_logits` are, because its row is an output like the others.
 
     Parameters
     ----------
@@ -96,9 +96,9 @@ def latte(
 
     Notes
     -----
-    Time is O(TLD). Memory is O(LD), plus O(T(L + D)) for arrays of other precisions and layouts, plus O(TLD/4096)
-    float64 numbers for the states between runs of positions. Nothing of size T × T or T × L × D is formed. A decode
-    step is a call with T = 1, a `state` and `return_state`.
+    Time is O(TLD). Memory is O(LD), plus O(T(L + D)) for arrays of other precisions and layouts. States between runs
+    of positions add O(TLD/4096) float64 numbers. Nothing of size T × T or T × L × D is formed. A decode step is a call
+    with T = 1, a `state` and `return_state`.
 
     The computation is in float64 if any array is float64. Otherwise it is in float32, and sums of more than a few
     positions are in float64, so that errors do not grow with T. Sums are divided only when a row reads them, so
