@@ -17,14 +17,14 @@ State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each
 class LatentArguments:
     """The arguments of latent attention, for a stack of heads.
 
-    Row t computes ``y_t = Σ_l p(l|t) Σ_u p(u|l, t) V_u``. Here ``p(l|t)`` is the softmax of Q[t] over the latents, and
+    Row t computes ``y_t = Σ_l p(l|t) Σ_u p(u|l, t) V_u``. Here ``p(l|t)`` is the softmax of Q[t] over the latents.
     ``p(u|l, t)`` is the softmax of K[:, l] over the positions u that row t may see. A latent that has seen no position
     yet takes no part in the softmax over latents. Where no latent takes part, the row is zero.
 
     All arrays are float32, or all are float64. The first two axes have any strides (also 0), and numbers along the
-    last axis are contiguous. On a device Q, K and V may have the same 16-bit format (bfloat16 as words in CuPy
-    arrays); all other arrays are then float32, and the output has that format. `backward` takes 16-bit formats only
-    as tensors, which it widens.
+    last axis are contiguous. On a device Q, K and V may have one format of 16 bits (bfloat16 as words in CuPy arrays).
+    Then the output has the same format, and all other arrays are float32. `backward` takes these formats only as
+    tensors, which it widens.
 
     Q: (b, T, L) logits of the latents.
 
@@ -44,8 +44,8 @@ class LatentArguments:
 
     mask: (b, U) bool, False for a position that no row sees, or None. Its values and logits are not used.
 
-    state: positions that every row of a sequence sees as well, or None. m (b, n, L), s (b, n, L) and S (b, n, L, D)
-        are float64, with s = ``Σ e^{K−m}`` and S = ``Σ e^{K−m} V``; m = −inf where there are none.
+    state: positions that every row of a sequence sees as well, or None: m (b, n, L), s (b, n, L), S (b, n, L, D).
+        They are float64, with s = ``Σ e^{K−m}`` and S = ``Σ e^{K−m} V``. Without positions m = −inf.
     """
 
     Q: Any

@@ -63,8 +63,8 @@ FOLD = 64  # rows whose gain is summed separately, and then added to sums in flo
 PLAIN = 192  # in a run without a state before it, sums are not yet large up to this row
 TALL = 4  # rows of a tile
 
-# Numbers of each latent. The last raise multiplies the sums by `factors`. `raised`, in float64, is the product of these
-# since the gain was last added. The sums of the backward pass are relative to `held`.
+# Numbers of each latent. The last raise multiplies the sums by `factors`. `raised`, in float64, is the product of
+# these since the gain was last added. The sums of the backward pass are relative to `held`.
 # `top` and `least` are the largest logits (or the limits, where these are larger) and the smallest logits of the
 # positions last read.
 _LATENT = ("reference", "base", "limit", "total", "factors", "gain", "held", "rho", "top", "least")
