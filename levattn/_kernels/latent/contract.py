@@ -44,7 +44,7 @@ class LatentArguments:
 
     mask: (b, U) bool, False for a position that no row sees, or None. Its values and logits are not used.
 
-    state: positions that every row of a sequence sees as well, or None: m (b, n, L), s (b, n, L), S (b, n, L, D).
+    state: positions that every row of a sequence sees too, or None: m (b, n, L), s (b, n, L), S (b, n, L, D).
         They are float64, with s = ``Σ e^{K−m}`` and S = ``Σ e^{K−m} V``. Without positions m = −inf.
     """
 

@@ -155,7 +155,7 @@ def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _scan_gradients(ctx: Any, dh: Any) -> Any:
     """Return the gradients of a scan; the gradient of x is the scan of `dh` the other way.
 
-    A caller that begins a sequence with a = 0 must keep a constant there: its gradient reads the row before, maybe NaN.
+    A caller that begins a sequence with a = 0 must keep it constant: its gradient reads the row before, maybe NaN.
     """
     a, first, h = ctx.saved_tensors
     r = SCAN(a, dh, None, not ctx.reverse)
