@@ -12,7 +12,7 @@ _LEAST_AXES = 3  # of the keys of a layer: heads, positions, columns
 
 
 def cached_keys(K: Any) -> Any | None:
-    """Return the keys of a cache as one array (layers, ..., n, d), or None if K is no cache; raise if layers differ."""
+    """Return the keys of a cache as one array (layers, ..., n, d), None if K is no cache; raise if layers differ."""
     layers = layers_of(K)
     if layers is None:
         return None

@@ -55,8 +55,8 @@ def kernels_for(task: Literal["pruned"], array: Any, /) -> PrunedKernels: ...
 def kernels_for(task: str, array: Any, /) -> Any:
     """Return the kernels of a task for an array: a module that implements the contract in the task's folder.
 
-    The file depends on the array: ``csr`` for sparse keys, ``cuda`` for an array of CuPy, ``cpu`` for an array of
-    NumPy, and ``torch`` for a tensor. For other arrays, or if the folder lacks the file, it is ``definition``.
+    The file depends on the array: ``csr`` for sparse keys, ``cuda`` for CuPy, ``cpu`` for NumPy, and ``torch`` for a
+    tensor. For other arrays, or if the folder lacks the file, it is ``definition``.
     """
     if isinstance(array, np.ndarray):
         file = "cpu"

@@ -83,7 +83,7 @@ class FactorKernels(Protocol):
         """Return upper-triangular W with ``Wᵀ(G + shift diag(G))W = I``, and its figures.
 
         Columns of zeros are left out (their row and column of W are zero). `limit` is a number for all matrices or one
-        for each, (b,). A bound above it is replaced by the norm itself, to a few per cent, where the norm is less.
+        for each, (b,). The norm itself, to a few per cent, replaces a bound above the limit, where it is less.
         """
 
     def rebased(self, H: Any, sizes: Any, bases: Any, shift: float, accepted: float, /) -> Rebased:
