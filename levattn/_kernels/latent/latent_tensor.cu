@@ -9,9 +9,8 @@
 // is summed pair by pair, with exponentials relative to the references that each row has reached, and w is scaled down for
 // products with S. Then S and E change to the new references. So no row depends on a later position.
 //
-// Each number is multiplied as the sum of two numbers of 11 bits, which hold it to 2^-23; the product of the two rests is left
-// out. Tensor cores truncate sums, they do not round. So they add 32 products or fewer of each sort, and rounded sums add
-// the results.
+// Each factor is the sum of two numbers of 11 bits, which hold it to 2^-23, and the product of two rests is left out. Tensor
+// cores truncate sums, they do not round. So they add 32 products or fewer of each sort, and rounded sums add the results.
 
 #include "shared.cuh"
 #include "copies.cuh"
