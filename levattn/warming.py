@@ -1,4 +1,4 @@
-"""Calls that between them need all kernels of the library, made at once so that no later call compiles."""
+"""Calls that together use all kernels of the library, so that no later call compiles."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ __all__ = ["calls", "warmup"]
 def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None) -> None:
     """Compile the kernels for this processor, so that no later call has to.
 
-    Numba compiles a kernel at its first call with a type of numbers, and keeps the code on disk. So first calls of a
-    new installation take seconds, and later processes load the code. This function makes these calls at once, on
-    small arrays in float32 and float64; code that is there already is loaded.
+    Numba compiles a kernel at its first call with each dtype, and keeps the code on disk. So first calls of a new
+    installation take seconds, and later processes load the code. This function makes all these calls, on small arrays
+    in float32 and float64. It loads code that was compiled before.
 
     Parameters
     ----------
     progress : bool or callable, optional
-        True shows a bar on standard error; a function is called with the number of calls that are done, and of all.
+        True shows a bar on standard error. A function is called with the number of calls done, and the total.
 
     Raises
     ------
     TypeError
-        If `progress` is something else.
+        If `progress` is neither a bool nor a callable.
     ImportError
         If `progress` is True and rich is not installed (the extra ``cli``).
 
     Warns
     -----
     CacheWarning
-        If no folder can be written, so that only this process profits.
+        If no folder is writable, so that only this process profits.
 
     Notes
     -----
-    The program does the same: ``levattn warmup``. CUDA kernels are not among these: a device compiles each at its
-    first call. Time some minutes on one core, a few seconds if the code is there. Whenever a process begins to
-    compile, the logger ``levattn`` says so once, at level INFO.
+    The command ``levattn warmup`` does the same. It does not compile CUDA kernels: each is compiled at its first call.
+    Compiling takes some minutes on one core, loading a few seconds. When a process begins to compile, the logger
+    ``levattn`` reports it once, at level INFO.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
 
 
 def calls() -> list[Callable[[], Any]]:
-    """Return the calls, each on arrays of its own type."""
+    """Return the calls, on arrays of float32 and of float64."""
     kinds = (np.float32, np.float64)
     return [call for kind in kinds for group in (_of_scores, _of_sets, _of_others) for call in group(kind)]
 

@@ -1,4 +1,4 @@
-"""Keys of key-value caches: caches of transformers, and tuples of (keys, values), one a layer."""
+"""Keys of KV caches: caches of transformers, and tuples of (keys, values), one pair for each layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST_AXES = 3  # of the keys of a layer: heads, positions, columns
 
 
 def cached_keys(K: Any) -> Any | None:
-    """Return the keys of a cache as one array (layers, ..., n, d), None if K is none; raise if layers differ."""
+    """Return the keys of a cache as one array (layers, ..., n, d), None if K is no cache; raise if layers differ."""
     layers = layers_of(K)
     if layers is None:
         return None
@@ -35,7 +35,7 @@ def cached_keys(K: Any) -> Any | None:
 
 
 def layers_of(K: Any) -> list[Any] | None:
-    """Return the keys of each layer of a cache, None where K is no cache."""
+    """Return the keys of each layer of a cache, or None if K is no cache."""
     if hasattr(K, "layers") and hasattr(K, "get_seq_length"):
         return [getattr(layer, "keys", None) for layer in K.layers]
     if hasattr(K, "key_cache"):
@@ -46,7 +46,7 @@ def layers_of(K: Any) -> list[Any] | None:
 
 
 def _is_pair(item: Any) -> bool:
-    """Tell whether an item is (keys, values), two arrays of the same positions."""
+    """Tell whether an item is (keys, values), two arrays with the same positions."""
     return (
         isinstance(item, list | tuple)
         and len(item) == 2

@@ -1,8 +1,7 @@
 """The place of a call: the CUDA device of its arrays, and for torch its current stream and its memory.
 
-Every function that takes or holds arrays enters by `where_arrays_are`. CuPy keeps device, stream and allocator for
-each thread. So every entry point enters separately: public calls, and operators, which autograd calls in its own
-threads.
+`where_arrays_are` wraps every function that takes or holds arrays. CuPy keeps device, stream and allocator for each
+thread. So each entry point needs the wrapper: public calls, and operators, which autograd calls in its own threads.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _entered = threading.local()  # `stream`: the device of this thread, and torch's
 def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function work on the CUDA device of the arrays among its arguments.
 
-    The wrapper looks at the arguments, and at the items of tuples. An object that holds arrays has an attribute
-    ``_held_array``: an array, or another object that holds one. A generator cannot be wrapped, because it works later.
+    The wrapper looks at the arguments and at the items of tuples. An object that holds arrays has an attribute
+    ``_held_array``: an array, or another object that holds one. A generator cannot be wrapped, because it runs later.
     """
 
     @wraps(function)
@@ -53,8 +52,8 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
         modules = sys.modules
         torch, can_be_there = modules.get("torch"), modules.get("cupy") is not None
         if torch is not None:
-            # torch's compiler takes operators of torch for the work, and these enter when they run. It is asked first,
-            # as that of earlier releases cannot trace what follows
+            # torch's compiler calls torch operators, which enter here when they run. This check comes first, because
+            # compilers of earlier releases cannot trace the code below
             compiler = getattr(torch, "compiler", None)  # another thread may be importing torch
             if compiler is not None and compiler.is_compiling():
                 return function(*args, **options)
@@ -87,7 +86,7 @@ def on_a_device(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> _Kind | None:
-    """Return the kind of a value by its type, None if it holds no array, and remember it."""
+    """Return the kind of a value by its type, or None if it holds no array, and cache it."""
     kind = type(value)
     if is_torch(value):
         _KINDS[kind] = _Kind.TENSOR
@@ -131,7 +130,7 @@ def _device_of(array: Any) -> int:
 def _place(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> AbstractContextManager[Any] | None:
-    """Return the place of the arrays among the arguments, or None if that is here; raise if there are two."""
+    """Return the place of the arrays among the arguments, or None if it is current; raise if there are two devices."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
     arrays = {where: array for where, value in given if (array := _array_in(value)) is not None}
     if not arrays or not has_cupy():  # torch without CuPy needs no place
@@ -175,7 +174,7 @@ def _refuse(function: Callable[..., Any], args: tuple[Any, ...], arrays: dict[in
 
 @dataclass(frozen=True)
 class _Handle:
-    """A stream of torch by the CUDA stream protocol, which torch's own streams follow from 2.9 on."""
+    """A torch stream with the CUDA stream protocol, which torch's own streams support from 2.9 on."""
 
     handle: int
 
@@ -186,7 +185,7 @@ class _Handle:
 def _memory_of_torch(size: int) -> Any:
     """Return torch's memory on the current device, for CuPy; it goes back to torch when CuPy releases it.
 
-    Torch gives it to others in the order of the current stream, on which CuPy works as well.
+    Torch reuses it in the order of the current stream, and CuPy works on the same stream.
     """
     cuda, torch = sys.modules["cupy"].cuda, sys.modules["torch"]
     device = cuda.runtime.getDevice()
@@ -205,7 +204,7 @@ def _by_torch(device: int, handle: int, *, wait: bool) -> Iterator[None]:
     before = getattr(_entered, "stream", None)
     with cuda.Device(device):
         own = cuda.get_current_stream()
-        # CuPy 14 has the former, and warns of the latter
+        # CuPy 14 has `from_external`, and deprecates `ExternalStream`
         make = getattr(cuda.Stream, "from_external", None)
         stream = cuda.ExternalStream(handle, device) if make is None else make(_Handle(handle))
         if wait:

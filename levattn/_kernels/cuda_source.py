@@ -1,8 +1,8 @@
-"""CUDA kernels from source: text, which kernels there are for which types, and their launch.
+"""CUDA kernels from source: their text, the table of kernels and types, and their launch.
 
-The sources, which lie beside the modules that launch them, are templates in plain C++17 that need no header of the
-CUDA toolkit. What is compiled of them, and for which types, is the table `KERNELS`; nothing else can be asked for, so
-that what the tests compile is what can run.
+The sources lie beside the modules that launch them. They are templates in plain C++17 that need no header of the CUDA
+toolkit. The table `KERNELS` lists all kernels and their types, and `launch` refuses others. So the tests compile every
+kernel that can run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FOLDER = Path(__file__).parent
 
 _PLAIN_SHARED = 32 * 1024  # bytes of shared memory, beside those in its source, that a kernel may take without asking
 
-TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # of stored numbers
-WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # of so many bytes
-THREADS = 256  # of a block, where its size is not chosen
+TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # types of stored numbers
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # by number of bytes
+THREADS = 256  # of a block by default
 
-_NUMBERS: dict[str, Callable[[Any], Any]] = {  # of parameters
+_NUMBERS: dict[str, Callable[[Any], Any]] = {  # converters by type of parameter
     "bool": np.bool_,
     "int": np.int32,
     "unsigned int": np.uint32,
@@ -64,7 +64,7 @@ _UNITS += tuple((*pair, "4") for pair in _HALVES)  # channels of a thread
 _BACK_UNITS = (*((real, real, units) for real in _REALS for units in ("1", "2")), *((*pair, "2") for pair in _HALVES))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
-# source -> kernel -> the types that it is compiled for; () for a kernel that is no template
+# source -> kernel -> its types; () for a kernel that is not a template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
     "products": {
@@ -131,7 +131,7 @@ def _module() -> Any:  # the tests put another in its place
 
 
 def text(file: str) -> str:
-    """Return the text of a source or a header, no two of which have the same name, with its includes in place."""
+    """Return the text of a source or header with its includes in place; file names are unique."""
 
     def included(match: re.Match[str]) -> str:
         return text(match[1])
@@ -146,22 +146,22 @@ def expression(name: str, types: Sequence[str]) -> str:
 
 
 def stored(dtype: Any) -> str:
-    """Return the type of numbers of a dtype in the sources; words of 16 bits are bfloat16, which CuPy lacks."""
+    """Return the C++ type of a dtype; words of 16 bits stand for bfloat16, which CuPy lacks."""
     return TYPES["bfloat16" if dtype == np.uint16 else dtype.name]
 
 
 def on_device(array: Any, dtype: Any = None) -> Any:
-    """Return an array of the device, copied there if it is numpy's, with rows next to each other; None for None."""
+    """Return an array on the device, contiguous, and copied there if it is numpy's; None for None."""
     return None if array is None else namespace().asarray(array, dtype, order="C")
 
 
 def with_steps(array: Any, axes: int) -> list[Any]:
-    """Return an array, or None, as arguments of a kernel: with the steps along its first axes, in numbers."""
+    """Return an array, or None, as arguments of a kernel, with the strides of its first axes, in numbers."""
     return [array, *([0] * axes if array is None else (step // array.itemsize for step in array.strides[:axes]))]
 
 
 def with_rows(array: Any) -> Any:
-    """Return an array whose last axis has its numbers next to each other."""
+    """Return an array with a contiguous last axis."""
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return namespace().ascontiguousarray(array)
     return array
@@ -179,7 +179,7 @@ def launch(
 ) -> None:
     """Run a kernel on the current stream, unless the grid is empty.
 
-    Arguments are arrays of the device, None for one that is not there, and numbers, which take the parameters' types.
+    Arguments are arrays on the device, None for an absent array, and numbers, which take the parameters' types.
     """
     if 0 in grid:
         return
@@ -196,7 +196,7 @@ def _array(array: Any) -> Any:
 
 @cache
 def _parameters(source: str, name: str) -> tuple[Callable[[Any], Any], ...]:
-    """Return what makes an argument of each parameter of a kernel."""
+    """Return a converter to an argument for each parameter of a kernel."""
     code = re.sub(r"//.*|\\\n", "", text(f"{source}.cu"))
     (listed,) = re.findall(rf"__global__[^;{{}}]* {name}\(([^)]*)\)", code)
     for macro, parameters in re.findall(r"#define (\w+_PARAMETERS) (.*)", code):
@@ -205,7 +205,7 @@ def _parameters(source: str, name: str) -> tuple[Callable[[Any], Any], ...]:
 
 
 def shared_limit() -> int:
-    """Return how many bytes of shared memory a block of threads may have on the current device."""
+    """Return the bytes of shared memory that a block of threads may have on the current device."""
     return _shared_limit(namespace().cuda.runtime.getDevice())
 
 
@@ -218,5 +218,5 @@ def _shared_limit(device: int) -> int:
 @cache
 def _compiled(source: str, name: str, types: tuple[str, ...], device: int) -> Any:
     if types not in KERNELS[source][name]:
-        raise LookupError(f"{expression(name, types)} of {source}.cu is not among those that are compiled")
+        raise LookupError(f"{expression(name, types)} of {source}.cu is not in the table KERNELS")
     return loaded(namespace(), text(f"{source}.cu"), expression(name, types), device)

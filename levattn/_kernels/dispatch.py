@@ -1,4 +1,4 @@
-"""The one place where a kernel is looked up, by the array that came in."""
+"""Look-up of the kernels for an array; no other module does it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ def kernels_for(task: Literal["pruned"], array: Any, /) -> PrunedKernels: ...
 
 
 def kernels_for(task: str, array: Any, /) -> Any:
-    """Return the kernels of a task for an array: a module that keeps the contract of the folder named so.
+    """Return the kernels of a task for an array: a module that implements the contract in the task's folder.
 
-    It is the file of the folder that is named for the array: ``csr`` for sparse keys, ``cuda`` for an array of CuPy,
-    ``cpu`` for one of NumPy, ``torch`` for a tensor; for others, and where the folder has no such file,
-    ``definition``.
+    The file depends on the array: ``csr`` for sparse keys, ``cuda`` for CuPy, ``cpu`` for NumPy, and ``torch`` for a
+    tensor. For other arrays, or if the folder lacks the file, it is ``definition``.
     """
     if isinstance(array, np.ndarray):
         file = "cpu"
@@ -71,12 +70,12 @@ def kernels_for(task: str, array: Any, /) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the table of a task when it is first asked for, and keep it, as an attribute of this module.
+    """Return the kernels of a task on first use, and keep them as an attribute of this module.
 
-    That is a way to it that torch's compiler can follow: it knows neither imports by name nor caches.
+    Torch's compiler can trace attributes, but neither imports by name nor caches.
     """
     task, _, file = name.rpartition("_")
-    # pickle asks every module for the names that it looks for, such as "torch"
+    # pickle looks for names, such as "torch", in every module
     if file not in _FILES or not task or find_spec(f"levattn._kernels.{task}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for found in (file, "definition"):
@@ -87,7 +86,7 @@ def __getattr__(name: str) -> Any:
     raise NotImplementedError(f"{task} has no kernels for arrays of {file}; give arrays of NumPy or CuPy")
 
 
-if TYPE_CHECKING:  # that tables keep their contracts
+if TYPE_CHECKING:  # mypy checks that the modules implement their contracts
     from levattn._kernels.factor import cpu as factor_cpu
     from levattn._kernels.factor import cuda as factor_cuda
     from levattn._kernels.gram import cpu as gram_cpu

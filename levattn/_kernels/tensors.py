@@ -1,4 +1,4 @@
-"""Tensors of torch as kernels read them, and kernels as its operators: with gradients, opaque to its compiler."""
+"""Torch tensors as kernels read them, and kernels as torch operators: with gradients, opaque to torch's compiler."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ _SHARED = (torch.float32, torch.float64)
 
 
 def has_kernels(tensor: Any) -> bool:
-    """Tell whether kernels read the tensor: else the definitions run on it, and gradients follow them."""
+    """Tell whether kernels read the tensor; if not, the definitions run on it, and torch differentiates them."""
     return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _HAS_CUPY)
 
 
 def is_transformed(tensor: Any) -> bool:
-    """Tell whether a tensor stands for others within torch.func, whose transformations follow the definitions."""
+    """Tell whether a tensor is a wrapper of torch.func, whose transformations need the definitions."""
     if tensor is None or torch.compiler.is_compiling():
         return False
     return bool(is_wrapped(tensor))
 
 
 def follows_definition(tensors: tuple[Any, ...]) -> bool:
-    """Tell whether the definition runs on the tensors of a call, and gradients follow it."""
+    """Tell whether the definition runs on the tensors of a call, so that torch differentiates it."""
     return not has_kernels(tensors[0]) or any(map(is_transformed, tensors))
 
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
-    """Tell whether one of some tensors carries a tangent of forward-mode differentiation."""
+    """Tell whether any tensor carries a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_plain(tensors: tuple[Any, ...]) -> bool:
-    """Tell whether tensors are numbers in memory and nothing else, so that the operator would add nothing."""
+    """Tell whether tensors are plain numbers in memory, for which the operator would add nothing."""
     if torch.compiler.is_compiling():
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     if has_tangent(given):
         raise NotImplementedError(
-            "a tensor carries a tangent of forward-mode differentiation, which this operator does not have; use "
+            "a tensor carries a tangent of forward-mode differentiation, which this operator does not support; use "
             "reverse mode (backward, torch.autograd.grad)"
         )
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
@@ -76,7 +76,7 @@ def is_plain(tensors: tuple[Any, ...]) -> bool:
 
 
 def in_memory(tensors: tuple[Any, ...]) -> bool:
-    """Tell whether tensors are numbers in main memory that nothing follows, so that kernels may read them there."""
+    """Tell whether tensors are plain numbers in main memory that torch does not track, so kernels may read them."""
     given = tuple(tensor for tensor in tensors if tensor is not None)
     if torch.compiler.is_compiling() or any(map(is_transformed, given)) or has_tangent(given):
         return False
@@ -84,9 +84,9 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
 
 
 def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return tensors of float32 or float64 that `in_memory` is true of as arrays of numpy, on the same memory.
+    """Return tensors as numpy arrays on the same memory, if all are float32 or float64 and `in_memory` holds.
 
-    None if something else is among them; where None stands for a tensor it stays.
+    Return None otherwise. A None in place of a tensor stays None.
     """
     if torch.compiler.is_compiling():
         return None
@@ -108,17 +108,17 @@ def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def memory_of(tensor: Any) -> Any:
-    """Return what the kernels read of a tensor: its memory as an array of numpy or CuPy, without its gradient.
+    """Return the memory of a tensor as an array of numpy or CuPy, without its gradient, for the kernels.
 
-    It is copied only where neighbors along the last axis are apart. Tensors of other devices stay tensors, and
-    what is no tensor as it is.
+    It is copied only where the last axis is not contiguous. Tensors on other devices, and objects that are not
+    tensors, are returned unchanged.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
     if is_transformed(tensor):
         raise NotImplementedError(
-            "a state was asked for within torch.func (vmap, grad or another), which has no numbers to keep yet; "
-            "leave out return_state there, or call without torch.func"
+            "return_state was given within torch.func (vmap, grad or another), where tensors hold no numbers yet; "
+            "leave it out there, or call without torch.func"
         )
     tensor = tensor.detach().resolve_neg()
     if tensor.ndim and tensor.stride(-1) != 1:
@@ -130,30 +130,30 @@ def memory_of(tensor: Any) -> Any:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return what a kernel made as a tensor; words of a device are bfloat16."""
+    """Return an array of a kernel as a tensor; words on a device are bfloat16."""
     if isinstance(array, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(array))
     return as_tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else as_tensor(array)
 
 
 def bounds_of(offsets: Any, T: int) -> Any:
-    """Return offsets in main memory; those that came as a tensor, while torch traced the call, are checked here."""
+    """Return offsets in main memory; check offsets given as a tensor, because torch traced the call before."""
     return check_offsets(offsets.cpu().numpy(), T) if isinstance(offsets, torch.Tensor) else offsets
 
 
 def without_autocast(like: Any) -> Any:
-    """Return a block in which products have the precision of their factors."""
+    """Return a context in which products have the precision of their factors."""
     return torch.autocast(like.device.type, enabled=False)
 
 
 @where_arrays_are
 def _called(function: Any, *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
+    """Return ``function(*arguments)``; torch's compiler leaves the call to Python, because states are no tensors."""
     return function(*arguments)
 
 
 def __getattr__(name: str) -> Any:
-    """Make `untraced` when it is first asked for: it imports torch's compiler, which takes a second."""
+    """Make `untraced` on first use, because importing torch's compiler takes a second."""
     if name == "untraced":
         globals()[name] = torch.compiler.disable(_called)
         return globals()[name]
@@ -161,9 +161,9 @@ def __getattr__(name: str) -> Any:
 
 
 def make_operator(name: str, schema: str, run: Any, shape: Any, setup_context: Any, backward: Any) -> Any:
-    """Return a kernel as an operator of torch, with the shapes of its results and its gradient.
+    """Return a kernel as a torch operator, with the shapes of its results and its gradient.
 
-    It takes small tables from main memory, which a CUDA graph would not read again.
+    It reads small tables from main memory, which a CUDA graph would not read again.
     """
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # from torch 2.9 on
     options = {} if unsafe is None else {"tags": (unsafe,)}
@@ -181,9 +181,10 @@ def make_attention(
     forward: tuple[Callable[..., Any], Callable[..., Any]],
     backward: tuple[Callable[..., Any], Callable[..., Any]],
 ) -> tuple[Any, Any]:
-    """Return the kernels of an attention, forward and backward, as operators of torch; there is no second derivative.
+    """Return the kernels of an attention, forward and backward, as torch operators, without second derivatives.
 
     arguments: in torch's schema language, tensors before numbers; the first `learned` of them have gradients.
+
     forward, backward: a kernel, and a function with its arguments that returns empty tensors of the same shapes.
     """
     tensors, count = arguments.count("Tensor"), arguments.count(",") + 1

@@ -1,4 +1,4 @@
-"""The factor of second moments: rank, error, scores, normalizers and witness queries."""
+"""The factor of a second moment: rank, error, scores, normalizers and witness queries."""
 
 from __future__ import annotations
 
@@ -30,51 +30,51 @@ __all__ = [
     "upper_form",
 ]
 
-_LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
+_LIFT = 2.0**500  # multiplies rows whose squares may underflow: rows with a squared norm below _TINY
 _TINY = 2.0**-960
-_LARGEST_LIFT = 2.0**1000  # which no entry but 0 is too small for
-_ONE_THREAD = 1 << 18  # multiplications of a product up to which OpenBLAS takes one thread
-_LEAST_BLOCK = 8  # rows of such a product; with fewer BLAS is slow
+_LARGEST_LIFT = 2.0**1000  # under this factor no nonzero entry has a square of zero
+_ONE_THREAD = 1 << 18  # OpenBLAS computes products of up to so many multiplications in one thread
+_LEAST_BLOCK = 8  # rows of such a product; BLAS is slow with fewer
 
 
 @dataclass(frozen=True)
 class Factor:
     """A batch of factors, one for each key matrix K: a W such that K W has orthonormal columns.
 
-    So ‖Wᵀk‖² is the leverage score of a key k. It is always a batch, of one for a single matrix, and is found as
-    `UniversalSet.factor`.
+    So ‖Wᵀk‖² is the leverage score of a key k. A single matrix has a batch of one. `UniversalSet.factor` holds the
+    factor of its keys.
 
     Attributes
     ----------
     rows : levattn._kernels.Rows
-        The keys, and the shift and scale under which they were factored; where these are `wide`, the columns of them
-        that were, whose number then stands for d in what follows.
+        The keys, with the shift and scale under which they were factored. For `wide` keys these are only the factored
+        columns, and d below is the number of these columns.
     W : array of float64, shape (b, d, d)
-        For rows as they are read (after shift and scale); on the device of the moments it came from.
+        The factors of the rows after shift and scale; on the device of the moments.
     rank : array of int64, shape (b,)
         Numerical rank.
     error : array of float64, shape (b,)
-        Estimate of the relative error that W brings into a score, or a normalizer that comes from it. Decisions allow
+        Estimate of the relative error that W causes in a score, or in a normalizer computed from W. Decisions allow
         for four times as much.
     arithmetic : tuple of str
-        How scores are computed, for each matrix.
+        Arithmetic in which scores are computed, for each matrix.
     product_error : array of float64, shape (b,)
-        Estimate of the relative error that products in float32 bring into a score; 0 where they are in float64.
+        Estimate of the relative error that float32 products cause in a score; 0 where products are in float64.
     basis, correction : array of float64, shape (b, d, d), or None
-        With ``W = basis correction``, where the arithmetic is compensated.
+        Where the arithmetic is compensated, ``W = basis correction``.
     null_directions : dict
-        For rank-deficient matrices, by their number, an orthonormal basis (d, k) of the equilibrated directions left
-        out and the column norms (d,) that equilibrate.
+        For each rank-deficient matrix, by its number, an orthonormal basis (d, k) of the equilibrated directions left
+        out, and the column norms (d,) that equilibrate.
     spans : dict
-        For rank-deficient matrices, by their number, the exact row space of the keys, where it is known.
+        For each rank-deficient matrix, by its number, the exact row space of the keys, where it is known.
     hidden : dict
-        For matrices whose exact rank is above the numerical one, by their number, a factor of the exact rank, or None
-        where there is none that holds digits.
+        For each matrix with an exact rank above its numerical rank, by its number, a factor of the exact rank. None
+        if no such factor has correct digits.
     projection : array of float64, shape (b, d, k), or None
-        Where scores are those of a random projection of the whitened rows.
+        Random projection of the whitened rows, where scores are computed from it.
     wide : levattn.linalg.wide.Wide or None
-        For keys with fewer rows than columns the keys, and which of their columns were factored in their place. `on`,
-        `witness` and `normalizer` take and give rows and queries of all columns.
+        For keys with fewer rows than columns, the keys, and the columns that were factored in their place. `on`,
+        `witness` and `normalizer` take and return rows and queries of all columns.
 
     Examples
     --------
@@ -109,7 +109,7 @@ class Factor:
 
     @property
     def all_columns(self) -> Rows:
-        """The keys with all their columns, which `rows` has not where they are wide."""
+        """The keys with all their columns; `rows` lacks some where they are wide."""
         return self.rows if self.wide is None else self.wide.rows
 
     @property
@@ -119,7 +119,7 @@ class Factor:
 
     @property
     def shift(self) -> Float64 | None:
-        """What was subtracted from the keys, (b, columns)."""
+        """The vectors subtracted from the keys, (b, columns)."""
         return self.all_columns.shift
 
     @cached_property
@@ -139,7 +139,7 @@ class Factor:
         Returns
         -------
         Factor
-            Whose `scores` are those of these rows.
+            Its `scores` are the scores of these rows.
         """
         if self.wide is not None:
             rows = self.wide.picked(rows)
@@ -156,7 +156,7 @@ class Factor:
         Returns
         -------
         Factor
-            Of this matrix.
+            The factor of this matrix.
         """
         one = slice(index, index + 1)
         return replace(
@@ -189,12 +189,12 @@ class Factor:
 
     @where_arrays_are
     def forget_keys(self) -> Factor:
-        """Return the factor without its hold on the keys.
+        """Return the factor without a reference to the keys.
 
         Returns
         -------
         Factor
-            With no rows; of wide keys, which are smaller than a normalizer, it has a copy.
+            Without rows. It keeps a copy of wide keys, which are smaller than a normalizer.
         """
         b, _, d = self.rows.shape
         rows = replace(self.rows, keys=np.empty((b, 0, d)), mask=None, weights=None)
@@ -202,12 +202,12 @@ class Factor:
 
     @property
     def score_error(self) -> Float64:
-        """Estimate of the relative error of a score, its rounding included, (b,)."""
+        """Estimate of the relative error of a score, with its rounding, (b,)."""
         return np.asarray(self.error + self.product_error + (UNIT if self.rows.format == "float64" else 2.0**-24))
 
     @property
     def normalizer_error(self) -> Float64:
-        """Estimate of the relative error that the factor brings into a normalizer, (b,)."""
+        """Estimate of the relative error that the factor causes in a normalizer, (b,)."""
         return self.error if self.wide is None else np.zeros(len(self.error))
 
     @where_arrays_are
@@ -216,32 +216,33 @@ class Factor:
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Return the leverage scores of the rows, and which matrices have rows that were counted as 1 or bounded.
 
-        Where the exact rank of the keys is above the numerical one, the scores are those of the exact rank, raised by
-        their error; where none can be computed, all rows but those of zeros count as 1. So no score is too small,
-        but for `score_error`.
+        Where the exact rank of the keys is above the numerical rank, the scores are computed at the exact rank and
+        raised by their error. Where that is impossible, all nonzero rows count as 1. So no score is too small,
+        except for `score_error`.
 
         Parameters
         ----------
         as_float64 : bool, default False
-            Whether scores are float64 in any case.
+            Whether scores are always float64.
         member : bool, default True
-            Whether the rows are among the keys that were factored. Else ``kᵀG⁺k`` may be more than 1, and is infinite
-            for a row outside the row space.
+            Whether the rows are among the factored keys. If not, ``kᵀG⁺k`` may be more than 1, and is infinite for a
+            row outside the row space.
         numerical : bool, default False
-            Whether directions below the numerical rank are left out, but that rows which reach into them by more
-            than rounding count as 1 (or are infinite).
+            Whether directions below the numerical rank are left out. Rows that reach into them by more than rounding
+            then count as 1 (or are infinite).
 
         Returns
         -------
         scores : array of shape (b, n)
-            Float64 for float64 keys (and if `as_float64`), else float32, in the kernels' namespace; 0 for masked rows.
+            The scores: float64 for float64 keys or with `as_float64`, else float32, in the kernels' namespace. They
+            are 0 for masked rows.
         counted : array of bool, shape (b,)
             True for a matrix with rows that were counted as 1 or bounded.
 
         Raises
         ------
         ValueError
-            For rows of others, if the keys have fewer rows than columns.
+            If `member` is False and the keys have fewer rows than columns.
         """
         if self.wide is not None and not member:
             raise ValueError(
@@ -280,13 +281,13 @@ class Factor:
         return out, counted
 
     def _set(self, out: Any, item: int, which: npt.NDArray[np.bool_], value: float) -> bool:
-        """Set some figures of a matrix; return whether there were any."""
+        """Set the scores that `which` marks in a matrix; return whether there are any."""
         if which.any():
             out[item, :] = where(to_device(which, out), value, out[item, :])
         return bool(which.any())
 
     def _mark_dead_columns(self, out: Any) -> None:
-        """Set the figures of rows with an entry in a column that the factored keys do not reach to infinity."""
+        """Set the scores of rows to infinity that are nonzero in a column in which all factored keys are zero."""
         kernels = kernels_for("gram", self.rows.keys)
         for item in np.flatnonzero(self.rank < self.rows.shape[2]).tolist():
             dead = ~np.any(self.whitening[item] != 0, axis=1)
@@ -298,7 +299,7 @@ class Factor:
                 out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
-        """Raise the scores of a matrix to those of its exact rank; return whether that raised any."""
+        """Raise the scores of a matrix to its exact rank; return whether any row was counted or bounded."""
         one, fine = self.rows.item(item), self.hidden[item]
         if fine is None:
             return self._set(out, item, nonzero_rows(one), ceiling)
@@ -316,7 +317,7 @@ class Factor:
         Z, c = self.null_directions[item]
         d = len(c)
         one = self.rows.item(item)
-        # in the precision of the scores a float32 result would do, but its range would not
+        # float32 has the precision that the decision needs, but not the range
         length, size = one.zeros(as_float64=True), one.zeros(as_float64=True)
 
         def measure(lift: float) -> None:
@@ -331,10 +332,10 @@ class Factor:
         noise = (64 * UNIT) ** 2 * d
         beyond: Any = length[0, :] > noise * (size[0, :] + offset)
         tiny = size[0, :] < _TINY
-        if self.rows.format == "float64" and bool(to_numpy(tiny).any()):  # squares may have vanished
+        if self.rows.format == "float64" and bool(to_numpy(tiny).any()):  # squares may have underflowed
             measure(_LIFT)
             beyond |= tiny & (length[0, :] > noise * (size[0, :] + offset * _LIFT**2))
-            if not offset:  # and what is too small to be read beside the others
+            if not offset:  # nonzero rows whose squares underflow nevertheless
                 beyond |= (size[0, :] == 0) & to_device(nonzero_rows(one), size)
         out[item, :] = where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
@@ -353,8 +354,8 @@ class Factor:
     def even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
         """Return N with columns scaled to a norm of about 1, and the exponents of the powers of two taken out.
 
-        The keys divided and the queries multiplied by these powers have the same products, and squares of them stay
-        in range whatever the sizes of the columns were.
+        Keys divided by these powers and queries multiplied by them have the same products. The squares of the
+        products stay in range, however large or small the columns were.
 
         Parameters
         ----------
@@ -364,9 +365,9 @@ class Factor:
         Returns
         -------
         N : array of float64, shape (d, d)
-            The scaled normalizer; of wide keys these themselves, (n, columns).
+            The scaled normalizer; for wide keys, the scaled keys, (n, columns).
         exponents : array of int32, shape (d,)
-            The exponents, (columns,) of wide keys.
+            The exponents; (columns,) for wide keys.
         """
         if self.wide is not None:
             N = as_read(self.wide.rows.item(item))
@@ -378,7 +379,7 @@ class Factor:
 
     @cached_property
     def _normalizers(self) -> dict[int, tuple[Float64, npt.NDArray[np.int32]]]:
-        """What `even_normalizer` has found."""
+        """The results of `even_normalizer`."""
         return {}
 
     def _even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
@@ -407,7 +408,7 @@ class Factor:
         return np.asarray(np.frexp(self.rows.scale[item])[1] - 1, np.int32)
 
     def _parts(self, item: int) -> tuple[Float64, Float64]:
-        """Return B and C with W = B C, of which W is the rounded product where there is a basis."""
+        """Return B and C with W = B C; where there is a basis, W is the rounded product."""
         if self.basis is None or self.correction is None or self.arithmetic[item] != "compensated":
             W = self.whitening[item]
             return W, np.diag(np.any(W != 0, axis=0).astype(np.float64))
@@ -424,7 +425,7 @@ class Factor:
         return out
 
     def whitened(self, X: Float64) -> Float64:
-        """Return ``x = Wᵀk`` of rows k as they are read, after shift and scale, for a batch of one.
+        """Return ``x = Wᵀk`` for rows k after shift and scale, for a batch of one.
 
         Parameters
         ----------
@@ -446,7 +447,7 @@ class Factor:
     def witness(self, k: Float64, item: int = 0) -> Float64:
         """Return the query ``G⁺ k`` for a key: no query gives k a larger attention score.
 
-        Of wide keys it has entries in the columns that were factored alone, and so is not the shortest such query.
+        For wide keys it is nonzero only in the factored columns, so it is not the shortest such query.
 
         Parameters
         ----------
@@ -470,10 +471,10 @@ class Factor:
 
 
 def even_basis(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
-    """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normalizer of a query so scaled, (d, d).
+    """Return upper-triangular B and C, (d, d), for which ``‖C⁻¹ B⁻¹ q‖²`` is the normalizer of a scaled query.
 
-    The exponents are those of `Factor.even_normalizer`. B and C hold what the inverse, rounded, does not. None for
-    rank-deficient keys, whose normalizers have no such form, and so for wide ones.
+    `Factor.even_normalizer` gives the exponents of the scale. B and C hold digits that their rounded inverse loses.
+    None for rank-deficient keys, and so for wide ones: their normalizers have no such form.
     """
     if factor.rank[item] < len(exponents):
         return None
@@ -482,9 +483,9 @@ def even_basis(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) -> t
 
 
 def even_whitening(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) -> Float64:
-    """Return W for keys that are divided by powers of two, as by `Factor.even_normalizer`, and not scaled, (d, d).
+    """Return W, (d, d), for unscaled keys divided by the powers of two of `Factor.even_normalizer`.
 
-    It is infinite where that leaves the range.
+    It is infinite where it overflows.
     """
     with np.errstate(over="ignore"):
         powers = exponents + factor._scale_powers(item)
@@ -492,9 +493,9 @@ def even_whitening(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) 
 
 
 def normalizer_rounding(factor: Factor, item: int) -> float:
-    """Return the factor, at least √d, by which √D of a normalizer D errs in units of ``2⁻⁵³ ‖|N| |q|‖``."""
+    """Return the error of √D, for a normalizer D, in units of ``2⁻⁵³ ‖|N| |q|‖``; it is at least √d."""
     if factor.wide is not None:
-        return 2 * float(np.sqrt(factor.columns))  # of products with the keys, and of what was subtracted from them
+        return 2 * float(np.sqrt(factor.columns))  # rounding of the products with the keys, and of their shift
     compensated = factor.arithmetic[item] == "compensated"
     if not compensated and factor.rank[item] == factor.columns:
         return float(np.sqrt(factor.columns))  # W is all there is
@@ -504,9 +505,9 @@ def normalizer_rounding(factor: Factor, item: int) -> float:
     C, spread = C[np.ix_(kept, kept)], 1.0
     if compensated and len(C):
         spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2))
-    if few and len(C):  # the columns of B have the row space of the keys only to rounding
+    if few and len(C):  # the columns of B span the row space of the keys only up to rounding
         s = np.linalg.svd(_columns(factor, item, B)[0][:, kept], compute_uv=False)
-        more = 64 * d if item in factor.hidden else 8.0  # hidden directions add to a normalizer as well
+        more = 64 * d if item in factor.hidden else 8.0  # hidden directions also add to a normalizer
         spread *= more * float(s[0] / s[-1]) if s[-1] > 0 else np.inf
     return float(np.sqrt(d)) * spread
 
@@ -514,7 +515,7 @@ def normalizer_rounding(factor: Factor, item: int) -> float:
 def _left_inverse(W: Float64) -> Float64:
     """Return the pseudoinverse X of a matrix of full column rank, in twice the precision, then rounded."""
     X = np.linalg.pinv(W, rcond=0.0)
-    for _ in range(2):  # Newton's steps; each squares the error
+    for _ in range(2):  # Newton steps, each of which squares the error
         pair = np.ascontiguousarray(X.T), np.ascontiguousarray(W)
         high, low = kernels_for("precise", W).twofold_product([pair], W.shape[1], symmetric=False)
         X = X - ((high - np.eye(len(high))) + low) @ X
@@ -522,7 +523,7 @@ def _left_inverse(W: Float64) -> Float64:
 
 
 def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return X W in blocks that BLAS leaves to one thread: its other threads would go on spinning beside ours."""
+    """Return X W in blocks that BLAS computes in one thread: its other threads would go on spinning beside ours."""
     m, d = X.shape
     step = _ONE_THREAD // max(W.size, 1)
     if step < _LEAST_BLOCK or step >= m:
@@ -535,7 +536,7 @@ def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[A
 
 
 def _columns(factor: Factor, item: int, B: Float64) -> tuple[Float64, Float64]:
-    """Return B for keys whose columns are divided by their norms, about, and these norms."""
+    """Return B for keys with columns scaled to nearly unit norm, and the norms."""
     c = factor.null_directions[item][1] if item in factor.null_directions else _row_sizes(B)
     c = np.where(np.isfinite(c), c, 1.0)
     return c[:, None] * B, c
@@ -564,5 +565,5 @@ def column_norms(R: Float64) -> Float64:
 
 
 def float64_rows(rows: Rows, start: int, stop: int) -> Float64:
-    """Return some rows of a batch of one in float64, as they are read."""
+    """Return some rows of a batch of one in float64, as `as_read` does."""
     return as_read(rows.between(start, stop))

@@ -1,7 +1,7 @@
-"""Hard matrices: a basis in which the keys are well-conditioned, and the factor that follows from it.
+"""Ill-conditioned matrices: a basis in which the keys are well-conditioned, and the factor computed in it.
 
-A factorization is a generator that yields what it asks for: a basis, and the arithmetic in which the moments of its
-keys in that basis are to be summed. So those of a batch run side by side, and ask for moments at once.
+A factorization is a generator. It yields a basis and an arithmetic, and receives the moments of its keys in that
+basis, summed in that arithmetic. So the factorizations of a batch run side by side, and one pass sums moments for all.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = [
 ]
 
 ROUNDING = 2 * UNIT  # of moments summed in float64
-SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
-_NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows
-MOST_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
-SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
-_FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
+SURE_CONDITION = 2e5  # condition above which products are compensated: float64 of few columns, factors of LAPACK
+_NOISE = 2.0**-40  # singular values below this, of unit columns, may come from rounding of many equal rows
+MOST_ROUNDS = 40  # three suffice for any condition number up to the cut, and for each scale of lost directions
+SPLIT_ERROR = 2.0**-74  # relative error of products with a basis of condition 1 that is split into bits
+_FINE_CUT = 2.0**-64  # the rank tolerance where products are compensated from the beginning
 
-# gives the moments of the keys of some matrices of a few, (k,), in a basis of each, (k, d, d)
+# returns the moments of the keys of the listed matrices, (k,), each in its own basis, (k, d, d)
 MomentsInBasis = Callable[[list[int], Float64, Arithmetic], Float64]
 
 
 @dataclass(frozen=True)
 class MatrixFactor:
-    """The factor of one matrix: the fields of `Factor`, with `columns` for the norms beside the null directions."""
+    """The factor of one matrix: the fields of `Factor`; `columns` are the column norms of the null directions."""
 
     whitening: Float64
     basis: Float64
@@ -56,7 +56,7 @@ class MatrixFactor:
     columns: Float64
 
     def embedded(self, live: npt.NDArray[np.bool_]) -> MatrixFactor:
-        """Return what was found of some columns for all of them; the others are zero."""
+        """Return the factor of all columns, when this one is of the live columns and the others are zero."""
 
         def square(A: Float64) -> Float64:
             out = np.zeros((len(live), len(live)))
@@ -75,7 +75,7 @@ Steps = Generator[tuple[Float64, Arithmetic], Float64, MatrixFactor]
 
 
 def answered(steps: Sequence[Steps], moments_in: MomentsInBasis) -> list[MatrixFactor]:
-    """Return what factorizations find that run side by side; what they ask for in a round is summed at once."""
+    """Run factorizations side by side, sum the moments of each round at once, and return the factors."""
     found: dict[int, MatrixFactor] = {}
     answers: dict[int, Float64] = {}
     left = list(range(len(steps)))
@@ -96,10 +96,10 @@ def answered(steps: Sequence[Steps], moments_in: MomentsInBasis) -> list[MatrixF
 
 
 def decompose(R: Float64, penalty: Float64, cut: float, keys: Rows | None = None) -> Steps:
-    """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
+    """Factor one matrix by the singular value decomposition of R, the matrix itself or its triangle from a QR.
 
-    Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
-    it by the exact rank of the keys, where they are given.
+    Equal rows are rounded alike, so noise grows with their number. Where `keys` are given, their exact rank tells
+    small singular values from noise.
     """
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
@@ -133,7 +133,7 @@ def _of_columns(steps: Steps, some: npt.NDArray[np.bool_]) -> Steps:
 
 
 def _complement(V: Float64) -> Float64:
-    """Return an orthonormal basis (d, k) of what is orthogonal to the orthonormal rows V."""
+    """Return an orthonormal basis (d, k) of the orthogonal complement of the orthonormal rows V."""
     r, d = V.shape
     return np.asarray(np.linalg.svd(V)[2][r:].T if r else np.eye(d))
 
@@ -152,8 +152,8 @@ def precondition(
     `begun` may give a basis of all its columns to begin with, and the moments of its keys in it, known up to rounding.
 
     Each round multiplies the keys by the inverse of a (shifted) Cholesky factor, which divides their condition
-    number by up to 1/√(d · noise), until it is so small that the moments determine the rest. Directions whose
-    singular value turns out to be below the cut are taken out.
+    number by up to 1/√(d · noise). The rounds end when it is so small that the moments determine the rest. Directions
+    with a singular value below the cut are left out.
     """
     d = G.shape[0]
     H = G + np.diag(penalty)
@@ -180,12 +180,12 @@ def precondition(
         lost = np.zeros((d, 0))
         if not made.frobenius()[0] * (cut * largest) < 1:
             lost = _lost_directions(c[:, None] * W, cut * largest)
-        if basis is not None:  # columns on which the keys vanish although the basis does not
+        if basis is not None:  # basis vectors that the keys map to zero
             vanished = ~np.any(C != 0, axis=0) & np.any(basis != 0, axis=0)
             lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
         if lost.shape[1]:
             null_directions = _orthonormal(np.hstack([null_directions, lost]))
-        if not W.any() or null_directions.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
+        if not W.any() or null_directions.shape[1] == d:  # failed: no column is zero, so the rank cannot be 0
             return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, null_directions, c)
         if lost.shape[1]:
             basis = upper_form(_complement(null_directions.T)) / c[:, None]
@@ -200,22 +200,22 @@ def precondition(
 
 
 def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
-    """Factor a matrix again with compensated products from the beginning, which resolve smaller directions."""
+    """Factor a matrix again with compensated products from the beginning, to resolve smaller directions."""
     steps = precondition(G, np.zeros(len(G)), noise, target, _FINE_CUT, limit)
     return answered([steps], lambda which, B, _: moments_in(which, B, "compensated"))[0]
 
 
 def _lost_directions(W: Float64, cut: float) -> Float64:
-    """Return the left singular vectors of W whose singular value is at least 1/cut (of like size to the largest).
+    """Return the left singular vectors of W with a singular value of at least 1/cut (and near the largest).
 
-    Where W whitens the equilibrated keys these are the directions in which the keys have next to nothing.
+    Where W whitens the equilibrated keys, these are the directions in which the keys nearly vanish.
     """
     U, s, _ = np.linalg.svd(W)
-    return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # smaller ones are not resolved beside larger
+    return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # larger values hide smaller ones
 
 
 def _penalty_in_basis(basis: Float64, penalty: Float64) -> Float64 | float:
-    """Return what the ridge adds to the moments of the keys in another basis."""
+    """Return the ridge term of the moments of the keys in another basis."""
     return multiply(basis.T, penalty[:, None] * basis) if penalty.any() else 0.0
 
 
@@ -228,26 +228,26 @@ def _finish(
     limit: float,
     inverse_norm_bound: float | None = None,
 ) -> Steps:
-    """Accept W where the norm of its inverse is bounded, or correct it through moments of the keys in that basis.
+    """Accept W where the norm of its inverse is bounded, or correct it by moments of the keys in that basis.
 
-    These are formed with compensated products where the condition is above the limit.
+    These moments have compensated products where the condition is above the limit.
     """
     kept = np.any(W != 0, axis=0)
     rank, fine = int(np.count_nonzero(kept)), condition > limit
-    rounding = (SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
+    rounding = (SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, before they are summed
     if inverse_norm_bound is not None and not fine:
         return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
     G = yield W, "compensated" if fine else "double"
     again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
     C = again.W[0]
-    if not (again.pivot[0] > 0 and np.array_equal(np.any(C != 0, axis=0), kept)):  # W is no whitening at all
+    if not (again.pivot[0] > 0 and np.array_equal(np.any(C != 0, axis=0), kept)):  # W does not whiten the keys
         return MatrixFactor(W, W, None, rank, np.inf, null_directions, c)
     whitening, error = multiply(W, C), PLAIN_NOISE * float(again.bound[0]) + rounding
     return MatrixFactor(whitening, W if fine else whitening, C if fine else None, rank, error, null_directions, c)
 
 
 def _orthonormal(A: Float64) -> Float64:
-    """Return an orthonormal basis of the columns of A, whose sizes carry no meaning."""
+    """Return an orthonormal basis of the columns of A, whatever their norms."""
     A = A / np.linalg.norm(A, axis=0)
     U, s, _ = np.linalg.svd(A, full_matrices=False)
     return np.asarray(U[:, s > 1e-8 * s.max(initial=1e-300)])

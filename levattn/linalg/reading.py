@@ -1,4 +1,4 @@
-"""Rows as the kernels read them, in float64: block by block, checked for finite numbers and for their memory."""
+"""Rows in float64 as the kernels read them, block by block, with checks of finiteness and of memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_finite(rows: Rows, figures: Float64) -> None:
 
 
 def require_finite(rows: Rows, figures: Float64) -> list[int]:
-    """Raise if a matrix with nonfinite figures holds NaN or infinity; return the others, which overflowed."""
+    """Raise if a matrix with nonfinite figures holds NaN or infinity; return those matrices, which then overflowed."""
     bad = _not_finite(figures)
     for item in bad:
         _refuse(rows, item)
@@ -81,14 +81,14 @@ def _not_finite(figures: Float64) -> list[int]:
 
 
 def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
-    """Raise for rows of a state that hold NaN or infinity; `before` is the number of the first row."""
+    """Raise for rows of a state that hold NaN or infinity; the first row has the number `before`."""
     for item in range(rows.shape[0]):
         _refuse(rows, item, before)
     raise AssertionError("all rows are finite")
 
 
 def _refuse(rows: Rows, item: int, before: int | None = None) -> None:
-    """Raise if a matrix holds NaN or infinity; `before` counts the rows of a state before these."""
+    """Raise if a matrix holds NaN or infinity; `before` is the number of earlier rows of a state."""
     found = [(before or 0) + row for row in rows.nonfinite_rows(item, 5)]
     if found:
         where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
@@ -103,7 +103,7 @@ def _refuse(rows: Rows, item: int, before: int | None = None) -> None:
 
 @cache
 def _memory() -> int | None:
-    """Return the bytes of physical memory, or None if the system does not tell."""
+    """Return the bytes of physical memory, or None if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -115,6 +115,6 @@ def require_room(b: int, d: int) -> None:
     size, memory = 8 * b * d * d, _memory()
     if memory is not None and size > memory:
         raise ValueError(
-            f"keys have d = {d} columns, and sums of d × d numbers ({b} of them) take {size} bytes. This machine has "
-            f"{memory}; expected keys (..., n, d) with one key a row. Are they transposed?"
+            f"keys have d = {d} columns, and {b} sums of d × d numbers take {size} bytes. This machine has {memory} "
+            "bytes; expected keys (..., n, d) with one key a row. Are they transposed?"
         )

@@ -107,7 +107,7 @@ class Span:
         return Span(self.units, np.concatenate([self.rows, X[chosen[rank:found]]]), basis[:found].copy())
 
     def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
-        """Return the basis with room for `more` rows, the columns of its leading ones, and the number of its rows."""
+        """Return the basis with room for `more` rows, its pivot columns, and its number of rows."""
         d, rank = len(self.units), len(self.basis)
         basis = np.zeros((min(d - int(np.count_nonzero(self.units)), rank + more), d), np.uint64)
         pivots = np.zeros(len(basis), np.int64)
@@ -116,7 +116,7 @@ class Span:
 
 
 def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
-    """Tell which doubtful products, given as indices of queries and of keys, are exactly zero, (m, n)."""
+    """Tell which doubtful products, given by indices of queries and of keys, are exactly zero, (m, n)."""
     nothing, (rows, columns) = np.zeros((len(Q), len(K)), np.bool_), doubtful
     kernels = kernels_for("precise", Q)
     kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), rows, columns, nothing)

@@ -1,4 +1,4 @@
-"""Second moments of keys for a factor: in float32 where some rows tell that it would do, in range, and factored."""
+"""Second moments of keys for a factor: in float32 where a sample of rows allows it, in range, and factored."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = [
     "scaled_columns",
 ]
 
-_SAMPLED_FROM = 4 * BLOCK  # rows from which some tell whether sums in float32 would do
-_SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # how many, and the figure up to which they say so
-SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
-_PIECE_FROM = 16 * BLOCK  # rows from which a block tells what is ill-conditioned,
-_HARD = 4.0  # by so many times the limit, up to a squared norm of the inverse that rounding cannot have made:
-_RESOLVED = 2.0**46  # a block that lacks a direction of the keys says nothing of it
+_SAMPLED_FROM = 4 * BLOCK  # rows from which a sample decides whether sums may be float32
+_SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # rows of the sample, and the largest figure of `_isotropic` for float32
+SINGLE_SUMS = 4.0  # squared norm of the inverse up to which sums may be float32
+_PIECE_FROM = 16 * BLOCK  # rows from which one block decides which matrices are ill-conditioned: those whose
+_HARD = 4.0  # squared norm of the inverse is so many times the limit or more, but less than
+_RESOLVED = 2.0**46  # this bound, above which the block may lack a direction of the keys
 _RANGE = 2.0**-80, 2.0**110  # of squares in float32, for each row
 
 
 def moments_of_items(
     rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
 ) -> Any:
-    """Return what `second_moments` does; the threads share sparse keys by columns, so their rows stay in one piece."""
+    """Return `second_moments`, with sparse rows in one piece: threads share sparse keys by columns."""
     if isinstance(rows.keys, Csr):
         whole = np.array([[0, 0, 0, rows.shape[1]]])
         return np.asarray(kernels_for("gram", rows.keys).moments(rows, whole, basis=basis, arithmetic=arithmetic))
@@ -49,7 +49,7 @@ def moments_of_items(
 
 
 def _plain_moments(rows: Rows, items: list[int], quick: npt.NDArray[np.bool_]) -> Any:
-    """Return the moments of some matrices, in float32 blocks of those that `quick`, a flag for each matrix, names."""
+    """Return the moments of some matrices, in float32 blocks for matrices with a flag in `quick`."""
     places = np.flatnonzero(quick[items])
     if len(places) == len(items) > 0:
         return moments_of_items(rows, items, arithmetic="single")
@@ -62,26 +62,26 @@ def _plain_moments(rows: Rows, items: list[int], quick: npt.NDArray[np.bool_]) -
 def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
     """Return which matrices have rows in the middle that are about as long in every direction, (b,).
 
-    With columns scaled to unit norm and moment C of m rows, ‖C‖²/d − d/m is about 1 for them; keys of real heads,
-    which have a mean and directions that they prefer, were at 1.5 to 9.
+    With columns scaled to unit norm and the moment C of m rows, ‖C‖²/d − d/m is about 1 for such rows. Keys of real
+    heads have a mean and preferred directions, and were at 1.5 to 9.
     """
     _, n, d = rows.shape
     start = n // 2 // BLOCK * BLOCK
     G = to_numpy(moments_of_items(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single"))
-    with np.errstate(all="ignore"):  # what is not finite is not isotropic
+    with np.errstate(all="ignore"):  # matrices that are not finite are not isotropic
         diagonal = np.diagonal(G, axis1=1, axis2=2)
-        inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column of zeros here says nothing
+        inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column that is zero in the sample has no weight
         # threads of BLAS would go on spinning beside the pass of moments
         squares = (inverse * np.einsum("bij,bj->bi", np.square(G), inverse)).sum(axis=1)
     return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
 
 def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int, tuple[Float64, Float64, Float64]]:
-    """Return a basis B and the moments H of K B, of matrices too ill-conditioned for plain ones, and those of K.
+    """Return a basis B, the moments of K B and the moments of K, for matrices too ill-conditioned for plain moments.
 
-    A block in the middle tells. B whitens that block, and so about all rows where they are alike, which saves the pass
-    of plain moments. Matrices that are `quick`, whose block lacks directions, or whose squares leave the range of
-    `_in_range`, are not among them.
+    A block in the middle finds these matrices. B whitens that block, and so about all rows if they are alike, which
+    saves the pass of plain moments. Left out are matrices that are `quick`, whose block lacks directions, or whose
+    squares leave the range of `_in_range`.
     """
     from scipy.linalg.lapack import dtrtri
 
@@ -107,13 +107,13 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
 def first_sums(
     rows: Rows, target: float, single: str, *, plain: bool
 ) -> tuple[Any, npt.NDArray[np.bool_], dict[int, tuple[Float64, Float64, Float64]]]:
-    """Return the moments, which of them are of float32 sums, and what `_begun` found of others.
+    """Return the moments, which of them are sums in float32, and the results of `_begun` for others.
 
-    plain: whether nothing is added to the moments and their rank is decided in the usual way.
+    plain: whether there is no ridge and the rank tolerance is the usual one.
     """
     b, n, d = rows.shape
     short = rows.format != "float64"
-    # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
+    # a sample decides whether sums may be float32; sums of sparse keys cost the same in float64
     may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
     quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
     may_begin = plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not quick.all()
@@ -133,8 +133,8 @@ def _in_range(
 ) -> tuple[Rows, Any]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
-    The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys. The range
-    is that of float32 if anything is to be multiplied in it (`narrow`). `extremes` are of the diagonals.
+    The scale is a power of two for each column, so it changes no rounding; it is 1 for ordinary keys. `narrow` selects
+    the range of float32, for products in float32. `extremes` are the extremes of the diagonals of G.
     """
     low, high = _RANGE if narrow else (2.0**-900, 2.0**1000)
     low *= max(rows.shape[1], 1)
@@ -156,7 +156,7 @@ def _in_range(
 def factored_in_range(
     rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: float, narrow: bool
 ) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
-    """Return the rows in range, their moments, which are still `quick`, the penalty of a ridge, and factors."""
+    """Return the rows in range, their moments, which of them are still `quick`, the ridge penalty, and the factors."""
     b, _, d = rows.shape
     kernels, limits = kernels_for("factor", G), np.where(quick, SINGLE_SUMS, target / ROUNDING)
     made, penalty = kernels.inverse_cholesky(G, limit=limits), None
@@ -167,7 +167,7 @@ def factored_in_range(
     if ridge or sums is not G:
         made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
     again = np.flatnonzero(quick & ~(made.bound <= SINGLE_SUMS))
-    if len(again):  # some rows had told otherwise
+    if len(again):  # the sample was misleading
         quick = quick & (made.bound <= SINGLE_SUMS)
         sums = sums.copy()
         sums[to_device(again, sums)] = moments_of_items(rows, again.tolist())
@@ -177,7 +177,7 @@ def factored_in_range(
 
 
 def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:
-    """Return the rows with columns divided by powers of two, of matrices with columns beyond 2^±limit."""
+    """Return the rows, with columns divided by powers of two in matrices that have columns beyond 2^±limit."""
     exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
     odd = np.asarray(np.any(np.abs(exponent) > limit, axis=1))
     if not odd.any():
@@ -186,12 +186,12 @@ def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:
 
 
 def moments_there(rows: Rows, items: npt.NDArray[np.int64], which: Any, bases: Any, arithmetic: Arithmetic) -> Any:
-    """Return the moments of the rows of some of the items in bases of their own, both on the device of the rows."""
+    """Return the moments of some items, each in its own basis; bases and moments lie on the device of the rows."""
     return moments_of_items(rows, items[which].tolist(), basis=bases, arithmetic=arithmetic)
 
 
 def moments_in_bases(rows: Rows, items: list[int]) -> MomentsInBasis:
-    """Return what gives the moments of the rows of some items in other bases, both in main memory."""
+    """Return a function that computes moments of the items in other bases; both lie in main memory."""
 
     def moments_in(which: list[int], basis: Float64, arithmetic: Arithmetic) -> Float64:
         there = to_device(basis, rows.keys) if on_cuda(rows.keys) else basis
@@ -201,7 +201,7 @@ def moments_in_bases(rows: Rows, items: list[int]) -> MomentsInBasis:
 
 
 def ridge_penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
-    """Return the ridge λ = ridge ‖K‖²/d in the coordinates of the scaled columns, whose norms are given."""
+    """Return the ridge λ = ridge ‖K‖²/d in the coordinates of the scaled columns, which have these norms."""
     true = norms / scale
     largest = np.max(true, axis=1, keepdims=True, initial=0.0)
     relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows

@@ -1,4 +1,4 @@
-"""Ill-conditioned matrices of a CUDA device, re-based side by side where they are: figures alone are waited for."""
+"""Ill-conditioned matrices on a CUDA device, factored there side by side: only figures are copied from the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from levattn.linalg.preconditioned import MOST_ROUNDS, ROUNDING, SPLIT_ERROR, Ma
 
 __all__ = ["Together"]
 
-# gives the moments of the keys of some matrices (k,) in a basis of each (k, d, d), on the device
+# returns the moments of the keys of the listed matrices, (k,), each in its own basis, (k, d, d), on the device
 MomentsThere = Callable[[Int64, Any, Arithmetic], Any]
 
 
@@ -24,12 +24,14 @@ MomentsThere = Callable[[Int64, Any, Arithmetic], Any]
 class Together:
     """The rounds of `precondition` for matrices of a batch, (k, d, d), on the device of their moments.
 
-    A round is a few launches and one copy of figures, however many matrices take part. A matrix that loses directions
-    leaves them, as these take singular vectors: it is `begun`, and goes on in main memory from where it is.
+    A round takes a few launches and one copy of figures, however many matrices take part. A matrix that loses
+    directions leaves the others, because lost directions need singular vectors. It goes on in main memory.
 
-    moments_in: what sums their keys in bases.
-    target, cut, limit: as of `precondition`.
-    begun: the bases and the moments in them, of the matrices that left after the first round.
+    moments_in: computes the moments of keys in bases.
+
+    target, cut, limit: as in `precondition`.
+
+    begun: for matrices that left after the first round, their bases, and the moments in these bases.
     """
 
     moments_in: MomentsThere
@@ -39,12 +41,12 @@ class Together:
     begun: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
 
     def factored(self, G: Any) -> Iterator[tuple[Int64, Any, list[MatrixFactor]]]:
-        """Give the matrices that are done after a round, what whitens their keys, and their factors.
+        """Yield, after each round, the matrices that are done, their whitening matrices, and their factors.
 
         Parameters
         ----------
         G : array of the device, shape (k, d, d)
-            Moments of keys without columns of zeros.
+            Moments of keys that have no column of zeros.
         """
         kernels, d = kernels_for("factor", G), G.shape[1]
         which, bases, H, largest = np.arange(len(G)), None, G, np.zeros(0)
@@ -67,7 +69,7 @@ class Together:
             H = self.moments_in(which, bases, "double")
 
     def _leave(self, which: Int64, bases: Any, H: Any, lost: Flags) -> None:
-        """Note where matrices are that leave the others."""
+        """Record the bases and moments of matrices that leave the others."""
         at = np.flatnonzero(lost)
         if bases is not None and len(at):
             begun = zip(to_numpy(_some(bases, at)), to_numpy(_some(H, at)), strict=True)
@@ -76,7 +78,7 @@ class Together:
     def _finished(
         self, which: Int64, W: Any, sizes: Any, condition: Float64, bound: Float64
     ) -> tuple[Any, list[MatrixFactor]]:
-        """Accept W, or correct it by moments that are formed with compensated products, as `precondition` does."""
+        """Accept W, or correct it by moments with compensated products, as `precondition` does."""
         fine = np.flatnonzero(condition > self.limit)
         error, none = PLAIN_NOISE * bound + 2 * UNIT * condition, np.zeros((W.shape[1], 0))
         whitening, parts = W, {}
@@ -98,7 +100,7 @@ class Together:
 
 
 def _some(array: Any, which: Int64) -> Any:
-    """Return some entries along the first axis, listed in order; all of them as they are."""
+    """Return the listed entries along the first axis, in ascending order; the array itself if all are listed."""
     return array if len(which) == len(array) else take_entries(array, which)
 
 

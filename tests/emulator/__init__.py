@@ -125,7 +125,7 @@ def declared(code: str) -> Iterator[Declared]:
 def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
     """A kernel of the table `KERNELS`, on the card if there is one."""
     if tuple(types) not in cuda_source.KERNELS[source][name]:
-        raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled")
+        raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not in the table KERNELS")
     code = cuda_source.text(f"{source}.cu")
     kernel = compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)]
     return kernel if isinstance(place, MainMemory) else _on_card(kernel, place, source, name, tuple(types))

@@ -1,4 +1,4 @@
-"""Small dense algebra beside the kernels: BLAS would leave threads spinning where a kernel runs next."""
+"""Cholesky factors of small matrices without BLAS, whose threads would go on spinning beside the next kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["cholesky_tasks"]
 
-_STEP = 8  # inner loops begin and end at multiples of this, so that they are whole vectors
+_STEP = 8  # inner loops begin and end at multiples of this, so that they run over whole vectors
 _LANES = VECTOR_BYTES // 8
 
 
@@ -18,8 +18,8 @@ _LANES = VECTOR_BYTES // 8
 def _factor(at, d, width, c, factor):
     """Replace the upper triangle of R (d, width) by its Cholesky factor and return the smallest pivot.
 
-    `at` is the address of R, and `factor` room for one number. Columns whose `c` is not positive are left out. The
-    lower triangle ends up with finite numbers without meaning.
+    `at` is the address of R, and `factor` room for one number. Columns with a `c` that is not positive are left out.
+    The lower triangle then holds meaningless finite numbers.
     """
     R = as_pointer(at, 0.0)
     smallest = np.inf
@@ -48,7 +48,7 @@ def _factor(at, d, width, c, factor):
 
 @helper
 def _scale(at, row, first, width, factor):
-    """Multiply a row by `factor` from column `first` on; a matrix is an address, a row the index of its start."""
+    """Multiply a row by `factor` from column `first` on; `at` is the matrix address, `row` the index of its start."""
     left = first // _STEP * _STEP
     place = at + 8 * (row + left)
     combine(factor, place, address(factor), width - left, place, 2)
@@ -71,7 +71,7 @@ def _subtract_four(source, row, first, width, a, b, c, e, into):
 
 @helper
 def _invert(at, d, width, c, to, sums, factor):
-    """Write the inverse of the triangle R at `at` to `to` (zeros before); return the product of its 1- and ∞-norms."""
+    """Write the inverse of the triangle R at `at` to zeros at `to`; return the product of its 1- and ∞-norms."""
     R, inverse = as_pointer(at, 0.0), as_pointer(to, 0.0)
     tallest = 0.0
     for i in range(d - 1, -1, -1):
@@ -106,9 +106,8 @@ def _invert(at, d, width, c, to, sums, factor):
 def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
     """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
 
-    W becomes the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``, times D⁻¹ from the
-    left. `pivot` is the smallest pivot met, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. See
-    `FactorKernels`.
+    W becomes D⁻¹ times the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``. `pivot` becomes
+    the smallest pivot, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. See `FactorKernels`.
     """
     d = G.shape[1]
     width = (d + _STEP - 1) // _STEP * _STEP
@@ -123,7 +122,7 @@ def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
         for i in range(d):
             combine(R, source + i * 8 * d, address(scale) + i * 8, d, at + i * step, 2)
             combine(R, at + i * step, address(scale), d, at + i * step, 1)
-            R[i, i] = 1.0 + shift  # the square of a rounded root may miss it
+            R[i, i] = 1.0 + shift  # the square of a rounded root may differ from it
         pivot[s] = _factor(at, d, width, c, factor)
         inverse_norm_bound[s] = np.inf
         if pivot[s] > 0:

@@ -1,4 +1,4 @@
-"""What the kernels of small matrices return."""
+"""Contract of the kernels of small matrices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["FactorKernels", "Inverses", "Rebased"]
 class Inverses(Protocol):
     """Inverse Cholesky factors W of a batch of moments G, (b, d, d), and figures of each in main memory.
 
-    On a device all figures come at once, as each copy is waited for. In main memory they are found when asked for, and
-    so is W: the extremes of moments are looked at before anything is made of those that left the range.
+    A device computes all figures at once, because the caller waits for each copy. The CPU computes W and the figures
+    on first use, because callers first check the extremes of G for overflow.
     """
 
     @property
     def W(self) -> Any:  # noqa: N802
-        """Upper triangular, beside the moments; void where the pivot is not positive."""
+        """The upper-triangular factors, on the device of the moments; meaningless where the pivot is not positive."""
 
     @property
     def pivot(self) -> Float64:
@@ -28,40 +28,40 @@ class Inverses(Protocol):
     def bound(self) -> Float64:
         """Bounds (b,) of the squared spectral norm of the inverse factor of G scaled to unit diagonal.
 
-        They carry the relative error of G to that of a score, and are infinite where there is no W.
+        The relative error of a score is at most the bound times the relative error of G. Without W it is infinite.
         """
 
     def ranks(self) -> Int64:
         """Return the number of columns that are not left out, (b,)."""
 
     def extremes(self) -> tuple[Float64, Float64]:
-        """Return the least and the largest entry of the diagonals of G, (b,); where one is NaN no bound holds them."""
+        """Return the least and the largest entry of the diagonals of G, (b,); NaN entries fail any comparison."""
 
     def spreads(self) -> Float64:
         """Return ``Σ G_ii W_ij²``, the sum of the squares of W for equilibrated columns, (b,); G is not shifted."""
 
 
 class Rebased(Protocol):
-    """What whitens the keys of some moments H, (b, d, d), about, and figures of it in main memory, as of `Inverses`.
+    """Approximate whitening matrices for keys with moments H, (b, d, d), and their figures, as for `Inverses`.
 
-    With D the diagonal of the norms of the keys' columns.
+    D is the diagonal matrix of the norms of the keys' columns.
     """
 
     @property
     def C(self) -> Any:  # noqa: N802
-        """The inverse factor of H, shifted where it is not `good`, beside the moments; upper triangular."""
+        """The upper-triangular inverse factor of H, with a shift where it is not `good`; on the device of H."""
 
     @property
     def W(self) -> Any:  # noqa: N802
-        """The basis times C; C where there is none."""
+        """The basis times C, or C without a basis."""
 
     @property
     def bound(self) -> Float64:
-        """Bounds (b,) as of `Inverses`, without a shift."""
+        """Bounds (b,), as for `Inverses`, without a shift."""
 
     @property
     def good(self) -> Flags:
-        """Where there is a factor without a shift, and its bound is accepted, (b,)."""
+        """True where H has a factor without a shift, and its bound is accepted, (b,)."""
 
     def whole(self) -> Flags:
         """Return where C has no column of zeros, (b,)."""
@@ -73,23 +73,23 @@ class Rebased(Protocol):
         """Return the 2-norms of D W, to a few per cent, (b,)."""
 
     def of_moments(self) -> Float64:
-        """Return the 2-norms of ``D⁻¹ H D⁻¹``, to a few per cent, (b,), where there is no basis."""
+        """Return the 2-norms of ``D⁻¹ H D⁻¹``, to a few per cent, (b,); only without a basis."""
 
 
 class FactorKernels(Protocol):
     """Inverse Cholesky factors, on the device of the matrices."""
 
     def inverse_cholesky(self, G: Any, shift: float = 0.0, /, *, limit: Any = None) -> Inverses:
-        """Return W with ``Wᵀ(G + shift diag(G))W = I``, upper triangular, and what is known of it.
+        """Return upper-triangular W with ``Wᵀ(G + shift diag(G))W = I``, and its figures.
 
-        Columns of zeros are left out (their row and column of W are zero). Bounds above `limit`, a number for all or
-        one for each (b,), give way to the norm itself, to a few per cent, where that is less.
+        Columns of zeros are left out (their row and column of W are zero). `limit` is a number for all matrices or one
+        for each, (b,). The norm itself, to a few per cent, replaces a bound above the limit, where it is less.
         """
 
     def rebased(self, H: Any, sizes: Any, bases: Any, shift: float, accepted: float, /) -> Rebased:
-        """Return a round of shifted Cholesky QR: what whitens keys whose moments in `bases` (b, d, d) are H.
+        """Return a round of shifted Cholesky QR: whitening matrices of keys whose moments in `bases` (b, d, d) are H.
 
-        Where H has no factor, or a bound above `accepted`, it is factored with the shift, and with a hundred times as
-        much until there is one. `sizes` (b, d) are the norms of the columns of the keys, of which on a device none is
-        zero. Bases are upper triangular; without them H is of the keys themselves.
+        Where H has no factor, or a bound above `accepted`, it is factored with the shift. The shift grows a
+        hundredfold until H has a factor. `sizes` (b, d) are the norms of the columns of the keys; on a device none may
+        be zero. Bases are upper triangular; without them H holds the moments of the keys themselves.
         """

@@ -39,7 +39,7 @@ class _Inverses:
 
     @cached_property
     def _made(self) -> tuple[Float64, Float64, Float64]:
-        """The factors and what is known of them, made when first asked for."""
+        """The factors and their figures, computed on first use."""
         G, shift, limit = self.G, self.shift, self.limit
         W = np.zeros_like(G)
         pivot, bound = np.empty(len(G)), np.empty(len(G))
@@ -98,12 +98,12 @@ class _Rebased:
 
 
 def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> _Inverses:
-    """Factor small matrices, once a figure of them is asked for."""
+    """Factor small matrices, on first use of the result."""
     return _Inverses(np.ascontiguousarray(G), shift, limit)
 
 
 def rebased(H: Float64, sizes: Float64, bases: Float64 | None, shift: float, accepted: float) -> _Rebased:
-    """Factor moments in bases of their own, shifted where that is needed."""
+    """Factor moments, each in its own basis, with a shift where needed."""
     made = inverse_cholesky(H)
     C, good = made.W, (made.pivot > 0) & (made.bound <= accepted)
     for item in np.flatnonzero(~good).tolist():

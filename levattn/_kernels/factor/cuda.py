@@ -1,4 +1,4 @@
-"""Factors of small matrices on a CUDA device: by a block of threads each, or if they are wide in blocks of columns."""
+"""Factors of small matrices on a CUDA device: one block of threads each, or for wide ones, blocks of columns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from levattn._kernels.cuda_source import launch, namespace, on_device, shared_li
 __all__ = ["inverse_cholesky", "rebased"]
 
 _THREADS = 512
-_FIGURES, _NORMS = 6, 3  # what is known of a matrix, and of a whitening of it, in the order of dense.cu
+_FIGURES, _NORMS = 6, 3  # figures of a matrix, and of its whitening matrix, in the order of dense.cu
 _STEPS = 30  # of power iteration, as in norms.py
-_STATIC = 8 * _THREADS  # bytes of shared memory that the kernel has besides
+_STATIC = 8 * _THREADS  # bytes of shared memory that the kernel declares statically
 _WIDE = 256  # columns from which products of blocks, which cuBLAS computes, are most of the work
 _BLOCK = 128  # of these columns
 
@@ -53,7 +53,7 @@ class _Inverses:
 class _Rebased:
     C: Any
     W: Any
-    figures: Float64  # (b, _FIGURES), with the bounds of moments that are not shifted
+    figures: Float64  # (b, _FIGURES), with the bounds of unshifted moments
     norms: Float64  # (b, _NORMS)
     good: Flags
 
@@ -80,7 +80,7 @@ class _Rebased:
 
 
 def inverse_cholesky(G: Any, shift: float = 0.0, *, limit: Any = None) -> _Inverses:
-    """Return W on the device, and what is known of it in main memory."""
+    """Return W on the device, and its figures in main memory."""
     G = on_device(G)
     limits = np.broadcast_to(np.inf if limit is None else limit, len(G))
     if G.shape[1] < _WIDE:
@@ -116,7 +116,7 @@ def _good(figures: Float64, accepted: float) -> Flags:
 
 
 def _scratch(b: int, d: int) -> tuple[Any, int]:
-    """Return the room for matrices that do not fit into shared memory, or None, and the bytes of shared memory."""
+    """Return room for matrices too large for shared memory, or None, and the bytes of shared memory."""
     shared = 8 * (d * (d | 1) + 2 * d)
     if shared <= shared_limit() - _STATIC:
         return None, shared
@@ -131,12 +131,12 @@ def _whole(
     next_shift: float = 0.0,
     figures: Any | None = None,
 ) -> tuple[Any, Any]:
-    """Return W and the figures, to `figures` if there is room; the others are as in dense.cu."""
+    """Return W and the figures, written to `figures` if given; other arguments are as in dense.cu."""
     xp = namespace()
     b, d, _ = G.shape
     W, figures = xp.empty((b, d, d)), xp.empty((b, _FIGURES)) if figures is None else figures
     room, shared = _scratch(b, d)
-    # one number, as in most calls, is no copy to the device
+    # one number, as in most calls, needs no copy to the device
     each = None if (limits == limits[:1]).all() else on_device(limits)
     limit = limits[0] if b else np.inf
     arguments = [G, d, shift, limit, each, accepted, next_shift, room, W, figures]
@@ -177,8 +177,8 @@ def _squared_norms(A: Any) -> Any:
 def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
     """Factor the upper triangle block by block, and invert the factor in the same way, with products of blocks.
 
-    Return W, the same for equilibrated columns, and the figures of each. The pivot has the sign of the smallest, which
-    is all that is asked of it.
+    Return W, W for equilibrated columns, and the figures of each. Only the sign of the smallest pivot is right, which
+    is all that callers need.
     """
     xp = namespace()
     b, d, _ = G.shape
@@ -193,7 +193,7 @@ def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
     spans = [slice(low, min(low + _BLOCK, d)) for low in range(0, d, _BLOCK)]
     for k, at in enumerate(spans):
         rest = slice(at.stop, d)
-        left = A[:, at, at].diagonal(axis1=1, axis2=2)  # what was not above zero before, or is not any more
+        left = A[:, at, at].diagonal(axis1=1, axis2=2)  # finds pivots that have become zero or negative
         least = xp.where(live[:, at], left, np.inf).min(axis=1)
         inner, found = _whole(on_device(A[:, at, at]), 0.0, np.full(b, np.inf))
         pivot = xp.minimum(xp.minimum(pivot, least), found[:, 0])

@@ -7,10 +7,10 @@ namespace {
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int STEPS = 30;  // of power iteration
-constexpr double MOST_SHIFT = 1e30;  // beside a diagonal of 1: nothing is left of the matrix
+constexpr double MOST_SHIFT = 1e30;  // next to a diagonal of 1, so large that nothing is left of the matrix
 
-enum { PIVOT, BOUND, RANK, LEAST, MOST, SPREAD, FIGURES };  // what is known of a matrix
-enum { FROBENIUS, SPECTRAL, OF_MOMENTS, NORMS };               // and of a whitening of it
+enum { PIVOT, BOUND, RANK, LEAST, MOST, SPREAD, FIGURES };  // figures of a matrix
+enum { FROBENIUS, SPECTRAL, OF_MOMENTS, NORMS };               // norms of its whitening matrix
 
 __device__ inline double infinite() { return __longlong_as_double(0x7ff0000000000000ll); }
 
@@ -36,8 +36,8 @@ __device__ double sum_of(double mine, double *shared) {
     return shared[0];
 }
 
-// The square of the 2-norm of A, or of its lower triangle, without the rows and columns whose `scale` is not positive, by
-// power iteration. `x` and `y` have room for d numbers, and each thread has a row and a column.
+// The square of the 2-norm of A, or of its lower triangle, by power iteration. It leaves out rows and columns whose `scale`
+// is not positive. `x` and `y` have room for d numbers, and each thread has a row and a column.
 template <bool triangle>
 __device__ double squared_norm(const double *A, int pitch, int d, const double *scale, double *x, double *y) {
     const int i = threadIdx.x;
@@ -68,14 +68,14 @@ __device__ double squared_norm(const double *A, int pitch, int d, const double *
     return sqrt(after / before);
 }
 
-// Eliminate the scaled matrix `from`, whose diagonal is 1 and `shift`, in place, forwards, and return the smallest pivot: left
-// of the column that is eliminated the lower triangle of A holds the inverse of the factor, from it on what is left of the
-// matrix. `step` has room for d numbers.
+// Eliminate the scaled matrix `from`, with diagonal 1 + `shift`, column by column in A, and return the smallest pivot. The
+// lower triangle of A holds the inverse of the factor to the left of the current column, and the remaining matrix from it on.
+// `step` has room for d numbers.
 __device__ double eliminate(const double *from, int d, double shift, const double *scale, double *step, double *A) {
     const int pitch = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();
     for (int i = warp; i < d; i += WARPS)
-        for (int j = lane; j <= i; j += 32)  // the square of a rounded root may miss the diagonal
+        for (int j = lane; j <= i; j += 32)  // the square of a rounded root may differ from it
             A[(long long)i * pitch + j] = i == j ? 1.0 + shift : from[(long long)i * d + j] * scale[i] * scale[j];
     double smallest = infinite();
     for (int k = 0; k < d; ++k) {
@@ -99,7 +99,7 @@ __device__ double eliminate(const double *from, int d, double shift, const doubl
     return smallest;
 }
 
-// The product of the 1- and the inf-norm of what `eliminate` left in A, and the sum of its squares.
+// The product of the 1-norm and the inf-norm of the inverse factor in A, and the sum of its squares.
 __device__ double bound_of(const double *A, int d, const double *scale, double *shared, double &spread) {
     const int pitch = d | 1;
     double tallest = 0, widest = 0, squares = 0;
@@ -124,13 +124,13 @@ __device__ double bound_of(const double *A, int d, const double *scale, double *
 
 }  // namespace
 
-// The contract of `inverse_cholesky`: G and W are (b, d, d), `figures` (b, FIGURES), and `limits` (b,), or `limit` for all
-// without it, those of the bounds. A block of threads takes one matrix, of at most as many columns as it has threads, in
-// 2 d doubles of dynamic shared memory and d (d | 1) more, or as many for each in `room` if that is given: an odd width
+// The contract of `inverse_cholesky`: G and W are (b, d, d), and `figures` (b, FIGURES). `limits` (b,) are the limits of the
+// bounds; without them `limit` is the limit of all. A block of threads takes one matrix, with at most as many columns as it
+// has threads. It uses 2 d doubles of dynamic shared memory, and d (d | 1) more there, or in `room` if given. The odd width
 // spreads a column over the banks.
 //
-// Where `next_shift` is positive it takes the place of `shift` for a matrix that has no factor, or one whose bound is not at
-// most `accepted`; then a hundred times as much, until there is a factor. The bound and the spread are those by `shift`.
+// If `next_shift` is positive, it replaces `shift` for a matrix without a factor, or with a bound above `accepted`. It grows
+// a hundredfold until there is a factor. The bound and the spread belong to `shift`.
 __global__ void __launch_bounds__(THREADS, 1)
     invert_cholesky(const double *G, int d, double shift, double limit, const double *limits, double accepted,
                     double next_shift, double *room, double *W, double *figures) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     double *const A = room ? room + item * d * (d | 1) : step + d, *const out = W + item * size;
     double *const known = figures + item * FIGURES;
     const int pitch = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    double rank = 0, least = -infinite(), most = -infinite();  // the least with its sign changed
+    double rank = 0, least = -infinite(), most = -infinite();  // least: with its sign changed
     for (int i = threadIdx.x; i < d; i += THREADS) {
         const double square = from[(long long)i * d + i], c = sqrt(square);
         scale[i] = c > 0 ? 1.0 / c : 0.0;
@@ -180,8 +180,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     known[SPREAD] = spread;
 }
 
-// W = B C of upper triangles, and norms of D W for the diagonals D of `sizes` (b, d): to `norms` (b, NORMS). Without `bases`
-// W is C, and the norm of the moments H, divided by D from both sides, is there too. Shared memory and `room` are as above.
+// W = B C of upper triangles, and the norms of D W, with D the diagonal matrix of `sizes` (b, d), to `norms` (b, NORMS).
+// Without `bases` W is C, and `norms` also get the norm of D⁻¹ H D⁻¹ for the moments H. Shared memory and `room` are as
+// above.
 __global__ void __launch_bounds__(THREADS, 1)
     multiply_bases(const double *bases, const double *C, const double *H, const double *sizes, int d, double *room,
                    double *W, double *norms) {

@@ -10,13 +10,13 @@ from levattn._core.types import Float64
 
 __all__ = ["extremes_of", "multiply", "sharpened", "spectral_norm"]
 
-_STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
-_SMALL = 128  # columns up to which products do without BLAS
-_WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
+_STEPS, _FEW_STEPS = 30, 10  # of power iteration; few from _WIDE columns on, where a step is slow
+_SMALL = 128  # columns up to which products do not use BLAS
+_WIDE, _SHORT = 512, 1.5  # after few steps, _SHORT multiplies the squared norm
 
 
 def extremes_of(diagonals: Float64) -> tuple[Float64, Float64]:
-    """Return the least and the largest entry of each of some diagonals (b, d)."""
+    """Return the least and the largest entry of each diagonal (b, d)."""
     return diagonals.min(axis=1, initial=np.inf), diagonals.max(axis=1, initial=-np.inf)
 
 
@@ -38,6 +38,7 @@ def sharpened(bound: Float64, W: Float64, G: Float64, limits: Float64 | float) -
     """Return bounds (b,) of the squared norm of each W for equilibrated columns, sharpened where above a limit.
 
     bound: as `inverse_cholesky` computes it; infinite where there is no W.
+
     G: the moments, (b, d, d).
     """
     far = (bound > limits) & (bound < math.inf)

@@ -1,4 +1,4 @@
-"""What the kernels of second moments and squared norms return."""
+"""Contract of the kernels of second moments and squared norms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GramKernels(Protocol):
     SINGLE_UNIT: float
 
     def longest_run(self, rows: Rows, items: int, /) -> int:
-        """Return the level of the longest run of blocks that is summed up in one piece."""
+        """Return the level of the longest run of blocks that is summed in one piece."""
 
     def moments(
         self, rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
@@ -43,11 +43,11 @@ class GramKernels(Protocol):
     ) -> None:
         """Write ``‖k W‖²`` (or ``‖k basis W‖²``) of every key of the matrices `items` to ``out[item]``.
 
-        W and `basis` hold one upper-triangular matrix for each entry of `items`. Masked keys get 0, and what is more
-        than `ceiling` becomes `ceiling`.
+        W and `basis` hold one upper-triangular matrix for each entry of `items`. Masked keys get 0, and norms above
+        `ceiling` become `ceiling`.
         """
 
     def projected_sqnorms(
         self, rows: Rows, items: Any, P: Any, out: Any, arithmetic: Arithmetic, ceiling: float, /
     ) -> None:
-        """Write ``‖k P‖²`` of every key of the matrices `items` to ``out[item]``, for a P (d, k) for each of them."""
+        """Write ``‖k P‖²`` of every key of the matrices `items` to ``out[item]``, with a P (d, k) for each matrix."""

@@ -1,7 +1,7 @@
 """Second moments and squared norms on a CUDA device: cuts work into launches of compiled code.
 
-Keys are CuPy arrays in which a 16-bit float is a uint16 word; matrices
-of d by d are made on the device and stay there, and are sent there where they come from numpy.
+Keys are CuPy arrays, with 16-bit floats as uint16 words. Results, matrices of d by d, stay on the device. Such
+matrices in numpy are copied there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 __all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-22  # tensor cores multiply numbers in two parts, of eleven bits each
 
-# What moments.cu and products.cu have too
+# As in moments.cu and products.cu
 _TILE = 64  # columns of a tile
 _MOMENT_THREADS = 128
 _MOMENT_SHARED = 8 * (2 * 32 * (_TILE + 4) + 64 * 64)  # two stages of rows, and the sums
-_ADDERS, _FEW, _MOST_PARTS = 512, 8, 16  # threads that add up blocks, blocks of one at a time, threads of an entry
+_ADDERS, _FEW, _MOST_PARTS = 512, 8, 16  # threads of a block that adds, blocks for each thread, threads of an entry
 _SCORE_ROWS = 128  # of a block of threads
-_TOGETHER = 4  # rows in a basis of a thread
+_TOGETHER = 4  # rows that a thread multiplies by a basis
 
-_ROOM = 1 << 28  # bytes that are taken at a time beside the keys
+_ROOM = 1 << 28  # bytes of scratch besides the keys
 
 
 def longest_run(rows: Rows, _items: int) -> int:
@@ -60,12 +60,12 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Any | None = None, arithmetic:
 
 
 def _first_blocks(pieces: Pieces) -> Pieces:
-    """Return the numbers (t + 1,) of the first blocks of pieces, and how many there are."""
+    """Return the number of the first block of each piece, and at the end the count of blocks, (t + 1,)."""
     return np.concatenate([[0], np.cumsum(-(-(pieces[:, 3] - pieces[:, 2]) // BLOCK))])
 
 
 def _sent(*tables: Pieces) -> Iterator[Any]:
-    """Give tables of integers on the device, which take one copy."""
+    """Yield tables of integers on the device, sent in one copy."""
     flat, at = on_device(np.concatenate([table.ravel() for table in tables], dtype=np.int64)), 0
     for table in tables:
         yield flat[at : at + table.size]
@@ -73,7 +73,7 @@ def _sent(*tables: Pieces) -> Iterator[Any]:
 
 
 def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: Arithmetic) -> None:
-    """Write the moments of the blocks of pieces, which are on the device with the numbers of their first blocks."""
+    """Write the moments of the blocks of pieces; `pieces` and `firsts` are tables on the device."""
     count, d, _ = partial.shape
     arguments = [*key_arguments(rows), pieces, firsts, len(firsts) - 1, BLOCK, partial]
     if arithmetic == "single" and has_tensor_products(rows):
@@ -87,7 +87,7 @@ def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: 
 
 
 def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
-    """Sum up the blocks of each piece, `longest` or fewer, in pairs, pairs of pairs, and so on."""
+    """Sum the blocks of each piece, `longest` or fewer, in pairs, pairs of pairs, and so on."""
     pieces, d, _ = out.shape
     parts = min(_MOST_PARTS, 1 << max(0, -(-longest // _FEW) - 1).bit_length())
     grid = (pieces * -(-d * d // (_ADDERS // parts)),)
@@ -95,7 +95,7 @@ def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
 
 
 def _sum_blocks_in_bases(rows: Rows, pieces: Pieces, bases: Any, partial: Any, arithmetic: Arithmetic) -> None:
-    """Write the moments of the blocks of pieces, whose rows are multiplied by the basis of their slot first."""
+    """Write the moments of the blocks of pieces, after multiplying their rows by the basis of their slot."""
     low = 0
     for run in _runs(pieces, _rows_at_once(rows)):
         packed = _packed(run)
@@ -108,12 +108,12 @@ def _sum_blocks_in_bases(rows: Rows, pieces: Pieces, bases: Any, partial: Any, a
 
 
 def _rows_at_once(rows: Rows) -> int:
-    """Return how many rows are written out at a time, whole blocks."""
+    """Return the number of rows that are written out at a time, in whole blocks."""
     return max(BLOCK, _ROOM // (8 * rows.shape[2]) // BLOCK * BLOCK)
 
 
 def _runs(pieces: Pieces, most: int) -> Iterator[Pieces]:
-    """Cut pieces, between their blocks, into runs of pieces with at most so many rows, whole blocks, together."""
+    """Cut pieces, between their blocks, into runs of pieces that have at most `most` rows (whole blocks) together."""
     run: list[tuple[int, int, int, int]] = []
     left = most
     for slot, item, start, stop in pieces.tolist():
@@ -132,7 +132,7 @@ def _runs(pieces: Pieces, most: int) -> Iterator[Pieces]:
 
 
 def _packed(pieces: Pieces) -> Pieces:
-    """Return the pieces that rows become which are written out one after the other."""
+    """Return the places of pieces whose rows are written out one after the other, as pieces."""
     counts = pieces[:, 3] - pieces[:, 2]
     starts = np.concatenate([[0], np.cumsum(-(-counts // _TOGETHER) * _TOGETHER)[:-1]])
     none = np.zeros_like(counts)
@@ -140,7 +140,7 @@ def _packed(pieces: Pieces) -> Pieces:
 
 
 def _in_bases(rows: Rows, pieces: Any, packed: Any, count: int, bases: Any, arithmetic: Arithmetic) -> Any:
-    """Return the rows of pieces, times the basis of their slot, as the `packed` pieces of an array (`count`, d)."""
+    """Return an array (`count`, d) with the rows of pieces, times the basis of their slot, at the `packed` pieces."""
     d = rows.shape[2]
     X = namespace().empty((count, d))
     types = key_type(rows), "true" if arithmetic == "compensated" else "false"
@@ -195,7 +195,7 @@ def _square_rows(
     triangular: bool,
     packed: bool = False,
 ) -> None:
-    """Write the norms of matrices; those that are `packed` are the ones of `items`, one after the other."""
+    """Write the squared norms of rows; with `packed`, `rows` holds the matrices of `items`, one after the other."""
     if arithmetic == "single" and has_tensor_products(rows, W.shape[2]):
         tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
         return

@@ -17,7 +17,7 @@ __all__ = ["moment_in_basis_tasks", "sqnorm_in_basis_tasks"]
 
 @helper
 def _multiply_rows(rows, n, panels, in_basis):
-    """Write the first `n` rows (rounded up to whole groups) times the panels to `in_basis`."""
+    """Write the first `n` rows, rounded up to whole groups, times the panels to `in_basis`."""
     size = rows.itemsize
     lanes = VECTOR_BYTES // size
     count, d, width = panels.shape
@@ -58,7 +58,7 @@ def _high_bits(values, high, bits):
 def _split_basis(B, X):
     """Split a basis for `_multiply_split`: powers of two for rows, and panels of B, of its high bits, and of the rest.
 
-    Rows of B are scaled to similar size, and the keys' columns inversely, so that nothing is rounded.
+    Powers of two scale the rows of B to similar size and the keys' columns inversely, so nothing is rounded.
     """
     d = B.shape[0]
     scale = filled(0.0, X.shape[1], 1.0)
@@ -80,7 +80,7 @@ def _split_basis(B, X):
 
 @helper
 def _split_bits(d):
-    """Return the number of bits of each factor for which float64 holds a sum of `d` products without rounding."""
+    """Return the bits that each factor may have so that float64 holds a sum of `d` products without rounding."""
     bits = 53
     while d > 0:
         d //= 2
@@ -92,8 +92,8 @@ def _split_bits(d):
 def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis):
     """Write the first `n` rows (which change) times a basis split by `_split_basis` to `in_basis`.
 
-    The leading bits of keys and basis multiply and add up without rounding (Ozaki, Ogita, Oishi and Rump 2012). The
-    rest is smaller by the number of these bits, so that each entry is rounded about once, whatever cancels.
+    Products of the leading bits of keys and basis, and their sums, have no rounding (Ozaki, Ogita, Oishi and Rump
+    2012). The rest is smaller by the number of these bits, so each entry is rounded about once, whatever cancels.
     """
     d = rows.shape[1]
     bits = _split_bits(d)
@@ -116,7 +116,7 @@ def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis
 
 @jit
 def moment_in_basis_tasks(view, basis, exact, X, block, levels, tasks, first, last, out):
-    """As `moment_tasks`, but first multiply each row by its slot's basis (split into bits if `exact`)."""
+    """Do `moment_tasks` after multiplying each row by its slot's basis (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     rows = zeros(X, (SCRATCH_ROWS, d))
@@ -155,7 +155,7 @@ def moment_in_basis_tasks(view, basis, exact, X, block, levels, tasks, first, la
 
 @jit
 def sqnorm_in_basis_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
-    """As `sqnorm_tasks`, but first multiply each row by its slot's basis (split into bits)."""
+    """Do `sqnorm_tasks` after multiplying each row by its slot's basis (split into bits)."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
     width = SCORE_VECTORS * lanes

@@ -1,7 +1,8 @@
-"""Gradients of latent attention, compiled: each run of rows once more, and then from its end; see `compiled`.
+"""Gradients of latent attention, compiled: a forward pass over each run of rows, then a backward one; see `compiled`.
 
-Forward, the state Σ e V is by channel. Backward, the states of later rows are R = Σ c dY, its transpose T, and rho,
-the sum of their `changes`: the gradient of a value is ``Σ_l e R_l``, and that of a logit ``e (⟨V, R_l⟩ − rho)``.
+Forward, the state Σ e V has a row for each channel. Backward, the states of later rows are R = Σ c dY, its transpose
+T, and rho, the sum of their `changes`. The gradient of a value is ``Σ_l e R_l``, and the gradient of a logit is
+``e (⟨V, R_l⟩ − rho)``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["backward_tasks"]
 
 @helper
 def _drop_rows_of_no_weight(like, p, first, last, c_at):
-    """Write zeros for the weights of rows whose gradient is zero: masked rows, say."""
+    """Write zeros for the weights of rows whose gradient is zero, such as masked rows."""
     de, dx, gate_weights = p.latent_step, p.channel_step, as_pointer(p.gate_weights, like)
     for i in range(first, last):
         if not differs(like, p.z + i * dx, 0.0, p.channel_width // p.lanes):
@@ -50,7 +51,7 @@ def _drop_rows_of_no_weight(like, p, first, last, c_at):
 
 @helper
 def _row_gradients(like, p, head, start, n, skip):
-    """Write the gradients in the logits of rows and of their gates, and keep the `changes` of the rows."""
+    """Write the gradients of the logits of rows and of their gates, and keep the `changes` of the rows."""
     de, dx, vectors = p.latent_step, p.channel_step, p.latent_width // p.lanes
     gate_weights = as_pointer(p.gate_weights, like)
     for i in range(n):
@@ -73,7 +74,7 @@ def _row_gradients(like, p, head, start, n, skip):
 
 @helper
 def _go_through(like, p, head, low, high, begin, place):
-    """Go through a run of rows once more, with the gradients of these; return the number of its segments."""
+    """Repeat the forward pass over a run, with the gradients of its rows; return the number of its segments."""
     de, dx = p.latent_step, p.channel_step
     reference, references = as_pointer(p.reference, like), as_pointer(p.references, like)
     segments = as_pointer(p.segments, 0)
@@ -141,7 +142,7 @@ def _read_exponentials(like, p, head, first, n, begin):
 
 @helper
 def _go_back(like, p, head, low, begin, count):
-    """Take the segments of a run into the states of later rows, from the last one on; its positions read them."""
+    """Add the segments of a run to the states of later rows, last segment first; its positions read them."""
     de, dx, vectors = p.latent_step, p.channel_step, p.latent_width // p.lanes
     segments = as_pointer(p.segments, 0)
     for k in range(count - 1, -1, -1):
@@ -161,7 +162,7 @@ def _go_back(like, p, head, low, begin, count):
         else:
             grow_tiles(like, p, c, z, c, z, n, p.R, False)
             grow_tiles(like, p, z, c, z, c, n, p.T, True)
-        for i in range(end, -1, -1):  # without positions what is written here is not read
+        for i in range(end, -1, -1):  # without positions nothing reads these writes
             key_row(like, p.e + i * de, p.p + i * de, p.rho, p.changes + rows + i * de, vectors)
         if p.enters:
             write_positions(like, p, head, start + p.ahead, n, begin)
@@ -187,8 +188,8 @@ def _lead_gradients(like, p, head, begin, last):
 def backward_tasks(like, plan, lead, tasks, runs, first, last):
     """Write the gradients of tasks (head, first position of a sequence, after the last, its first run, after them).
 
-    Runs are (first row, row after the last, first position, place); the state before one is at its place, as in
-    `forward_tasks`. The first `lead` positions of a sequence are in these states, and all rows read them.
+    Runs are (first row, row after the last, first position, place), with the state before each at its place, as in
+    `forward_tasks`. These states include the first `lead` positions of a sequence, which all rows read.
     """
     like, p = as_pointer(0, like), plan[0]
     for task in range(first, last):

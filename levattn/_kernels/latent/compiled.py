@@ -1,9 +1,9 @@
-"""Latent attention, compiled: sums over positions for each latent, that are read as they grow.
+"""Latent attention, compiled: sums over positions for each latent, which rows read as the sums grow.
 
 A task is a run of rows of one sequence of one head, with the state before it. Exponentials are relative to a reference
-logit of each latent, which is raised where a logit exceeds it by more than SLACK, at that very position: what came
-before stays as it is, and no sum leaves the range. Rows between two raises, at most ROWS, are a segment: their
-exponentials and weights are written down, and tiles of the state run over them in registers.
+logit of each latent. A position whose logit exceeds the reference by more than SLACK raises it, so no sum overflows,
+and earlier rows are not affected. Rows between two raises, at most ROWS, are a segment. Scratch holds the exponentials
+and weights of a segment, while tiles of the state stay in registers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "step_
 
 @helper
 def _sum_up(like, p, head, low, high):
-    """Write the references of positions, and their sums in float64: what FOLD of them add is summed in tiles."""
+    """Write the references of positions, and their sums in float64; tiles sum FOLD positions at a time."""
     vectors, de, dx = p.latent_width // p.lanes, p.latent_step, p.channel_step
     factors, gain = as_pointer(p.factors, like), as_pointer(p.gain, like)
     exact, exact_state = as_pointer(p.exact_total, 0.0), as_pointer(p.exact_state, 0.0)
@@ -65,7 +65,7 @@ def _sum_up(like, p, head, low, high):
 
 @jit
 def summary_tasks(like, plan, tasks, first, last):
-    """Write the states of positions of tasks (head, first position, position after the last)."""
+    """Write the state of the positions of each task (head, first position, position after the last)."""
     like, p = as_pointer(0, like), plan[0]
     m, s, S = as_pointer(p.m, 0.0), as_pointer(p.s, 0.0), as_pointer(p.S, 0.0)
     reference = as_pointer(p.reference, like)
@@ -82,20 +82,20 @@ def summary_tasks(like, plan, tasks, first, last):
 
 @jit
 def step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last):
-    """Write the output of one causal row of each head, to the bits of `forward_tasks`, and the states after it.
+    """Write the output of one causal row of each head, with the bits of `forward_tasks`, and the states after it.
 
-    Logits, values and outputs are (b, L) or (b, D), a mask (b,) or of no length, states (b, L) and (b, L, D). Return
-    whether the dtype of the values holds all references exactly; where it does not, what is written is of no use.
+    Logits, values and outputs are (b, L) or (b, D), a mask (b,) or of length zero, states (b, L) and (b, L, D). Return
+    whether the dtype of the values holds all references exactly; if not, the written numbers are useless.
     """
     L, D, size = Q.shape[1], V.shape[1], Q.itemsize
     lanes = VECTOR_BYTES // size
     vectors = -(-L // lanes)
     width = vectors * lanes
-    # logits and then exponentials, what they are relative to, their sums, by what these are scaled, weights, limits
+    # logits and then exponentials, their references, their sums, scales of the sums, weights, limits
     rows, x = empty(Q, (6, width)), empty(V, (D,))
     e_at, step = address(rows), width * size
     base_at, held_at, scales_at, c_at = e_at + step, e_at + 2 * step, e_at + 3 * step, e_at + 4 * step
-    # by what the sums before are multiplied, and the position, zeros, and room for what is not used
+    # factors of the sums before, factors of the position, zeros, and room for unused results
     factors = empty(m, (4, width))
     old_at, gained_at = address(factors), address(factors) + 8 * width
     zeros_at, rest_at = old_at + 16 * width, old_at + 24 * width
@@ -155,7 +155,7 @@ def step_tasks(Q, K, V, mask, m, s, S, Y, top, total, sums, first, last):
 
 @jit
 def join_rows(m, s, n, t, top, total, S, U, out):
-    """Write the states of some latents and those of others as one."""
+    """Write the joined states of latents (m, s, S) and (n, t, U)."""
     for i in range(len(m)):
         largest = n[i] if n[i] > m[i] else m[i]
         a = np.exp(m[i] - largest) if m[i] > -np.inf or s[i] != 0 else 0.0
@@ -168,7 +168,7 @@ def join_rows(m, s, n, t, top, total, S, U, out):
 
 @jit
 def join_runs(m, s, S, joins, first, last):
-    """Add to the state of each run those of the runs before it, unless it is the first of its sequence."""
+    """Add the states of earlier runs of a sequence to the state of each run."""
     for head in range(first, last):
         for k in range(1, len(joins)):
             if joins[k]:
@@ -178,7 +178,7 @@ def join_runs(m, s, S, joins, first, last):
 
 @helper
 def _output_rows(like, p, head, start, n):
-    """Return where padded rows of the output are, with zeros there: those of the array, if these are padded."""
+    """Return the address of padded output rows, set to zero: rows of the array itself, if these need no padding."""
     y_at = row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
     fill(like, y_at, n * p.channel_width, 0)
     return y_at
@@ -186,7 +186,7 @@ def _output_rows(like, p, head, start, n):
 
 @helper
 def _add_gates(like, p, head, start, first, last, y_at):
-    """Write the output of the further component, weighted, to rows of the output."""
+    """Write the weighted output of the gate to rows of the output."""
     gate_weights = as_pointer(p.gate_weights, like)
     for i in range(first, last):
         weight = gate_weights[i]
@@ -199,10 +199,10 @@ def _add_gates(like, p, head, start, first, last, y_at):
 
 @jit
 def forward_tasks(like, plan, tasks, next_task, most):
-    """Write the output of causal rows, of at most so many tasks, which threads take one by one.
+    """Write the output of causal rows, of at most `most` tasks, which threads take one by one.
 
-    Tasks are (head, first row, after the last, first position that there is, place): the state before a task is at its
-    place among those of its head, unless there is none.
+    Tasks are (head, first row, row after the last, first position of the sequence, place). The state before a task, if
+    any, is at its place among the states of its head.
     """
     like, p, next_at = as_pointer(0, like), plan[0], address(next_task)
     de, dx = p.latent_step, p.channel_step
@@ -236,7 +236,7 @@ def forward_tasks(like, plan, tasks, next_task, most):
 
 
 def _reading(rows, vectors):
-    """Return a function that adds to n rows of the output what their weights, at `c`, read of some of its vectors."""
+    """Return a function that adds the weights `c` times some vectors of the state to n rows of the output."""
 
     @helper
     def run(like, p, n, state_at, y_at):
@@ -259,7 +259,7 @@ _read_narrow = _reading(8, 1)
 
 @helper
 def _read_rows(like, p, n, y_at):
-    """Add to n rows of the output what their weights, at `c`, read of the state."""
+    """Add the weights `c` times the state to n rows of the output."""
     low = 0
     while low < p.channel_width:
         at = low * p.size
@@ -273,10 +273,10 @@ def _read_rows(like, p, n, y_at):
 
 @jit
 def everywhere_tasks(like, plan, tasks, next_task, most):
-    """Write the output of rows that see all of their sequence, of tasks that are taken as by `forward_tasks`.
+    """Write the output of rows that see all of their sequence; threads take tasks as in `forward_tasks`.
 
-    Tasks are (head, first row, after the last, first position, after the last, place): the state is at its place among
-    those of its head, or if that is negative the positions are summed up here.
+    Tasks are (head, first row, after the last, first position, after the last, place). The state is at its place among
+    the states of its head. If the place is negative, the task sums the positions itself.
     """
     like, p, next_at = as_pointer(0, like), plan[0], address(next_task)
     vectors, de = p.latent_width // p.lanes, p.latent_step
@@ -292,7 +292,7 @@ def everywhere_tasks(like, plan, tasks, next_task, most):
             copy_row(as_pointer(p.exact_state, 0.0), as_pointer(p.state, like), p.latent_width * p.channel_width)
         else:
             enter(like, p, head * p.places + place, SLACK, False)
-        plain = p.gate.at == 0  # and all latents have seen something, so that none is left out
+        plain = p.gate.at == 0  # also, all latents have seen a position, so that none is left out
         for j in range(p.latent_width):
             inverses[j] = 1 if total[j] == 0 else 1 / total[j]
             plain = plain and total[j] != 0

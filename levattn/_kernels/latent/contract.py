@@ -1,4 +1,4 @@
-"""What the kernels of latent attention read: logits, values, and which positions a row may see."""
+"""Arguments and results of the kernels of latent attention."""
 
 from __future__ import annotations
 
@@ -17,27 +17,35 @@ State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each
 class LatentArguments:
     """The arguments of latent attention, for a stack of heads.
 
-    Row t weighs the latents by ``p(l|t)``, the softmax of Q[t], and each latent weighs the positions u that row t may
-    see by ``p(u|l, t)``, the softmax of K[:, l] over them: ``y_t = Σ_l p(l|t) Σ_u p(u|l, t) V_u``. A latent that has
-    seen no position yet takes no part in the softmax over latents; where none has, the row is zero.
+    Row t computes ``y_t = Σ_l p(l|t) Σ_u p(u|l, t) V_u``. Here ``p(l|t)`` is the softmax of Q[t] over the latents.
+    ``p(u|l, t)`` is the softmax of K[:, l] over the positions u that row t may see. A latent that has seen no position
+    yet takes no part in the softmax over latents. Where no latent takes part, the row is zero.
 
-    Arrays are float32 or float64, all of one kind, with any strides along the first two axes (0 among them) and
-    contiguous numbers along the last. On a device Q, K and V may be of one format of 16 bits (bfloat16 as words, where
-    arrays are CuPy's), beside others of float32: then so is the output, and all else is float32. `backward` takes none
-    of these, but for tensors, which it widens.
+    All arrays are float32, or all are float64. The first two axes have any strides (also 0), and numbers along the
+    last axis are contiguous. On a device Q, K and V may have one format of 16 bits (bfloat16 as words in CuPy arrays).
+    Then the output has the same format, and all other arrays are float32. `backward` takes these formats only as
+    tensors, which it widens.
 
     Q: (b, T, L) logits of the latents.
-    K: (b, U, L) logits of the positions; −inf for one that a latent does not see.
+
+    K: (b, U, L) logits of the positions; −inf for a position that a latent does not see.
+
     V: (b, U, D) values.
+
     offsets: (n + 1,) int64 in main memory, ascending from 0 to T: sequence i is ``offsets[i]:offsets[i + 1]``, and
-        sees nothing of the others. More than one sequence have U = T.
+        sees no other sequence. With more than one sequence U = T.
+
     causal: row t sees the positions ``u ≤ t + ahead`` of its sequence (both counted from its beginning), else all.
+
     ahead: at most 0 where U = T: rows that are −ahead positions behind. U − T ≥ ahead always.
+
     gate: (b, T) the logit of one more component, whose output is `gate_value`, (b, T, D); or both None. It takes no
         part where it is −inf.
-    mask: (b, U) bool, False for a position that nobody sees, or None. Its values and logits are not used.
-    state: what every row of a sequence sees besides: m (b, n, L), s (b, n, L), S (b, n, L, D) in float64 with
-        ``Σ e^{K−m}`` and ``Σ e^{K−m} V``; m = −inf where there is nothing. Or None.
+
+    mask: (b, U) bool, False for a position that no row sees, or None. Its values and logits are not used.
+
+    state: positions that every row of a sequence sees too, or None: m (b, n, L), s (b, n, L), S (b, n, L, D).
+        They are float64, with s = ``Σ e^{K−m}`` and S = ``Σ e^{K−m} V``. Without positions m = −inf.
     """
 
     Q: Any
@@ -62,27 +70,27 @@ class LatentKernels(Protocol):
         """Return the state of all positions."""
 
     def joined(self, state: State, other: State, /) -> State:
-        """Return two states as one."""
+        """Return the state of the positions of both states."""
 
     def decayed_scan(self, a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
         """Return the linear recurrence ``h_t = a_t h_{t−1} + x_t`` of each channel."""
 
 
 class LatentGradients(LatentKernels, Protocol):
-    """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
+    """Latent kernels with gradients, where compiled kernels exist; `state` has no gradient."""
 
     def backward(self, x: LatentArguments, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value, or None."""
 
 
 class LatentSteps(LatentKernels, Protocol):
-    """The same where a step of decoding is short."""
+    """Latent kernels with a short path for decode steps."""
 
     def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State | None, /) -> tuple[Any, State] | None:
-        """Return the output of causal rows and the state after them, or None: by `forward` and `summary` then.
+        """Return the output of causal rows and the state after them, or None: then use `forward` and `summary`.
 
-        Arrays are as those of `LatentArguments`, in main memory with any leading axes. None is the state of no
-        position, where arrays are on a device; one that is returned has one leading axis there. In main memory it is
-        a single row, with the bits of `forward`. On a device up to 8 rows are summed up in double precision, and more
-        take the way of `forward` where no state is before them.
+        Arrays are as in `LatentArguments`; in main memory they have any leading axes. There a call has one row, a
+        state, and the bits of `forward`. On a device None as `state` means no position, and the returned state has
+        one leading axis. Up to 8 rows are summed in double precision there. More rows take the path
+        of `forward`, if no state is before them.
         """

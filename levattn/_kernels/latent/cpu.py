@@ -1,7 +1,7 @@
-"""Latent attention on the CPU: cuts rows into runs, and shares these out over threads.
+"""Latent attention on the CPU: cuts rows into runs, and shares the runs out over threads.
 
-Of sequences of several runs the sums of each run are made first; then all runs are worked on at once, each from the
-state that those before it add up to.
+Where a sequence has several runs, a first pass computes the sums of each run. Then the threads work on all runs at
+once, each from the state of the runs before it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from levattn._kernels.tasks import share, share_one_by_one, threads_for
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
-_RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
+_RUN = 4096  # most rows of a task; the same for all batches and lengths, because the rounding depends on it
 
 _ROWS = 1024  # of a task whose rows all read the same state
 
-_HANDED = 8  # times the work that a second thread is worth is what handing states over is worth
+_HANDED = 8  # so many times the work that pays for a second thread pays for handing states over
 _States = State | tuple[None, None, None]
 _NO_STATE = (None, None, None)
 _UNMASKED = np.empty(0, np.bool_)
@@ -56,7 +56,7 @@ def forward(x: LatentArguments) -> Any:
 
 
 def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value; None for what there is not."""
+    """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value; None for absent arrays."""
     (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
     dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
     gate, gate_value = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
@@ -104,7 +104,7 @@ def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, S
 
 
 def _flat(array: Any, *shape: int) -> Any:
-    """Return an array in another shape, its numbers side by side and such as may be written to."""
+    """Return an array in another shape, contiguous and writable."""
     array = array.reshape(shape)
     return array if array.flags.carray else array.copy()
 
@@ -123,7 +123,7 @@ def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
 
 
 def joined(state: State, other: State) -> State:
-    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    """Return the joined state of two states, whose arrays are (..., L) and (..., L, D) in float64."""
     m, s, S = (np.require(part, requirements=["C", "W"]) for part in state)
     n, t, U = (np.require(part, requirements=["C", "W"]) for part in other)
     new = np.empty_like(m), np.empty_like(s), np.empty_like(S)
@@ -167,9 +167,9 @@ def _all_tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
 
 
 class _Work:
-    """What compiled code works on, with states (b · places, ...) that it reads or writes.
+    """Arguments of compiled code, with states (b · places, ...) that it reads or writes.
 
-    `longest` is the longest run of rows, for the way back.
+    `longest` is the longest run of rows, for the backward pass.
     """
 
     def __init__(self, x: LatentArguments, states: _States, longest: int | None = None, **further: Any) -> None:
@@ -185,7 +185,7 @@ class _Work:
 
 @lru_cache(64)
 def _numbers(L: int, D: int, kind: Any, longest: int | None, enters: bool, ahead: int, places: int) -> Any:
-    """Return what the records of calls begin with."""
+    """Return the fields that records of all such calls share."""
     size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
     return Record.begun(
         LATENT_PLAN,
@@ -201,7 +201,7 @@ def _nothing(b: int, n: int, L: int, D: int) -> State:
 
 
 def _add(states: State, at: int, others: State, place: int) -> None:
-    """Merge one of some states into one of others, in place."""
+    """Merge state `place` of `others` into state `at`, in place."""
     new = joined(tuple(part[:, at] for part in states), tuple(part[:, place] for part in others))
     for held, part in zip(states, new, strict=True):
         held[:, at] = part
@@ -222,7 +222,7 @@ def _summaries(x: LatentArguments, cuts: list[tuple[int, int]]) -> State:
 
 
 def _lead(x: LatentArguments) -> State | None:
-    """Return what all rows of a sequence read: its state, and positions before those of rows; None for nothing."""
+    """Return the state that all rows of a sequence read, with positions before the first row; None without any."""
     positions, last = x.offsets, x.K.shape[1]
     if x.causal:
         last = min(max(x.ahead, 0), last)
@@ -242,8 +242,8 @@ def _lead(x: LatentArguments) -> State | None:
 def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]], _States]:
     """Cut rows that see all of their sequence into (first, after the last, first position, after the last, place).
 
-    The place is -1 where a task sums up the positions itself: sequences that are enough for the threads, each a run.
-    How rows are cut changes no bit, nor does it who sums their positions up.
+    The place is -1 where a task sums the positions itself: if each sequence is a run, and there are enough for all
+    threads. No bit depends on the cuts, or on which task sums the positions.
     """
     (b, T, L), (_, U, D), n = x.Q.shape, x.V.shape[:3], len(x.offsets) - 1
     begins, ends = x.offsets[:-1].tolist(), x.offsets[1:].tolist()
@@ -253,7 +253,7 @@ def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]
         return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _NO_STATE
     lead = _lead(x)
     cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
-    if lead is None:  # there is no position
+    if lead is None:  # without positions
         return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _NO_STATE
     return [(low, high, begins[i], lasts[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
 
@@ -261,7 +261,7 @@ def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]
 def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], _States]:
     """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
 
-    The states are those of all places of one head, then of the next, (b · places, ...); empty if none is needed.
+    States lie head by head, (b · places, ...); empty if no run needs one.
     """
     (b, T, _), begins = x.Q.shape, x.offsets.tolist()
     if x.causal and x.state is None and x.ahead <= 0 and len(begins) == 2 and T <= _RUN:
@@ -292,8 +292,8 @@ def _representable(state: State, kind: Any) -> State:
     if (rounded != m).any():
         if np.isinf(rounded[np.isfinite(m)]).any():
             raise ValueError(
-                f"state holds logits of up to {np.abs(m[np.isfinite(m)]).max():.3g}, which {np.dtype(kind)} does not; "
-                "expected some that it does. Give the logits or values in float64"
+                f"state holds logits of up to {np.abs(m[np.isfinite(m)]).max():.3g}; expected logits in the range of "
+                f"{np.dtype(kind)}. Give the logits or values in float64"
             )
         with np.errstate(invalid="ignore"):
             factor = np.where(np.isfinite(m), np.exp(m - rounded), 1.0)

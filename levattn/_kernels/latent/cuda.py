@@ -1,10 +1,9 @@
 """Latent attention on a CUDA device: launches of latent.cu, latent_tensor.cu, latent_back.cu and decay.cu.
 
-Sequences are cut into runs (`cuda_runs`), of which a block of threads takes one, with up to 128 latents and columns.
-No bit of a row depends on what comes after it, nor on the other sequences or heads. Forward, single precision is
-multiplied on tensor cores, and double precision is not; gradients are summed up position by position in both. Numbers
-of 16 bits are read as they are, and outputs rounded as they are written; a few rows that go on from a state are one
-launch (`cuda_step`).
+Sequences are cut into runs (`cuda_runs`). A block of threads takes one run, with up to 128 latents and columns. No bit
+of a row depends on later rows, other sequences or other heads. Forward passes use tensor cores in single precision,
+not in double. Gradients are summed position by position in both. Kernels read 16-bit numbers without conversion, and
+round outputs when they write them. A few rows after a state take one launch (`cuda_step`).
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ __all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
 
 _BUSY = 528  # blocks of threads below which a block of a forward pass takes fewer columns
 
-# What latent_tensor.cu has too
+# As in latent_tensor.cu
 _MULTIPLIED = (32, 64, 128)  # latents of a block
 _MULTIPLIERS = 128  # threads of a block
-_TILE = 64  # columns of a block, one of which or two
-_CHUNK = 16  # steps that are taken together
+_TILE = 64  # columns of a tile; a block has one tile or two
+_CHUNK = 16  # steps of a chunk
 _APART = 8  # numbers between lines
 _FORMATS = ("float", "Half", "Bfloat")  # of positions
-_PAIRS = 2 * 16 * 20 + 4 * 16  # numbers beside lines: weights of pairs of steps, and the scales of rows
+_PAIRS = 2 * 16 * 20 + 4 * 16  # numbers besides lines: weights of pairs of steps, and the scales of rows
 
-# What latent.cuh and latent.cu have too
+# As in latent.cuh and latent.cu
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
 _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
@@ -63,7 +62,7 @@ def forward(x: LatentArguments) -> Any:
 
 
 def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the gradients of Q, K, V, the gate and its values; the last two are None where there are none."""
+    """Return the gradients of Q, K, V, the gate and its values; the last two are None without a gate."""
     xp, work = namespace(), _Work(x)
     if not work.T:
         dQ, dK, dV, dgate, dgate_value = (
@@ -78,7 +77,7 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
     """Return the output of causal rows and the state after them; see `LatentSteps`.
 
-    Few rows are one launch. Of more, with no state before them, runs are summed up once, for rows and the state.
+    A few rows take one launch. With more rows and no state before them, one pass sums runs for both rows and state.
     """
     found = step_at_once(Q, K, V, mask, state)
     if found is not None or state is not None or not Q.shape[1]:
@@ -95,7 +94,7 @@ def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
 
 
 def joined(state: State, other: State) -> State:
-    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    """Return the joined state of two states, whose arrays are (..., L) and (..., L, D) in float64."""
     xp, D = namespace(), state[2].shape[-1]
     arguments = [on_device(part, np.float64) for part in (*state, *other)]
     m, s, S = (xp.empty(part.shape) for part in state)
@@ -105,7 +104,7 @@ def joined(state: State, other: State) -> State:
 
 
 def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
-    """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; the contract of the definitions."""
+    """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; see `definition` for `reverse`."""
     xp, (b, T, C) = namespace(), x.shape
     dtype = np.result_type(a.dtype, x.dtype)
     out = xp.empty((b, T, C), dtype)
@@ -119,17 +118,17 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
 
 
 class _Shared(NamedTuple):
-    """What a block shares: for each step of a chunk lines of latents and of columns, and other numbers."""
+    """Shared memory of a block: for each step of a chunk lines of latents and of columns, and other numbers."""
 
     latents: int
     columns: int
-    sums: int  # of each latent, of the whole run
+    sums: int  # numbers of each latent, for the whole run
     others: int = 0
 
 
 @dataclass(frozen=True)
 class _Starts:
-    """What runs begin with: references and sums (b, slots, L), states (b, slots, L, D), or nothing."""
+    """The states before runs: references and sums (b, slots, L), states (b, slots, L, D), or nothing."""
 
     references: Any = None
     sums: Any = None
@@ -142,7 +141,7 @@ class _Starts:
 
 
 class _Work:
-    """One call: its sizes, its runs, and the launches that a pass is made of."""
+    """One call: its sizes, its runs, and the launches of each pass."""
 
     def __init__(self, x: LatentArguments, lengths: Int64 | None = None, *, sums: bool = False) -> None:
         self.x = x
@@ -150,7 +149,7 @@ class _Work:
         self.U, self.D = x.V.shape[1:]
         self.n = len(x.offsets) - 1
         self.key = stored(x.V.dtype)
-        self.dtype = np.dtype(np.float64 if self.key == "double" else np.float32)  # that it is computed in
+        self.dtype = np.dtype(np.float64 if self.key == "double" else np.float32)  # of the computation
         self.real = TYPES[self.dtype.name]
         rows = np.diff(x.offsets)
         if lengths is None:
@@ -169,13 +168,13 @@ class _Work:
     # -- before rows -------------------------------------------------------------------
 
     def starts(self) -> _Starts:
-        """Return what each run of causal attention begins with."""
+        """Return the state before each run of causal attention."""
         if self.x.state is None and not self.position_runs.any(FOLLOWED):
             return _Starts()
         return self._combined(self.position_runs)[0]
 
     def totals(self) -> State:
-        """Return the state of all positions, after that which is given, in float64."""
+        """Return the state of all positions, added to the given state, in float64."""
         return self._combined(self.position_runs, np.dtype(np.float64))[1]
 
     def rows_and_totals(self) -> tuple[Any, State]:
@@ -184,11 +183,11 @@ class _Work:
         return self.rows(self.row_weights(), starts), (m[:, 0, :], s[:, 0, :], S[:, 0, :, :])
 
     def everything(self) -> _Starts:
-        """Return the state of all positions as what every row begins with, a slot for each sequence."""
+        """Return the state of all positions, which every row reads, with a slot for each sequence."""
         return _Starts(*self._combined(self.position_runs, self.dtype)[1], self.n)
 
     def _combined(self, runs: Runs, totals: Any = None) -> tuple[_Starts, State]:
-        """Return what runs begin with, and the state of all positions in the dtype `totals`, if there is one."""
+        """Return the states before runs, and with `totals`, a dtype, the state of all positions."""
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(FOLLOWED):
@@ -217,7 +216,7 @@ class _Work:
         launch("latent", "scan_runs", self._types(into), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
 
     def _types(self, whole: Any) -> tuple[str, str]:
-        """Return the types of numbers of runs, and of all of them."""
+        """Return the types of numbers: in the states of runs, and in the state of all positions."""
         return self.real, "double" if whole is None else TYPES[whole.dtype.name]
 
     # -- rows --------------------------------------------------------------------------
@@ -297,7 +296,7 @@ class _Work:
         return dQ, dK, dV, dgate, dgate_value
 
     def _flows(self, read: list[Any], kept: Any, given: Any) -> tuple[Any, Any]:
-        """Return dK and dV: what rows and runs of rows give back to the positions that they see."""
+        """Return dK and dV, summed over the rows and runs of rows that see each position."""
         xp, b, L, D = namespace(), self.b, self.L, self.D
         threads, columns = block = self._block(None)
         sizes = [L, D, self.T, self.U]
@@ -332,7 +331,7 @@ class _Work:
     def _block(self, runs: int | None) -> tuple[int, int]:
         """Return the threads of a block and the blocks along the columns.
 
-        Forwards, where columns share nothing, there are fewer columns to a block if there were few blocks else.
+        In a forward pass columns are independent, so blocks have fewer columns where there would be few blocks.
         """
         columns = self._warp_columns
         warps = min(_WIDEST // columns, max(1, -(-self.D // columns)))
@@ -344,9 +343,9 @@ class _Work:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
 
     def _multiply(self, name: str, runs: Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
-        """Launch a kernel that takes runs by products, with so many lines of latents for each step of a chunk."""
+        """Launch a kernel that computes runs by products, with `latents` lines of latents for each step of a chunk."""
         width = next((width for width in _MULTIPLIED if width >= self.L), _MULTIPLIED[-1])
-        tiles = 2 if self.D > _TILE and width < _MULTIPLIED[-1] else 1  # what the registers hold
+        tiles = 2 if self.D > _TILE and width < _MULTIPLIED[-1] else 1  # as many as the registers hold
         lines = latents * (width + _APART) + 2 * (tiles * _TILE + _APART)
         shared = 4 * (_CHUNK * lines + 3 * width + 8 + others)
         grid = (len(runs) * self.b, max(1, -(-self.D // (tiles * _TILE))), self.slices)
@@ -356,7 +355,7 @@ class _Work:
     def _walk(
         self, name: str, runs: Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
     ) -> None:
-        """Launch a kernel that takes runs step by step."""
+        """Launch a kernel that computes runs step by step."""
         threads, columns = block
         source, nbytes = ("latent", 64) if name in KERNELS["latent"] else ("latent_back", 32)  # of a column of a chunk
         line = held.latents * self.width + held.columns * threads // 32 * self._warp_columns + held.others
@@ -367,7 +366,7 @@ class _Work:
 
 
 def _rows(array: Any) -> list[Any]:
-    """Return an array of rows as arguments of a kernel, with the steps along its first two axes; or nothing."""
+    """Return an array of rows, or None, as arguments of a kernel, with the steps along its first two axes."""
     return with_steps(array if array is None else with_rows(array), 2)
 
 

@@ -1,7 +1,7 @@
-"""Runs of latent attention on a CUDA device: how sequences are cut, and the tables that kernels read of it.
+"""Runs of latent attention on a CUDA device: the cuts of sequences, and the tables of runs that kernels read.
 
-Where the cuts are follows from the numbers of positions before them alone: short runs at first, so that few positions
-keep many blocks busy, and longer ones later, as each leaves a state behind.
+Cuts depend only on the number of positions before them. Early runs are short, so that few positions keep many blocks
+busy. Later runs are longer, because each run stores a state.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FOLLOWED, ROWS, POSITIONS = 7, 6, 5  # fields of a run, as runs.cuh has them
 
 _SHORTEST, _LONGEST = 128, 1024  # positions of a run, powers of two
 _EIGHTH = 8  # a run is this part of the positions before it, between these two
-_STRETCH = 256  # rows of a block where all see the same
-_EVERYTHING = 1 << 62  # sees a row that is not causal
+_STRETCH = 256  # rows of a block where all see the same positions
+_EVERYTHING = 1 << 62  # last position that a noncausal row sees
 
 
 class Runs:
-    """Runs in the order of their sequences, as `Run` of runs.cuh has them: (count, 8), and the first of each sequence.
+    """Runs in the order of their sequences, (count, 8) as `Run` in runs.cuh, and the first run of each sequence.
 
-    Kernels take them as `arguments`, or `listed` with the sequences, once `send_runs` has sent them.
+    After `send_runs`, kernels take them as `arguments`, or with the sequences as `listed`.
     """
 
     def __init__(self, table: Int64, sequences: int) -> None:
@@ -46,7 +46,7 @@ class Runs:
 
 
 def send_runs(bounds: Int64, *all_runs: Runs) -> Any:
-    """Copy bounds and runs to the device, all at once, and return the bounds there."""
+    """Copy bounds and runs to the device in one copy, and return the bounds there."""
     parts = [bounds, *(part.ravel() for runs in all_runs for part in (runs.table, runs.spans))]
     ends = np.cumsum([part.size for part in parts]).tolist()
     whole = on_device(np.concatenate(parts))
@@ -57,7 +57,7 @@ def send_runs(bounds: Int64, *all_runs: Runs) -> Any:
 
 
 def _cuts(length: int) -> Int64:
-    """Return where runs of positions begin, from 0 on, up to one that is not before `length`."""
+    """Return the starts of runs of positions, from 0 to the first that is at least `length`."""
     cuts = [0]
     while cuts[-1] < length:
         before = 1 << max(cuts[-1].bit_length() - 1, 0)
@@ -66,7 +66,7 @@ def _cuts(length: int) -> Int64:
 
 
 def _stretches(lengths: Int64, cuts: Int64) -> tuple[Int64, Int64, Int64]:
-    """Cut each of some sequences: return the sequence, the start and the stop of every part."""
+    """Cut sequences: return the sequence, the start and the stop of every part."""
     counts = np.searchsorted(cuts, lengths)
     sequences = np.repeat(np.arange(len(lengths)), counts)
     numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -74,7 +74,7 @@ def _stretches(lengths: Int64, cuts: Int64) -> tuple[Int64, Int64, Int64]:
 
 
 def plain_runs(lengths: Int64, begins: Int64, field: int) -> Runs:
-    """Return runs of positions alone, or of rows alone that see everything; `field` says which."""
+    """Return runs of positions only, or of rows only that see everything; `field` selects which."""
     longest = int(lengths.max(initial=0))
     cuts = _cuts(longest) if field == POSITIONS else np.arange(0, longest + _STRETCH, _STRETCH)
     sequences, starts, stops = _stretches(lengths, cuts)
@@ -90,7 +90,7 @@ def plain_runs(lengths: Int64, begins: Int64, field: int) -> Runs:
 def causal_runs(offsets: Int64, ahead: int, *, sums: bool = False) -> Runs:
     """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both.
 
-    What the last one sums up is not needed, unless `sums` says so.
+    Only with `sums` are the sums of a sequence's last run needed.
     """
     lengths, begins = np.diff(offsets), offsets[:-1]
     blind, starts, stops = _stretches(

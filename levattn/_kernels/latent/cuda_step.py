@@ -1,7 +1,7 @@
-"""Steps of decoding by latent attention on a CUDA device: one launch of latent_step.cu, without a copy or a wait.
+"""Decode steps of latent attention on a CUDA device: one launch of latent_step.cu, without a copy or a wait.
 
-A block of threads takes 32 columns of a head. The state is read once and written once, 16 L D bytes for each head,
-which bounds the time: all else is 2 L + 2 D numbers for each row.
+A block of threads takes 32 columns of a head. It reads and writes the state once, 16 L D bytes for each head. This
+bounds the time, because all other arrays are 2 L + 2 D numbers for each row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from levattn._kernels.latent.contract import State
 
 __all__ = ["step_at_once"]
 
-# What latent_step.cu has too
+# As in latent_step.cu
 _ROWS = 8
 _COLUMNS = 32
 _STATIC = 8 * _ROWS * _ROWS * _COLUMNS + 64  # bytes of shared memory in its source

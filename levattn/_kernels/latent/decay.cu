@@ -5,7 +5,7 @@ namespace {
 constexpr int LINES = 16;  // threads along the positions
 constexpr int EACH = 16;   // positions of a thread
 
-// What is left of h after a decay, of which nothing is read where it begins anew.
+// h after a decay; where a sequence begins, h is not read.
 template <typename Real>
 __device__ Real decayed(bool begins, Real decay, Real h, Real term) {
     return fma(decay, begins ? Real(0) : h, term);
@@ -13,11 +13,11 @@ __device__ Real decayed(bool begins, Real decay, Real h, Real term) {
 
 }  // namespace
 
-// h (b, T, C) from h[−1] = first (b, C), or 0; backwards, r[t] = x[t] + a[t + 1] r[t + 1] from 0. Where a is 0 nothing
-// is read of the other rows.
+// h (b, T, C) from h[−1] = first (b, C), or 0; backwards, r[t] = x[t] + a[t + 1] r[t + 1] from 0. Where a is 0 the other
+// row is not read.
 //
-// A block takes 32 channels through all positions, LINES · EACH at a time: each thread composes its own, the threads of a
-// channel are composed one after the other, and each goes over its own again. The grid is (b · channels / 32).
+// A block takes 32 channels through all positions, LINES · EACH at a time. Each thread composes its own positions, then the
+// threads of a channel are composed one after the other, then each thread repeats its own. The grid is (b · channels / 32).
 template <typename Real>
 __global__ void __launch_bounds__(32 * LINES)
     scan_decayed(const Real *a, long long a_item, long long a_row, const Real *x, long long x_item, long long x_row,

@@ -11,14 +11,14 @@ from levattn._kernels.tasks import share
 
 __all__ = ["decayed_scan"]
 
-_BYTES = 512  # of a row that one task takes up: whole cache lines, and enough tasks for the threads
+_BYTES = 512  # of a row in one task: whole cache lines, and enough tasks for the threads
 
 
 def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from ``h_{−1} = first`` (b, C) or 0.
 
-    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is. Where a is 0 a
-    sequence begins: what was before is not read, be it NaN.
+    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0, which gives the gradient of x. Where a is 0 a
+    sequence begins: earlier rows are not read, not even NaN.
     """
     kind = np.result_type(a, x)
     a, x = (np.ascontiguousarray(np.broadcast_to(part, x.shape), kind) for part in (a, x))

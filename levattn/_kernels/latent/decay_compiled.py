@@ -1,4 +1,4 @@
-"""Linear recurrences: every channel of every sequence decays and takes up its own numbers."""
+"""Linear recurrences, one for every channel of every sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def decay_tasks(a, x, start, width, reverse, first, last, out):
     """Write the recurrences of the tasks ``first:last`` to `out`; each is one item and `width` of its channels.
 
     Forward, ``out_t = a_t out_{t−1} + x_t`` from ``out_{−1} = start``; in reverse ``out_t = a_{t+1} out_{t+1} + x_t``
-    from 0. Where a is 0 nothing is read of the other rows. A row of channels is taken up at once, so that the compiler
-    makes vectors of it.
+    from 0. Where a is 0 the other row is not read. The inner loop runs over channels, so that the compiler can
+    vectorize it.
     """
     T, channels = x.shape[1], x.shape[2]
     groups = -(-channels // width)

@@ -1,6 +1,6 @@
-"""Latent attention in the array-API standard: the definitions, which the compiled kernels are compared with.
+"""Latent attention in the array-API standard: the definitions, with which tests compare the compiled kernels.
 
-In torch the gradients of these are followed, so that there is no backward here.
+There is no backward here, because torch differentiates the definitions itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from levattn._kernels.latent.contract import LatentArguments, State
 
 __all__ = ["decayed_scan", "forward", "joined", "summary"]
 
-_BLOCK = 16  # rows whose exponents are formed together, for each pair of them
+_BLOCK = 16  # rows of a block, which has an exponent for each pair of rows
 
 
 def forward(x: LatentArguments) -> Any:
@@ -58,7 +58,7 @@ def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
 
 
 def joined(state: State, other: State) -> State:
-    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    """Return the joined state of two states, whose arrays are (..., L) and (..., L, D) in float64."""
     (m, s, S), (n, t, U) = state, other
     xp = array_namespace(S)
     top = xp.maximum(m, n)
@@ -70,8 +70,8 @@ def joined(state: State, other: State) -> State:
 def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from ``h_{−1} = first`` (b, C) or 0.
 
-    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is. Where a is 0 a
-    sequence begins: what was before is not read, be it NaN.
+    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0, which gives the gradient of x. Where a is 0 a
+    sequence begins: earlier rows are not read, not even NaN.
     """
     xp = array_namespace(a)
     if reverse:
@@ -112,12 +112,12 @@ def _nothing(xp: Any, K: Any, V: Any) -> State:
 
 
 def _finite(xp: Any, m: Any) -> Any:
-    """Return the maxima that there are, and 0 for the others."""
+    """Return the maxima, with 0 for −inf."""
     return xp.where(m == -math.inf, _number(xp, 0.0, m), m)
 
 
 def _summed(xp: Any, K: Any, V: Any, state: State | None = None) -> State:
-    """Return a state with further positions."""
+    """Return the state after further positions."""
     m, s, S = _nothing(xp, K, V) if state is None else state
     top = m if not K.shape[1] else xp.maximum(m, xp.max(K, axis=1))
     base = _finite(xp, top)
@@ -126,7 +126,7 @@ def _summed(xp: Any, K: Any, V: Any, state: State | None = None) -> State:
 
 
 def _weights(xp: Any, Q: Any, live: Any, gate: Any) -> tuple[Any, Any]:
-    """Return the softmax over the latents that have seen something, and the weight of the gate."""
+    """Return the softmax over the latents that have seen a position, and the weight of the gate."""
     Q = xp.where(live, Q, _number(xp, -math.inf, Q))
     logits = Q if gate is None else xp.concat([Q, gate[..., None]], axis=-1)
     E = xp.exp(logits - _finite(xp, xp.max(logits, axis=-1, keepdims=True)))
@@ -140,7 +140,7 @@ def _divided(xp: Any, p: Any, s: Any) -> Any:
 
 
 def _product(xp: Any, P: Any, v: Any, finite: bool) -> Any:
-    """Return P v, in which a weight of zero makes nothing of a value, whatever the value is."""
+    """Return P v, in which a weight of zero drops a value, even NaN or infinity."""
     if finite:
         return xp.matmul(P, v)
     good, zero = xp.isfinite(v), _number(xp, 0.0, v)
@@ -156,7 +156,7 @@ def _everywhere(xp: Any, Q: Any, K: Any, V: Any, gate: Any, state: State) -> tup
 
 
 def _causal(xp: Any, Q: Any, K: Any, V: Any, gate: Any, ahead: int, state: State) -> tuple[Any, Any]:
-    """Return what causal rows read, block by block: what came before by the state, and the block's own by pairs."""
+    """Return causal outputs and gates, block by block: earlier positions by the state, the block's own by pairs."""
     T, U = Q.shape[1], K.shape[1]
     device = array_api_compat.device(K)
     entered = min(max(ahead, 0), U)

@@ -1,9 +1,9 @@
-// Latent attention, forward: what each run sums up, what each run begins with, and the rows of each run.
+// Latent attention, forward: the sums of each run, the state before each run, and the rows of each run.
 //
-// A thread keeps its part of the state S in registers from step to step, and the latents' own sums are scanned with
-// it, a chunk of steps at a time, while the next chunk is on its way. Columns never mix, so that how they are shared
-// out over blocks changes no bit; sums over latents are those of a thread in order, then of lanes in pairs. States
-// are combined from run to run in double precision.
+// A thread keeps its part of the state S in registers from step to step. The block scans the latents' own sums a chunk
+// of steps at a time, while the next chunk is on its way. Columns never mix, so their distribution over blocks changes
+// no bit. Sums over latents add the latents of a thread in order, and then lanes in pairs. States are combined from run
+// to run in double precision.
 
 #include "shared.cuh"
 #include "copies.cuh"
@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int NEVER = 0x7fffffff, BEFORE = -NEVER;  // after and before all positions that a row may see last
-constexpr int AHEAD = 4;           // runs whose sums are asked for together
+constexpr int AHEAD = 4;           // runs whose sums are loaded together
 
 // Steps of a chunk.
 template <typename Real>
@@ -22,8 +22,9 @@ constexpr int STEPS = 64 / sizeof(Real);
 
 }  // namespace
 
-// The first position of each sequence that a latent sees, counted from the beginning of the sequence: BEFORE if its
-// state has seen something, NEVER if nothing has. To `first` (b, n, L). The grid is (n · b, latents / 32).
+// The first position of each sequence that a latent sees, counted from the beginning of the sequence, to `first`
+// (b, n, L). It is BEFORE if the state has seen a position, and NEVER if the latent sees none. The grid is (n · b,
+// latents / 32).
 template <typename Key>
 __global__ void __launch_bounds__(256, 4)
     find_first(const Key *K, long long k_item, long long k_row, const unsigned char *mask, long long mask_item,
@@ -53,8 +54,8 @@ __global__ void __launch_bounds__(256, 4)
 }
 
 // The softmax over the latents that a row sees, and over the gate if there is one: its largest logit, the inverse of
-// the sum of exponentials relative to it, and the weight of the gate, (b, T) each. The grid is (runs · b, stretches of
-// 64 rows).
+// the sum of exponentials relative to that logit, and the weight of the gate, (b, T) each. The grid is (runs · b,
+// stretches of 64 rows).
 template <typename Key, typename Real>
 __global__ void __launch_bounds__(256, 4)
     weigh_rows(const Key *Q, long long q_item, long long q_row, const Real *gate, long long gate_item,
@@ -87,8 +88,8 @@ __global__ void __launch_bounds__(256, 4)
     }
 }
 
-// What each run sums up by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that
-// nothing follows are left out. The grid is (runs · b, columns, latents).
+// The sums of each run by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that no
+// run follows are left out. The grid is (runs · b, columns, latents).
 template <typename Real, int LATENTS>
 __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
     sum_runs(POSITION_PARAMETERS, const long long *runs, int count, int L, int D, Real *maxima, Real *sums,
@@ -120,9 +121,9 @@ __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
     walk.part.end(walk.references, states + (place * L + walk.latent) * D + walk.column, walk.latents, walk.columns, D);
 }
 
-// From what the runs of each sequence sum up, and from the state before them, (b, n, L) or nothing: the references and
-// sums that each run begins with, in the place of its own, and all of them together. Sums S are to be combined as
-// `scan_runs` does, with what comes in multiplied by `entered` (b, n, L), and with the factors `kept` and `gained`
+// Combine the sums of the runs of each sequence with the state before them, (b, n, L) or nothing. The references and
+// sums before each run replace those of the run itself, and the totals are written too. `scan_runs` then combines
+// the sums S: it multiplies the state before by `entered` (b, n, L), and uses the factors `kept` and `gained`
 // (b, runs, L). The grid is (b · n · L / 256).
 template <typename Real, typename Whole>
 __global__ void __launch_bounds__(256)
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(256)
     const long long l = place % L, sequence = place / L % n, item = place / L / n;
     double reference = nothing<double>(), total = 0;
     if (before) {
-        reference = (Real)before[place];  // logits are of this type: what it is rounded by is made good
+        reference = (Real)before[place];  // logits have this type; the factor below corrects its rounding
         const double factor = reference == nothing<double>() ? 0 : exp(before[place] - reference);
         entered[place] = factor;
         total = factor == 0 ? 0 : sums_before[place] * factor;
@@ -165,9 +166,9 @@ __global__ void __launch_bounds__(256)
     if (all_maxima) all_maxima[place] = (Whole)reference, all_sums[place] = (Whole)total;
 }
 
-// X ← kept X + gained x over the runs of each sequence, forwards or backwards, for what each run has, x (b, runs, L, D):
-// each gets instead what comes before it, times `given`. X begins as `before` times `entered`, and ends in `all`,
-// (b, n, L, D). Absent factors are 1, and absent sums 0. Runs whose number `field` is 0 have nothing. The grid is
+// X ← kept X + gained x over the runs of each sequence, forwards or backwards, with the sums of each run, x (b, runs, L, D).
+// X before a run, times `given`, replaces its x. X begins as `before` times `entered`, and ends in `all`, (b, n, L, D).
+// Absent factors are 1, and absent sums 0. Runs with 0 in the field number `field` have no sums. The grid is
 // (b · n · L · D / 256).
 template <typename Real, typename Whole>
 __global__ void __launch_bounds__(256)
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
         [](int, int) {});
 }
 
-// Two states as one: (m, s, S) and (n, t, U), with `rows` latents in all, D numbers to each. The grid is
+// The joined state of (m, s, S) and (n, t, U), with `rows` latents in all, and D numbers for each. The grid is
 // (rows · max(D, 1) / 256).
 __global__ void __launch_bounds__(256)
     join_states(const double *m, const double *s, const double *S, const double *n, const double *t, const double *U,

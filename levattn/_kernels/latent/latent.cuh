@@ -1,7 +1,7 @@
 // Runs position by position on the plain units: the part of a state that a thread holds, and the scan of logits.
 //
-// In shared memory and in arrays of exponentials E, a position that raises the reference has −a in place of its 1, where
-// a < 1 is what the sums before it are multiplied by; the sign of −0 counts.
+// In shared memory and in arrays of exponentials E, a position that raises the reference has −a in place of its 1. It
+// multiplies the sums before it by a < 1. The sign of −0 counts.
 
 namespace {
 
@@ -27,8 +27,8 @@ __device__ inline void load_four(const Real *from, Real (&to)[4]) {
     }
 }
 
-// Add up N values over LANES lanes that are APART from each other, and share out the sums: a lane is left with those
-// whose number modulo LANES is its own (modulo N, if there are fewer), at the multiples of LANES.
+// Sum N values over LANES lanes that are APART from each other, and share out the sums. A lane keeps the sums whose number
+// modulo LANES is its own number (modulo N, if N is smaller), at the multiples of LANES.
 template <int LANES, int APART, int N, typename Real>
 __device__ inline void share_sums(Real (&values)[N]) {
     const int lane = threadIdx.x % 32 / APART;
@@ -46,8 +46,8 @@ __device__ inline void share_sums(Real (&values)[N]) {
         }
 }
 
-// A part of a matrix of LATENTS rows that is spread over the threads of a block, WIDE columns to each warp: the sums
-// S of a state, or what flows back into them.
+// A part of a matrix of LATENTS rows that is spread over the threads of a block, WIDE columns to each warp: the sums S of a
+// state, or their backward counterpart R.
 template <typename Real, int LATENTS>
 struct Tile {
     static constexpr int ALONG = LATENTS > 64 ? 8 : 4;         // lanes along the latents
@@ -58,7 +58,7 @@ struct Tile {
     static constexpr int WARPS = WIDEST / WIDE;
     static constexpr int THREADS = 32 * WARPS;
 
-    // Fours of latents and of columns go round the lanes, so that what they read lies in different banks
+    // Fours of latents and of columns go round the lanes, so that lanes read different banks
     Real sums[EACH][COLUMNS];
 
     static __device__ int along() { return threadIdx.x % ALONG; }
@@ -79,7 +79,7 @@ struct Tile {
                                  : 0;
     }
 
-    // Write S down, each row times a factor.
+    // Write S, each row times a factor.
     __device__ void end(const Real *factors, Real *to, int latents, int columns, int D) const {
 #pragma unroll
         for (int j = 0; j < EACH; ++j)
@@ -111,7 +111,7 @@ struct Tile {
         }
     }
 
-    // S += w ⊗ x; `encoded` weights are those of a position that raised references.
+    // S += w ⊗ x; weights are `encoded` at a position that raised references.
     template <bool encoded>
     __device__ void add(const Real *w, const Real *row) {
         Real x[COLUMNS];
@@ -158,7 +158,7 @@ struct Tile {
         share_sums<ALONG, 1>(y);
     }
 
-    // Call `use(column, sum)` for the sums that `sum_latents` has left this lane.
+    // Call `use(column, sum)` for the sums that `sum_latents` leaves in this lane.
     template <typename Use>
     static __device__ void each_column(const Real (&y)[COLUMNS], Use use) {
         if (along() >= COLUMNS) return;
@@ -192,8 +192,8 @@ __device__ inline void fill_zeros(Real *from, Real *to) {
 }
 
 // Turn the logits of some steps (steps, LATENTS) into exponentials, one latent after the other, and call
-// `use(step, latent, e, sum, reference)` for each with the sum of its latent up to there. `flags` are the steps that
-// anything is seen at, and those that raise a reference.
+// `use(step, latent, e, sum, reference)` for each with the sum of its latent up to there. `flags` are the steps at which
+// some latent sees the position, and the steps that raise a reference.
 template <int LATENTS, typename Real, typename Use>
 __device__ inline void scan_logits(Real *K, unsigned int taken, int steps, int latents, Real *references, Real *sums,
                                    unsigned int *flags, Use use) {
@@ -225,9 +225,9 @@ __device__ inline void scan_logits(Real *K, unsigned int taken, int steps, int l
     collect(flags + 1, raised);
 }
 
-// A block of threads on its way through a run, with some of its latents and columns. Shared memory holds logits and values
-// of two chunks of STEPS steps, one of which arrives while the block works on the other; then `numbers` that the kernel
-// adds, the references and sums of the latents, and bits of steps.
+// The passage of a block of threads through a run, with some of its latents and columns. Shared memory holds logits and
+// values of two chunks of STEPS steps: one arrives while the block works on the other. Then follow `numbers` numbers of the
+// kernel, the references and sums of the latents, and bits of steps.
 template <typename Real, int LATENTS, int STEPS>
 struct Walk {
     using Part = Tile<Real, LATENTS>;
@@ -246,7 +246,7 @@ struct Walk {
           references(own + numbers), totals(references + LATENTS), flags((unsigned int *)(totals + LATENTS)),
           taken(flags + 4) {}
 
-    // Begin with the state of one place of (b, slots, L[, D]), or with nothing.
+    // Begin with the state at one place of (b, slots, L[, D]), or with an empty one.
     __device__ void begin(const Real *before, const Real *sums, const Real *states, long long place, int L, int D) {
         fill_zeros(logits, own);
         for (int l = threadIdx.x; l < LATENTS; l += blockDim.x) {
@@ -259,8 +259,8 @@ struct Walk {
     }
 
     // Take the positions one after the other. A chunk has a first step, `start`, and a place, 0 or 1. `arrive(start, place,
-    // steps)` brings more of the next chunk. `scan(start, place)` returns the function that `scan_logits` calls, and
-    // `take(start, place)` the one that is called with each step after its position has entered. `leave(start, steps)`
+    // steps)` brings further arrays of the next chunk. `scan(start, place)` returns the function that `scan_logits` calls.
+    // `take(start, place)` returns the function to call with each step after its position has entered. `leave(start, steps)`
     // ends a chunk.
     template <typename Arrive, typename Scan, typename Take, typename Leave>
     __device__ void go(const Positions<Real> &from, Arrive arrive, Scan scan, Take take, Leave leave) {

@@ -1,13 +1,13 @@
-// Latent attention, backward: what each row reads of each latent, gradients of the rows' logits, and what flows back
-// into positions. With the sums s and S of a latent relative to its reference, c = p / s and E = e^(K − reference):
+// Latent attention, backward: products of rows and latents, gradients of the rows' logits, and gradients of positions.
+// With the sums s and S of a latent relative to its reference, c = p / s and E = e^(K − reference):
 //
 //   G[t] = ⟨dY[t], S(t)⟩            dQ[t] = c G − p Σ c G       (the gate's part of the sum: λ ⟨dY, gate value⟩)
 //   R(u) = Σ c[t] dY[t], ρ(u) = Σ c[t] G[t] / s(t)   over the rows t that see position u
 //   dV[u] = Σ E[u] R(u)             dK[u] = E[u] (⟨V[u], R(u)⟩ − ρ(u))       (Σ dV over the latents)
 //
-// Runs are taken as in latent.cu, first forwards, where a block leaves E and 1 / s behind, and then backwards, where R and
-// ρ are multiplied by a at a position that raised the reference. All is relative to the reference at hand; what goes
-// from run to run is relative to the references that runs begin with.
+// Blocks take runs as in latent.cu, first forwards, which stores E and 1 / s, and then backwards. There a position that
+// raised the reference multiplies R and ρ by its a. All numbers are relative to the current reference, but numbers that
+// pass from run to run are relative to the references before runs.
 
 #include "shared.cuh"
 #include "copies.cuh"
@@ -20,11 +20,11 @@ namespace {
 template <typename Real>
 constexpr int STEPS = 32 / sizeof(Real);
 
-// Blocks of threads that a multiprocessor is to hold, where registers would allow one or two less.
+// Blocks of threads for each multiprocessor, where the compiler's choice of registers would allow one or two less.
 template <typename Real, int LATENTS>
 constexpr int RESIDENT = sizeof(Real) == 8 || LATENTS > 32 ? 1 : LATENTS > 16 ? 8 : 10;
 
-// Sum what each warp found, (warps, LATENTS), in their order.
+// Sum the results of warps, (warps, LATENTS), in their order.
 template <int LATENTS, typename Real>
 __device__ inline Real over_warps(const Real *found, int apart) {
     Real sum = *found;
@@ -34,9 +34,9 @@ __device__ inline Real over_warps(const Real *found, int apart) {
 
 }  // namespace
 
-// Per run and step: E (b, U, L), 1 / s or 0 (b, T, L), and G of these columns, (b, slices of columns, T, L). Per run,
-// and relative to what the next run of the sequence begins with: what it begins with itself, `kept`, and what it ends
-// with, `given`, (b, runs, L). The grid is (runs · b, columns, latents).
+// Per run and step: E (b, U, L), 1 / s or 0 (b, T, L), and G of these columns, (b, slices of columns, T, L). Per run: the
+// factors from its first reference, `kept`, and from its last, `given`, to the first reference of the next run of the
+// sequence, (b, runs, L). The grid is (runs · b, columns, latents).
 template <typename Real, int LATENTS>
 __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), (RESIDENT<Real, LATENTS>))
     trace_runs(POSITION_PARAMETERS, const Real *dY, long long dy_item, long long dy_row, START_PARAMETERS,
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), (RESIDENT<Real
     }
 }
 
-// Per row: dQ, the gradients of the gate and of its value, and in the places of 1 / s and G the weights c and what ρ
-// grows by. The grid is (runs · b, stretches of 64 rows).
+// Per row: dQ, the gradients of the gate and of its value, and in the places of 1 / s and G the weights c and the
+// increments of ρ. The grid is (runs · b, stretches of 64 rows).
 template <typename Real>
 __global__ void __launch_bounds__(256)
     finish_rows(const Real *Q, long long q_item, long long q_row, const Real *dY, long long dy_item, long long dy_row,
@@ -161,10 +161,10 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// The steps of a run from the last to the first. What flows back out of the run if it is `alone`, relative to what it
-// begins with: R to `flows` (b, runs, L, D), ρ to `flow_sums` (b, runs, L). Else the gradients of its positions, from
-// what flows back into it, (b, slots, L[, D]) or nothing: dV (b, slices of latents, U, D) and dK (b, slices of columns,
-// U, L). The grid is (runs · b, columns, latents).
+// The steps of a run from the last to the first. If `alone`, R and ρ of the run by itself, relative to the references
+// before it: R to `flows` (b, runs, L, D), ρ to `flow_sums` (b, runs, L). Otherwise the gradients of its positions, from R
+// and ρ of later runs, (b, slots, L[, D]) or nothing: dV (b, slices of latents, U, D) and dK (b, slices of columns, U, L).
+// The grid is (runs · b, columns, latents).
 template <typename Real, int LATENTS, bool alone>
 __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
     flow_back(const Real *V, long long v_item, long long v_row, const Real *dY, long long dy_item, long long dy_row,

@@ -1,22 +1,22 @@
-// Steps of decoding by latent attention: a few causal rows of each head, and the state after them, in one launch.
+// Decode steps of latent attention: a few causal rows of each head, and the state after them, in one launch.
 //
-// A block takes 32 columns of a head, whose state it reads once and writes once; the sums of the latents, which need no
-// columns, every block of a head finds by itself. All of it is in double precision.
+// A block takes 32 columns of a head, and reads and writes their state once. The sums of the latents need no columns, so
+// every block of a head computes them itself. All arithmetic is in double precision.
 
 #include "shared.cuh"
 #include "formats.cuh"
 
 namespace {
 
-constexpr int ROWS = 8;      // at most; and the warps of a block, which share out the latents, or else the rows
+constexpr int ROWS = 8;      // at most; also the warps of a block, which share out the latents, and later the rows
 constexpr int COLUMNS = 32;  // of a block
-constexpr int DEEP = 8;      // latents of a column on their way together
+constexpr int DEEP = 8;      // latents of a column that are loaded together
 constexpr unsigned int ALL = 0xffffffffu;
 
 }  // namespace
 
-// Y (b, T, D) of T rows, and the state after them (b, L[, D]) from that before, which may be absent. The grid is (b,
-// columns).
+// Y (b, T, D) of T rows, and the state after them (b, L[, D]), from the state before, which may be absent. The grid is
+// (b, columns).
 template <typename Real>
 __global__ void __launch_bounds__(32 * ROWS)
     step_rows(const Real *Q, long long q_item, long long q_row, const Real *K, long long k_item, long long k_row,
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(32 * ROWS)
     const long long item = blockIdx.x;
     const int column = blockIdx.y * COLUMNS + lane;
 
-    // What memory takes longest for is on its way while the sums of the latents are found
+    // The slowest loads run while the sums of the latents are computed
     double state[DEEP], values[ROWS], y[ROWS];
     const long long place = item * L * D + column;
     const auto bring = [&](int low) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * ROWS)
     if (threadIdx.x == 0) seen = 0;
     __syncthreads();
 
-    // Each position multiplies the sums before it by `kept`, and is added to them times `gained`
+    // Each position multiplies the sums before it by `kept`, and adds itself times `gained`
     unsigned int mine = 0;
     for (int l = threadIdx.x; l < L; l += blockDim.x) {
         double reference = maxima ? maxima[item * L + l] : nothing, total = sums ? sums[item * L + l] : 0;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * ROWS)
     if (mine) atomicOr(&seen, mine);
     __syncthreads();
 
-    // The softmax over the latents that have seen something, divided by their sums
+    // The softmax over the latents that have seen a position, divided by their sums
     if (warp < T) {
         const Real *const logits = Q + item * q_item + warp * q_row;
         double *const w = weights + warp * L;

@@ -1,16 +1,16 @@
-// Latent attention, forward, in single precision on tensor cores: what each run sums up, and the rows of each run.
+// Latent attention, forward, in single precision on tensor cores: the sums of each run, and the rows of each run.
 //
-// A block of threads takes its run 16 positions at a time, and keeps the state S in the registers of its warps. With
-// R the references of the latents before a chunk and E[u] = e^(K[u] − R), the rows t of the chunk are, by products,
+// A block of threads takes its run 16 positions at a time, and keeps the state S in the registers of its warps. With the
+// references R of the latents before a chunk and E[u] = e^(K[u] − R), products give the rows t of the chunk:
 //
 //   w = p / s(t),   A[t, u] = ⟨w[t], E[u]⟩ (u ≤ t),   Y = w S + A V,   S ← S + Eᵀ V.
 //
-// A position whose logit exceeds R by more than SLACK raises the reference, as in runs.cuh. From this row of the chunk on
-// A is summed up pair by pair, with exponentials relative to what each row has reached, and w is lowered where it meets S;
-// then S and E are brought to the new references. So no row depends on a later position.
+// A position whose logit exceeds R by more than SLACK raises the reference, as in runs.cuh. From this row of the chunk on, A
+// is summed pair by pair, with exponentials relative to the references that each row has reached, and w is scaled down for
+// products with S. Then S and E change to the new references. So no row depends on a later position.
 //
-// Numbers are multiplied as sums of two of 11 bits, which hold them to 2^-23, without the product of the two rests; tensor
-// cores cut sums off, they do not round: they add up 32 products or fewer of each sort, and rounded sums the rest.
+// Each factor is the sum of two numbers of 11 bits, which hold it to 2^-23, and the product of two rests is left out. Tensor
+// cores truncate sums, they do not round. So they add 32 products or fewer of each sort, and rounded sums add the results.
 
 #include "shared.cuh"
 #include "copies.cuh"
@@ -50,7 +50,7 @@ __device__ inline void split(const float (&x)[N], float (&high)[N], float (&low)
 // Whether a number can be split: not NaN, and not so large that a power of two times it is not finite.
 __device__ inline bool is_moderate(float x) { return fabsf(x) < 0x1p113f; }
 
-// What numbers are stored as, and all of this is one kernel for: arguments tell, as each kernel takes long to compile.
+// The formats of stored numbers. One kernel serves all, and an argument selects, because each kernel compiles slowly.
 enum Format { SINGLE, HALF, BFLOAT };
 
 __device__ inline float widened(unsigned int bits, int format) {
@@ -64,9 +64,9 @@ __device__ inline void write(void *to, long long at, float x, int format) {
     else narrow(x, ((Bfloat *)to)[at]);
 }
 
-// Rows of numbers as they are stored, on their way to shared memory, where they are wide. Numbers of 16 bits come two at
-// a time, where they lie so: both to the place of the first, and `settle` widens them once they are there. The thread
-// that brought them does it, so that it waits for its own copies alone.
+// Rows of stored numbers, which shared memory holds widened. Numbers of 16 bits arrive two at a time, where their alignment
+// allows it, both at the place of the first. Then `settle` widens them, in the thread that brought them, so that it waits
+// only for its own copies.
 struct Stored {
     const void *from;
     long long step;  // from row to row
@@ -116,9 +116,9 @@ struct Seen {
     long long mask_step;
 };
 
-// A run on its way through a block of threads. A warp has the channels of TILES · 16 columns, and of S a lane has, in the
-// order of C, two latents of two channels of each octet of latents and tile. Lines of latents and of values in shared
-// memory are so far apart that what a warp reads at a time lies in different banks.
+// The passage of a block of threads through a run. A warp has the channels of TILES · 16 columns. A lane has, in the order
+// of C, two latents of two channels of S, for each octet of latents and each tile. The distance of lines of latents and of
+// values in shared memory lets a warp read different banks at a time.
 template <int LATENTS, int TILES, bool ROWS>
 struct Chunks {
     static constexpr int OCTETS = LATENTS / OCTET, PITCH = LATENTS + 8, WIDE = 16 * TILES * WARPS, SPREAD = WIDE + 8;
@@ -128,7 +128,7 @@ struct Chunks {
     const int column, latent, columns, latents;
     float *const logits, *const values, *const E, *const references, *const reached, *const lowered;
     unsigned int *const flags, *const taken;                      // two each, of chunks: seen, raised; not masked
-    float *const weights, *const rising, *const sums, *const A, *const scales;  // where there are ROWS
+    float *const weights, *const rising, *const sums, *const A, *const scales;  // only with ROWS
     float S[TILES][OCTETS][4];
     float total, top;  // of one latent
 
@@ -140,17 +140,17 @@ struct Chunks {
           weights((float *)(taken + 4)), rising(weights + 2 * STEPS * PITCH), sums(rising + STEPS * PITCH),
           A(sums + STEPS * PITCH), scales(A + 2 * STEPS * LINE) {}
 
-    // Lanes have row g and g + 8, and columns t and t + 4 or 2t and 2t + 1, of what is multiplied.
+    // Lanes have rows g and g + 8, and columns t and t + 4 or 2t and 2t + 1, of the factors.
     static __device__ int g() { return threadIdx.x % 32 / 4; }
     static __device__ int t() { return threadIdx.x % 4; }
     static __device__ int channel() { return threadIdx.x / 32 * 16 * TILES; }
     __device__ bool idle() const { return channel() >= columns; }
-    // The line and the latent of a thread where they are shared out.
+    // The line and the latent of a thread, where threads share out both.
     static __device__ int own_latent() { return threadIdx.x % LATENTS; }
     static __device__ int own_line() { return threadIdx.x / LATENTS; }
     static constexpr int LINES = THREADS / LATENTS;
 
-    // Begin with the state of one place of (b, slots, L[, D]), or with nothing.
+    // Begin with the state at one place of (b, slots, L[, D]), or with an empty one.
     __device__ void begin(const float *before, const float *sums_before, const float *states, long long place, int L,
                           int D) {
         const int l = threadIdx.x;
@@ -162,7 +162,7 @@ struct Chunks {
         each_sum([&](int l, int c, float &sum) { sum = from && l < latents && c < columns ? from[(long long)l * D + c] : 0; });
     }
 
-    // Call `use(latent, channel, sum)` for what this lane has of S.
+    // Call `use(latent, channel, sum)` for the entries of S in this lane.
     template <typename Use>
     __device__ void each_sum(Use use) {
 #pragma unroll
@@ -174,7 +174,7 @@ struct Chunks {
                     use(OCTET * j + 2 * t() + i % 2, channel() + 16 * tile + g() + i / 2 * 8, S[tile][j][i]);
     }
 
-    // Bring the logits and values from one step on to one of the two places.
+    // Bring the logits and values of a chunk, from step `start` on, to one of the two places.
     __device__ void arrive(const Seen &from, int start, int place) {
         const int count = min(run.positions - start, STEPS);
         const long long at = run.position + start;
@@ -197,7 +197,7 @@ struct Chunks {
         return taken[place] >> k & 1 && l < latents ? logits[(place * STEPS + k) * PITCH + l] : nothing<float>();
     }
 
-    // A value, and zero for a position that no latent sees.
+    // A value, or zero for a position that no latent sees.
     __device__ float value(int place, int k, int c) const {
         return flags[2 * place] >> k & 1 && c < columns ? values[(place * STEPS + k) * SPREAD + c] : 0;
     }
@@ -215,7 +215,7 @@ struct Chunks {
         collect(flags + 2 * place, seen);
     }
 
-    // The sums of each latent up to each step, and the references that it has reached by then.
+    // The sums of each latent up to each step, and the references that it has reached there.
     __device__ void scan(int place) {
         unsigned int raised = 0;
         const int l = threadIdx.x;
@@ -243,7 +243,7 @@ struct Chunks {
         collect(flags + 2 * place + 1, raised);
     }
 
-    // Let the references rise for S and for what is added to it, once nothing of the chunk needs them as they were.
+    // Raise the references of S and of E, once the chunk no longer needs the old ones.
     __device__ void raise(int place) {
         for (int k = own_line(), l = own_latent(); k < STEPS; k += LINES)
             if (reached[l] != references[l]) {
@@ -303,7 +303,7 @@ struct Chunks {
         split(x, high, low);
     }
 
-    // w = p / s, in the place of the logits of the latents; `scale` are the largest of a row, and the inverse of its sum.
+    // w = p / s, in the place of the logits; `scale` holds the largest logit of a row, and the inverse of its sum.
     __device__ void weigh(int place, const float *scale) {
         for (int k = own_line(), l = own_latent(); k < STEPS; k += LINES) {
             float &w = weights[(place * STEPS + k) * PITCH + l];
@@ -312,7 +312,7 @@ struct Chunks {
         }
     }
 
-    // The first row at which a position raised a reference; none of a chunk if there is none.
+    // The first row at which a position raised a reference; beyond the chunk if there is none.
     __device__ int first_raised(int place) const {
         const unsigned int raised = flags[2 * place + 1];
         return __popc((raised & (~raised + 1)) - 1);
@@ -346,7 +346,7 @@ struct Chunks {
         }
     }
 
-    // A of this row and of those behind it.
+    // A of this row and of the rows after it.
     __device__ void sum_pairs(int place, int start) {
         for (int pair = threadIdx.x; pair < STEPS * STEPS; pair += THREADS) {
             const int row = pair / STEPS, u = pair % STEPS;
@@ -425,7 +425,7 @@ struct Chunks {
 
     __device__ float pair(int row, int u) const { return A[row * LINE + u] + A[(STEPS + row) * LINE + u]; }
 
-    // Call `use(row, channel, y)` for what this lane has of rows.
+    // Call `use(row, channel, y)` for the entries of rows in this lane.
     template <typename Use>
     static __device__ void each_row(float (&Y)[2 * TILES][4], Use use) {
 #pragma unroll
@@ -447,8 +447,8 @@ struct Chunks {
          Stored(V, item * v_item + chunks.column, v_row, chunks.columns, format),                                   \
          mask ? mask + item * mask_item : nullptr, mask_row}
 
-// What each run sums up by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that
-// nothing follows are left out. The grid is (runs · b, columns, latents).
+// The sums of each run by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that no
+// run follows are left out. The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
 __global__ void __launch_bounds__(THREADS, 2)
     multiply_runs(STORED_PARAMETERS, const long long *runs, int count, int L, int D, float *maxima, float *sums,
@@ -558,7 +558,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                     return is_moderate(x) ? x : 0;
                 });
                 chunks.add_pairs(high, low, format == SINGLE, rows);
-                if (__any_sync(ALL, !moderate)) {  // of other values nothing may reach the rows before them
+                if (__any_sync(ALL, !moderate)) {  // other values must not affect the rows before them
 #pragma unroll 1
                     for (int u = 0; u < STEPS; ++u)
                         chunks.each_row(rows, [&](int k, int c, float &y) {

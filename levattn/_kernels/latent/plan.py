@@ -1,8 +1,8 @@
-"""What the compiled code of latent attention works on: its plan, padded rows, and the sums of the latents.
+"""The data of compiled latent attention: its plan, padded rows, and the sums of the latents.
 
-Rows are copied to scratch of whole vectors. The state of the latents, Σ e V, has a row for each latent; on the way
-back it is `by_channel`, with a row for each channel. ``like`` is a pointer, for the dtype; names of addresses that are
-arguments end in _at.
+Rows are copied to scratch of whole vectors. The state of the latents, Σ e V, has a row for each latent. In the
+backward pass it is `by_channel`, with a row for each channel. ``like`` is a pointer that carries the dtype. Names of
+address arguments end in _at.
 """
 
 from __future__ import annotations
@@ -57,25 +57,26 @@ __all__ = [
     "write_rows",
 ]
 
-ROWS = 32  # of a segment: what it reads and writes stays in the first cache
-SLACK = 8.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
-FOLD = 64  # rows whose gain is summed apart, and then added to sums in float64
-PLAIN = 192  # rows of a run before which nothing is, up to which a sum is not large yet
+ROWS = 32  # of a segment: its data stays in the first-level cache
+SLACK = 8.0  # a sum is at most e^SLACK times the number of positions times its largest term
+FOLD = 64  # rows whose gain is summed separately, and then added to sums in float64
+PLAIN = 192  # in a run without a state before it, sums are not yet large up to this row
 TALL = 4  # rows of a tile
 
-# Numbers of each latent. `factors` is by what the sums are to be multiplied since the last raise, and in float64
-# `raised` since the gain was last added. The sums on the way back are relative to `held`.
-# `top` and `least` are the largest logits (or the limits, where these are larger) and the smallest of the last
-# positions that were read.
+# Numbers of each latent. The last raise multiplies the sums by `factors`. `raised`, in float64, is the product of
+# these since the gain was last added. The sums of the backward pass are relative to `held`.
+# `top` and `least` are the largest logits (or the limits, where these are larger) and the smallest logits of the
+# positions last read.
 _LATENT = ("reference", "base", "limit", "total", "factors", "gain", "held", "rho", "top", "least")
 # Rows of a segment: e^{K − base} and V of positions, weights c = p/s and p of latents, 1/s, rows of the output
 _ROWS = {"e": "latents", "x": "channels", "c": "latents", "p": "latents", "inverses": "latents", "y": "channels"}
-# and on the way back the products of dY and the state, dY, and the gradients in values
+# and in the backward pass the products of dY and the state, dY, and the gradients of values
 _ROWS_BACK = {"g": "latents", "z": "channels", "v": "channels"}
 
-# m, s and S are the states before runs (or those to be written), `places` of each head; `enters` tells whether with
-# row t position t + `ahead` enters the state. `weights` and `changes` are c and c g/s of every row of a run,
-# `references` those of its segments, and `segments` (n, 3) their first row, number of rows, and place of references.
+# m, s and S are the states before runs (or the states to be written), `places` for each head. `enters` tells whether
+# position t + `ahead` enters the state with row t. For a run, `weights` and `changes` are c and c g/s of every row,
+# `references` are the references of its segments, and `segments` (n, 3) their first row, number of rows, and place of
+# references.
 LATENT_PLAN = RecordType(
     (*("Q", "K", "V", "gate", "gate_value", "mask", "Y", "D_Y"), *("D_Q", "D_K", "D_V", "D_gate", "D_gate_value")),
     ("head", "row"),
@@ -89,16 +90,17 @@ LATENT_PLAN = RecordType(
 
 
 def padded(n: int, kind: np.dtype[Any]) -> int:
-    """Return how many numbers are in a row of whole vectors that has room for n."""
+    """Return n, rounded up to whole vectors of numbers."""
     lanes: int = VECTOR_BYTES // kind.itemsize
     return -(-n // lanes) * lanes
 
 
 @lru_cache(64)
 def latent_scratch(latents: int, channels: int, size: int, longest: int | None) -> Scratch:
-    """Return how the scratch of one thread lies, by its names in the plan.
+    """Return the layout of one thread's scratch, by its names in the plan.
 
-    Rows are padded to so many latents and channels, of `size` bytes; `longest` is the longest run, for the way back.
+    Rows are padded to `latents` and `channels` numbers, of `size` bytes each; `longest` is the longest run of a
+    backward pass.
     """
     widths, state = {"latents": latents, "channels": channels}, latents * channels
     like = dict.fromkeys(_LATENT, latents) | {name: ROWS * widths[what] for name, what in _ROWS.items()}
@@ -130,7 +132,7 @@ def copy_row(source, target, n):
 
 @helper
 def copy_rows(like, p, view, head, first, rows, n, padding, target_at, width):
-    """Write rows of n numbers of an array to padded rows."""
+    """Copy rows of n numbers from an array to padded rows."""
     whole = n // p.lanes
     for i in range(rows):
         source_at, row_at = row_address(view, head, first + i), target_at + i * width * p.size
@@ -144,7 +146,7 @@ def copy_rows(like, p, view, head, first, rows, n, padding, target_at, width):
 
 @helper
 def write_rows(like, p, row_at, width, rows, n, view, head, first):
-    """Write the first n numbers of padded rows to rows of an array."""
+    """Copy the first n numbers of padded rows to rows of an array."""
     whole = n // p.lanes
     for i in range(rows):
         source_at, target_at = row_at + i * width * p.size, row_address(view, head, first + i)
@@ -161,10 +163,10 @@ def _is_masked(p, head, position):
 
 @helper
 def read_positions(like, p, head, first, rows, begin):
-    """Write logits of positions to padded rows at `e`; return where their values are, and whether a limit is exceeded.
+    """Write logits of positions to padded rows at `e`; return the address of values, and whether a limit is exceeded.
 
-    Positions before `begin` and masked ones have logits −inf. The values of a position whose logits all are −inf are
-    zeros. Rows of values are padded as well; those of the array may be taken as they are.
+    Positions before `begin` and masked ones have logits −inf. A position with logits of −inf only has values of zero.
+    Rows of values are padded too, or are rows of the array itself where these need no padding.
     """
     missing = smaller(larger(begin - first, 0), rows)
     there, de, dx, least = rows - missing, p.latent_step, p.channel_step, as_pointer(p.least, like)
@@ -196,7 +198,7 @@ def read_positions(like, p, head, first, rows, begin):
 
 @helper
 def write_positions(like, p, head, first, rows, begin):
-    """Write the gradients of positions that there are and that are not masked."""
+    """Write the gradients of positions from `begin` on that are not masked."""
     for i in range(smaller(larger(begin - first, 0), rows), rows):
         if not _is_masked(p, head, first + i):
             write_rows(like, p, p.p + i * p.latent_step, p.latent_width, 1, p.latents, p.D_K, head, first + i)
@@ -208,7 +210,7 @@ def write_positions(like, p, head, first, rows, begin):
 
 @helper
 def raise_references(like, p, logits_at, slack, total_at):
-    """Raise the references that a row exceeds to its logits, and write by what the sums are to be multiplied."""
+    """Raise the references that a row exceeds to its logits, and write the factors of the sums."""
     logits, total, factors = as_pointer(logits_at, like), as_pointer(total_at, like), as_pointer(p.factors, like)
     reference, base, limit = as_pointer(p.reference, like), as_pointer(p.base, like), as_pointer(p.limit, like)
     for j in range(p.latent_width):
@@ -223,7 +225,7 @@ def raise_references(like, p, logits_at, slack, total_at):
 
 @helper
 def sum_rows(like, row_at, rows, n, gain_at):
-    """Add padded rows of n numbers to one."""
+    """Add padded rows of n numbers to one row."""
     gain, row = as_pointer(gain_at, like), as_pointer(row_at, like)
     for i in range(rows):
         for j in range(n):
@@ -254,7 +256,7 @@ def scale_columns(state, factors, rows, n):
 
 @helper
 def _scale(p, state, factors, by_channel):
-    """Multiply the latents of a state."""
+    """Multiply the latents of a state by factors."""
     if by_channel:
         scale_columns(state, factors, p.channel_width, p.latent_width)
     else:
@@ -263,9 +265,9 @@ def _scale(p, state, factors, by_channel):
 
 @helper
 def enter(like, p, place, slack, by_channel):
-    """Take the state before a run, none if its place is negative; tell whether nothing is before the run.
+    """Load the state before a run, none if its place is negative; tell whether no position is before the run.
 
-    The state are the references, and sums that are relative to them.
+    The state consists of the references and of sums relative to them.
     """
     reference, base, limit = as_pointer(p.reference, like), as_pointer(p.base, like), as_pointer(p.limit, like)
     total, gain, raised = as_pointer(p.total, like), as_pointer(p.gain, like), as_pointer(p.raised, 0.0)
@@ -294,7 +296,7 @@ def enter(like, p, place, slack, by_channel):
 
 @helper
 def begins_fold(like, p, fresh, row, rows):
-    """Tell whether what a row of a run adds is summed apart; the last rows are not followed by any."""
+    """Tell whether the gain of a row is summed separately; no rows follow the last ones of a run."""
     folds = p.enters != 0 and p.size == 4 and row // FOLD < (rows - 1) // FOLD and not (fresh and row < PLAIN)
     if folds and row == PLAIN and fresh:
         copy_row(as_pointer(p.total, like), as_pointer(p.exact_total, 0.0), p.latent_width)
@@ -304,11 +306,11 @@ def begins_fold(like, p, fresh, row, rows):
 
 @helper
 def fold_gain(like, p, by_channel):
-    """Add what was gained since the last time to the sums in float64, and begin anew with these, rounded.
+    """Add the gain since the last fold to the sums in float64, and continue with these sums, rounded.
 
-    Additions of single positions to a sum that is much larger are rounded, and for like ones all in one direction. So
-    they are summed apart, and the state that rows read forgets its own rounding here. References have been raised by
-    as much as `raised` says.
+    Adding single positions to a much larger sum rounds each of them, and equal ones all in one direction. So the
+    gain is summed separately, and the state that rows read loses its accumulated rounding here. `raised` holds the
+    factors of the references that rose meanwhile.
     """
     raised, exact = as_pointer(p.raised, 0.0), as_pointer(p.exact_total, 0.0)
     total, gain = as_pointer(p.total, like), as_pointer(p.gain, like)
@@ -327,7 +329,7 @@ def fold_gain(like, p, by_channel):
 
 @helper
 def _follow(like, p, folds, by_channel):
-    """Follow references that were raised with the state, and if it `folds` with what is summed apart."""
+    """Scale the state to raised references, and if it `folds`, the gain as well."""
     factors = as_pointer(p.factors, like)
     _scale(p, as_pointer(p.state, like), factors, by_channel)
     if folds:
@@ -337,9 +339,9 @@ def _follow(like, p, folds, by_channel):
 
 
 def _tiles(adds, reads):
-    """Return a function that does what `state_tile` does for a whole state, step by step.
+    """Return a function that applies `state_tile` to a whole state, tile by tile.
 
-    Rows that are added, multiplied, and read, and those that what is read is added to, are (address, step).
+    Its add, x, read and y are (address, step), as for `state_tile`.
     """
 
     @helper
@@ -393,9 +395,9 @@ weigh_given = _weighing_one(2)
 def _weighing(one):
     """Return a function that weighs rows of a block from the row `done` on, until references are raised again.
 
-    It takes up the positions that enter with them, and writes c = p/s over the logits of the latents at `c_at`; `one`
-    does it for a row. References are raised only if some logit of the block is `higher` than its limit. It returns
-    the row after the last, and whether references were raised at the first.
+    It adds the exponentials of the positions that enter with these rows. With `one` for each row, it writes c = p/s
+    over the logits of the latents at `c_at`. References rise only if some logit of the block is `higher` than its
+    limit. It returns the row after the last, and whether references rose at the first.
     """
 
     @helper

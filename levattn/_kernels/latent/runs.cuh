@@ -1,24 +1,25 @@
-// What the kernels of latent attention share: runs, and how their positions come to shared memory.
+// Code that the kernels of latent attention share: runs, and the copies of their positions to shared memory.
 //
-// A run is a stretch of a sequence that one block takes step by step: a position enters, then a row is written, or one
-// of the two alone. The sums of a latent are kept relative to a reference, which rises at a position whose logit is
-// larger by more than SLACK. So no row depends on a later position, and no exponential exceeds e^SLACK.
+// A run is a stretch of a sequence that one block takes step by step. In a step a position enters the state, then a row is
+// written; some runs have only positions, or only rows. The sums of a latent are relative to a reference, which rises at a
+// position whose logit is larger by more than SLACK. So no row depends on a later position, and no exponential exceeds
+// e^SLACK.
 
 namespace {
 
 constexpr int FIELDS = 8;    // of a run
-constexpr int FOLLOWED = 7;  // which of them
+constexpr int FOLLOWED = 7;  // the number of this field
 constexpr float SLACK = 4;
 constexpr unsigned int ALL = 0xffffffffu;
 
 struct Run {
     long long sequence;
-    long long slot;       // of the state that it begins with
+    long long slot;       // of the state before it
     long long position;   // the first of its positions
     long long row;        // the first of its rows
     long long seen;       // the last position that this row sees, counted from the beginning of the sequence
-    int positions, rows;  // as many of both, or none of one of them
-    bool followed;        // by another run of the sequence, which needs what this one sums up
+    int positions, rows;  // equal numbers, or 0 for one of them
+    bool followed;        // by another run of the sequence, which needs the sums of this one
 
     __device__ Run(const long long *runs, long long number) {
         const long long *const fields = runs + number * FIELDS;
@@ -34,7 +35,7 @@ __device__ inline Real nothing() {
     return (Real)__int_as_float(0xff800000);  // −∞
 }
 
-// Bring rows to shared memory, `pitch` apart: on their way until `finish_copies`.
+// Start copying rows to shared memory, `pitch` apart; `finish_copies` waits for them.
 template <typename Real>
 __device__ inline void bring(Real *to, int pitch, const Real *from, long long step, int rows, int columns) {
     for (int row = 0; row < rows; ++row)
@@ -42,7 +43,7 @@ __device__ inline void bring(Real *to, int pitch, const Real *from, long long st
             copy_later(to + row * pitch + column, from + row * step + column);
 }
 
-// Which of at most 32 positions take part: one bit each. For the first warp.
+// Write one bit for each of at most 32 positions that takes part. For the first warp.
 __device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long step, int positions) {
     const int lane = threadIdx.x;
     const unsigned int taken = __ballot_sync(ALL, lane < positions && (!mask || mask[lane * step]));
@@ -69,7 +70,7 @@ struct Positions {
 
 }  // namespace
 
-// The parameters of kernels that read positions, and of those that begin with states (b, slots, L[, D]).
+// The parameters of kernels that read positions, and of kernels that begin with states (b, slots, L[, D]).
 #define POSITION_PARAMETERS                                                                                         \
     const Real *K, long long k_item, long long k_row, const Real *V, long long v_item, long long v_row,             \
         const unsigned char *mask, long long mask_item, long long mask_row

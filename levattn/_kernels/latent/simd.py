@@ -1,6 +1,6 @@
-"""Vector code of latent attention: a tile of running sums that is read as it grows, and what is done to padded rows.
+"""Vector code of latent attention: tiles of running sums, which rows read as they grow, and work on padded rows.
 
-Steps are in bytes, and may be negative; rows have so many `vectors`.
+Steps are in bytes, and may be negative; `vectors` is the number of vectors of a row.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
     "weigh_row",
 ]
 
-PLAIN_LOGIT = 32.0  # e^x of some thousands of these is within the range, and a square root of it
+PLAIN_LOGIT = 32.0  # sums of e^x over thousands of such logits stay within the square root of the range
 
 
 @vector_code(literals="rows vectors adds reads")
 def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_step):
     """Add ``add[t, i] * x[t]`` to state[i] for n steps t, and after each ``Σ_i read[t, i] * state[i]`` to y[t].
 
-    The state, at `to`, has so many `rows` of so many `vectors`, in registers meanwhile. Without `adds` or `reads` that
-    half is left out. If `adds` is 2, sums begin at zero, and are added to a state of float64 in the end. Each of add,
-    x, read and y is an address and a step.
+    The state, at `to`, has `rows` rows of `vectors` vectors, which stay in registers meanwhile. `adds` and `reads`
+    select the two halves. If `adds` is 2, sums begin at zero, and are finally added to a state in float64. Each of
+    add, x, read and y is an address and a step.
     """
     b, cursors, steps = v.b, *zip(add, x, read, y, strict=True)
     starts = [b.add(to, b.mul(to_step, integer(i))) for i in range(rows)]
@@ -88,7 +88,7 @@ def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_s
 
 @vector_code(literals="rows vectors")
 def row_tile(v, like, rows, vectors, c, state, y, n):
-    """Add ``Σ_i c[t, i] * state[i]`` to y[t] for so many `rows` t of so many `vectors`, in registers meanwhile.
+    """Add ``Σ_i c[t, i] * state[i]`` to y[t] for `rows` rows t of `vectors` vectors, with the sums in registers.
 
     The state has n rows. Each of c, state and y is an address and a step.
     """
@@ -107,7 +107,7 @@ def row_tile(v, like, rows, vectors, c, state, y, n):
 
 
 def _double(b: Value, at: Value, place: int) -> Value:
-    """Return a pointer to a number of float64: that at a place after an address."""
+    """Return a pointer to the float64 number at a place after an address."""
     return b.gep(pointer(b, at, ir.DoubleType()), [integer(place)])
 
 
@@ -121,14 +121,14 @@ def _add_to_doubles(v: Vectors, vector: Value, place: Value) -> Value:
 
 @vector_code(literals="lanes vectors")
 def step_tile(v, like, lanes, vectors, places, factors, x, y):
-    """Take a position x into rows of a state S of float64, and write the new ones and what is read of them, to y.
+    """Add a position x to the rows of a float64 state S; write the new rows, and the output, the product of c, to y.
 
-    The new rows are ``old S + gained x``, with factors of float64. What c reads of them are rows that were rounded,
-    multiplied by `scales`, and added ``e x``. So many `vectors` of so many `lanes` (0 for whole vectors) are gone
-    through.
+    The new rows are ``old S + gained x``, with factors in float64. For the output, c multiplies rounded rows of S,
+    scaled by `scales`, plus ``e x``. The tile has `vectors` vectors of `lanes` lanes (0 for whole vectors).
 
-    places: of S and of the new rows, by how many bytes rows are apart, and their number.
-    factors: where e, c, scales, old and gained are.
+    places: addresses of S and of the new rows, the bytes from row to row, and the number of rows.
+
+    factors: addresses of e, c, scales, old and gained.
     """
     S, new, row, n = places
     e, c, scales, old, gained = factors
@@ -161,7 +161,7 @@ def step_tile(v, like, lanes, vectors, places, factors, x, y):
 
 @vector_code()
 def top_rows(v, like, source, source_step, target, target_step, n, top, least, vectors):
-    """Copy n rows; raise the numbers of `top` to the largest of their columns, and lower those of `least`."""
+    """Copy n rows; raise `top` to the largest number of each column, and lower `least` to the smallest."""
     b = v.b
     with v.each(vectors) as at:
 
@@ -197,20 +197,20 @@ def _any(v: Vectors, vectors: Value, test: Callable[[Value], Value]) -> Value:
 
 @vector_code(returns="flag")
 def exceeds(v, like, x, limit, vectors):
-    """Tell whether any number of a row is larger than that of the limits."""
+    """Tell whether any number of a row is larger than its limit."""
     return _any(v, vectors, lambda at: v.b.fcmp_ordered(">", v.load(x, at), v.load(limit, at)))
 
 
 @vector_code(returns="flag", numbers="value")
 def differs(v, like, x, value, vectors):
-    """Tell whether any number of a padded row is another than the value; NaN is."""
+    """Tell whether any number of a padded row differs from the value; NaN does."""
     expected = v.splat(value)
     return _any(v, vectors, lambda at: v.b.fcmp_unordered("!=", v.load(x, at), expected))
 
 
 @vector_code()
 def exp_row(v, like, x, base, total, vectors):
-    """Replace the numbers x of a row by ``e^{x − base}`` and add these to `total`."""
+    """Replace the numbers x of a row by ``e^{x − base}``, and add the results to `total`."""
     b = v.b
     with v.each(vectors) as at:
         value = exponential(b, b.fsub(v.load(x, at), v.load(base, at)))
@@ -222,8 +222,8 @@ def exp_row(v, like, x, base, total, vectors):
 def weigh_row(v, like, how, q, c, sums, gate, vectors, weights, inverses):
     """Write c = p/s, where p is the softmax of the logits q of a row, and return the weight of one more logit, `gate`.
 
-    Only where the sums s are positive a logit takes part. The `inverses` 1/s are given (how: 2), or they are computed,
-    and p and 1/s are kept, too (1), or not (0).
+    A logit takes part only where its sum s is positive. `how`: 2 if the `inverses` 1/s are given; otherwise they are
+    computed, and p and 1/s are kept (1) or not (0).
     """
     b = v.b
     zero, one, least = (v.constant(value) for value in (0.0, 1.0, -math.inf))
@@ -268,7 +268,7 @@ def weigh_row(v, like, how, q, c, sums, gate, vectors, weights, inverses):
 def weigh_plain_row(v, like, q, c, inverses, vectors):
     """Write c = p/s of a row, given 1/s, if all logits are between ±PLAIN_LOGIT, and tell whether they are.
 
-    Then the largest need not be taken out, and what takes time is not waited for: lanes meet in one sum alone.
+    Then the largest logit need not be subtracted, and the lanes are combined only once, in the sum.
     """
     b = v.b
     high, low = v.constant(PLAIN_LOGIT), v.constant(-PLAIN_LOGIT)
@@ -301,7 +301,7 @@ def dot_vectors(v, like, x, y, vectors):
 
 @vector_code()
 def fold_vectors(v, like, gains, sums, state, vectors):
-    """Add gains to sums in float64, write these to the state, rounded, and make the gains zero."""
+    """Add gains to sums in float64, write the rounded sums to the state, and set the gains to zero."""
     b = v.b
     with v.each(vectors) as at:
         total = _add_to_doubles(v, v.load(gains, at), _double(b, b.add(sums, b.mul(at, integer(8 // v.size))), 0))

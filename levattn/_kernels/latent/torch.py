@@ -1,6 +1,6 @@
-"""Latent attention on tensors of torch: its kernels on their memory, with gradients, and opaque to its compiler.
+"""Latent attention on tensors of torch: kernels on their memory, with gradients, and opaque to torch's compiler.
 
-Where neither a gradient nor the compiler asks for an operator, the kernel is called directly.
+Calls that need no operator, for a gradient or for the compiler, call the kernel directly.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
 
 
 def _state_of(x: LatentArguments) -> State | None:
-    """Return the arrays of a state as tensors where the call computes, on the same memory where that is possible."""
+    """Return the arrays of a state as tensors on the device of the call, on the same memory where possible."""
     if x.state is None:
         return None
     found = []
@@ -112,7 +112,7 @@ def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
 def _backward(dY: Any, Q: Any, *others: Any) -> Any:
     if not Q.shape[0] * Q.shape[1]:
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, *others))
-    if Q.element_size() == 2:  # which are not cast, nor kept so, before there is a gradient
+    if Q.element_size() == 2:  # widened only here, so that a forward pass keeps 16 bits
         K, V, *rest = others
         found = _backward(*(tensor.float() for tensor in (dY, Q, K, V)), *rest)
         return (*(gradient.to(Q.dtype) for gradient in found[:3]), *found[3:])
@@ -153,9 +153,9 @@ def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _scan_gradients(ctx: Any, dh: Any) -> Any:
-    """Return the gradients of a scan: of x it is the scan of `dh` the other way.
+    """Return the gradients of a scan; the gradient of x is the scan of `dh` the other way.
 
-    A caller who begins a sequence by a = 0 holds a there: its gradient reads the row before, which may be NaN.
+    A caller that begins a sequence with a = 0 must keep it constant: its gradient reads the row before, maybe NaN.
     """
     a, first, h = ctx.saved_tensors
     r = SCAN(a, dh, None, not ctx.reverse)
@@ -177,7 +177,7 @@ SCAN = make_operator(
 
 
 class _Root(torch.autograd.Function):  # type: ignore[misc]
-    """The square root with a slope of at most `steepest`, in few steps."""
+    """The square root with a slope of at most `steepest`, in few operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, steepest: float) -> Any:
@@ -193,7 +193,7 @@ class _Root(torch.autograd.Function):  # type: ignore[misc]
 
 
 def held_root(x: Any, steepest: float) -> Any:
-    """Return the square root, whose slope is held at `steepest` near 0, where it has none."""
+    """Return the square root with a slope of at most `steepest`, because the slope at 0 is infinite."""
     if not torch.compiler.is_compiling() and not is_transformed(x) and not has_tangent([x]):
         return _Root.apply(x, steepest)
     steep, held = x < (0.5 / steepest) ** 2, x.detach()

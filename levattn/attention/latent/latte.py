@@ -1,4 +1,4 @@
-"""Latte: attention through latents, in time linear in the number of positions."""
+"""Latte: latent attention, in time linear in the number of positions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def latte(
     state: SoftmaxState | None = None,
     return_state: bool = False,
 ) -> Any:
-    r"""Latent attention: every row mixes L averages of the values, each under a softmax over positions of its own.
+    r"""Compute latent attention: every row mixes L averages of the values, one for each latent.
 
-    With the latents l as the hidden variable of a mixture,
+    The latents l are the hidden variable of a mixture:
 
     .. math::
 
@@ -44,16 +44,16 @@ def latte(
         p(s \mid l, t) = e^{K_{s l}} / \sum_{r \le t} e^{K_{r l}} \quad (s \le t), \qquad
         y_t = \sum_l p(l \mid t) \sum_s p(s \mid l, t) V_s,
 
-    where without `causal` the sums over positions have no limit t. Weights are of at least 0 and sum to 1 over
-    positions, but for rows of zeros (below), so that each channel of :math:`y_t` is between the least and the largest
-    value that row t sees, to rounding. Causal row t is the last row of the bidirectional form on the positions up to
-    t.
+    Without `causal` the sums run over all positions of the sequence. The weights of a row are at least 0 and sum to
+    1 over positions, except for rows of zeros (below). So each channel of :math:`y_t` lies between the smallest and
+    the largest value that row t sees, up to rounding. Causal row t equals the last row of the bidirectional form on
+    the positions up to t.
 
-    A latent that has seen no position (all are masked, or have logits of −inf for it) takes no part in the softmax
-    over latents, and a row that no latent has seen anything for is zero. So is a row whose `q_logits` are −inf for all
-    latents that take part, where a softmax of torch is NaN. Otherwise NaN and infinite logits spread as in that: −inf
-    is no weight, and NaN or +inf make NaN of what they touch. Of a masked position `k_logits` and V are not used; its
-    `q_logits` are, as its row is an output like the others.
+    A latent takes no part in the softmax over latents until it has seen a position. It sees no masked position, and
+    none with a logit of −inf for it. A row is zero if no latent takes part, or if its `q_logits` are −inf for all
+    latents that do, where torch's softmax gives NaN. Other infinite logits and NaN act as in torch's softmax: −inf
+    gives a weight of zero. NaN or +inf make every output that uses them NaN. The `k_logits` and V of a masked
+    position are not used. Its `q_logits` are, because its row is an output like the others.
 
     Parameters
     ----------
@@ -63,58 +63,58 @@ def latte(
         Logits of the positions for each latent. U = T, unless `causal` is False and neither `offsets` nor `lengths` is
         given.
     V : array of float, shape (..., U, D)
-        Values. Leading axes of all arrays broadcast as in numpy, so that heads may share values. The arrays are of one
-        library (numpy, CuPy, torch or another namespace of the array-API standard) and on one device; lists are made
-        arrays by numpy. They are float64, float32, float16 or bfloat16, each of its own.
+        Values. The leading axes of all arrays broadcast as in numpy, so heads may share values. The arrays come from
+        one library (numpy, CuPy, torch or another namespace of the array-API standard) and lie on one device. Numpy
+        converts lists to arrays. Each array may be float64, float32, float16 or bfloat16.
     causal : bool
         True if row t sees positions up to t, False if it sees all of its sequence.
     mask : array of bool, shape (..., U), optional
         True for a position that takes part.
     offsets : array of int, shape (n + 1,), optional
-        Packed sequences, which see nothing of each other: from 0 to T, ascending, sequence i being
-        ``offsets[i]:offsets[i + 1]`` along the axes T and U. Known elsewhere as ``cu_seqlens``.
+        Bounds of packed sequences, ascending from 0 to T. Sequence i is ``offsets[i]:offsets[i + 1]`` along the axes
+        T and U, and sees no other sequence. Other libraries call them ``cu_seqlens``.
     lengths : array of int, shape (n,), optional
-        The same by the number of positions of each sequence.
+        Number of positions of each packed sequence, in place of `offsets`.
     state : SoftmaxState, optional
-        What every row sees besides: the positions before, as `return_state` gave it. Its batch is the broadcast
-        leading axes, with n behind them for packed sequences. It is not changed.
+        The positions before, which every row sees as well, as `return_state` gave them. Its batch is the broadcast
+        leading axes, followed by n for packed sequences. The call does not change it.
     return_state : bool
-        True to return the state after all positions, too.
+        True to return also the state after all positions.
 
     Returns
     -------
     array of shape (..., T, D)
-        In the dtype of V. Or the pair of it and a `levattn.states.SoftmaxState`, if `return_state`.
+        The output, in the dtype of V. With `return_state`, the pair of it and a `levattn.states.SoftmaxState`.
 
     Raises
     ------
     TypeError
-        If an argument is no array of real floats (or of bool, or of int), or arrays are of several libraries or
+        If an argument is no array of real floats (or of bool, or of int), or arrays come from several libraries or
         devices.
     ValueError
-        If shapes do not go together, offsets do not ascend from 0 to T, or offsets and lengths are both given.
+        If shapes do not match, offsets do not ascend from 0 to T, or both offsets and lengths are given.
 
     Notes
     -----
-    Time O(TLD), memory O(T(L + D)) for arrays of other precisions and layouts, and O(LD) besides, with O(TLD/4096)
-    numbers of float64 for the states between runs of positions; nothing of size T × T or T × L × D is formed. A step
-    of decoding is a call with T = 1, a `state` and `return_state`.
+    Time is O(TLD). Memory is O(LD), plus O(T(L + D)) for arrays of other precisions and layouts. States between runs
+    of positions add O(TLD/4096) float64 numbers. Nothing of size T × T or T × L × D is formed. A decode step is a call
+    with T = 1, a `state` and `return_state`.
 
-    Computed in float64 if any of the arrays is, else in float32 with sums of more than a few positions in float64, so
-    that errors do not grow with T. Sums are not divided before they are read: values beyond about 1e28 in float32, or
-    1e298 in float64, may overflow.
-    The largest logit is taken out of every exponential among what the row sees, so the result is accurate whatever the
-    size of the logits, and does not depend on what comes after.
+    The computation is in float64 if any array is float64. Otherwise it is in float32, and sums of more than a few
+    positions are in float64, so that errors do not grow with T. Sums are divided only when a row reads them, so
+    values beyond about 1e28 in float32, or 1e298 in float64, may overflow. The largest logit that a row sees is
+    subtracted in every exponential. So the result is accurate whatever the size of the logits, and does not depend
+    on later positions.
 
-    In torch gradients reach `q_logits`, `k_logits` and V, by an operator that ``torch.compile`` keeps whole. They do
-    not reach states, and none come from them; the compiler leaves these to Python. There are no second derivatives.
-    Within ``torch.func`` (grad, vmap, jvp and others) the definitions run instead: slower by far, and gradients keep
-    16 TL numbers and more.
+    In torch, gradients reach `q_logits`, `k_logits` and V through an operator that ``torch.compile`` keeps whole.
+    Gradients neither reach states nor come from them, and the compiler leaves states to Python. There are no second
+    derivatives. Within ``torch.func`` (grad, vmap, jvp and others) the definitions run instead. They are much slower,
+    and gradients keep 16 TL numbers and more.
 
     References
     ----------
     Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512,
-    equations of the bidirectional and the causal model in section 3.
+    section 3, equations of the bidirectional and the causal model.
 
     Examples
     --------

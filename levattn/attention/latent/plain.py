@@ -1,6 +1,7 @@
-"""Calls of Latte whose arrays are as the kernels read them, which a few comparisons tell; and steps of decoding.
+"""A short path for decode steps and for calls of Latte whose arrays the kernels read without conversion.
 
-All else takes the way that broadcasts and converts, and says what is wrong. It gives the same bits.
+A few comparisons find these calls. All others take the path that broadcasts, converts and reports errors, and gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def plain_call(Q: Any, K: Any, V: Any, causal: bool) -> Any:
 
 
 def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of a row and the state after it, or None unless arrays are plain and go with the state."""
+    """Return the output of a row and the state after it, or None unless arrays are plain and match the state."""
     if not _are_plain(Q, K, V) or not isinstance(state, SoftmaxState):
         return None
     if Q.shape != (*state.batch, 1, state.latents) or K.shape != Q.shape or V.shape != (*state.batch, 1, state.d):
@@ -47,14 +48,14 @@ def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] |
 
 
 def _are_plain(Q: Any, K: Any, V: Any) -> bool:
-    """Tell whether arrays are numpy's, and all in one dtype that is computed in."""
+    """Tell whether all arrays are numpy's, in the same dtype, float32 or float64."""
     return type(Q) is type(K) is type(V) is np.ndarray and Q.dtype == K.dtype == V.dtype and V.dtype in _KINDS
 
 
 def are_read_as_stored(*arrays: Any) -> bool:
-    """Tell whether kernels of a device read arrays of 16 bits as they are: all of one format."""
+    """Tell whether kernels of a device read these arrays without conversion: all in the same 16-bit format."""
     first = arrays[0]
-    if not is_torch(first):  # which torch's compiler must not get beyond
+    if not is_torch(first):  # torch's compiler must not trace beyond this line
         return on_cuda(first) and all(array.dtype == first.dtype and first.dtype.itemsize == 2 for array in arrays)
     if not first.is_cuda or first.dtype.itemsize != 2 or any(array.dtype != first.dtype for array in arrays):
         return False
@@ -64,9 +65,9 @@ def are_read_as_stored(*arrays: Any) -> bool:
 
 
 def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ...]) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of causal rows, as V, and the state after them, or None where there is no such way.
+    """Return the output of causal rows, shaped as V, and the state after them, or None if no kernel does the step.
 
-    Arrays of numpy and a mask, or None, have the leading axes `batch`, or one of their product; others the latter.
+    Leading axes are `batch`, for arrays of numpy only, or one axis of the product of `batch`.
     """
     sizes = batch, Q.shape[-1], V.shape[-1]
     fits = isinstance(state, SoftmaxState) and (state.batch, state.latents, state.d) == sizes
