@@ -152,7 +152,7 @@ class CandidateStore:
         return self.__dict__ | {"_candidates": self.candidates, "_coming": None}
 
     def judge(self) -> tuple[Reference, list[SelectedKeys], bool]:
-        """Return the reference, the keys that may have a score of at least ε, and if `Judged.counted` for any.
+        """Return the reference, the keys that may have a score of at least ε, and whether any matrix is `counted`.
 
         This method and `merge` and `parts` expect a `settled` state.
         """

@@ -21,8 +21,8 @@ __all__ = ["RunningCandidates", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
-_JUDGED_NUMBERS = 1 << 26  # at most this many numbers of keys that a CUDA device judges at once
-_RUN_NUMBERS = 1 << 22  # at most this many numbers to screen keys together; one block may take more
+_JUDGED_NUMBERS = 1 << 26  # at most this many numbers of keys, which a CUDA device judges at once
+_RUN_NUMBERS = 1 << 22  # at most this many numbers, made of keys to screen them together; one block may take more
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,8 @@ class SelectedKeys:
 class RunningCandidates:
     """The keys that may still belong to the universal set after whole blocks, and the sums over all keys so far.
 
-    The keys up to the last block whose number is a power of two screen new blocks. Keys that may have a bound of at
-    least ε are held. Once twice as many are held as the theorem allows, they are judged again against all keys so far.
+    New blocks are screened against the keys up to the last block whose number is a power of two. Keys that may have a
+    bound of at least ε are held. Once twice as many are held as the theorem allows, they are judged again against all keys so far.
     When that happens depends on the blocks alone, not on the chunks in which they came.
     """
 

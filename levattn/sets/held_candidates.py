@@ -125,7 +125,7 @@ class HeldCandidates:
     def keep(self, like: Any, score: Callable[[Any, Any], Any], least: Float64) -> None:
         """Keep the keys whose scores are not below `least` (b,), all at once on the CUDA device of `like`.
 
-        score: the scores of keys (b, w, d) and of flags (b, w) that tell which of them exist.
+        score: maps keys (b, w, d), w for the matrix with most keys, and flags (b, w) of existing keys to scores.
         """
         items, coming = self._held
         parts = [(np.cumsum([0, *map(len, items)]), Candidates.joined(items)), *coming]

@@ -408,7 +408,7 @@ def group_count(epsilon: float) -> int:
 
 
 def _no_rows(rows: Rows) -> Rows:
-    """Return a batch of no such rows, which keeps no reference to them."""
+    """Return a batch of the same form without rows, which keeps no reference to the given ones."""
     b, _, d = rows.shape
     return Rows(array_namespace(rows.keys).empty((b, 0, d), dtype=rows.keys.dtype), rows.format)
 

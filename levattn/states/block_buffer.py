@@ -29,7 +29,7 @@ __all__ = [
     "rows_in_memory",
 ]
 
-_WAITING = 9 << 20  # at most this many bytes of rows and payload wait together, if not one block
+_WAITING = 9 << 20  # at most this many bytes of rows and payload wait together; one block may take more
 _TOGETHER = 16  # at most this many blocks of them
 
 

@@ -1,4 +1,4 @@
-"""Sums of a second moment: over fixed blocks of rows, with as many bits as needed, or running sums, which may decay."""
+"""Sums of a second moment: over fixed blocks of rows, in as many bits as needed, or running sums, which may decay."""
 
 from __future__ import annotations
 

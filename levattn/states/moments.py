@@ -27,7 +27,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     The state numbers the rows as they come and sums them in fixed blocks. If it keeps only the diagonal or sums decay,
     it sums one row after the other. So the result has the same bits whatever the sizes of the chunks and the number of
-    threads; sums row after row on a CUDA device agree to rounding. Merging two states agrees with one state to
+    threads. On a CUDA device, sums row after row agree to rounding only. Merging two states agrees with one state to
     rounding.
 
     Sums are in float64 while its precision suffices for the scores of the keys. Otherwise they are pairs of float64,
