@@ -44,9 +44,9 @@ class GramAccumulator:
     """The second moments of blocks of keys, precise enough for the scores of keys of any condition number.
 
     Sums are in float64 as long as it holds their digits. The error of a sum is relative to the sizes of the columns.
-    So the error of a score is relative to the squared condition number of the columns scaled to equal size. When this
-    number grows, the sums so far are still good by themselves, and later sums are twofold. Each decision follows a
-    block and rests on figures of the blocks so far, so it does not depend on how many come together.
+    So the error of a score is relative to the squared condition number of the columns scaled to equal size. This
+    number can grow; the sums so far are then still good by themselves, and later sums are twofold. Each decision
+    follows a block and rests on figures of the blocks so far, so it does not depend on how many come together.
 
     Where squares would leave the range, the sum divides columns by powers of two, `exponents` (b, d).
 

@@ -62,8 +62,8 @@ class RunningCandidates:
     """The keys that may still belong to the universal set after whole blocks, and the sums over all keys so far.
 
     New blocks are screened against the keys up to the last block whose number is a power of two. Keys that may have a
-    bound of at least ε are held. Once twice as many are held as the theorem allows, they are judged again against all keys so far.
-    When that happens depends on the blocks alone, not on the chunks in which they came.
+    bound of at least ε are held. Once twice as many are held as the theorem allows, they are judged again against all
+    keys so far. When that happens depends on the blocks alone, not on the chunks in which they came.
     """
 
     def __init__(self, epsilon: float, running: Running, format: Any, held: list[Candidates]) -> None:

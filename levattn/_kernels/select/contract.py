@@ -23,7 +23,7 @@ class SelectKernels(Protocol):
         """Return which scores are at least `high` (b,), and list the scores between `low` and `high`."""
 
     def largest(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
-        """Return the `size` largest scores of each matrix, and list the scores too close to it to call."""
+        """Return the `size` largest scores of each matrix, and list the scores too close to the last to call."""
 
     def reaching(self, scores: Any, present: Any, least: Float64, /) -> tuple[Any, Any]:
         """List the scores that are not below `least` (b,), NaN among them."""
