@@ -235,7 +235,7 @@ def factor_moments(
 def _factor_together(
     batch: _Batch, G: Any, items: npt.NDArray[np.int64], target: float, cut: float, limit: float
 ) -> dict[int, tuple[Float64, Float64]]:
-    """Factor matrices on their device as far as possible; return bases and moments with which main memory continues."""
+    """Factor matrices on their device as far as possible; return bases and moments to continue in main memory."""
     begun: dict[int, tuple[Float64, Float64]] = {}
     step = max(1, _ROOM // G.shape[1] ** 2)
     for first in range(0, len(items), step):
