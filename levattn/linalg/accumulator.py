@@ -1,4 +1,4 @@
-"""Second moments of blocks of keys as they come: sums that go over to double-double arithmetic where they must."""
+"""Second moments of blocks of keys as they come, in double-double arithmetic where float64 does not suffice."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from levattn.linalg.span import Span
 
 __all__ = ["GramAccumulator", "Terms"]
 
-_LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
-_LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
+_LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and the rounding errors of their sums, are sound
+_LEVEL = 6  # of the longest run that is summed together; a run that must be split costs its time again
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
-_TOGETHER = 1 << 28  # bytes of the moments of several runs that a device finds at once, at most
-_SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
+_TOGETHER = 1 << 28  # at most this many bytes of the moments of several runs that a device finds at once
+_SURE = 2.0**-7  # estimated error of a score up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 Terms = dict[tuple[int, int], DoubleDouble]  # moments of runs, by their first row and level
 
@@ -43,14 +43,14 @@ Terms = dict[tuple[int, int], DoubleDouble]  # moments of runs, by their first r
 class GramAccumulator:
     """The second moments of blocks of keys, precise enough for the scores of keys of any condition number.
 
-    Sums are in float64 as long as that holds their digits: an error of a sum is relative to the sizes of the columns,
-    and so of a score relative to the squared condition number of the columns scaled to equal size. That can grow, and
-    then what was summed is still good by itself; from there on sums are twofold. Decisions fall after each block, by
-    figures of the blocks so far, and so do not depend on how many come together.
+    Sums are in float64 as long as it holds their digits. The error of a sum is relative to the sizes of the columns.
+    So the error of a score is relative to the squared condition number of the columns scaled to equal size. This
+    number can grow; the sums so far are then still good by themselves, and later sums are twofold. Each decision
+    follows a block and rests on figures of the blocks so far, so it does not depend on how many come together.
 
-    Columns are divided by powers of two, `exponents` (b, d), where squares would leave the range.
+    Where squares would leave the range, the sum divides columns by powers of two, `exponents` (b, d).
 
-    Sums of rows on a CUDA device are there too while all of them are plain, and what decides comes to main memory.
+    Sums of rows on a CUDA device stay there while all of them are plain. Figures for decisions come to main memory.
     """
 
     def __init__(self, b: int, d: int) -> None:
@@ -58,13 +58,13 @@ class GramAccumulator:
         self.blocks: PairwiseSum[DoubleDouble] = PairwiseSum()
         self.merged: DoubleDouble | None = None
         self.exponents: Exponents = np.zeros((b, d), np.int32)
-        self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed so
-        self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
-        self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
+        self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed in it
+        self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was last estimated
+        self.room: Float64 = np.zeros(b)  # the factor by which it may grow before the next estimate
         self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> GramAccumulator:
-        """Return a sum that goes on from here by itself."""
+        """Return an independent copy."""
         other = GramAccumulator.__new__(GramAccumulator)
         other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
         return other
@@ -74,7 +74,7 @@ class GramAccumulator:
         return tuple(part.high for part in self.blocks.levels.values())
 
     def add(self, rows: Rows, terms: Terms | None = None) -> None:
-        """Add whole blocks of rows, of which some `terms_beside` are known. If it raises, the sum is void."""
+        """Add whole blocks of rows, some of whose `terms_beside` may be known. After an error the sum is void."""
         at, n, smaller, exponents = 0, rows.shape[1], 0, self.exponents
         here = on_cuda(rows.keys)
         longest = _DEVICE_LEVEL if here else _LEVEL
@@ -84,7 +84,7 @@ class GramAccumulator:
             terms = self._terms_at_once(rows)
         while at < n:
             level = 0 if self.double_double.any() else _level(self.blocks.count, (n - at) // BLOCK, longest)
-            while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
+            while level and at + (BLOCK << level) == smaller:  # the rest of a run that was split
                 level -= 1
             known = terms if terms is not None and self.exponents is exponents else {}
             while not self._take(rows.between(at, at + (BLOCK << level)), level, known.get((at, level))):
@@ -93,14 +93,14 @@ class GramAccumulator:
             at += BLOCK << level
 
     def terms_beside(self, rows: Rows, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic) -> Terms:
-        """Return moments of runs that `add` will sum of whole blocks of rows, which are in main memory.
+        """Return the moments of the runs of whole blocks, in main memory, that `add` will sum.
 
-        Beside that write ``‖k W‖²`` of the same rows as `scored` reads them to `out`, while they are in the cache.
+        Write ``‖k W‖²`` of the same rows, as `scored` reads them, to `out` while they are in the cache.
         """
-        from levattn._kernels.gram import cpu  # no other device has the like
+        from levattn._kernels.gram import cpu  # no other device has this kernel
 
         b, n, d = rows.shape
-        first, turn = self.blocks.count, 1 << _LEVEL  # of blocks, after which runs are as long as before
+        first, turn = self.blocks.count, 1 << _LEVEL  # blocks after which the lengths of runs repeat
         first = min(first, turn + first % turn)
         runs, pieces = _runs_of(first, n // BLOCK, cpu.longest_run(rows, b), cpu.shares_blocks(rows, b))
         listed: Pieces = np.empty((b, len(pieces), 4), np.int64)
@@ -117,9 +117,9 @@ class GramAccumulator:
         return terms
 
     def _terms_at_once(self, rows: Rows) -> Terms:
-        """Return the moments of all runs that `add` will sum of rows on a CUDA device, for which it waits once.
+        """Return the moments of all runs of rows on a CUDA device that `add` will sum, with one wait.
 
-        None are where blocks are looked at one by one, or take too much memory together.
+        Return none if blocks are summed one by one, or would take too much memory together.
         """
         (b, n, d), kernels = rows.shape, kernels_for("gram", rows.keys)
         longest, runs, pieces, at = kernels.longest_run(rows, b), [], [], 0
@@ -144,7 +144,7 @@ class GramAccumulator:
         return {(at, level): DoubleDouble.plain(part, known) for (at, level, _), part, known in found}
 
     def _move(self, moved: Callable[[DoubleDouble], DoubleDouble]) -> None:
-        """Put the sums of blocks elsewhere."""
+        """Move the sums of blocks."""
         self.blocks = PairwiseSum(self.blocks.count, {k: moved(part) for k, part in self.blocks.levels.items()})
 
     def scaled(self, rows: Rows) -> Rows:
@@ -152,7 +152,7 @@ class GramAccumulator:
         return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
 
     def _take(self, run: Rows, level: int, term: DoubleDouble | None = None) -> bool:
-        """Add a run of 2^level blocks, or return False where they must be looked at in smaller runs."""
+        """Add a run of 2^level blocks, or return False if it must be split into smaller runs."""
         term = term or self._term(run)
         far = self._far(run, term)
         if far is not None:
@@ -181,9 +181,9 @@ class GramAccumulator:
     def _cover(
         self, rows: Rows, diagonal: Float64, total: Callable[[], DoubleDouble | None], errors: Float64 | None = None
     ) -> None:
-        """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal.
+        """Extend the row spaces by rows; `total` gives the moments, of this diagonal, of all rows not merged.
 
-        The errors of these moments may be known, or be bounded.
+        `errors` are the errors of these moments or bounds of them, if known.
         """
         if all(span.whole for span in self.spans):
             return
@@ -206,7 +206,7 @@ class GramAccumulator:
         self.spans = tuple(spans)
 
     def _settle(self, blocks: PairwiseSum[DoubleDouble], term: DoubleDouble, run: Rows, due: Flags) -> Float64 | None:
-        """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due.
+        """Add one block, and decide in which arithmetic the sum continues for the items that are due.
 
         Return bounds of the errors of the sum, or None if some of it became twofold.
         """
@@ -264,7 +264,7 @@ class GramAccumulator:
     def total(self, tail: Rows, *, twofold: bool = False) -> tuple[DoubleDouble, Exponents]:
         """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
 
-        Where a sum of float64 would not hold the digits of these rows, or if asked for, it is twofold.
+        The sum is twofold if asked for, or where float64 would not hold the digits of these rows.
         """
         if not tail.shape[1]:
             moments = self.blocks.total() or self.merged
@@ -318,7 +318,7 @@ class GramAccumulator:
         self.merge(*GramAccumulator(b, d).total(rows, twofold=True))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""
+        """Return the fields and arrays of the sum; `from_parts` restores it."""
         arrays = {"exponents": self.exponents, "wide": self.double_double, "settled": self.settled, "room": self.room}
         held = {str(level): part for level, part in sorted(self.blocks.levels.items())}
         if self.merged is not None:
@@ -332,7 +332,7 @@ class GramAccumulator:
     def from_parts(
         cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int
     ) -> GramAccumulator:
-        """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        """Restore the sum from `parts`, or raise ValueError, TypeError or LookupError."""
         self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         self.exponents = shaped(arrays["exponents"], np.int32, (b, d))
         self.double_double = shaped(arrays["wide"], np.bool_, (b,))
@@ -345,7 +345,7 @@ class GramAccumulator:
             raise ValueError(f"{blocks} blocks are not the sum of the levels {list(terms)}")
         largest = np.abs(self.exponents.astype(np.int64)).max(initial=0)
         if largest > LARGEST_EXPONENT or not (self.settled >= 0).all() or not (self.room >= 0).all():
-            raise ValueError("what tells how sums go on is out of range")
+            raise ValueError("exponents, or diagonals or room of sums, are out of range")
         self.blocks, self.spans = PairwiseSum(blocks, levels), spans_of(arrays, "sum", b, d)
         return self
 

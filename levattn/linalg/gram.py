@@ -1,4 +1,4 @@
-"""Second moments: at once, and as numbers of two parts where float64 would not do."""
+"""Second moments in float64, and in two parts where float64 does not suffice."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ __all__ = [
 
 UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
-PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
-SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
-LARGEST_EXPONENT = 1024  # of a column
+PLAIN_NOISE = 24 * UNIT  # error of such a sum, relative to the columns: the largest observed, for copied rows
+SETTLED = PLAIN_ERROR / 4  # estimated error up to which sums in float64 begin
+LARGEST_EXPONENT = 1024  # of the scale of a column
 Exponents = npt.NDArray[np.int32]
 
 
 def pieces_of(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Split `n` rows into runs of whole powers of two of blocks, of a level of at most `longest`.
 
-    Returned are the runs (first row, row after the last) and their levels; the last, if its block is
-    incomplete, has level −1.
+    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1.
     """
     whole = n // BLOCK
     runs, levels, at = [], [], 0
@@ -63,8 +62,8 @@ def second_moments(
 ) -> Any:
     """Return ``Σ xᵀx`` over the rows x of each matrix of `items`, (s, d, d), in the one order of design rule 8.
 
-    With `basis` (s, d, d), upper triangular, each row is multiplied by it first. The sums of rows on a CUDA device are
-    there too.
+    If given, an upper triangular `basis` (s, d, d) multiplies each row first. Sums of rows on a CUDA device stay
+    there.
     """
     _, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
@@ -73,7 +72,7 @@ def second_moments(
     pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
     tail = None
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the range
         parts = kernels.moments(rows, pieces, basis=basis, arithmetic=arithmetic)
         if len(runs) == 1:
             return parts
@@ -94,20 +93,13 @@ def diagonals(G: Float64) -> Float64:
 
 @dataclass(frozen=True, eq=False)
 class DoubleDouble:
-    """A batch of second moments, those of ill-conditioned keys as the sum of two matrices.
+    """A batch of second moments; for ill-conditioned keys, each is the sum of two matrices."""
 
-    high: (b, d, d) the moments; where none has a second part they may be on a CUDA device.
-    low: (b, d, d) what `high` lacks; None stands for zeros.
-    double_double: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
-    spans: the exact row spaces of the items, of a whole sum; () of a part of one.
-    known: (b, d) the diagonals of moments on a device, in main memory, where decisions read them; None of others.
-    """
-
-    high: Any
-    low: Float64 | None
-    double_double: Flags
-    spans: tuple[Span, ...] = ()
-    known: Float64 | None = None
+    high: Any  # (b, d, d) the moments; they may be on a CUDA device if none has a second part
+    low: Float64 | None  # (b, d, d) the second parts; None stands for zeros
+    double_double: Flags  # (b,) the items for which `low` counts; the others are plain sums of float64
+    spans: tuple[Span, ...] = ()  # the exact row spaces of the items of a whole sum; () for a part of a sum
+    known: Float64 | None = None  # (b, d) the diagonals of moments on a device, in main memory for decisions
 
     @classmethod
     def plain(cls, moments: Any, known: Float64 | None = None) -> DoubleDouble:
@@ -134,17 +126,17 @@ class DoubleDouble:
         return replace(self, high=to_numpy(self.high), known=None)
 
     def beside(self, array: Any) -> DoubleDouble:
-        """Return the same moments where an array is; in main memory if some have two parts."""
+        """Return the same moments on the device of an array, but in main memory if some have two parts."""
         if not on_cuda(array) or self.low is not None:
             return self.in_main_memory()
         return self if self.known is not None else replace(self, high=to_device(self.high, array), known=self.diagonal)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled, in main memory."""
+        """Return the state to copy or pickle, in main memory."""
         return dict(vars(self.in_main_memory()))
 
     def __add__(self, other: DoubleDouble) -> DoubleDouble:
-        """Return the sum, in twofold arithmetic for items of which either moment has two parts."""
+        """Return the sum, in twofold arithmetic for items with two parts in either moment."""
         if (self.known is None) != (other.known is None):
             self, other = self.in_main_memory(), other.in_main_memory()
         either = self.double_double | other.double_double
@@ -163,7 +155,7 @@ class DoubleDouble:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> DoubleDouble:
-        """Return the moments whose parts are held under this name."""
+        """Return the moments whose parts have this name."""
         high, low = shaped(arrays[f"{name}.high"], np.float64, (b, d, d)), arrays.get(f"{name}.low")
         low = None if low is None else shaped(low, np.float64, (b, d, d))
         if (diagonals(high) < 0).any():
@@ -172,7 +164,7 @@ class DoubleDouble:
         return cls(high, low, shaped(arrays[f"{name}.wide"], np.bool_, (b,)), spans)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the parts by name, from which `from_arrays` makes it again."""
+        """Return the parts by name, from which `from_arrays` restores the moments."""
         high = self.in_main_memory().high
         held = {"high": high, "low": self.low, "wide": self.double_double}
         arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
@@ -206,7 +198,7 @@ class DoubleDouble:
 
 
 def span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any]]:
-    """Return row spaces as arrays, from which `spans_of` makes them again."""
+    """Return row spaces as arrays, from which `spans_of` restores them."""
     return {
         f"{name}.units": np.array([span.units for span in spans], np.bool_),
         f"{name}.ranks": np.array([len(span.rows) for span in spans], np.int64),
@@ -215,7 +207,7 @@ def span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any
 
 
 def spans_of(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tuple[Span, ...]:
-    """Return the row spaces that `span_arrays` took apart, or raise ValueError."""
+    """Restore the row spaces from `span_arrays`, or raise ValueError."""
     units, ranks = shaped(arrays[f"{name}.units"], np.bool_, (b, d) if b else (0,)), arrays[f"{name}.ranks"]
     edges = np.cumsum(shaped(ranks, np.int64, (b,)))
     if (ranks < 0).any() or (ranks > d).any():

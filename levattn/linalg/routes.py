@@ -1,4 +1,4 @@
-"""How keys are factored: moments summed once, in another basis where that would not do, QR and SVD."""
+"""How keys are factored: moments summed once, or again in another basis where needed, QR and SVD."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from levattn.linalg.together import Together
 
 __all__ = ["centered", "factor_moments", "factor_qr", "factor_sum", "rank_tolerance"]
 
-# Largest relative error of a score at which a route is taken, as keys without copies have it; tuned by
-# examples/benchmarks/accuracy.py. What is claimed is `PLAIN_NOISE`, for copies.
+# Largest relative error of a score, for keys without copies, at which a route is taken; tuned by
+# examples/benchmarks/accuracy.py. The claimed error is `PLAIN_NOISE`, for copies.
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
 _SURE_COLUMNS = 48
 _TOGETHER, _ROOM = 64, 1 << 25  # matrices of a device side by side in main memory, and their entries anywhere at most
-_FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
+_FEW_ROWS = 2  # rows per column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
 _TRIANGLE_NOISE = 2e-9  # relative error of a second moment of the triangle of many rows
@@ -71,7 +71,7 @@ def rank_tolerance(d: int) -> float:
 
 
 def centered(rows: Rows, *, center: bool) -> Rows:
-    """Return the rows with what must be known before their moments are summed: the mean, if asked for."""
+    """Return the rows, with the mean that their moments need if they are to be centered."""
     if not center:
         return rows
     b, n, _ = rows.shape
@@ -103,13 +103,13 @@ class _Batch:
 
     @classmethod
     def of(cls, rows: Rows, *, counts_null_directions: bool) -> _Batch:
-        """Return a batch of which nothing is found yet."""
+        """Return a batch without results yet."""
         b, _, d = rows.shape
         figures = np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b), np.zeros(b)
         return cls(rows, *figures, ["double"] * b, counts_null_directions)
 
     def put(self, items: npt.NDArray[np.int64], found: list[MatrixFactor], W: Any | None = None) -> None:
-        """Set what was found for some matrices, in order, whose whitenings may lie side by side as W."""
+        """Set the results for some matrices, in order; W may hold their whitenings side by side."""
         if W is None:
             W = to_device(np.stack([one.whitening for one in found]), self.W)
         if len(items) == len(self.W):
@@ -125,8 +125,9 @@ class _Batch:
     def multiply_in_single(self, made: Inverses, allowed: list[bool]) -> None:
         """Let scores come from products in float32 where that is allowed and precise enough.
 
-        With equilibrated columns and their moment H, products k W that are rounded like a random walk change a score
-        by about u √tr H⁻¹ at most: the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖² for H_ii = 1.
+        Let columns be equilibrated, with moment H, and products k W be rounded like a random walk. They change a score
+        by about u √tr H⁻¹ at most. This holds because the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖²
+        for H_ii = 1.
         """
         if not any(allowed):
             return
@@ -151,13 +152,13 @@ class _Batch:
         return Factor(self.rows, *figures, basis, correction, null_directions, self.spans, hidden)
 
     def _alone(self, item: int, found: MatrixFactor) -> Factor:
-        """Return what was found for one matrix as a factor by itself, without its keys and null directions."""
+        """Return the result for one matrix as a factor by itself, without its keys and null directions."""
         batch = _Batch.of(self.rows.item(item), counts_null_directions=False)
         batch.put(np.array([0]), [found])
         return batch.factor().forget_keys()
 
     def look_below(self, item: int, finer: Callable[[], MatrixFactor] | None, span: Span | None = None) -> None:
-        """Compare the exact rank of a matrix with the one that was found; take a finer factor where it is higher."""
+        """Compare the exact rank of a matrix with the rank of its factor; take a finer factor where it is higher."""
         found = self.found[item]
         if not self.counts_null_directions or not found.null_directions.shape[1] or self.rows.shift is not None:
             return
@@ -177,11 +178,12 @@ def factor_moments(
 ) -> Factor:
     """Factor the keys through their second moments.
 
-    Where the moments of the keys as they are cannot hold the precision, they are formed again in a basis in which
-    the keys are well-conditioned (shifted Cholesky QR, Fukaya et al. 2020), at last with compensated products; so
-    the keys may have any condition number up to the rank tolerance. `single` tells for what float32 products are
-    allowed, where the estimated error stays near the rounding of float32 scores: for nothing, for the scores, or
-    for the moments as well.
+    Where the moments of the keys cannot hold the precision, they are formed again in a basis in which the keys are
+    well-conditioned. This is shifted Cholesky QR (Fukaya et al. 2020), at last with compensated products. So the keys
+    may have any condition number up to the rank tolerance.
+
+    `single` allows float32 products nowhere, in the scores, or in the moments as well. They are used where the
+    estimated error stays near the rounding of float32 scores.
     """
     b, n, d = rows.shape
     precision = rows.format if single == "yes" else "float64"  # normalizers need more than scores
@@ -220,7 +222,7 @@ def factor_moments(
         else:
             steps = [precondition(H, penalty, UNIT, target, cut, limit, bases.get(i)) for i, H, penalty in given]
         found = answered(steps, moments_in)
-        if items[0] in begun and found[0].null_directions.shape[1]:  # told by the moments of the keys themselves
+        if items[0] in begun and found[0].null_directions.shape[1]:  # decide by the keys' own moments
             moments = moments_of_items(rows, items.tolist())
             found = answered([precondition(moments[0], added[items[0]], UNIT, target, cut, limit)], moments_in)
         batch.put(items, found)
@@ -233,7 +235,7 @@ def factor_moments(
 def _factor_together(
     batch: _Batch, G: Any, items: npt.NDArray[np.int64], target: float, cut: float, limit: float
 ) -> dict[int, tuple[Float64, Float64]]:
-    """Factor matrices on their device as far as it can; return with what others of them begin in main memory."""
+    """Factor matrices on their device as far as possible; return bases and moments to continue in main memory."""
     begun: dict[int, tuple[Float64, Float64]] = {}
     step = max(1, _ROOM // G.shape[1] ** 2)
     for first in range(0, len(items), step):
@@ -248,9 +250,9 @@ def _factor_together(
 def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     """Factor keys of which only the sum of their second moments is left.
 
-    `like` tells how keys are read: their format, and the scale under which the moments were summed. Where these are
-    sums of float64 they hold the digits; where they do not, the moments are twofold, and their factor is found as by
-    `factor_moments`, with moments changed to another basis in place of those of the keys in it.
+    `like` tells how keys are read: their format, and the scale under which the moments were summed. Moments that are
+    sums of float64 hold the digits. Other moments are twofold, and their factor is found as in `factor_moments`. The
+    moments themselves are then changed to the other basis, instead of new moments of the keys in it.
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
@@ -283,7 +285,7 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
 
 
 def _semidefinite(H: Float64) -> Float64:
-    """Return moments in which rows and columns of no size, whose square is rounding noise, are zero."""
+    """Return moments with zeros in rows and columns whose diagonal entry, rounding noise, is not positive."""
     live = np.diagonal(H) > 0
     return np.where(live[:, None] & live, H, 0.0)
 
@@ -291,8 +293,8 @@ def _semidefinite(H: Float64) -> Float64:
 def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
     """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole).
 
-    Equal rows are rounded alike, so that the error of either grows with the number of copies. So W is corrected once
-    by the moments of K W, and a row space that is not the whole is found anew by `precondition`.
+    Equal rows are rounded alike, so the error of either method grows with the number of copies. So the moments of K W
+    correct W once, and `precondition` finds anew a row space that is not the whole.
     """
     if method == "svd" and isinstance(rows.keys, Csr):
         raise ValueError(

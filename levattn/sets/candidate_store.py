@@ -1,4 +1,4 @@
-"""The state of a stream of keys: what may still be of the universal set, and rows that wait for their block."""
+"""The state of a stream of keys: candidates for the universal set, and rows that wait for their block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ChunkForm:
         return cls(keys.batch, keys.d, keys.format, tuple((array.shape[2:], array.dtype) for array in payload))
 
     def require(self, other: ChunkForm, name: str) -> None:
-        """Raise if keys of another form, named so, cannot be added."""
+        """Raise if keys of another form cannot be added; `name` names them in the message."""
         if (other.batch, other.d) != (self.batch, self.d):
             raise ValueError(
                 f"{name} has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d} as before"
@@ -55,7 +55,7 @@ class ChunkForm:
 class CandidateStore:
     """The state of a stream of keys whose shape is known: candidates after whole blocks, and the rows that wait.
 
-    Blocks that waited together are worked on in the background, while the next rows come.
+    Blocks that waited together are processed in the background, while the next rows come.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CandidateStore:
 
     @property
     def candidates(self) -> RunningCandidates:
-        """The candidates after the blocks that were taken, for which this waits."""
+        """The candidates after all blocks taken so far, for which this waits."""
         coming = self._coming
         if coming is not None:
             self._candidates = coming.result()
@@ -99,7 +99,7 @@ class CandidateStore:
         return [array[:, :0] for array in self.tail.payload[1 + self._bounds.labeled :]]
 
     def push(self, rows: Rows, index: RowNumbers, *payload: npt.NDArray[Any]) -> None:
-        """Add a chunk; FloatingPointError if it is not finite. If it raises, the state is void."""
+        """Add a chunk, or raise FloatingPointError if it is not finite; after an error the state is void."""
         if isinstance(self._bounds, RunningBlocks):
             payload = (self._bounds.label(self.seen, rows.shape[1]), *payload)
         else:
@@ -114,7 +114,7 @@ class CandidateStore:
     def _take_meanwhile(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
         """Take rows that nothing writes to, in the background if more than one thread may be used.
 
-        The first ones are not, as kernels are loaded then, and compiled.
+        The first rows stay in the foreground, because they load and compile kernels.
         """
         before = self.candidates
         if num_threads() == 1 or on_cuda(rows.keys) or on_a_device(before) or not before.blocks:
@@ -134,7 +134,7 @@ class CandidateStore:
         return int(held.counts.sum()) + self.tail.count * len(held)
 
     def settled(self) -> CandidateStore:
-        """Return the state after all blocks that are whole: this one, or one that takes its place."""
+        """Return the state after all whole blocks: this one, or its replacement."""
         if self.tail.count < BLOCK:
             return self
         other = self.copy()
@@ -142,19 +142,19 @@ class CandidateStore:
         return other
 
     def copy(self) -> CandidateStore:
-        """Return a state that goes on from here; this one is not to be updated any more, as they share rows."""
+        """Return a copy to continue with; do not update this state any more, because they share rows."""
         other = CandidateStore.__new__(CandidateStore)
         other.__dict__.update(self.__dict__, tail=self.tail.copy())
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled, which is no work under way."""
+        """Return the state to copy or pickle, after the work under way."""
         return self.__dict__ | {"_candidates": self.candidates, "_coming": None}
 
     def judge(self) -> tuple[Reference, list[SelectedKeys], bool]:
-        """Return what all keys are judged by, those that may have a score of at least ε, and if one counts as 1.
+        """Return the reference, the keys that may have a score of at least ε, and whether any matrix is `counted`.
 
-        The state is `settled`, as it is for what follows.
+        This method and `merge` and `parts` expect a `settled` state.
         """
         candidates = self.candidates
         by = candidates.running.reference(self.tail.rows, candidates.labels(self.tail.payload[1:]))
@@ -171,7 +171,7 @@ class CandidateStore:
         return by, selected, counted
 
     def _waiting(self, item: int) -> Candidates:
-        """Return the rows of one matrix that wait."""
+        """Return the waiting rows of one matrix."""
         index, *payload = self.tail.payload
         waiting = tuple(array[item if len(array) == len(self.present) else 0] for array in payload)
         return Candidates(index[0], self.tail.rows.keys[item], waiting)
@@ -182,7 +182,7 @@ class CandidateStore:
         return keys.view(np.float16) if self.format == "float16" else keys
 
     def merge(self, other: CandidateStore, shift: int) -> None:
-        """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
+        """Add another stream, its row numbers raised by `shift`; after an error this state is void."""
         mine, theirs = self.candidates.copy(), other.candidates
         labels = theirs.labels(other.tail.payload[1:])
         waiting = [np.arange(other.tail.count)] * len(theirs.held)
@@ -209,7 +209,7 @@ class CandidateStore:
         self._candidates = mine
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return fields and arrays from which `from_parts` makes the state again."""
+        """Return fields and arrays from which `from_parts` restores the state."""
         candidates = self.candidates
         fields, arrays = candidates.running.parts()
         fields |= {"batch": list(self.batch), "d": self.d, "format": self.format}
@@ -232,10 +232,10 @@ class CandidateStore:
         epsilon: float,
         f: AttentionFunction | Softmax,
     ) -> CandidateStore:
-        """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        """Restore the state from `parts`, or raise ValueError, TypeError or LookupError."""
         batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
         b, dtype = math.prod(batch), np.dtype(DTYPES[format])
-        waiting = arrays["tail.keys"].shape  # looked at, as are the others, before room is made for what they claim
+        waiting = arrays["tail.keys"].shape  # shapes are checked before the fields' claims take memory
         if waiting[0] != b or waiting[2:] != (d,):
             raise ValueError(f"rows of shape {waiting} wait for {b} matrices of {d} columns")
         present, held = (counts(arrays[name], (b,)) for name in ("present", "counts"))

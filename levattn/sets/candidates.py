@@ -1,4 +1,4 @@
-"""The keys of a stream that may still be of the universal set, and the sums by which blocks are screened."""
+"""The keys of a stream that may still belong to the universal set, and the sums that screen blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["RunningCandidates", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
-_JUDGED_NUMBERS = 1 << 26  # of keys that a CUDA device judges at once, at most
-_RUN_NUMBERS = 1 << 22  # numbers that are made of keys to screen them, at most, but for one block
+_JUDGED_NUMBERS = 1 << 26  # at most this many numbers of keys, which a CUDA device judges at once
+_RUN_NUMBERS = 1 << 22  # at most this many numbers, made of keys to screen them together; one block may take more
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +59,10 @@ class SelectedKeys:
 
 
 class RunningCandidates:
-    """The keys that may still be of the universal set after whole blocks, and the sums over all keys so far.
+    """The keys that may still belong to the universal set after whole blocks, and the sums over all keys so far.
 
-    Blocks are screened by the keys up to the last block whose number is a power of two, and those that may have a
-    bound of at least ε are held. Once twice as many are held as the theorem lets be, they are judged again by all
+    New blocks are screened against the keys up to the last block whose number is a power of two. Keys that may have a
+    bound of at least ε are held. Once twice as many are held as the theorem allows, they are judged again against all
     keys so far. When that happens depends on the blocks alone, not on the chunks in which they came.
     """
 
@@ -72,7 +72,7 @@ class RunningCandidates:
         self._span = _RUN
 
     def copy(self) -> RunningCandidates:
-        """Return candidates that go on from here by themselves."""
+        """Return an independent copy."""
         other = RunningCandidates.__new__(RunningCandidates)
         other.__dict__.update(self.__dict__)
         other.running, other.held, other.limits = self.running.copy(), self.held.copy(), self.limits.copy()
@@ -84,7 +84,7 @@ class RunningCandidates:
 
     @property
     def least_limit(self) -> int:
-        """Number of keys of a matrix that may be held, at least, before they are judged again."""
+        """Smallest limit: how many keys of a matrix may be held before they are judged again."""
         return math.ceil(min(2 * self.running.expected / self.epsilon, 2.0**62))
 
     @property
@@ -97,13 +97,13 @@ class RunningCandidates:
         return payload[0].reshape(1, -1) if self.running.labeled else None
 
     def after(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> RunningCandidates:
-        """Return what these are after further whole blocks."""
+        """Return the candidates after further whole blocks."""
         other = self.copy()
         other._take(rows, index, *payload)
         return other
 
     def _take(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
-        """Add whole blocks; if it raises, these are void."""
+        """Add whole blocks; after an error the candidates are void."""
         at, left = 0, rows.shape[1] // BLOCK
         longest = _DEVICE_RUN if on_cuda(rows.keys) else _RUN
         while left:
@@ -135,10 +135,10 @@ class RunningCandidates:
             at, left = at + count, left - count
 
     def _judge_again(self, full: list[int], rows: Rows, frozen: bool) -> None:
-        """Let go of the keys of some matrices that are of the set no more.
+        """Drop the keys of some matrices that no longer belong to the set.
 
-        On a CUDA device those of all matrices are judged at once, if their factors are sound; by the screen if it is
-        `frozen` after all keys so far.
+        A CUDA device judges the keys of all matrices at once, if their factors are sound. If the screen is `frozen`
+        after all keys so far, it judges them.
         """
         if not full:
             return
@@ -164,7 +164,7 @@ class RunningCandidates:
         self.limits[full] = np.maximum(self.least_limit, 2 * self.held.counts[full])
 
     def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:
-        """Return after how many blocks some matrix holds more keys than it may, None if none does, and which do."""
+        """Return after how many blocks a matrix holds too many keys, None if none does, and which matrices do."""
         room = self.limits - self.held.counts
         over = np.flatnonzero(np.diff(starts) > room)
         if not len(over):
@@ -175,7 +175,7 @@ class RunningCandidates:
         return int(ends.min()), over[ends == ends.min()].tolist()
 
     def _run(self, left: int, longest: int) -> int:
-        """Return how many of the blocks that are left to screen together: up to the next milestone."""
+        """Return how many of the remaining blocks to screen together: up to the next milestone."""
         done = self.blocks
         milestone = 1 << done.bit_length()
         fit = max(1, _RUN_NUMBERS // max(1, BLOCK * len(self.held) * self.running.numbers))
@@ -192,13 +192,13 @@ class RunningCandidates:
 
 
 def _gathered(array: Any, starts: Int64, places: Any) -> Any:
-    """Return what is listed of an array (b or 1, m, ...), on a CUDA device if that or the list is there."""
+    """Return the listed rows of an array (b or 1, m, ...), on a CUDA device if the array or the list is there."""
     if isinstance(array, RowNumbers):
         return array[0, places]
     return kernels_for("select", array if on_cuda(array) else places).gathered(array, starts, places)
 
 
 def _first_of(starts: Int64, places: Int64, stop: int) -> tuple[Int64, Int64]:
-    """Return which of the rows listed come before one of them."""
+    """Return the lists of the rows that come before `stop`."""
     before = places < stop
     return np.concatenate([[0], np.cumsum(before)])[starts], places[before]

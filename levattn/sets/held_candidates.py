@@ -1,4 +1,4 @@
-"""The keys of a stream that may still be of the universal set: of one matrix, and of all."""
+"""The keys of a stream that may still belong to the universal set: of one matrix, and of all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from levattn._kernels import kernels_for
 __all__ = ["DTYPES", "Candidates", "HeldCandidates"]
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
-_MOST_COMING = 64  # runs of blocks whose keys lie by themselves
+_MOST_COMING = 64  # runs of blocks whose keys are held apart before they are joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +33,12 @@ class Candidates:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All there is of the keys, (k, ...) each."""
+        """All arrays of the keys, (k, ...) each."""
         return self.indices, self.keys, *self.payload
 
     @classmethod
     def of(cls, arrays: Sequence[Any]) -> Candidates:
-        """Return the keys of which these are the `arrays`."""
+        """Return the keys that have these `arrays`."""
         return cls(arrays[0], arrays[1], tuple(arrays[2:]))
 
     @classmethod
@@ -53,7 +53,7 @@ class Candidates:
 
     @classmethod
     def joined(cls, parts: Sequence[Candidates]) -> Candidates:
-        """Return the keys of one or more in main memory, one after the other."""
+        """Return the keys of one or more parts in main memory, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls.of([np.concatenate(a) for a in zip(*(part.arrays for part in parts), strict=True)])
@@ -63,14 +63,14 @@ class Candidates:
 
 
 class HeldCandidates:
-    """The keys that are held of each matrix. Those that came last lie where they came, all matrices together.
+    """The held keys of each matrix; the latest keys of all matrices lie together on the device where they came.
 
-    counts: how many are held, (b,).
+    counts: the number of held keys, (b,).
     """
 
     def __init__(self, items: list[Candidates]) -> None:
         self.counts = np.array([len(item) for item in items], np.int64)
-        # those of each matrix, and what came last with where the keys of each begin; they change at once
+        # the keys of each matrix, and the latest keys with the starts of all matrices; both change at once
         self._held: tuple[list[Candidates], list[tuple[Int64, Candidates]]] = items, []
 
     def __len__(self) -> int:
@@ -82,14 +82,14 @@ class HeldCandidates:
         return tuple(new.arrays for _, new in self._held[1])
 
     def copy(self) -> HeldCandidates:
-        """Return candidates that go on from here by themselves."""
+        """Return an independent copy."""
         other = HeldCandidates.__new__(HeldCandidates)
         (items, coming), other.counts = self._held, self.counts.copy()
         other._held = list(items), list(coming)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled, in main memory."""
+        """Return the state to copy or pickle, in main memory."""
         return {"counts": self.counts, "_held": (self.items, [])}
 
     @property
@@ -126,7 +126,7 @@ class HeldCandidates:
         self.counts[item] = len(held)
 
     def add(self, starts: Int64, new: Candidates) -> None:
-        """Add keys of all matrices, those of matrix i from ``starts[i]`` on."""
+        """Add keys of all matrices; the keys of matrix i begin at ``starts[i]``."""
         items, coming = self._held
         self._held = items, [*coming, (starts, new)]
         self.counts += np.diff(starts)
@@ -134,9 +134,9 @@ class HeldCandidates:
             _ = self.items
 
     def keep(self, like: Any, score: Callable[[Any, Any], Any], least: Float64) -> None:
-        """Keep the keys whose scores are not below `least` (b,), all at once on a CUDA device, that of `like`.
+        """Keep the keys whose scores are not below `least` (b,), all at once on the CUDA device of `like`.
 
-        score: of keys (b, w, d), w for the matrix that has most, and which of them there are (b, w).
+        score: maps keys (b, w, d), w for the matrix with most keys, and flags (b, w) of existing keys to scores.
         """
         items, coming = self._held
         parts = [(np.cumsum([0, *map(len, items)]), Candidates.joined(items)), *coming]
@@ -162,7 +162,7 @@ class HeldCandidates:
 
 
 def _in_main_memory(parts: list[Candidates]) -> list[Candidates]:
-    """Return keys in main memory; what lies on a CUDA device comes in one copy."""
+    """Return keys in main memory; one copy fetches all arrays on a CUDA device."""
     sent = [array for part in parts for array in part.arrays if on_cuda(array)]
     if not sent:
         return parts

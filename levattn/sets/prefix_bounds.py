@@ -43,7 +43,7 @@ _RANGE = 400  # powers of two within which products of coordinates keep their sq
 
 Labels = npt.NDArray[np.int64]
 Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
-Ahead = tuple[Rows, Terms]  # what the sums read of some rows, and moments of them
+Ahead = tuple[Rows, Terms]  # rows as the sums read them, and their moments
 Listed = tuple[Int64, Any]  # where the lists of all matrices begin, (b + 1,), and the rows listed, where the keys are
 
 
@@ -70,10 +70,10 @@ class Judged:
 class RunningSquares:
     """Leverage scores of keys, or of the products of m of their coordinates, among all keys so far.
 
-    Rounded products bound nothing where they lack directions: all keys are held then.
+    Rounded products that lack directions give no bound, so all keys are held then.
 
-    Scores with respect to the keys up to an earlier block, the `screen`, and the key itself screen the blocks as they
-    come.
+    The keys up to an earlier block are the `screen`. Scores with respect to these keys and the key itself screen the
+    blocks as they come.
     """
 
     labeled = False  # whether keys come with labels of the groups in which they are summed
@@ -154,7 +154,7 @@ class RunningSquares:
         return screen.reached(scores, rows.mask, member)
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, Ahead | None]:
-        """List the keys, not among the screen's, that may have a bound of at least ε; tell what `add` will sum."""
+        """List the keys outside the screen that may have a bound of at least ε; return the sums for `add` as well."""
         screen = self._made_screen(rows, epsilon)
         # double-double sums take each block by itself; beside them a second reading costs nothing
         if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
@@ -188,7 +188,7 @@ class RunningSquares:
     def bar(self, rows: Rows, epsilon: float, frozen: bool) -> tuple[Factor, Float64] | None:
         """Return the factor of all keys so far and the least scores that keys may have, (b,), on the device of `rows`.
 
-        None if more is to be asked than whether scores are below; `frozen` if the screen is of all keys so far.
+        None if comparing scores is not enough; `frozen` if the screen has all keys so far.
         """
         if self.m > 1:
             return None
@@ -233,7 +233,7 @@ class RunningSquares:
         return self.sums, None if self.frozen is None else self.frozen[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled, in main memory; the screen is made anew."""
+        """Return the state to copy or pickle, in main memory; the screen is made anew."""
         return vars(self) | {"_screen": None}
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
@@ -315,16 +315,16 @@ class RunningBlocks:
         if not self._screen or on_cuda(self._screen[0].rows.keys) != on_cuda(rows.keys):
             self._screen = tuple(factor_of_sum(*frozen, _no_rows(rows)) for frozen in self.frozen)
         sums = self._sums(self._screen, rows, labels, member)
-        most = np.full(len(sums), -1.0)  # of sums less than nothing, so that those are listed which are not above 1
+        most = np.full(len(sums), -1.0)  # of negated sums, so that sums of at most 1 / ε are listed
         return kernels_for("select", sums).reaching(sums * (-epsilon * (1 - TIE)), rows.mask, most)
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, None]:
-        """List the keys, not among the screen's, that may have a bound of at least ε; `add` has all to do."""
+        """List the keys outside the screen that may have a bound of at least ε; `add` then computes all sums."""
         return self.screened(rows, labels, epsilon, member=False), None
 
     @staticmethod
     def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Any:
-        """Return what the groups add up to at least, (b, m), beside the rows."""
+        """Return a lower bound of the sums over the groups, (b, m), on the device of the rows."""
         total = rows.zeros(as_float64=True)
         own = np.full((1, rows.shape[1]), -1) if labels is None else labels
         own = to_device(own, total)
@@ -339,7 +339,7 @@ class RunningBlocks:
         return total
 
     def reference(self, tail: Rows, labels: Labels | None) -> Reference:
-        """Return the reference for `judge`: all keys so far, with fewer than a block that wait."""
+        """Return the reference for `judge`: all keys so far, with the rows that wait, fewer than a block."""
         groups = [sums.copy() for sums in self.groups]
         if labels is not None:
             self._count(groups, tail, labels[0])
@@ -352,7 +352,7 @@ class RunningBlocks:
         return Reference(factor, tuple(factor_of_sum(*total, nothing) for total in totals))
 
     def bar(self, _rows: Rows, _epsilon: float, _frozen: bool) -> None:
-        """Return None, as other sums than scores decide."""
+        """Return None, because other sums than scores decide."""
 
     def judge(self, by: Reference, item: int, keys: Rows, labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix, which are among the keys of the reference."""
@@ -363,7 +363,7 @@ class RunningBlocks:
 
     @property
     def turn(self) -> int:
-        """Number of places by which a merge moves on the groups of another, so that no group stays small."""
+        """Number of places by which a merge shifts the groups of another, so that no group stays small."""
         return self.blocks * _SUBBLOCKS + self.merged
 
     def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None) -> None:
@@ -408,7 +408,7 @@ def group_count(epsilon: float) -> int:
 
 
 def _no_rows(rows: Rows) -> Rows:
-    """Return none of the rows, without a hold on the others."""
+    """Return a batch of the same form without rows, which keeps no reference to the given ones."""
     b, _, d = rows.shape
     return Rows(array_namespace(rows.keys).empty((b, 0, d), dtype=rows.keys.dtype), rows.format)
 

@@ -1,4 +1,4 @@
-"""For which functions there are bounds that never rise as keys are added, and which."""
+"""Functions that have a bound that never rises as keys are added, and these bounds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
         return
     if isinstance(f, Softmax) or f.growth > 2:
         raise ValueError(
-            f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
+            f"f is {f!r}; expected an even power, or a function of at most quadratic growth. For others, no bound is "
             "known that never rises as keys are added. Use universal_set on all keys"
         )
     if float(f(np.zeros(1))[0]) > 0:
@@ -49,7 +49,7 @@ def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
 
 
 def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
-    """Return the bounds for f, which `require_bounds` lets pass, of b matrices with d columns."""
+    """Return the bounds for f, which `require_bounds` accepts, of b matrices with d columns."""
     m = _half_power(f)
     return RunningSquares(b, d, m) if m else RunningBlocks(b, d, epsilon)
 
@@ -57,7 +57,7 @@ def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: in
 def require_backed(
     f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
 ) -> None:
-    """Raise ValueError or LookupError where the arrays of a saved state are not as large as its bounds would be."""
+    """Raise ValueError or LookupError unless the arrays of a saved state have the sizes of its bounds."""
     if m := _half_power(f):
         names, columns = ["exponents"], lift_columns(d, m)
     else:

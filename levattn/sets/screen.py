@@ -1,4 +1,4 @@
-"""By what blocks of a stream are screened as they come."""
+"""The screen of the blocks of a stream as they come."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, DoubleDouble
 __all__ = ["Screen"]
 
 _NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
-_SINGLE_ERROR = 2.0**-8  # of a score by such a screen
+_SINGLE_ERROR = 2.0**-8  # largest error of a score of such a screen
 
 
 class Screen:
-    """The factor by which blocks are screened as they come, in float32 where that is good enough for it.
+    """The factor that screens blocks as they come, in float32 where its precision suffices.
 
     plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
     """
@@ -49,5 +49,5 @@ class Screen:
         self._least = both if raised is None else both / raised
 
     def reached(self, scores: Any, present: Any, member: bool) -> tuple[Int64, Any]:
-        """List the scores (b, m), of keys that are among the screen's if `member`, that are not surely too small."""
+        """List the scores (b, m) that are not surely too small; `member` if the keys are among the screen's."""
         return kernels_for("select", scores).reaching(scores, present, self._least[int(member)])

@@ -46,8 +46,8 @@ class StreamedSet:
     epsilon : float
         The ε that was asked for.
     guarantee : {"exact", "superset"}
-        As in `UniversalSet`. For even powers above 2 all keys are held where the products of coordinates were rounded
-        and are rank-deficient up to that.
+        As in `UniversalSet`. For even powers above 2, all keys are held if the products of coordinates were rounded
+        and are rank-deficient up to rounding.
     f : float or AttentionFunction
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
@@ -55,7 +55,7 @@ class StreamedSet:
     factor : levattn.linalg.Factor
         The factor of the second moment of the keys, or of these products.
     certificate : tuple of str
-        What the guarantee rests on; see `UniversalSet`.
+        The grounds of the guarantee; see `UniversalSet`.
 
     Examples
     --------
@@ -93,7 +93,7 @@ class StreamedSet:
 
     @property
     def scores(self) -> Float64:
-        """Their leverage scores, or bounds of their sensitivities, float64 (size,), for one matrix."""
+        """The leverage scores of these keys, or bounds of their sensitivities, float64 (size,), for one matrix."""
         return self._one.scores
 
     @property
@@ -115,7 +115,7 @@ class StreamedSet:
 
     @property
     def is_vacuous(self) -> Any:
-        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,)."""
+        """Whether the bound is not below the number of keys, and so says nothing: a bool, or bools (...,)."""
         vacuous = np.asarray(self.size_bound) >= self.present
         return vacuous if self.batch else bool(vacuous)
 
@@ -138,24 +138,25 @@ class StreamedSet:
 class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1):
     r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
 
-    For f(x) = x² the result is that of `universal_set`, exactly, for the keys so far: a leverage score never rises as
-    keys are added, so a key whose score is below ε is let go for good. At most rank/ε others are held.
+    For f(x) = x² the result is exactly the result of `universal_set` for the keys so far. A leverage score never rises
+    as keys are added, so the state drops a key for good once its score is below ε. At most rank/ε others are held.
 
-    The rows are numbered as they come. The result has the same bits whatever the sizes of the chunks and the number of
-    threads; states of different rows merge in any order, to rounding. Keys may have any condition number up to the
-    rank tolerance of `universal_set`, about 10¹³.
+    The state numbers the rows as they come. The result has the same bits whatever the sizes of the chunks and the
+    number of threads. States of different rows merge in any order, to rounding. Keys may have any condition number up
+    to the rank tolerance of `universal_set`, about 10¹³.
 
     Parameters
     ----------
     epsilon : float in (0, 1]
         Smallest attention score that counts as large.
     f : float, str, AttentionFunction, default 2
-        Attention function with a bound that never rises as keys are added: x² (exact), even powers (the leverage
-        scores of the products of p/2 coordinates; a superset), and functions of at most quadratic growth (their
-        block bound, see `sensitivities`; a superset, which depends on the order of the rows). Others are refused.
+        Attention function with a bound that never rises as keys are added. The set is exact for x². For even powers,
+        leverage scores of the products of p/2 coordinates give a superset. For functions of at most quadratic growth,
+        the block bound (see `sensitivities`) gives a superset, which depends on the order of the rows. Others are
+        refused.
     row_start : int, optional
-        Number of the first row. Give it where states of several parts of the keys are to be merged in any order;
-        without it the rows of a state that is merged come after those that are there.
+        Number of the first row. Give it to merge states of several parts of the keys in any order. Without it, the
+        rows of a merged state come after the rows that are there.
 
     Raises
     ------
@@ -164,17 +165,17 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     See Also
     --------
-    universal_set : The same for keys in memory or in files, in two passes, with the scores of all keys.
+    universal_set : The set of keys in memory or in files, in two passes, with the scores of all keys.
 
     Notes
     -----
     Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
-    Memory O(d²/ε) for each matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
-    partial sums; but keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
-    are *all* held. Small chunks wait, up to 9 MiB of rows and payload, until several blocks can be worked on together,
-    in the background if more than one thread may be used (and the next 9 MiB wait meanwhile), or something is read. A
-    block bound has 2/ε sums, and takes time O(n d²/ε). For an even power p, D = C(d + p/2 − 1, p/2) takes the place of
-    d.
+    Memory O(d²/ε) per matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
+    partial sums. But keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
+    are *all* held. Small chunks wait, up to 9 MiB of rows and payload, until the state can process several blocks
+    together or is read. If more than one thread may be used, it processes them in the background, while the next 9 MiB
+    wait. A block bound has 2/ε sums, and takes time O(n d²/ε). For an even power p, D = C(d + p/2 − 1, p/2) takes the
+    place of d.
 
     References
     ----------
@@ -225,7 +226,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         return 0 if stream is None else stream.held
 
     def _settled(self) -> CandidateStore | None:
-        """Return what the chunks so far come to, after all blocks that are whole."""
+        """Return the store of the chunks so far, after all whole blocks."""
         if self._stream is not None:
             self._stream = self._stream.settled()
         return self._stream
@@ -242,8 +243,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         mask : array of bool, shape (..., m), optional
             True for a key that takes part. The others count as rows.
         payload : array of shape (..., m, ...), optional
-            What is to be held with the keys, such as their values or token ids: with all chunks or with none.
-            Numbers of at most 64 bits; bfloat16 of torch is held as float32.
+            Data to hold with the keys, such as their values or token ids: with all chunks or with none.
+            Numbers of at most 64 bits; torch's bfloat16 is held as float32.
 
         Returns
         -------
@@ -277,7 +278,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         return self
 
     def merge(self, other: StreamingUniversalSet) -> StreamingUniversalSet:
-        """Add what another state has seen, which must be other rows.
+        """Add the rows of another state, none of which this state may have.
 
         Parameters
         ----------
@@ -322,7 +323,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         return self
 
     def _shift_of(self, other: StreamingUniversalSet) -> int:
-        """Return what is added to the row numbers of a state that is merged."""
+        """Return the number to add to the row numbers of a merged state."""
         if not other._placed:
             return self._next_row
         if self._spans and not self._placed:
@@ -453,7 +454,7 @@ def _saved_name(f: AttentionFunction | Softmax) -> list[Any]:
 
 
 def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the spans of row numbers with one more, or raise if it overlaps one that is there, or ends too late."""
+    """Return the spans of row numbers with one more, or raise if it overlaps another or ends too late."""
     if new[1] >= _MOST_ROWS:
         raise ValueError(
             f"rows {new[0]} to {new[1] - 1} come; expected numbers below 2**62. Begin at another row_start="

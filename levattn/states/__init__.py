@@ -1,6 +1,6 @@
 """Mergeable statistics of keys, values and tokens: an identity, ``update``, ``merge``, and a read-out.
 
-Whatever runs on a state runs at once, in chunks and across machines without mathematics of its own.
+An algorithm on a state runs on all data at once, in chunks and across machines without further mathematics.
 """
 
 from __future__ import annotations

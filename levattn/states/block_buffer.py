@@ -1,4 +1,4 @@
-"""Rows of a stream on their way: where compiled code can read them, and in whole blocks, several together."""
+"""Rows of a stream: put where compiled code can read them, and buffered into whole blocks, several together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = [
     "rows_in_memory",
 ]
 
-_WAITING = 9 << 20  # bytes of rows, with what comes beside them, that wait together, at most, but for one block
-_TOGETHER = 16  # blocks of them, at most
+_WAITING = 9 << 20  # at most this many bytes of rows and payload wait together; one block may take more
+_TOGETHER = 16  # at most this many blocks of them
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -69,10 +69,10 @@ def rows_in_memory(rows: Rows) -> Rows:
 
 
 class BlockBuffer:
-    """Rows that wait until their block of 2048 is full, and those of small chunks until several blocks are.
+    """Rows that wait until their block of 2048 is full; rows of small chunks wait until several blocks are.
 
-    Masked ones are held as zeros. `payload` are arrays like those that come with the rows, (b or 1, m, ...), or row
-    numbers, and wait with them. `blocks` is the number of blocks that were given away.
+    Masked rows are held as zeros. `payload` are arrays like the payload of the rows, (b or 1, m, ...), or row numbers,
+    and wait with them. `blocks` is the number of blocks that were given away.
     """
 
     def __init__(self, b: int, d: int, format: Any, *payload: npt.NDArray[Any]) -> None:
@@ -87,23 +87,23 @@ class BlockBuffer:
         self._together = min(_TOGETHER, 1 << (max(fit, 1).bit_length() - 1))  # blocks; a power of two
 
     def copy(self) -> BlockBuffer:
-        """Return a buffer that goes on from here; this one keeps its rows as long as it is not pushed itself."""
+        """Return a copy to continue with; this buffer keeps its rows until a push to it."""
         other = BlockBuffer.__new__(BlockBuffer)
         other.__dict__.update(self.__dict__)
         return other
 
     @property
     def rows(self) -> Rows:
-        """The rows that wait; they change with the next that come."""
+        """The rows that wait; the next push changes them."""
         return self._held.between(0, self.count)
 
     @property
     def payload(self) -> list[npt.NDArray[Any]]:
-        """What waits with them."""
+        """The payload of the rows that wait."""
         return [array[:, : self.count] for array in self._payload]
 
     def hold(self, blocks: int, keys: npt.NDArray[Any], *payload: npt.NDArray[Any]) -> None:
-        """Hold these rows after so many blocks, as they are stored; raise ValueError if they are of another kind."""
+        """Hold stored rows that come after so many blocks; raise ValueError if they are of another kind."""
         b, _, d = self._held.shape
         if keys.ndim != 3 or keys.shape[1] >= BLOCK:
             raise ValueError(f"rows of shape {keys.shape} wait; expected fewer than {BLOCK} of each matrix")
@@ -118,10 +118,10 @@ class BlockBuffer:
     def push(
         self, rows: Rows, take: Callable[..., None], *payload: Any, take_held: Callable[..., None] | None = None
     ) -> None:
-        """Add rows: they wait here, or whole blocks of them and of those that waited are given to `take`.
+        """Add rows: they wait here, or whole blocks of them and of the waiting rows go to `take`.
 
-        Blocks that waited are given to `take_held`, if there is one; nothing else writes to them any more. Rows that
-        are not finite raise FloatingPointError. If it raises, the buffer is void; its copies are not.
+        Blocks that waited go to `take_held`, if there is one; nothing else writes to them any more. Rows that are not
+        finite raise FloatingPointError. After an error the buffer is void, but its copies are not.
         """
         require_format("K", rows.format, self._held.format)
         n = rows.shape[1]
@@ -148,7 +148,7 @@ class BlockBuffer:
         self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
 
     def flush(self, take: Callable[..., None]) -> None:
-        """Give all blocks that are whole to `take`; if it raises, the buffer is void."""
+        """Give all whole blocks to `take`; after an error the buffer is void."""
         whole, rest = self.count // BLOCK * BLOCK, self.count % BLOCK
         if whole:
             rows, payload = self.rows.between(whole, self.count), [array[:, whole:] for array in self.payload]
@@ -160,7 +160,7 @@ class BlockBuffer:
     def _give(self, take: Callable[..., None], like: Any) -> None:
         """Give all rows, which are whole blocks, to `take`, on the device of `like`.
 
-        What comes then is held in new memory, as a copy may hold what is here.
+        New memory holds later rows, because a copy of the buffer may hold the memory of these.
         """
         rows = self.rows
         take(replace(rows, keys=to_device(rows.keys, like)), *self.payload)
@@ -169,7 +169,7 @@ class BlockBuffer:
         self._payload = [array[:, :0].copy() for array in self._payload]
 
     def _fill(self, rows: Rows, *payload: Any) -> None:
-        """Take rows; what was held before is not touched."""
+        """Append rows, without a change to the rows held before."""
         if not rows.shape[1]:
             return
         stop, held = self.count + rows.shape[1], self._held.shape[1]
@@ -197,7 +197,7 @@ def _require_finite(rows: Rows) -> None:
 
 
 def require_format(name: str, given: Any, before: Any) -> None:
-    """Raise if keys, named so, are of another dtype than those before them."""
+    """Raise if keys have another dtype than the keys before; `name` names them in the message."""
     if given != before:
         raise TypeError(
             f"{name} has dtype {given}; the chunks before had {before}. Expected one dtype in all chunks: "
@@ -213,7 +213,7 @@ def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 class RowNumbers:
-    """Consecutive row numbers (1, n), that are not written out before they are asked for."""
+    """Consecutive row numbers (1, n), which become an array only when needed."""
 
     def __init__(self, first: int, n: int) -> None:
         self._numbers = range(first, first + n)
@@ -227,7 +227,7 @@ class RowNumbers:
         return 1
 
     def __getitem__(self, key: tuple[Any, Any]) -> Any:
-        """Return the numbers ``[:, a:b]``, or those ``[0, places]`` of an array of places."""
+        """Return the numbers ``[:, a:b]``, or the numbers ``[0, places]`` for an array of places."""
         if isinstance(key[1], slice):
             part = self._numbers[key[1]]
             return RowNumbers(part.start, len(part))
@@ -246,7 +246,7 @@ def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
 
 
 def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> Any:
-    """Return what comes beside n keys as an array (b, n, ...), of numpy or on its CUDA device, or raise."""
+    """Return the payload of n keys as an array (b, n, ...), of numpy or on its CUDA device, or raise."""
     if array_api_compat.is_torch_array(payload):
         payload = payload.detach()
         payload = payload.float() if str(payload.dtype) == "torch.bfloat16" else payload  # which holds its numbers

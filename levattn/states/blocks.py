@@ -1,4 +1,4 @@
-"""Sums of a second moment: over fixed blocks of rows, in as many bits as they need, or running, which may decay."""
+"""Sums of a second moment: over fixed blocks of rows, in as many bits as needed, or running sums, which may decay."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class BlockSums:
 class RunningSums:
     """The diagonal (b, d) of a second moment, or all of it (b, d, d), multiplied by decay (b,) before each row.
 
-    Arrays are of the library and on the device of the first rows; numpy's for torch in main memory.
+    Arrays have the library and the device of the first rows, but are numpy's for torch in main memory.
     """
 
     def __init__(self, b: int, d: int, full: bool, decay: Float64 | None) -> None:
@@ -151,7 +151,7 @@ class RunningSums:
         return self.held
 
     def sums(self) -> Any:
-        """Return the moment and the sum of weights as they are held: not to be written to."""
+        """Return the moment and the sum of weights as they are held; do not write to them."""
         if self.held is None:
             return np.zeros(self._shape), np.zeros(self._shape[:1])
         return self.held

@@ -16,7 +16,7 @@ __all__ = ["factor_of", "factor_of_sum"]
 
 
 def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
-    """Return the factor of the keys of a sum and of the rows that wait, without these rows."""
+    """Return the factor of the keys of a sum and of the rows that wait, without holding these rows."""
     if sums.merged is None and not sums.blocks.count:
         return factor_moments(tail, single="scores").forget_keys()
     b, _, d = tail.shape
@@ -24,9 +24,9 @@ def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
 
 
 def factor_of_sum(moments: DoubleDouble, exponents: Exponents, like: Rows) -> Factor:
-    """Return the factor of moments whose columns were divided by powers of two, for keys as `like` has none of.
+    """Return the factor of moments of columns times ``2**-exponents``, for keys of the form of `like`.
 
-    It is where these are.
+    It is on the device of `like`, which has no rows.
     """
     scale = np.ldexp(1.0, -exponents) if exponents.any() else None
     return factor_sum(moments.beside(like.keys), replace(like, mask=None, scale=scale))

@@ -25,13 +25,14 @@ __all__ = ["Moments", "flat_sums", "followed"]
 class Moments(StoredState, name="Moments", version=2):
     """The second moment ``G = Σ w k kᵀ`` of keys that come in chunks, or its diagonal, and the factor of it.
 
-    The rows are numbered as they come and summed in fixed blocks, or one after the other where only the diagonal is
-    kept or sums decay, so that the result has the same bits whatever the sizes of the chunks and the number of threads
-    (to rounding on a CUDA device, for these). Merging two states agrees with one state to rounding.
+    The state numbers the rows as they come and sums them in fixed blocks. If it keeps only the diagonal or sums decay,
+    it sums one row after the other. So the result has the same bits whatever the sizes of the chunks and the number of
+    threads. On a CUDA device, sums row after row agree to rounding only. Merging two states agrees with one state to
+    rounding.
 
-    Sums are in float64 while that holds what the scores of the keys need, and else as pairs of float64, of about 100
-    bits, block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal, and sums that
-    decay, are in float64 always: squares of keys have to be within its range.
+    Sums are in float64 while its precision suffices for the scores of the keys. Otherwise they are pairs of float64,
+    of about 100 bits, block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal,
+    and sums that decay, are always in float64, so squares of keys must be within its range.
 
     Parameters
     ----------
@@ -42,7 +43,7 @@ class Moments(StoredState, name="Moments", version=2):
     diagonal : bool
         True to keep the diagonal only, Σ w k², d numbers instead of d².
     decay : float or array of float, broadcast to the batch
-        What a row counts for after the next has come, above 0 and at most 1; after n further ones its n-th power.
+        Weight of a row after the next has come, above 0 and at most 1; after n further rows, its n-th power.
 
     Attributes
     ----------
@@ -54,14 +55,14 @@ class Moments(StoredState, name="Moments", version=2):
     Raises
     ------
     TypeError, ValueError
-        If a size is no whole number or below 1, or `decay` outside (0, 1] or of another shape.
+        If a size is not a whole number or is below 1, or `decay` is outside (0, 1] or has another shape.
 
     Notes
     -----
-    Time O(n d²), for ill-conditioned keys about ten times that of well-conditioned ones; memory O(d² log n) for the
-    sums and the rows that wait: fewer than 2048, or of small chunks up to 9 MiB, until they are read. With `diagonal`
-    time O(n d) and memory O(d), with `decay` and all of the moment O(n d²) and O(d²); outside main memory these also
-    take a chunk in float64.
+    Time O(n d²), about ten times as long for ill-conditioned keys as for well-conditioned ones. Memory O(d² log n) for
+    the sums and the rows that wait until a read: fewer than 2048, or up to 9 MiB of small chunks. `diagonal` takes
+    time O(n d) and memory O(d), and `decay` with the full moment O(n d²) and O(d²). Outside main memory, both
+    also take a chunk in float64.
 
     Examples
     --------
@@ -103,7 +104,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     @where_arrays_are
     def sums(self) -> tuple[Any, Any]:
-        """Return a diagonal moment and the sum of the weights as they are held: not to be written to.
+        """Return a diagonal moment and the sum of the weights as they are held; do not write to them.
 
         Returns
         -------
@@ -126,7 +127,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     @classmethod
     def from_arrays(cls, diagonal: Any, weight: Any, count: npt.NDArray[np.int64], *, decay: Any = 1.0) -> Moments:
-        """Return the diagonal state that holds these arrays, without a copy; of torch in main memory as numpy's.
+        """Return the diagonal state that holds these arrays, without a copy; torch's in main memory become numpy's.
 
         Parameters
         ----------
@@ -135,7 +136,7 @@ class Moments(StoredState, name="Moments", version=2):
         weight : array of float64, shape (...,)
             The sum of the weights.
         count : array of int64, shape (...,)
-            Of numpy.
+            A numpy array.
         decay : float or array of float, broadcast to the batch
             As in the constructor.
 
@@ -175,12 +176,12 @@ class Moments(StoredState, name="Moments", version=2):
         Parameters
         ----------
         K : array of shape (..., m, d)
-            Keys, m ≥ 0 of them for each matrix of the batch, of the same dtype in all chunks. If there are weights,
-            they are kept as float64.
+            Keys, m ≥ 0 of them for each matrix of the batch, of the same dtype in all chunks. With weights, keys
+            are kept as float64.
         mask : array of bool, shape (..., m), optional
             True for a key that takes part.
         weights : array of float, broadcast to (..., m), optional
-            The weight w of each key, finite and of at least 0; None for 1. Those of masked keys are not used.
+            The weight w of each key, finite and of at least 0; None for 1. Weights of masked keys are not used.
 
         Returns
         -------
@@ -190,12 +191,12 @@ class Moments(StoredState, name="Moments", version=2):
         Raises
         ------
         TypeError
-            If the dtype is another than that of the chunks before (not of the diagonal, and of sums that decay).
+            If the dtype differs from the chunks before (the diagonal and sums that decay take any).
         ValueError
             If the batch or the number of columns differs from the state's, or a weight is negative or not finite.
         NonFiniteError
-            If the keys hold NaN or infinity outside the mask. The first such rows are named by their number in the
-            stream, counted from the first row that this state was given. The state is as it was.
+            If the keys hold NaN or infinity outside the mask. The message names the first such rows by their
+            number in the stream, counted from the first row that this state was given. The state is as it was.
         """
         matrices, rows = readable(K, mask)
         self.add(matrices, rows, None if weights is None else _weights(weights, matrices, rows))
@@ -209,7 +210,7 @@ class Moments(StoredState, name="Moments", version=2):
         matrices : levattn._core.arrays.Matrices
             The chunk as it was given.
         rows : levattn._kernels.Rows
-            The same, to be read.
+            The chunk as compiled code reads it.
         weights : array of float64, shape (b, m), optional
             The weight of each key.
 
@@ -244,7 +245,7 @@ class Moments(StoredState, name="Moments", version=2):
     def factor(self) -> Factor:
         """Return the factor of the second moment: scores of rows, exact normalizers, and witness queries.
 
-        Of a diagonal one, that of the matrix which it is the diagonal of: scores are ``Σ k²/g`` over the columns.
+        A diagonal moment stands for the diagonal matrix: scores are ``Σ k²/g`` over the columns.
 
         Returns
         -------
@@ -254,7 +255,7 @@ class Moments(StoredState, name="Moments", version=2):
         return self._sums.factor()
 
     def merge(self, other: Moments) -> Moments:
-        """Add what another state has seen; where sums decay, after what this one has.
+        """Add the rows of another state; where sums decay, after the rows of this one.
 
         Parameters
         ----------
@@ -277,12 +278,12 @@ class Moments(StoredState, name="Moments", version=2):
         return self
 
     def check(self, other: Any) -> None:
-        """Raise as `merge` does, if another state cannot be merged.
+        """Raise, as `merge` does, if another state cannot be merged.
 
         Parameters
         ----------
         other : Moments
-            That state.
+            The other state.
 
         Raises
         ------
@@ -315,7 +316,7 @@ class Moments(StoredState, name="Moments", version=2):
         """Return the state of the same sums; see `StoredState`."""
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         b = math.prod(batch)
-        count = counts(arrays["count"], batch)  # before room is made for what the fields claim
+        count = counts(arrays["count"], batch)  # before the claims of the fields take memory
         if not isinstance(fields["diagonal"], bool):
             raise ValueError(f"diagonal is {fields['diagonal']!r}")
         decay = arrays.get("decay", np.ones(()))
@@ -334,7 +335,7 @@ class Moments(StoredState, name="Moments", version=2):
 
 
 def flat_sums(moments: Moments) -> tuple[Any, Any]:
-    """Return what `Moments.sums` does, with one axis in place of the batch."""
+    """Return the arrays of `Moments.sums`, with one axis in place of the batch."""
     if not isinstance(moments._sums, RunningSums):
         raise TypeError("the state holds no running sums; expected one with diagonal=True")
     total, weight = moments._sums.sums()
@@ -342,13 +343,13 @@ def flat_sums(moments: Moments) -> tuple[Any, Any]:
 
 
 def followed(moments: Moments, diagonal: Any, weight: Any, count: int | npt.NDArray[np.int64]) -> Moments:
-    """Return the state of diagonal sums that went on from those of another, without a copy or a check.
+    """Return the state of diagonal sums that continue the sums of another, without a copy or a check.
 
-    diagonal, weight: as of `Moments.from_arrays`, after `count` further keys, with any axes in place of the batch.
+    diagonal, weight: as in `Moments.from_arrays`, after `count` further keys, with any axes in place of the batch.
     """
     known = moments._sums
     if not isinstance(known, RunningSums):
-        raise AssertionError("sums that are held by blocks are not gone on with by others")
+        raise AssertionError("expected running sums, got sums in blocks")
     other, sums = object.__new__(Moments), object.__new__(RunningSums)
     vars(other).update(vars(moments), count=moments.count + count, _sums=sums)
     vars(sums).update(

@@ -18,7 +18,7 @@ from levattn.states.common import held_as
 
 __all__ = ["SoftmaxState", "held_sums", "with_sums"]
 
-_MOST_UNSEEN = 2**31  # numbers of a saved state without positions
+_MOST_UNSEEN = 2**31  # largest number of sums in a saved state without positions
 
 
 class SoftmaxState(StoredState, name="SoftmaxState", version=1):

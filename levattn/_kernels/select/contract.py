@@ -1,7 +1,7 @@
-"""What the kernels that select keys by their scores return.
+"""The results of the kernels that select keys by their scores.
 
-Some rows of each matrix of a batch are listed as ``(starts, indices)``: ``indices[starts[i]:starts[i + 1]]`` are those
-of matrix i, ascending.
+Some rows of each matrix of a batch are listed as ``(starts, indices)``: ``indices[starts[i]:starts[i + 1]]`` are the
+rows of matrix i, ascending.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ class SelectKernels(Protocol):
     """Which scores (b, n) reach a bound or are the largest, and which are too close to call."""
 
     def held(self, array: Any, /) -> Any:
-        """Return scores or flags where they are selected from."""
+        """Return scores or flags where the selection reads them."""
 
     def threshold(self, scores: Any, present: Any, low: Any, high: Any, /) -> tuple[Any, Any, Any]:
-        """Return which scores are at least `high` (b,), and list those between `low` and that."""
+        """Return which scores are at least `high` (b,), and list the scores between `low` and `high`."""
 
     def largest(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
-        """Return the `size` largest scores of each matrix, and list those too close to the last of them to call."""
+        """Return the `size` largest scores of each matrix, and list the scores too close to the last to call."""
 
     def reaching(self, scores: Any, present: Any, least: Float64, /) -> tuple[Any, Any]:
-        """List the scores that are not below `least` (b,), as NaN never is."""
+        """List the scores that are not below `least` (b,), NaN among them."""
 
     def gathered(self, array: Any, starts: Any, indices: Any, /) -> Any:
-        """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+        """Return the listed rows of an array (b, n, ...), or (1, n, ...) for all matrices, in list order."""
 
     def include(self, chosen: Any, starts: Any, indices: Any, which: Any, /) -> None:
-        """Set the flags of some of the rows listed."""
+        """Set the flags of some of the listed rows."""
 
     def maxima(self, scores: Any, among: Any, /) -> Float64:
         """Return the largest score among some keys of each matrix, (b,); 0 where there are none."""
 
     def stacked(self, keys: Any, starts: Any, indices: Any, /) -> tuple[Any, Any]:
-        """Return the rows listed as a batch (b, w, d) for the longest list, w long, and which rows of it they are.
+        """Return the listed rows as a batch (b, w, d), w as long as the longest list, and flags of its filled rows.
 
-        Keys (1, n, d) are those of all matrices.
-
-        What the other rows hold is of no matter. Where there are none the flags are None.
+        Keys (1, n, d) serve all matrices. Rows that are not filled may hold anything; if there are none, the flags
+        are None.
         """

@@ -1,7 +1,6 @@
 """Selecting keys by their scores on a CUDA device.
 
-Of what is listed `starts` is in main memory, as its copy is what a
-call waits for, and the indices stay on the device.
+The `starts` of a list are in main memory, because a call waits for their copy. The indices stay on the device.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _BITS = {"float": (11, 11, 10), "double": (11, 11, 11, 11, 11, 9)}  # of the dig
 
 
 def held(array: Any) -> Any:
-    """Return scores or flags where they are selected from."""
+    """Return scores or flags where the selection reads them."""
     return on_device(array)
 
 
 def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int64, Any]:
-    """Return which scores are at least `high`, and list those in doubt."""
+    """Return which scores are at least `high`, and list the scores in doubt."""
     xp, (b, n), real = namespace(), scores.shape, TYPES[scores.dtype.name]
     chosen, tiles = xp.empty(scores.shape, np.bool_), -(-n // _TILE)
     here = isinstance(low, np.ndarray) and isinstance(high, np.ndarray)  # then both are one copy to the device
@@ -49,12 +48,12 @@ def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int6
 
 
 def reaching(scores: Any, present: Any, least: Float64) -> tuple[Int64, Any]:
-    """List the scores that are not below `least` (b,), as NaN never is."""
+    """List the scores that are not below `least` (b,), NaN among them."""
     return threshold(scores, present, least, np.full(len(least), np.nan))[1:]
 
 
 def gathered(array: Any, starts: Int64, indices: Any) -> Any:
-    """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+    """Return the listed rows of an array (b, n, ...), or (1, n, ...) for all matrices, in list order."""
     xp = namespace()
     array = on_device(array) if isinstance(array, np.ndarray) else array
     out = xp.empty((len(indices), *array.shape[2:]), array.dtype)
@@ -72,7 +71,7 @@ def gathered(array: Any, starts: Int64, indices: Any) -> Any:
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
-    """Return the `size` largest scores, and list those too close to call."""
+    """Return the `size` largest scores, and list the scores too close to call."""
     xp = namespace()
     least = _of_rank(on_device(scores), present, size) if size else xp.full(len(scores), np.inf)
     width = on_device(margin, np.float64)
@@ -80,7 +79,7 @@ def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any,
 
 
 def include(chosen: Any, starts: Int64, indices: Any, which: npt.NDArray[np.bool_]) -> None:
-    """Set the flags of some of the rows listed."""
+    """Set the flags of some of the listed rows."""
     items = np.repeat(np.arange(len(chosen)), np.diff(starts))[which]
     places = on_device(items * chosen.shape[1]) + indices[on_device(np.flatnonzero(which))]
     chosen.reshape(-1)[places] = True
@@ -95,7 +94,7 @@ def maxima(scores: Any, among: Any) -> Float64:
 
 
 def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
-    """Return the rows listed as a batch, and which rows of it they are."""
+    """Return the listed rows as a batch, and flags of its filled rows."""
     xp, counts = namespace(), np.diff(starts)
     width = int(counts.max(initial=0))
     out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
@@ -108,7 +107,7 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
 
 
 def _of_rank(scores: Any, present: Any, size: int) -> Any:
-    """Return the score that comes at this place from the largest of each matrix, −∞ where there are no more, (b,)."""
+    """Return the score of rank `size` from the largest of each matrix, (b,); −∞ where no more are present."""
     xp, real = namespace(), TYPES[scores.dtype.name]
     b, n = scores.shape
     spans = -(-n // _SPAN)

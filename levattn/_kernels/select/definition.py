@@ -1,7 +1,7 @@
 """Selecting keys by their scores, in main memory, whatever holds the keys.
 
-Some rows of each matrix of a batch are listed as ``(starts, indices)``: ``indices[starts[i]:starts[i + 1]]`` are those
-of matrix i, ascending.
+Some rows of each matrix of a batch are listed as ``(starts, indices)``: ``indices[starts[i]:starts[i + 1]]`` are the
+rows of matrix i, ascending.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["gathered", "held", "include", "largest", "maxima", "reaching", "stac
 
 
 def held(array: Any) -> Any:
-    """Return scores or flags where they are selected from."""
+    """Return scores or flags where the selection reads them."""
     return to_numpy(array)
 
 
 def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[Flags, Int64, Int64]:
-    """Return which scores (b, n) of keys that are present are at least `high`, and list those in doubt.
+    """Return which scores (b, n) of keys that are present are at least `high`, and list the scores in doubt.
 
-    These are neither that nor below `low` (both (b,)), as NaN is whatever the bounds are. `present` is (b, n) or None.
+    These are neither at least `high` nor below `low` (both (b,)); NaN is in doubt whatever the bounds are. `present`
+    is (b, n) or None.
     """
     low, high = _upward(low, scores.dtype), _upward(high, scores.dtype)
     chosen: Flags = scores >= high[:, None]
@@ -37,7 +38,7 @@ def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[F
 
 
 def reaching(scores: Any, present: Any, least: Float64) -> tuple[Int64, Int64]:
-    """List the scores (b, n) of keys that are present which are not below `least` (b,), as NaN never is."""
+    """List the scores (b, n) of present keys that are not below `least` (b,), NaN among them."""
     flags = ~(scores < _upward(least, scores.dtype)[:, None])
     if present is not None:
         flags &= present
@@ -52,14 +53,14 @@ def _listed(flags: Flags) -> tuple[Int64, Int64]:
 
 
 def gathered(array: Any, starts: Int64, indices: Int64) -> Any:
-    """Return what is listed of an array (b, n, ...), or (1, n, ...) for all matrices, one after the other."""
+    """Return the listed rows of an array (b, n, ...), or (1, n, ...) for all matrices, in list order."""
     if len(array) == 1:
         return np.take(array[0], indices, axis=0)
     return array[np.repeat(np.arange(len(array)), np.diff(starts)), indices]
 
 
 def _upward(bounds: Float64, kind: Any) -> Any:
-    """Return the least numbers of a kind that are not below bounds: scores of that kind compare with them alike."""
+    """Return the least numbers of a kind that are not below bounds; scores of that kind compare alike with both."""
     if kind == np.float64:
         return bounds
     with np.errstate(over="ignore"):
@@ -68,10 +69,10 @@ def _upward(bounds: Float64, kind: Any) -> Any:
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flags, Int64, Int64]:
-    """Return which scores are surely among the `size` largest of their matrix, and list those too close to call.
+    """Return which scores are surely among the `size` largest of their matrix, and list the scores too close to call.
 
-    These differ from the last that belongs to them by no more than `margin` (b,), relatively. Where no more keys are
-    present all are chosen, and NaN counts as larger than numbers.
+    These differ from the last of the `size` largest by no more than `margin` (b,), relatively. Where no more keys are
+    present, all are chosen. NaN counts as larger than numbers.
     """
     least: Float64 = np.full(len(scores), -np.inf if size else np.inf)
     for item in range(len(scores)) if size else ():
@@ -82,7 +83,7 @@ def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flag
 
 
 def include(chosen: Flags, starts: Int64, indices: Int64, which: Flags) -> None:
-    """Set the flags of some of the rows listed."""
+    """Set the flags of some of the listed rows."""
     items = np.repeat(np.arange(len(chosen)), np.diff(starts))
     chosen[items[which], indices[which]] = True
 
@@ -93,9 +94,9 @@ def maxima(scores: Any, among: Any) -> Float64:
 
 
 def stacked(keys: Any, starts: Int64, indices: Int64) -> tuple[Any, Any]:
-    """Return the rows listed as a batch (b, w, d) for the longest list, w long, and which rows of it they are.
+    """Return the listed rows as a batch (b, w, d), w as long as the longest list, and flags of its filled rows.
 
-    What the other rows hold is of no matter. Where there are none the flags are None.
+    Rows that are not filled may hold anything; if there are none, the flags are None.
     """
     counts = np.diff(starts)
     there = np.arange(counts.max(initial=0)) < counts[:, None]
