@@ -69,7 +69,7 @@ class Sums:
 class Measure:
     """The measure of differences of keys: how much they change the logits of the queries so far.
 
-    `root`: (b, d, d), a factor L of the second moment L Lᵀ of the queries: ‖x L‖² is the mean square of ⟨q, x⟩.
+    `root`: (b, d, d), a factor L of the second moment L Lᵀ of the queries. So ‖x L‖² is the mean square of ⟨q, x⟩.
     The moment is about the mean for a softmax, which no constant changes, and about zero for powers.
     `query`: (b, d), the mean query; zero for powers. `origin`: (b, d), the mean key; zero for powers.
     """

@@ -78,7 +78,8 @@ def pruned_attention(
     budget : int or float, optional
         Slots for each query: their number, or a share in (0, 1] of the keys that the mask leaves, as a float. If
         `causal`, the share is of the n positions of the call. `Slots.of` splits the slots that other options leave
-        open. Give one of budget, size and epsilon. If a state is returned, even a number that covers all keys is split.
+        open. Give one of budget, size and epsilon. If a state is returned, even a number that covers all keys is
+        split.
     size : int, optional
         Number of keys selected for each head of the keys: the keys with the largest scores, on ties the first.
     epsilon : float, optional
