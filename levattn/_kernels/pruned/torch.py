@@ -135,7 +135,7 @@ def _fused(q: Any, keys: Any, values: Any, scale: float, **options: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Kept keys and summaries as slots, (b, s, ·), in the dtype of products; a last column of values flags summaries."""
+    """Kept keys and summaries as slots (b, s, ·), in the dtype of products; last column of values marks summaries."""
 
     keys: Any
     values: Any
