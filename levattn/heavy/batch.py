@@ -151,7 +151,7 @@ def keys_of_heads(queries: tuple[int, ...], keys: tuple[int, ...]) -> npt.NDArra
     shared = keys[-1] if keys else 1
     if queries[:-1] != keys[:-1] or not shared or queries[-1] % shared:
         raise ValueError(
-            f"Q has leading axes {queries} and K has {keys}; expected the same, no axes for Q, or a "
-            "multiple of the last, for several heads of Q per head of K"
+            f"Q has leading axes {queries} and K has {keys}; expected equal axes, none for Q, or "
+            "a last one that is a multiple of K's"
         )
     return heads.reshape(*keys[:-1], shared).repeat(queries[-1] // shared, axis=-1).ravel()

@@ -19,9 +19,8 @@ _HELP = """\
 Find the universal set of the keys in a file.
 
 The set holds every key to which some query can give at least ε of its attention. Use it on keys saved from a model
-(after rotary embedding), to learn which keys can matter, and how many. For f(x) = x² the set is
-exact. For other functions it may hold more keys than needed, but never fewer. An array (..., n, d) gets one set for
-each matrix.
+(after rotary embedding), to learn which keys can matter, and how many. For f(x) = x² the set is exact. For other
+functions it may hold more keys than needed, but never fewer. An array (..., n, d) gets one set for each matrix.
 
 With --queries and --coverage the set is smaller, and serves queries like the queries in a file. A new query finds
 all its keys in the set with the probability --coverage.
