@@ -85,7 +85,8 @@ def pruned_attention(
     epsilon : float, optional
         Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
         these are the `levattn.universal_set` of the keys for f(x) = x². If `causal`, they are the set of the keys so
-        far, from their second moment in float64 alone. That is no guarantee for a condition number above 10⁶ or so.
+        far, from their second moment in float64 alone. That is no guarantee for keys of a condition number above 10⁶
+        or so.
     summaries : int, optional
         R, the number of clusters. 0, the default without a budget, drops all other keys.
     window : int, optional
@@ -121,7 +122,7 @@ def pruned_attention(
         Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
         True for a key that takes part; leading axes are broadcast (give (..., 1, n) for one mask for all heads).
-        The result is the same as without the other keys, except that a causal budget is a share of all n positions.
+        The result is the same as without the other keys, except that a causal budget refers to all n positions.
     query_mask : array of bool, shape (..., G, m), optional
         True for a query that counts. The rows of other queries are zero, and the selection ignores them. The default
         is `mask` where a window or `causal` puts queries and keys at the same positions, else all true. Do not give it
@@ -153,7 +154,7 @@ def pruned_attention(
     -----
     If `causal`, each renewal scales the weights of a summary to a mean of 1, in float64. The summary still stands for
     the same mass, so a state goes on for any number of positions. Later positions change no bit of a row, nor does
-    another n, except through a budget that is a share of n. For tensors on a device or with gradients they change the
+    another n, except through a budget, which refers to n. For tensors on a device or with gradients they change the
     rounding alone, because the chunks of such tensors are one batch.
 
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query. Memory O(m D + n (d + D)), and 2²²
