@@ -1,7 +1,7 @@
 """The mixtures of pruned attention, compiled.
 
 A row of logits has the kept keys first, in whole vectors, then the summaries, up to whole panels, then the near keys.
-The kernel adds `bias` to it: −inf for an empty place, and the logarithm of the weight of a summary.
+The kernel adds `bias` to it. For a softmax it is −inf at an empty place, and log Σ w − Σ w log w / Σ w at a summary.
 """
 
 from __future__ import annotations
