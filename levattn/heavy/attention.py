@@ -54,8 +54,8 @@ def heavy_attention(
     Parameters
     ----------
     Q : array of shape (..., m, d)
-        Queries. They have the leading axes of K or none. Or their last leading axis is a multiple of the last one of
-        K: several heads of queries for each head of keys.
+        Queries. They have the leading axes of K, no leading axes, or the axes of K with a multiple of the last:
+        several heads of queries for each head of keys.
     K : array of shape (..., n, d)
         Keys; array types and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
@@ -64,8 +64,8 @@ def heavy_attention(
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
-        The universal set of the same keys for ε or less, if it is known already. The function then reads only the
-        rows of K in the set. With a set with coverage all returned entries are right, and a query misses none with
+        The universal set of the same keys for ε or less, if it is known already. Then nothing of size n is read except
+        the rows of K in the set. With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
     causal : bool, default False
         Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
@@ -183,7 +183,7 @@ class _Asked:
 def _sets_of(
     universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax, mask: Any
 ) -> UniversalSet:
-    """Return the universal sets of all heads of keys: the given sets, if they belong to these keys, else new ones."""
+    """Return the universal sets of all heads of keys: new sets, or the given sets; raise if these are of other keys."""
     if universal is None:
         return set_of(keys, f, epsilon, mask)
     if mask is not None:

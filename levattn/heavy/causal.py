@@ -29,7 +29,7 @@ from levattn.linalg.routes import factor_moments
 __all__ = ["CHUNK", "Causal", "CausalChunk"]
 
 CHUNK = 256  # rows
-_SCORE_ERROR = 1e-3  # keys are dropped only if the estimated relative error of their scores is at most this
+_SCORE_ERROR = 1e-3  # largest estimated relative error of scores from moments that drop keys
 _LEAST_SUM = 2.0**-900  # smaller normalizers may have lost squares to underflow
 _TAME = 100  # powers of two of queries and units that need no scaling
 _FAR = 250  # powers of two by which an entry may exceed the unit of its column
