@@ -54,8 +54,8 @@ def heavy_attention(
     Parameters
     ----------
     Q : array of shape (..., m, d)
-        Queries. They have the leading axes of K, no leading axes, or the axes of K with a multiple of the last:
-        several heads of queries for each head of keys.
+        Queries. They have the leading axes of K, no leading axes, or the axes of K with a multiple of the last. Then
+        each head of keys serves several heads of queries.
     K : array of shape (..., n, d)
         Keys; array types and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
@@ -183,7 +183,7 @@ class _Asked:
 def _sets_of(
     universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax, mask: Any
 ) -> UniversalSet:
-    """Return the universal sets of all heads of keys: new sets, or the given sets; raise if these are of other keys."""
+    """Return the universal sets of all heads of keys: new sets, or the given sets after a check."""
     if universal is None:
         return set_of(keys, f, epsilon, mask)
     if mask is not None:
