@@ -172,7 +172,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 class _Notes(logging.Handler):
-    """Shows what the library logs as the program says what it has to say."""
+    """Shows log messages of the library as notes of the program."""
 
     def emit(self, record: logging.LogRecord) -> None:
         report(record.getMessage())
@@ -180,7 +180,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def _notes_in_one_line() -> Iterator[None]:
-    """Show what the library logs: that it compiles, where the first call takes long."""
+    """Show log messages of the library, such as the note that a long first call compiles."""
     log, notes = logging.getLogger("levattn"), _Notes()
     level = log.level
     log.addHandler(notes)
@@ -193,7 +193,7 @@ def _notes_in_one_line() -> Iterator[None]:
 
 
 def _forget_output() -> None:
-    """Drop the buffered standard output, because Python would try again to write it at exit, and complain."""
+    """Drop the buffered standard output, because Python would try to write it at exit, and report an error."""
     with suppress(io.UnsupportedOperation):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

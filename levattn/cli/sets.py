@@ -99,13 +99,13 @@ class Request:
 
 @contextmanager
 def read_from_pipe(request: Request) -> Iterator[Request]:
-    """Give the request with the keys of standard input, where it names them by -, in a file that is removed after."""
+    """Yield the request; if it names -, save the keys of standard input in a temporary file."""
     pipe = Path("-")
     if pipe not in request.files:
         yield request
         return
     if len(request.files) > 1:
-        fail("- stands for standard input, which goes with no other file")
+        fail("- stands for standard input; expected no other file with it")
     begin = sys.stdin.buffer.read(len(_MAGIC[".npy"]))
     suffix = next((suffix for suffix, magic in _MAGIC.items() if begin.startswith(magic)), ".safetensors")
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def read_from_pipe(request: Request) -> Iterator[Request]:
 
 
 def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None, *, title: bool = False) -> None:
-    """Run the command; title: name the array above its table."""
+    """Run the command; with `title`, name the array above its table."""
     _check_targets(request, plot, output)
     source = _opened(request.paths, request.tensor, request.memory)
     if request.size is not None and request.size > source.shape[-2]:
@@ -136,7 +136,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
         if request.checkpoint is None or not request.checkpoint.exists():
             raise
         fail(
-            f"interrupted; {request.checkpoint} tells how far it came, run the same command again to go on",
+            f"interrupted; {request.checkpoint} holds the progress, so run the same command again to continue",
             INTERRUPTED,
         )
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
@@ -172,7 +172,7 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
-    """Return the set for queries like the queries in a file; an error of that file names it."""
+    """Return the set for queries like the queries in a file; errors of that file name it."""
     queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
     try:
         return levattn.universal_set(
@@ -194,7 +194,7 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
 
 
 def _found_by_workers(request: Request) -> levattn.StreamedSet:
-    """Return the set that the workers of a scheduler find; it has the scores of its own keys alone."""
+    """Return the set that the workers of a scheduler find, with scores of its keys only."""
     from levattn.distributed.dask import universal_set_of_files
 
     try:
@@ -233,9 +233,9 @@ def _check_targets(request: Request, plot: Path | None, output: Path | None) -> 
     read = [*((file, "keys") for file in request.files), *([(request.queries, "queries")] if request.queries else [])]
     for path, option in targets:
         check_output(path, option)
-        for file, what in read:
+        for file, content in read:
             if path.exists() and file.exists() and path.samefile(file):
-                fail(f"{path} is the file of the {what}, which {option} would overwrite; name another")
+                fail(f"{path} is the file of the {content}, which {option} would overwrite; name another")
     for (path, option), (other, another) in itertools.combinations(targets, 2):
         if os.path.realpath(path) == os.path.realpath(other):
             fail(f"{path} and {other} are the same file; name two with {option} and {another}")
@@ -275,7 +275,7 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
 
 
 def _of_coverage(sets: levattn.UniversalSet | levattn.StreamedSet) -> dict[str, Any]:
-    """Return the figures of sets with coverage alone; None for other sets."""
+    """Return the figures that only sets with coverage have; None for other sets."""
     if isinstance(sets, levattn.StreamedSet) or sets.needs is None:
         return dict.fromkeys(("coverage", "mass", "threshold_queries"))
     no_bound = {"size_bound": None, "is_vacuous": np.zeros(sets.batch, np.bool_)}
@@ -360,6 +360,6 @@ def _promise(request: Request) -> str:
     else:
         what = f"gives {'less than' if request.size is None else 'at most'} ε to each key outside"
     return (
-        f"a new query, exchangeable with those of {request.queries}, {what} with probability {request.coverage:.4g} "
-        "or more, in the mean over samples of queries"
+        f"a new query, exchangeable with the queries of {request.queries}, {what} with probability "
+        f"{request.coverage:.4g} or more, in the mean over samples of queries"
     )

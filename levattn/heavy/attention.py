@@ -1,4 +1,4 @@
-"""Heavy attention: the large scores of given queries, by routes for each function and method."""
+"""Heavy attention: the large scores of given queries, with a route for each function and method."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def heavy_attention(
     Parameters
     ----------
     Q : array of shape (..., m, d)
-        Queries. Leading axes are those of K, none, or a multiple of the last: several heads of queries for each head
-        of keys.
+        Queries. They have the leading axes of K, no leading axes, or the axes of K with a multiple of the last. Then
+        each head of keys serves several heads of queries.
     K : array of shape (..., n, d)
         Keys; array types and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
@@ -64,7 +64,7 @@ def heavy_attention(
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
-        The universal set of the same keys for ε or less, if it is known already. Then nothing of size n is read but
+        The universal set of the same keys for ε or less, if it is known already. Then nothing of size n is read except
         the rows of K in the set. With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
     causal : bool, default False
@@ -77,21 +77,21 @@ def heavy_attention(
     sketch_size : int or (int, int), optional
         Buckets and repetitions of "countsketch", columns of the projection of "jl".
     mask : array of bool, shape (..., n), optional
-        True for a key that takes part. Not with `universal`, which has its own.
+        True for a key that takes part. Do not give it with `universal`, which has its own mask.
     rng : int or numpy.random.Generator, optional
         Seed of "countsketch" and "jl", 0 if left out.
 
     Returns
     -------
     HeavyAttention, or HeavyAttentionBatch where Q or K has leading axes
-        The heavy entries as a sparse matrix, with normalizers and masses; of a batch one for each head of queries.
+        The heavy entries as a sparse matrix, with normalizers and masses. A batch has one for each head of queries.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is wrong. Also if `universal` does not cover ε, has the guarantee "none" or an approximate
-        factor, or belongs to other keys. (Its shape and dtype are compared, and the leverage scores of its keys and of
-        a sample of the others.)
+        factor, or belongs to other keys. (The check compares shape and dtype, and the leverage scores of its keys and
+        of a sample of the others.)
     NonFiniteError
         If queries or keys hold NaN or infinity.
 
@@ -104,12 +104,13 @@ def heavy_attention(
     Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
     n < d the preparation takes O(n² d), and a normalizer is a sum over the keys, O(n d). The set holds their copy.
     Squares neither overflow nor vanish. A query may be so nearly orthogonal to the keys that float64 would lose
-    digits. Its sums then run as if in twice the precision, at about ten times the cost. If the keys are rank-deficient
-    as well, they run over all keys, O(n d). A query orthogonal to the keys up to rounding has a row of zeros.
+    digits. Its sums are then computed as if in twice the precision, at about ten times the cost. If the keys are
+    rank-deficient as well, the sums run over all keys, O(n d). A query orthogonal to the keys up to rounding has a row
+    of zeros.
 
-    For other functions the normalizer of a query is a sum over all keys, O(n d). It is summed once or twice more where
-    rounding of the products could change it. For an even power p > 2, D = C(d + p/2 − 1, p/2) lifted moments give it
-    in O(D²) if that is less. This needs a lift among the certificates of the set (by default up to D = 1024).
+    For other functions the normalizer of a query is a sum over all keys, O(n d). The sum is repeated once or twice
+    where rounding of the products could change it. For an even power p > 2, D = C(d + p/2 − 1, p/2) lifted moments
+    give it in O(D²) if that is less. This needs a lift among the certificates of the set (by default up to D = 1024).
 
     With `causal` a key is kept while its score among the keys so far is at least ε. At most rank/ε keys are kept, or
     more where the moments of a prefix are too ill-conditioned to decide (`HeavyAttention.alive`). No entry is missed
@@ -170,7 +171,7 @@ def heavy_attention(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Options of `heavy_attention` that are checked."""
+    """Checked options of `heavy_attention`."""
 
     f: AttentionFunction | Softmax
     epsilon: float
@@ -182,7 +183,7 @@ class _Asked:
 def _sets_of(
     universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax, mask: Any
 ) -> UniversalSet:
-    """Return the universal sets of all heads of keys, those that are given where they are of these keys."""
+    """Return the universal sets of all heads of keys: new sets, or the given sets after a check."""
     if universal is None:
         return set_of(keys, f, epsilon, mask)
     if mask is not None:
@@ -200,7 +201,7 @@ def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices
     """Return the result of some queries for one head of keys, whose set is known."""
     mine, universal = keys.item(head), item_of(sets, head)
     square = is_square(asked.f)
-    # what is not exact, or of other functions, runs in main memory
+    # approximate methods and other functions run in main memory
     beside = mine.data if square and asked.method == "auto" else None
     Q64 = float64_beside(queries.data, queries.format, beside)
     xp = array_namespace(Q64)
@@ -218,7 +219,7 @@ def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Soft
         raise ValueError("universal and causal: both given; expected no set, because it changes from row to row")
     if queries.n != keys.n:
         raise ValueError(
-            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys where causal=True"
+            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys with causal=True"
         )
 
 

@@ -102,7 +102,7 @@ class HeavyAttentionBatch:
 
     @where_arrays_are
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
-        """Multiply the attention on the universal sets by the values, with bounds on what is left out.
+        """Multiply the attention on the universal sets by the values, with bounds on the parts left out.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class HeavyAttentionBatch:
         Raises
         ------
         TypeError, ValueError
-            If V does not go with the keys or `compensate` is unknown.
+            If V does not match the keys or `compensate` is unknown.
         NonFiniteError
             If the values hold NaN or infinity.
         """
@@ -144,14 +144,14 @@ class HeavyAttentionBatch:
 
 
 def keys_of_heads(queries: tuple[int, ...], keys: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Return which matrix of keys each matrix of queries attends to, for their leading axes, or raise."""
+    """Return the matrix of keys that each matrix of queries attends to, from their leading axes, or raise."""
     heads = np.arange(math.prod(keys), dtype=np.int64).reshape(keys)
     if queries in ((), keys):
         return heads.ravel()
     shared = keys[-1] if keys else 1
     if queries[:-1] != keys[:-1] or not shared or queries[-1] % shared:
         raise ValueError(
-            f"Q has leading axes {queries} and K has {keys}; expected the same, none for Q, or a multiple of the "
-            "last: several heads of queries for each head of keys"
+            f"Q has leading axes {queries} and K has {keys}; expected equal axes, none for Q, or "
+            "a last one that is a multiple of K's"
         )
     return heads.reshape(*keys[:-1], shared).repeat(queries[-1] // shared, axis=-1).ravel()

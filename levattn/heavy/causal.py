@@ -29,7 +29,7 @@ from levattn.linalg.routes import factor_moments
 __all__ = ["CHUNK", "Causal", "CausalChunk"]
 
 CHUNK = 256  # rows
-_SCORE_ERROR = 1e-3  # largest estimated relative error of a score for which keys are dropped by it
+_SCORE_ERROR = 1e-3  # largest estimated relative error of scores from moments that drop keys
 _LEAST_SUM = 2.0**-900  # smaller normalizers may have lost squares to underflow
 _TAME = 100  # powers of two of queries and units that need no scaling
 _FAR = 250  # powers of two by which an entry may exceed the unit of its column
@@ -40,12 +40,12 @@ _BELOW = np.tri(CHUNK)  # 1 for keys up to a row
 class CausalChunk:
     """The scores of some rows on the keys that could be heavy for them.
 
-    `scores` (rows, keys and more) are zero for keys after the row, and in the columns after the keys. They have one
-    shape, so that products with values are summed in one order.
+    `scores` (rows, keys and padding) are zero for keys after the row, and in the padding. All chunks have one shape,
+    so that products with values are summed in one order.
     """
 
     rows: tuple[int, int]  # the first row and the one after the last
-    keys: npt.NDArray[np.int64]  # ascending indices of the keys kept from before, and of the chunk's own
+    keys: npt.NDArray[np.int64]  # ascending indices of the keys kept from earlier chunks, and of the chunk's own keys
     scores: Float64
     normalizers: Float64  # of the rows; infinite or 0 where they leave the range
     live: npt.NDArray[np.bool_]  # whether normalizers are not zero
@@ -55,7 +55,7 @@ class CausalChunk:
 
 
 class _Units:
-    """Powers of two that keep entries in range, one per column, known from the keys so far."""
+    """Powers of two that keep entries in range, one per column, from the keys so far."""
 
     def __init__(self, d: int) -> None:
         self.exponents: Exponents = np.zeros(d, np.int32)
@@ -191,7 +191,7 @@ class _Prefix:
         unknown = flushed(given, Q)
         unknown[exact] |= np.isinf(product[exact])
         lost = np.flatnonzero(unknown)
-        for row in lost.tolist():  # nothing is known of its products with the keys up to it
+        for row in lost.tolist():  # its products with the keys up to it are unknown
             visible = slice(0, before + row + 1)
             scores[row, visible] = np.maximum(scores[row, visible], LEAST)
         with np.errstate(over="ignore"):
@@ -231,7 +231,7 @@ class _Prefix:
         return scores, total, error, root, np.where(total > 0, sums.shift, 0)
 
     def _let_go(self, start: int) -> npt.NDArray[np.int64]:
-        """Keep the keys so far that can be heavy later; return the keys that were examined."""
+        """Keep the keys so far that can be heavy later; return the examined keys."""
         self._largest = np.maximum(self._largest, np.max(np.abs(self._keys), axis=0, initial=0.0))
         kept, keys = (
             np.concatenate([self._kept, np.arange(start, self.stop)]),

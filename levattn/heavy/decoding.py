@@ -1,4 +1,4 @@
-"""Causal heavy attention while keys are appended: the keys that can still be heavy, and the heavy ones of a query."""
+"""Causal heavy attention while keys are appended: keys that can still be heavy, and the heavy keys of a query."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HeavyKeys:
         The sum of the scores of all keys that are held.
     error : array of float64, shape (g,)
         Estimated relative error of the scores of a query. It is large only for queries nearly orthogonal to the keys,
-        and for keys of a condition number above 10¹¹. It is infinite where nothing is known of a normalizer.
+        and for keys of a condition number above 10¹¹. It is infinite where a normalizer is unknown.
 
     Examples
     --------
@@ -87,8 +87,8 @@ class CausalUniversalSet:
     r"""The keys of a growing prefix that can still receive an attention score of at least ε, for f(x) = x².
 
     Append keys one at a time or in chunks. At any time, ask for the heavy entries of a query over all keys so far.
-    They are exact: no score of at least ε is missed, and normalizers count every key that ever came. A key is dropped
-    when its leverage score among the keys so far is below ε, because the score never rises again.
+    They are exact: no score of at least ε is missed, and normalizers count every key so far. A key is dropped when its
+    leverage score among the keys so far is below ε, because the score never rises again.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class CausalUniversalSet:
     Raises
     ------
     TypeError, ValueError
-        If epsilon is no such number.
+        If epsilon is not a number in this range.
 
     See Also
     --------
@@ -115,7 +115,7 @@ class CausalUniversalSet:
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): universal sets (Theorem 1).
-    docs/design.md proves that scores among a prefix only fall, so that this is exact.
+    docs/design.md proves that scores among a prefix only fall, so dropping keys loses no heavy entry.
 
     Examples
     --------
@@ -137,7 +137,7 @@ class CausalUniversalSet:
         self._factor: Factor | None = None
         self._judged: list[Candidates] = []  # keys of each matrix that are factored and may still be heavy
         self._first = 0  # number of the first row that is not factored
-        self._recent = 0  # number of these rows, with room for some more:
+        self._recent = 0  # number of these rows; their arrays have room for more:
         self._keys: npt.NDArray[Any] = np.zeros((0, 0, 1))
         self._beside: tuple[npt.NDArray[Any], ...] = ()
 
@@ -149,7 +149,7 @@ class CausalUniversalSet:
 
     @property
     def n(self) -> int:
-        """Number of rows so far, with masked ones."""
+        """Number of rows so far, including masked rows."""
         return self._first + self._recent
 
     @property
@@ -197,7 +197,7 @@ class CausalUniversalSet:
         return self
 
     def _put_few(self, K: Any, payload: Any) -> bool:
-        """Append a few keys of numpy, or return False unless they surely are of the kind of the keys before.
+        """Append a few keys of numpy; return False if they may differ in kind from earlier keys.
 
         Most calls during decoding take this path.
         """
@@ -210,7 +210,7 @@ class CausalUniversalSet:
             return False
         place = self._keys[:, self._recent : stop]
         place[...] = K.reshape(place.shape)
-        if not math.isfinite(np.einsum("bij->", place)):  # or too large for a sum
+        if not math.isfinite(np.einsum("bij->", place)):  # NaN, infinite, or too large for a sum
             return False
         if payload is not None or self._beside:
             if type(payload) is not np.ndarray or len(self._beside) != 1 or payload.dtype is not self._beside[0].dtype:
@@ -323,7 +323,7 @@ class CausalUniversalSet:
         return found if form.batch else found[0]
 
     def _units(self, item: int, recent: Float64) -> tuple[Float64 | None, npt.NDArray[np.int32], Any]:
-        """Return the normalizer of the factored keys, the powers of two of its columns, and which columns keys have.
+        """Return the normalizer of the factored keys, its powers of two by column, and flags of nonzero columns.
 
         Recent keys may be much larger than the factored keys, or in columns where these have no entries.
         """
@@ -364,12 +364,12 @@ class CausalUniversalSet:
             product[precise] = few.error(total[precise], self.epsilon)
         squares = Z * Z
         root, inside = np.sqrt(D), squares.sum(axis=1)
-        total = np.maximum(total, inside)  # where it is nearly unknown: the held keys are among all keys
+        total = np.maximum(total, inside)  # if it is nearly unknown, the held keys bound it from below
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
             error[(total == 0) & (loss > 0)] = np.inf
             scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)
-        lost = flushed(Q, even)  # whose products are not known
+        lost = flushed(Q, even)  # their products are unknown
         lost[precise] |= np.isinf(product[precise])
         error[lost], scores[lost] = np.inf, np.maximum(scores[lost], LEAST)
         i, j, heavy = heavy_places(scores, self.epsilon, error)

@@ -51,7 +51,7 @@ def of_other_function(
     if isinstance(f, Softmax):
         _check_radius(Q, f)
     powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)
-    if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
+    if isinstance(f, Power):  # homogeneous: taking out the scale of a query keeps powers in range
         N, exponents = universal.factor.even_normalizer(0)
         Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # no key has other columns
         even, taken = even_queries(Q, exponents)
@@ -168,7 +168,7 @@ def _mild_sums(
     epsilon: float,
     f: AttentionFunction | Softmax,
 ) -> tuple[Float64, Float64]:
-    """Return the sums in float64, and the error of the sums and of scores of ε, as far as it follows from them."""
+    """Return the sums in float64, and the error of the sums and of scores of ε, as far as the sums bound it."""
     lift, d = universal._lift, Q.shape[1]
     D, error, others = np.zeros(len(Q)), np.zeros(len(Q)), np.full(len(Q), True)
     with np.errstate(over="ignore"):

@@ -144,7 +144,7 @@ class PreciseSums:
     def result(self, count: Any) -> tuple[Float64, Float64, Float64]:
         """Return the sums, over `count` keys, their relative error, and the error of the root from the products.
 
-        Both errors are infinite where nothing is known of a sum.
+        Both errors are infinite where a sum is unknown.
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             root = np.where(self._total > 0, np.sqrt(self._noise / self._total), 0.0)
@@ -164,7 +164,7 @@ def precise_error(root: Float64, size: Float64, least: Float64) -> Float64:
 
 
 def flushed(X: Any, even: Any) -> Any:
-    """Tell which rows lost digits of an entry when they were scaled to about 1: their products are not known."""
+    """Tell which rows lost digits of an entry when they were scaled to about 1, so that their products are unknown."""
     xp = array_namespace(X)
     small = xp.abs(even) < 2.0**-1022
     return xp.any((X != 0) & small, axis=1) if xp.any(small) else small[:, 0]

@@ -24,10 +24,10 @@ Recovered = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]
 def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
     """Return buckets and repetitions that miss any of at most m/ε heavy entries with probability at most `FAILURE`.
 
-    In one repetition the estimate of ⟨q, k⟩ has a variance of at most D/buckets. So it errs by more than √(εD)/2 with
-    a probability of at most 4/(buckets ε) = 1/8. The probability that more than half of the repetitions do so is at
-    most (4 · 1/8 · 7/8)^(repetitions/2). Otherwise the median of a heavy entry is at least √(εD)/2. If n keys are in
-    8 n buckets, a key shares its bucket with a probability of at most 1/8, and else its estimate is exact.
+    In one repetition the estimate of ⟨q, k⟩ has a variance of at most D/buckets. So its error exceeds √(εD)/2 with a
+    probability of at most 4/(buckets ε) = 1/8. The probability that this happens in more than half of the repetitions
+    is at most (4 · 1/8 · 7/8)^(repetitions/2). Otherwise the median of a heavy entry is at least √(εD)/2. If n keys
+    are in 8 n buckets, a key shares its bucket with a probability of at most 1/8, and else its estimate is exact.
     """
     buckets = math.ceil(min(32 / epsilon, 8 * max(n, 1)))
     repetitions = 2 * (math.log(FAILURE / max(m, 1)) + math.log(epsilon)) / math.log(4 * (1 / 8) * (7 / 8))
@@ -40,7 +40,7 @@ def recovered_entries(
     """Return rows, columns and scores of the entries of at least ε that a CountSketch of the keys finds.
 
     The keys are sketched, not the queries: est = sign · ⟨q, bucket of the key⟩, and the median of the repetitions.
-    Entries that could be heavy by their estimates are computed. Rows with D = 0 have no entries.
+    Entries whose estimates could be heavy are computed. Rows with D = 0 have no entries.
     """
     n, d = keys.shape
     drawn = words(seed, _PLACES, 0, n, repetitions)
@@ -66,7 +66,7 @@ def recovered_entries(
 
 
 def estimated_normalizers(Q: Float64, N: Float64, columns: int, seed: int) -> tuple[Float64, tuple[float, float]]:
-    """Return ``‖ΠNq‖²`` for every query, and the shares by which it may be below and above ``‖Nq‖²``."""
+    """Return ``‖ΠNq‖²`` for every query, and the relative amounts that it may lie below and above ``‖Nq‖²``."""
     family = GaussianJL(columns)
     projected = family.columns(seed, 0, len(N)) * family.scale @ N
     Y = Q @ projected.T

@@ -44,7 +44,7 @@ class HeavyAttention:
         The set that the entries were taken from; None for causal attention.
     alive : array of int64, shape (chunks,), or None
         For causal attention the number of keys kept after each chunk of rows. It is at most rank/ε, except for
-        prefixes so ill-conditioned or rank-deficient that their moments do not give the scores.
+        prefixes so ill-conditioned or rank-deficient that their moments do not determine the scores.
     distortion : float
         For method="jl" the relative error that normalizers, scores and masses may have (except with a probability of
         1e-6); else 0.
@@ -101,9 +101,9 @@ class HeavyAttention:
 
         It exceeds 1e-9 only for queries nearly orthogonal to the keys, keys of a condition number above 10¹¹ or, for
         softmax, logits above 10⁶. A score within four times this error of ε counts as at least ε, and is among the
-        entries. The error is infinite where nothing is known of the normalizer, as where f underflows for all keys of
-        a query. All keys of the set are then among the entries. The values of your own function are assumed to be
-        right to some roundings.
+        entries. The error is infinite where the normalizer is unknown, for example if f underflows for all keys of a
+        query. All keys of the set are then among the entries. The values of your own function are assumed to be right
+        to some roundings.
         """
         return to_numpy(self._figures.error)
 
@@ -135,7 +135,7 @@ class HeavyAttention:
         V : array of shape (n, d_v)
             Values, one per key.
         compensate : {None, "mean"}
-            The replacement for the keys outside the set.
+            The approximation of the keys outside the set.
 
         Returns
         -------
@@ -172,7 +172,7 @@ class HeavyAttention:
         return self._applied(as_matrices(V, "V"), compensate)
 
     def _applied(self, values: Matrices, compensate: Literal["mean"] | None) -> tuple[Any, Float64]:
-        """Return the output and its bound for values that were read."""
+        """Return the output and its bound for given values."""
         if compensate not in (None, "mean"):
             raise ValueError(f"compensate is {compensate!r}; expected None or 'mean'")
         n = self._figures.n
@@ -231,8 +231,8 @@ class HeavyAttention:
     def _causal_output(self, causal: Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64]:
         """Return the output and its bound chunk by chunk; the keys left out lie before the chunk.
 
-        So the bounds are of the values before it. About their own mean, the values left out have no larger 2-norm than
-        all values before the chunk have about theirs.
+        So the bounds use the values before the chunk. Centered at their mean, the values left out have at most the
+        2-norm of all values before the chunk, centered at theirs.
         """
         m, d = len(self.normalizers), values.shape[2]
         output, bound, before = np.empty((m, d)), np.empty(m), _Before(d)
@@ -422,8 +422,8 @@ class _Light:
 
     count: int
     mean: Float64
-    largest: float  # Euclidean norm of a value
-    spread: float  # of a value's difference to the mean
+    largest: float  # largest Euclidean norm of a value
+    spread: float  # largest norm of a value less the mean
     norm: float  # 2-norm of the matrix of values
     centered_norm: float
 

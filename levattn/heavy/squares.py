@@ -85,7 +85,7 @@ def of_squares(
 def _estimated(
     Q: Float64, N: Float64, epsilon: float, sketch_size: Any, rng: Any
 ) -> tuple[Float64, Float64, float, float]:
-    """Return normalizers from a projection, their errors, the largest of these, and the ε that allows for it."""
+    """Return normalizers from a projection, their errors, the largest error, and the ε that allows for it."""
     default = jl_size(max(len(Q), 1), 0.5, FAILURE)
     columns = _sketch_size(sketch_size, 1, (default,))[0]
     D, (short, more) = estimated_normalizers(Q, N, columns, as_seed(rng))
@@ -112,7 +112,7 @@ def _prepared(
     """Decide which queries need more than float64 for the products that make an entry of at least ε.
 
     The keys of the set are in units of powers of two of their columns, and D in units of 4^shift. Queries in `lost`
-    have entries out of range, so nothing is known of them.
+    have entries out of range, so their products are unknown.
     """
     xp, d = array_namespace(Q), Q.shape[1]
     keys = xp.ldexp(selected, to_device(-exponents, selected))
@@ -124,7 +124,7 @@ def _prepared(
     if not len(places):
         error = xp.where(D > 0, error + 2 * product, 0.0)
         return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, few=None)
-    # these few continue in main memory
+    # these few queries continue in main memory
     few, its_D, its_shift = (to_numpy(take_entries(array, places)) for array in (Q, D, shift))
     K, units, unknown = even_rows(to_numpy(selected), -exponents)
     for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):

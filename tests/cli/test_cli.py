@@ -343,8 +343,8 @@ def test_a_set_with_coverage_is_that_of_the_library(
         "--mass": "gives the set at least 0.6 of its attention",
     }[option]
     assert " ".join(rest[0]) == (
-        f"function: {text}; a new query, exchangeable with those of {sample}, {promise} with probability 0.8 or more, "
-        "in the mean over samples of queries"
+        f"function: {text}; a new query, exchangeable with the queries of {sample}, {promise} with probability "
+        "0.8 or more, in the mean over samples of queries"
     )
 
 
@@ -918,7 +918,7 @@ def assert_columns_explained(command: str, printed: str) -> None:
         assert explained == columns
 
 
-def columns_explained(command: str, heading: str = "What is printed", place: int = 1) -> list[list[str]]:
+def columns_explained(command: str, heading: str = "Output, one row", place: int = 1) -> list[list[str]]:
     """The columns that the help explains below a heading, and those of a table of docs/program.md, by its place."""
     block = shown_help(command).partition(heading)[2].partition(":\n")[2].partition("\n\n")[0]
     section = PAGE.partition(f"## levattn {command}\n")[2].partition("\n## ")[0]
@@ -957,7 +957,7 @@ def test_ctrl_c_is_one_line_and_names_the_checkpoint(file: Path, monkeypatch: py
     options = ("universal-set", file, "--epsilon", "0.1", "-o", output)
     assert refused(*options, status=130) == "levattn: interrupted\n"
     line = refused(*options, "--checkpoint", state, status=130)
-    assert line == f"levattn: interrupted; {state} tells how far it came, run the same command again to go on\n"
+    assert line == f"levattn: interrupted; {state} holds the progress, so run the same command again to continue\n"
     assert not output.exists()
 
 

@@ -123,7 +123,7 @@ def test_layers_that_slide_are_told_of(text, tmp_path):
 
 def assert_facts_explained(printed):
     names = [line.partition(":")[0] for line in printed.splitlines()]
-    block = shown_help("compress").partition("What is printed:\n")[2]
+    block = shown_help("compress").partition("Output:\n")[2]
     assert re.findall(r"^    (\S.*?)  +", block, flags=re.MULTILINE) == names
 
 

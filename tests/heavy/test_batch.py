@@ -71,7 +71,7 @@ def test_tensors_give_tensors() -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [((4,), (3,)), ((3, 2), (2, 2)), ((2, 2), ()), ((2,), (0,))])
 def test_leading_axes_that_do_not_go_together_are_refused(queries: Any, keys: Any) -> None:
-    with pytest.raises(ValueError, match="a multiple of the last"):
+    with pytest.raises(ValueError, match="a multiple of K"):
         levattn.heavy_attention(*pair(queries, keys), 0.1)
 
 

@@ -1,4 +1,4 @@
-"""The clusters of keys, compiled: where keys are, which are together, and sums over those."""
+"""The clusters of keys, compiled: places of keys, their clusters, and sums over clusters."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def moments_of_rows(like, view, n, total, second, first, last):
                 for r in range(0, TILE_ROWS, lanes):
                     to_at = address(in_columns) + to + r * 8
                     turned_tile(sums, at + r * width * 8, width * 8, to_at, TILE_ROWS * 8)
-            for p in range(panels):  # rows beyond are on the other side of the diagonal
+            for p in range(panels):  # later rows are on the other side of the diagonal
                 at, to = address(rows) + p * TILE_ROWS * width * 8, address(sums) + p * width * 8
                 tall = whole_tiles(smaller(d, (p + 1) * width))
                 multiply_panels(
@@ -94,7 +94,7 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
 
 @helper
 def row_room(like, n):
-    """Return scratch for n rows, for what `farthest` does: squares, least, labels and shut, then products and rows."""
+    """Return scratch of `farthest` for n rows: squares, least, labels and shut, then products and rows."""
     deep = (n + SCORE_VECTORS * VECTOR_BYTES // like.itemsize - 1) // (SCORE_VECTORS * VECTOR_BYTES // like.itemsize)
     deep *= SCORE_VECTORS * VECTOR_BYTES // like.itemsize
     return empty(like, (4, deep)), empty(like, (SCORE_ROWS, deep))
@@ -102,11 +102,10 @@ def row_room(like, n):
 
 @helper
 def farthest(like, panels, n, d, mean, room, rows, chosen):
-    """Choose rows that are far from one another, the columns of panels: their places, and who is nearest to which.
+    """Choose columns of panels that are far from one another: write their places, and the nearest choice of each.
 
-    The farthest from the mean, then always the farthest from all so far; of equal ones the first. room: of `row_room`,
-    with `squares` and `shut` filled. Products with several rows that are far are made at a time, as they are likely to
-    be next.
+    The farthest from the mean comes first, then always the farthest from all choices, on ties the first. `room`: from
+    `row_room`, with `squares` and `shut` filled. Several far rows are multiplied at once, as likely next choices.
     """
     numbers, products = room
     width, deep = panels.shape[2], numbers.shape[1]
@@ -170,7 +169,7 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
 
 @helper
 def square_columns(like, panels, d, room):
-    """Write the squared lengths of the columns of panels, as their products with themselves are rounded."""
+    """Write the squared lengths of the columns of panels, rounded like their products."""
     squares, width = room[0][0], panels.shape[2]
     for p in range(len(squares) // width):
         squared(like, address(panels[p]), SCORE_VECTORS, d, address(squares) + p * width * like.itemsize)
@@ -180,7 +179,7 @@ def square_columns(like, panels, d, room):
 def far_tasks(X, weight, step, centers, labels, distances, first, last):
     """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row.
 
-    If these are all, also the nearest center of each row, and its squared distance.
+    If the choice is among all rows, also write the nearest center of each row, and its squared distance.
     """
     _, n, d = X.shape
     count = (n + step - 1) // step
@@ -216,7 +215,7 @@ def far_tasks(X, weight, step, centers, labels, distances, first, last):
 
 @jit
 def pack_centers(centers, panels, norms, first, last):
-    """Write centers times −2 to panels, and their squared norms, which are infinite where there is none."""
+    """Write centers times −2 to panels, and their squared norms, infinite for missing centers."""
     R, d = centers.shape[1:]
     width, size = panels.shape[3], panels.itemsize
     for item in range(first, last):
@@ -266,7 +265,7 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
 
 @jit
 def add_tasks(like, view, width, labels, factor, total, first, last):
-    """Add each row, times its factor, to the sum of its label (b, R, width) in float64; −1 has none."""
+    """Add each row, times its factor, to the sum of its label (b, R, width) in float64; −1 is no label."""
     n, times = labels.shape[1], empty(0.0, (1,))
     for item in range(first, last):
         for i in range(n):
@@ -279,7 +278,7 @@ def add_tasks(like, view, width, labels, factor, total, first, last):
 
 @jit
 def level_tasks(labels, values, weight, total, mass, first, last):
-    """Add values times weights, and weights, of each entry to those of its label, in float64."""
+    """Add the weighted values and the weights of entries to the sums of their labels, in float64."""
     for item in range(first, last):
         for i in range(labels.shape[1]):
             c = labels[item, i]
@@ -296,7 +295,7 @@ def vector_row(d):
 
 @helper
 def far_of(own, own_weight, other, other_weight, gap):
-    """Return how far the means of two summaries are apart, by their sums and weights; gap: of `vector_row`."""
+    """Return the distance of the means of two summaries, from their sums and weights; gap: from `vector_row`."""
     d = len(other)
     inverse = 1.0 / own_weight if own_weight > 0 else 1.0
     whole = 1.0 / other_weight if other_weight > 0 else 1.0
@@ -317,7 +316,7 @@ def far_of(own, own_weight, other, other_weight, gap):
 
 @jit
 def radius_tasks(labels, keys, weight, item_radii, centers, center_weight, radii, first, last):
-    """Raise the radius of each label to how far its items may be from its center; keys are divided by weights."""
+    """Raise the radius of each label to a bound of its items' distances from the center; weights divide keys."""
     n, d = keys.shape[1:]
     gap, up = vector_row(d), 1 + (d + 8) * 2.0**-52
     for item in range(first, last):

@@ -1,4 +1,4 @@
-"""Pruned attention on the CPU: says where arrays lie, and shares blocks of rows out over threads."""
+"""Pruned attention on the CPU: passes addresses of arrays to kernels, and spreads blocks of rows over threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FEW = 64  # rows whose moments need no kernel
 
 
 def at_once(_: Any, __: float | None) -> int:
-    """Return 0: chunks come one by one, in the memory of those before."""
+    """Return 0: chunks come one by one, and reuse memory."""
     return 0
 
 
@@ -36,7 +36,7 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
     if not Y.size:
         return Y, rest
     size = kind.itemsize
-    # what streams hold is in float64, and a stream that holds none yet compiles nothing of its own
+    # in float64 as in streams, so that a stream without summaries needs no other compiled kernel
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     R = held.weight.shape[1]
     key_panels = taken("keys", (b, _panels(whole_vectors(x.q, s) + R, size), d, _width(size)), kind)
@@ -117,7 +117,7 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
 
 
 def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
-    """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards."""
+    """Return bounds (b, R) of distances of members from the means of summaries, in float64, rounded up."""
     found = np.zeros(summaries.weight.shape)
     arrays = labels, items.keys, items.weight, item_radii, summaries.keys, summaries.weight
     clusters.radius_tasks(*map(np.ascontiguousarray, arrays), found, 0, len(labels))
@@ -125,7 +125,7 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
 
 
 def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
-    """Return R summaries, each of the items (b, n) with its label, whose weights are multiplied by exp(log_weight)."""
+    """Return R summaries, each of the items (b, n) with its label and weights times exp(log_weight)."""
     kind, factor = items.keys.dtype, np.exp(log_weight)
     weight, offset = _level_sums(labels, items.weight, factor, R)[0], items.offset + log_weight * items.weight
     return Summaries(
@@ -138,14 +138,14 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
 
 
 def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any, Any, Summaries, Any] | None:
-    """Return what is kept and summarized after a selection, or None where numbers are not finite, to be said so."""
+    """Return kept keys and summaries after a selection, or None for non-finite numbers, which the caller reports."""
     room = {} if room is None else room
-    room["side"] = not room.get("side")  # results lie where those before the last ones did
+    room["side"] = not room.get("side")  # alternates, so that the previous results stay valid
     taken = partial(_taken, room)
     (b, n, d), D, s, kind = x.keys.shape, x.values.shape[2], x.kept.shape[1], x.keys.dtype
     forced = min(x.sinks, x.oldest + n)
     size = min(s + n, x.size + forced)
-    # a stream that holds no summaries yet compiles nothing of its own
+    # a stream without summaries needs no other compiled kernel
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     scalars = np.stack([held.weight, held.offset, held.count], axis=2)
     radius = np.zeros((b, 0)) if x.radius is None else x.radius
@@ -174,7 +174,7 @@ def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[An
 
 
 def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -> Any:
-    """Return an array in memory of an earlier call, if there is enough: that of new arrays is slow at first."""
+    """Return an array in memory of an earlier call if it is large enough, because new memory is slow at first."""
     held, size = room.get(name), math.prod(shape)
     if held is None or held.size < size or held.dtype != kind:
         held = room[name] = np.empty(size, kind)
@@ -182,7 +182,7 @@ def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -
 
 
 def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
-    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d) if it is asked for, in float64."""
+    """Return the sum (b, d) of the rows x of X and, if `squares`, the sum (b, d, d) of x xᵀ, in float64."""
     b, n, d = X.shape
     if n < _FEW:
         return definition.row_moments(X, squares)
@@ -208,7 +208,7 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
 
 
 def _width(size: int) -> int:
-    """Return how many numbers of so many bytes lie side by side in a panel."""
+    """Return how many numbers of `size` bytes lie side by side in a panel."""
     return SCORE_VECTORS * (VECTOR_BYTES // size)
 
 
@@ -217,12 +217,12 @@ def _panels(columns: int, size: int) -> int:
 
 
 def _readable(array: Any) -> Any:
-    """Return an array (b, ..., rows, columns) whose neighbors along the last axis lie side by side."""
+    """Return an array (b, ..., rows, columns) with adjacent neighbors along the last axis."""
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
 def _view(array: Any) -> Any:
-    """Return where such an array lies, which has to be held as long as that is read."""
+    """Return the address and steps of a `_readable` array, which the caller must hold while kernels read it."""
     item, *heads, row = array.strides[:-1]
     return np.array([array.__array_interface__["data"][0], item, heads[0] if heads else 0, row], np.int64)
 

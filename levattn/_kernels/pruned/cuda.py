@@ -1,4 +1,4 @@
-"""Pruned attention on a CUDA device: the definitions, but for the rows that clusters begin as, of one launch."""
+"""Pruned attention on a CUDA device: the definitions, except for first centers of clusters, from one launch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _THREADS = 512
-_STATIC = 1024  # at least as many bytes of shared memory as the kernel names itself
+_STATIC = 1024  # upper bound of the static shared memory of the kernel, in bytes
 _APART = 8  # numbers between rows in shared memory
 
 
@@ -46,7 +46,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
 
 
 def far_rows(X: Any, weight: Any, R: int) -> Any:
-    """Return the rows that clusters begin as, (b, R) int64: all of them by one launch."""
+    """Return the rows (b, R) int64 that are the first centers of clusters, from one launch."""
     xp, (b, n, d), size = namespace(), X.shape, X.dtype.itemsize
     step = sample_step(n, R)
     count = -(-n // step)

@@ -1,6 +1,6 @@
-"""Pruned attention in the array-API standard: the definitions, which the compiled kernels are compared with.
+"""Pruned attention in the array-API standard: the definitions, which tests compare with the compiled kernels.
 
-In torch the gradients of these are followed, so that there is no backward here.
+In torch, autograd differentiates these definitions, so there is no backward here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
-_SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least so many, and so many for each center
+_SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least, and for each center
 
 
 def at_once(_: Any, __: float | None) -> int:
@@ -41,12 +41,12 @@ def at_once(_: Any, __: float | None) -> int:
 
 
 def sample_step(n: int, R: int) -> int:
-    """Return s such that centers begin among every s-th row: 1 unless there are many rows for each center."""
+    """Return s for centers that begin among every s-th row: 1 unless there are many rows for each center."""
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
 def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
-    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d) if it is asked for, in float64."""
+    """Return the sum (b, d) of the rows x of X and, if `squares`, the sum (b, d, d) of x xᵀ, in float64."""
     xp = array_namespace(X)
     X = xp.astype(X, xp.float64)
     return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X) if squares else None
@@ -55,7 +55,7 @@ def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """Return ``(k − origin) root`` (b, n, d) and ``⟨query, k − origin⟩`` (b, n).
 
-    K: (b, n, d). origin, query: (b, d). root: (b, d, d).
+    `K`: (b, n, d). `origin`, `query`: (b, d). `root`: (b, d, d).
     """
     xp = array_namespace(K)
     centered = K - origin[:, None, :]
@@ -65,19 +65,19 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the center, (b, n).
 
-    Centers begin as rows far from one another (the farthest from the weighted mean, then always the farthest from all
-    chosen so far; Gonzalez, 1985), of every s-th row if there are many, see `sample_step`. They become the weighted
-    means of their clusters, `iterations` times (Lloyd, 1982).
-    Ties go to the lower index; a cluster that is left empty keeps its center. Rows of weight 0 begin no cluster and
-    count in no mean, but are assigned as well.
+    Centers begin as rows far from one another: the farthest from the weighted mean, then always the farthest from all
+    chosen so far (Gonzalez, 1985). With many rows, the choice is among every s-th row (`sample_step`). The centers
+    become the weighted means of their clusters, `iterations` times (Lloyd, 1982).
+    Ties go to the lower index; an empty cluster keeps its center. Rows of weight 0 begin no cluster and count in no
+    mean, but are assigned as well.
 
-    X: (b, n, d). weight: (b, n), at least 0.
+    `X`: (b, n, d). `weight`: (b, n), at least 0.
     """
     return from_rows(X, weight, far_rows(X, weight, R), iterations)
 
 
 def far_rows(X: Any, weight: Any, R: int) -> Any:
-    """Return the rows that clusters begin as, (b, R) int64, see `cluster`."""
+    """Return the rows (b, R) int64 that are the first centers of clusters, see `cluster`."""
     xp = array_namespace(X)
     (b, n, d), device = X.shape, array_api_compat.device(X)
     step = sample_step(n, R)
@@ -97,14 +97,14 @@ def far_rows(X: Any, weight: Any, R: int) -> Any:
 
 
 def weighted_mean(X: Any, weight: Any) -> Any:
-    """Return the mean row (b, d); zeros where nothing has a weight."""
+    """Return the mean row (b, d); zeros if all weights are zero."""
     xp = array_namespace(X)
     total = xp.sum(weight, axis=1)[:, None]
     return xp.sum(weight[..., None] * X, axis=1) / xp.where(total > 0, total, xp.ones_like(total))
 
 
 def from_rows(X: Any, weight: Any, rows: Any, iterations: int) -> tuple[Any, Any]:
-    """Return the clusters that begin as some rows (b, R), see `cluster`."""
+    """Return the clusters whose first centers are given rows (b, R), see `cluster`."""
     xp = array_namespace(X)
     (b, n, d), R = X.shape, rows.shape[1]
     squares = xp.sum(X * X, axis=-1)
@@ -135,9 +135,9 @@ def _assigned(xp: Any, X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
 
 
 def _sums(xp: Any, labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
-    """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label; -1 is in none.
+    """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label; -1 is no label.
 
-    As products with indicators, whose order is fixed, which scattered additions of a device are not.
+    Products with indicators have a fixed order of summation, unlike scattered additions on a device.
     """
     names = xp.arange(R, device=array_api_compat.device(X))
     n = X.shape[1]
@@ -152,7 +152,7 @@ def _sums(xp: Any, labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
 
 
 def _step(width: int) -> int:
-    """Return how many rows of so many numbers are held at a time."""
+    """Return how many rows of `width` numbers to hold at a time."""
     return max(1, _ENTRIES // max(width, 1))
 
 
@@ -164,10 +164,10 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
 
 
 def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
-    """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards.
+    """Return bounds (b, R) of distances of members from the means of summaries, in float64, rounded up.
 
-    Members of an item are within its radius (b, n) of its mean, and in the summary of its label (b, n), or in none if
-    that is -1. 0 for a summary without members.
+    Members of an item are within its radius (b, n) of its mean. They are in the summary of its label (b, n), or in no
+    summary if the label is -1. The bound is 0 for a summary without members.
     """
     xp = array_namespace(item_radii)
     means, centers = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
@@ -191,7 +191,7 @@ def _positive(xp: Any, weight: Any) -> Any:
 
 
 def lengths(X: Any) -> Any:
-    """Return the norms (...) of rows (..., d): 0 for rows of zeros alone, as no square under- or overflows."""
+    """Return the norms (...) of rows (..., d) without under- or overflow: 0 only for rows of zeros."""
     xp = array_namespace(X)
     if not X.shape[-1]:
         return xp.sum(X, axis=-1)
@@ -201,9 +201,9 @@ def lengths(X: Any) -> Any:
 
 
 def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
-    """Return R summaries, each of the items (b, n) with its label, whose weights are multiplied by exp(log_weight).
+    """Return R summaries, each of the items (b, n) with its label and weights times exp(log_weight).
 
-    A key is an item of weight, count 1 and offset 0. Items with the label -1 are in none.
+    A key is an item of weight and count 1 and offset 0. Items with the label -1 are in no summary.
     """
     xp = array_namespace(items.keys)
     factor = xp.exp(log_weight)
@@ -222,17 +222,17 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
 
 
 def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
-    """Leave a renewal to be done in steps."""
+    """Return None, so that the caller renews in steps."""
 
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
-    """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
+    """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
     xp = array_namespace(x.q)
     b, g, m = x.q.shape[:3]
     first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
     near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
-    if not b * m * (slots + near):  # nothing asks, or nothing is read
+    if not b * m * (slots + near):  # no queries, or no keys
         like = {"dtype": x.q.dtype, "device": array_api_compat.device(x.q)}
         Y = xp.matmul(x.q[..., :0], xp.zeros((b, g, 0, x.values.shape[-1]), **like))
         return Y, xp.zeros((b, g, m), **like)
@@ -246,7 +246,7 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
 
 
 def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: int) -> tuple[Any, Any]:
-    """Return the same for positions low to high, which are near keys from begin to end at most."""
+    """Return the same for positions low to high, whose near keys lie between begin and end."""
     b, g, _, d = x.q.shape
     device = array_api_compat.device(x.q)
     q = xp.reshape(x.q[:, :, low:high, :], (b, g * (high - low), d))
@@ -280,17 +280,17 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
 def _with_summaries(
     held: Summaries, q: Any, exact: Any, values: Any, flags: Any, within: Any, role: Any, log_w: Any, power: Any
 ) -> tuple[Any, Any]:
-    """Return outputs and the share of the summaries, from which the keys near a query are taken out."""
+    """Return outputs and the share of the summaries, without the keys near a query in them."""
     xp, near, dtype = array_namespace(q), exact[-1], q.dtype
     weight, offset = held.weight[:, None, :], held.offset[:, None, :]
     inner = xp.matmul(q, xp.matrix_transpose(held.keys))
     names = xp.arange(held.weight.shape[1], device=array_api_compat.device(q))
     member = xp.astype(role[..., None] == names, dtype)
-    out = xp.astype(within, dtype) * xp.exp(log_w)[:, None, :]  # what each row takes out, once it has a label
+    out = xp.astype(within, dtype) * xp.exp(log_w)[:, None, :]  # the weight that each row takes out, if it has a label
     weight = weight - xp.matmul(out, member)
     inner = inner - offset - xp.matmul(out * (near - log_w[:, None, :]), member)
     left = held.count[:, None, :] - xp.matmul(xp.astype(within, dtype), member) > 0.5
-    left = left & (weight > 0)  # where all but light members are taken out, rounding may be what is left
+    left = left & (weight > 0)  # if only light members are left, rounding may exceed them
     divisor = xp.where(left, weight, xp.ones_like(weight))
     mean = inner / divisor
     here = xp.concat([*flags, left & xp.ones_like(mean, dtype=xp.bool)], axis=-1)
@@ -312,7 +312,7 @@ def _with_summaries(
 
 
 def _weights(xp: Any, x: Any, here: Any, copies: Any, power: float | None) -> Any:
-    """Return weights that sum to 1 along the last axis over the entries that are there, or to 0 if none are."""
+    """Return weights that sum to 1 along the last axis over the entries flagged in `here`, or to 0 without any."""
     size = x if power is None else xp.abs(x)
     top = xp.max(xp.where(here, size, xp.full_like(size, -math.inf)), axis=-1, keepdims=True)
     zeros = xp.zeros_like(x)
@@ -329,5 +329,5 @@ def _weights(xp: Any, x: Any, here: Any, copies: Any, power: float | None) -> An
 
 
 def _for_all(xp: Any, flags: Any, g: int) -> Any:
-    """Return (positions, keys) for g queries a position, (g · positions, keys)."""
+    """Repeat flags (positions, keys) for g queries a position, (g · positions, keys)."""
     return flags if g == 1 else xp.concat([flags] * g, axis=0)

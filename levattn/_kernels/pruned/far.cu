@@ -1,7 +1,7 @@
-// Rows that are far from one another: the first is the farthest from the mean, the others from all before them.
+// Rows that are far from one another: the first is the farthest from the mean, each other from all rows before it.
 //
-// A block of threads takes all picks of one matrix, so that a call is one launch. Of the rows as many stay in shared
-// memory as fit, the others are read again for each pick.
+// A block of threads makes all picks of one matrix, so that a call is one launch. As many rows as fit stay in shared
+// memory, and the block reads the others again for each pick.
 
 #include "shared.cuh"
 
@@ -13,7 +13,7 @@ constexpr int LANES = 8;                 // threads that share a row
 constexpr int AT_ONCE = THREADS / LANES;  // rows
 constexpr int APART = 8;                 // numbers between rows in shared memory, so that they begin in other banks
 
-// The larger distance, of equal ones that of the lower row.
+// Keep the larger distance and its row, on ties the lower row.
 template <typename Real>
 __device__ inline void keep_farther(Real &far, long long &row, Real other_far, long long other) {
     if (other_far > far || (other_far == far && other < row)) far = other_far, row = other;
@@ -21,9 +21,10 @@ __device__ inline void keep_farther(Real &far, long long &row, Real other_far, l
 
 }  // namespace
 
-// The numbers `picks` (b, R) of rows among every `step`-th of X (b, n, d), whose weights (b, n) are above 0. `mean`:
-// (b, d). `count`: the rows looked at, of which the first `resident` fit into shared memory, behind a row and
-// (`inside`) distances to what was picked. `outside`: (b, count), room for these elsewhere. A block has one matrix.
+// Write to `picks` (b, R) numbers of rows among every `step`-th of X (b, n, d), whose weights (b, n) are above 0.
+// `mean`: (b, d). `count`: the number of candidate rows. The first `resident` of them fit into shared memory, behind a
+// row and, if `inside`, the distances to the picks. `outside`: (b, count), otherwise holds the distances. A block has
+// one matrix.
 template <typename Real>
 __global__ void __launch_bounds__(THREADS)
     far_rows(const Real *X, const Real *weight, const Real *mean, long long n, int d, long long step, long long count,
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         Real far = -1;
         long long chosen = 0;
-        for (long long low = 0; low < count; low += AT_ONCE) {  // all threads alike, as they exchange sums
+        for (long long low = 0; low < count; low += AT_ONCE) {  // all threads alike, because they exchange sums
             const long long row = low + first;
             const Real *const x = row < resident ? copies + row * wide : all + min(row, count - 1) * step * d;
             Real distance = 0;

@@ -1,7 +1,7 @@
 """The mixtures of pruned attention, compiled.
 
 A row of logits has the kept keys first, in whole vectors, then the summaries, up to whole panels, then the near keys.
-`bias` is added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
+The kernel adds `bias` to it. For a softmax it is −inf at an empty place, and log Σ w − Σ w log w / Σ w at a summary.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def pack_slots(
 def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
     """Write the keys (b, n) that may be near, and their values, to panels: a task is one panel of keys.
 
-    views: of queries, keys and values. sizes: n, and how long values are. role: (b, n), or without rows. Keys that are
-    never attended are zeros: a power of nothing is nothing.
+    `views`: of queries, keys and values. `sizes`: n, and the length of values. `role`: (b, n), or without rows. Keys
+    that are never attended become zeros, because a power of zero is zero.
     """
     _, count, d, width = key_panels.shape
     unit, (n, D) = like.dtype.type(1), sizes
@@ -114,10 +114,11 @@ def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
 
 @helper
 def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
-    """Take the near keys low to high out of the summaries in a row of logits; return how many these are.
+    """Take the near keys low to high out of summaries in a row of logits; return the number of changed summaries.
 
-    What is left has the logit of one key, and counts as many times as its weight says. sums: weight, offset and count
-    of each summary. room: marks, which summaries, their weights afterwards, and the inverse of these in its last part.
+    The rest of a summary has the logit of one key, which counts as many times as its weight says. `sums`: weight,
+    offset and count of each summary. `room`: marks, the changed summaries, their new weights, and scratch that ends
+    with the inverses of these weights.
     """
     marks, which, after, gone = room
     touched = 0
@@ -150,7 +151,7 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
 
 @helper
 def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
-    """Make weights of a row those of the values in memory: of whole summaries, less what near keys have in them."""
+    """Turn weights of summaries without near keys into weights of whole summaries, less the shares of near keys."""
     marks, which, after, gone = room
     for t in range(touched):
         c = which[t]
@@ -166,7 +167,7 @@ def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
 
 @helper
 def _powers(row, bias, begin, near, power, sums, touched, room):
-    """Replace logits of a row by powers relative to the largest; return the sum, and that of summaries alone."""
+    """Replace logits of a row by powers relative to the largest; return their sum, and the sum over summaries."""
     _, which, after, _ = room
     top = 0.0
     for j in range(len(row)):
@@ -212,9 +213,9 @@ def mixture_tasks(
 ):
     """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
 
-    views: of queries, keys, values and outputs, D numbers each. sizes: rows of keys that are kept; positions and heads
-    of a block; the most near keys of a block. near_keys, near_values: of `pack_near`. sums: (b, 3, R). edges: first
-    and last of the near keys. role, log_weight: (b, n), or without rows.
+    `views`: of queries, keys, values and outputs, D numbers each. `sizes`: number of kept keys, positions and heads of
+    a block, and the most near keys of a block. `near_keys`, `near_values`: from `pack_near`. `sums`: (b, 3, R).
+    `edges`: first and last of the near keys. `role`, `log_weight`: (b, n), or without rows.
     """
     size = like.itemsize
     lanes = VECTOR_BYTES // size
@@ -262,7 +263,7 @@ def mixture_tasks(
             shift[near + j] = nothing if absent else 0.0
         whole = whole_tiles(rows)
         panels_at, count, to_at, step = address(key_panels[item]), near // width, l_at, d * width * size
-        for _ in range(2):  # in a loop, so that it is compiled once
+        for _ in range(2):  # in a loop, so that the call is compiled once
             multiply_panels(like, False, q_at, d * size, whole, panels_at, count, step, d, to_at, full * size)
             panels_at, count, to_at = address(near_keys[item]) + start * d * size, padded // width, l_at + near * size
         for i in range(rows):

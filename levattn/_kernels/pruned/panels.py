@@ -1,7 +1,7 @@
 """Products of pruned attention: tiles of rows by panels, compiled into its kernels.
 
-A panel has some numbers of each of n rows side by side (SCORE_VECTORS vectors), and the rows one behind the other. A
-view is (address, steps in bytes between items, heads and rows). Names that end in _at are addresses.
+A panel has SCORE_VECTORS vectors of each of n rows, one row behind the other. A view is (address, steps in bytes
+between items, heads and rows). Names that end in _at are addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "whole_tiles",
 ]
 
-TILE_ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in the second cache
+TILE_ROWS = 48  # of a block: whole tiles on all machines, and few enough that their logits stay in the second cache
 
 
 @helper
@@ -31,7 +31,7 @@ def row_at_view(view, item, head, row):
 
 @helper
 def row_pointer(X, row):
-    """Return a pointer to a row of a C array, by its number in all of it."""
+    """Return a pointer to a row of a C array, by its number in the whole array."""
     return as_pointer(address(X) + row * X.shape[X.ndim - 1] * X.itemsize, X)
 
 
@@ -85,7 +85,7 @@ def whole_tiles(rows):
 
 @helper
 def multiply_rows(adds, rows, count, panels, n, out):
-    """Do the same for so many rows of an array and all panels, to the rows of another array."""
+    """Do the same for the first `rows` rows of an array and all panels, to the rows of another array."""
     size = rows.itemsize
     step = panels.shape[1] * panels.shape[2] * size
     multiply_panels(

@@ -1,4 +1,4 @@
-"""The renewal of a causal selection, compiled: what the functions of the selection do one after the other."""
+"""The renewal of a causal selection, compiled: all steps of the selection in one kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _root(total, second, count, mean, L):
     for i in range(d):
         L[i, i] += least if least > 0 else 1.0
     lanes, step, at = VECTOR_BYTES // 8, L.shape[1], address(L)
-    for i in range(d):  # each row less those before it, four at a time; of those that are not yet made, nothing
+    for i in range(d):  # each row less the rows before it, four at a time; rows not yet made count as zeros
         low = i // lanes * lanes
         for k in range(0, i, 4):
             a, b, c, e = L[k, i], L[k + 1, i], L[k + 2, i], L[k + 3, i]
@@ -50,11 +50,11 @@ def _root(total, second, count, mean, L):
 
 @helper
 def _choose(scores, count, flags, room):
-    """Flag the largest of the scores, so many; of equal ones the first."""
+    """Flag the `count` largest scores, on ties the first."""
     n, low, high, rank = len(scores), 0, len(scores) - 1, count - 1
     for i in range(n):
         room[i] = scores[i]
-    while low < high:  # Hoare's selection of the least that is in
+    while low < high:  # Hoare's selection of the smallest chosen score
         pivot, i, j = room[(low + high) // 2], low, high
         while i <= j:
             while room[i] > pivot:
@@ -82,14 +82,14 @@ def _choose(scores, count, flags, room):
 
 @helper
 def _row(kept, view, item, i):
-    """Return where a row is, of those that were kept, or behind them of those that leave."""
+    """Return the address of row i among kept rows, followed by leaving rows."""
     _, s, width = kept.shape
     return address(kept) + (item * s + i) * width * kept.itemsize if i < s else row_at_view(view, item, 0, i - s)
 
 
 @helper
 def _balance(row, values, scalars):
-    """Scale a summary so that its weights have the mean 1. scalars: weight, offset and count."""
+    """Scale a summary to weights with a mean of 1; scalars: weight, offset and count."""
     factor = scalars[2] / scalars[0]
     for k in range(len(row)):
         row[k] *= factor
@@ -103,7 +103,7 @@ def _balance(row, values, scalars):
 def _place(like, item, given, origin, turned, item_rows, packed, X, sums, shut, times, n):
     """Write n items, less the origin, and their places X to panels, and their sums; return their weight.
 
-    turned: the factor by which they are measured, transposed, and the mean query behind it. shut: as for `farthest`.
+    `turned`: the transposed factor of the measure, then the mean query. `shut`: as for `farthest`.
     """
     kept, _, views, held, _, scalars = given
     d, before, size, width, tall = kept.shape[2], held.shape[1], like.itemsize, packed.shape[2], X.shape[1]
@@ -126,7 +126,7 @@ def _place(like, item, given, origin, turned, item_rows, packed, X, sums, shut, 
         weight += own
         shut[i] = 0 if own > 0 else -np.inf
     for p in range(len(packed)):
-        for r in range(0, tall, SCORE_ROWS):  # of a triangle, and the query behind it
+        for r in range(0, tall, SCORE_ROWS):  # of a triangle, followed by the query
             low = r if r + SCORE_ROWS <= d else 0
             at, from_at = address(packed[p]) + low * width * size, address(turned) + (r * d + low) * size
             to = address(X[p]) + r * width * size
@@ -136,7 +136,7 @@ def _place(like, item, given, origin, turned, item_rows, packed, X, sums, shut, 
 
 @helper
 def _keep(like, item, flags, places, kept, kept_values, views, new_kept, new_values, new_places):
-    """Write the keys that are flagged, their values and their places."""
+    """Write the flagged keys, their values and their places."""
     d, D = kept.shape[2], kept_values.shape[2]
     at = 0
     for i in range(len(flags)):
@@ -153,7 +153,7 @@ def _keep(like, item, flags, places, kept, kept_values, views, new_kept, new_val
 
 @helper
 def _sum_up(like, item, given, labels, along, level, times, summed, summed_values, new_scalars):
-    """Write the summaries of items by their labels, −1 for none, along: as the mean query sees each unit of weight."""
+    """Write the summaries of items by labels, −1 for none; along: log mass at the mean query per unit of weight."""
     kept, kept_values, views, held, held_values, scalars = given
     d, D, before, R = kept.shape[2], kept_values.shape[2], held.shape[1], summed.shape[1]
     clear(summed, item * R * d, R * d)
@@ -197,7 +197,7 @@ def _sum_up(like, item, given, labels, along, level, times, summed, summed_value
 
 @helper
 def _bound(like, item, given, labels, count, radius, summed, new_scalars, new_radius, gap):
-    """Write how far the members of summaries may be from their means."""
+    """Write bounds of the distances of members of summaries from their means."""
     kept, _, views, held, _, scalars = given
     d, before = kept.shape[2], held.shape[1]
     for c in range(new_radius.shape[1]):
@@ -243,10 +243,10 @@ def renewal_tasks(
     first,
     last,
 ):
-    """Write what is kept and what the summaries are after a renewal, and whether its numbers were finite.
+    """Write the kept keys and the summaries after a renewal, and whether its numbers were finite.
 
-    views: of the keys and the values that leave. sizes: how many these are, the position of the first of them, sinks,
-    and whether scores are residuals. scalars, new_scalars: (b, R, 3), weights, offsets and counts of summaries.
+    `views`: of the leaving keys and values. `sizes`: their number, the position of the first, sinks, and whether
+    scores are residuals. `scalars`, `new_scalars`: (b, R, 3), weights, offsets and counts of summaries.
     """
     leaving, oldest, sinks, residual = sizes
     s, d = kept.shape[1:]
@@ -285,7 +285,7 @@ def renewal_tasks(
             sound[item] &= np.isfinite(squares[i]) and np.isfinite(along[i])
         if not sound[item]:
             continue
-        for stage in range(2):  # residuals are taken from clusters, and otherwise what is kept is in none
+        for stage in range(2):  # residuals need clusters of all keys; otherwise kept keys are in no cluster
             if (stage == 0) == residual:
                 for j in range(d):
                     middle = 0.0

@@ -1,6 +1,6 @@
-"""Vector code of pruned attention: a tile of products, and what is done to a row of logits or distances.
+"""Vector code of pruned attention: a tile of products, and operations on a row of logits or distances.
 
-Steps are in bytes; rows have so many `vectors`.
+Steps are in bytes; `vectors` is the length of rows.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 
 @vector_code(literals="rows vectors adds")
 def matrix_tile(v, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):
-    """Write ``Σ_k x[i, k] * panel[k]`` to ``to[i]`` for so many `rows`, or if `adds` add it to what is there.
+    """Write ``Σ_k x[i, k] * panel[k]`` to ``to[i]`` for `rows` rows, or add it if `adds`.
 
-    The n rows of a panel are so many `vectors` long and lie one behind the other.
+    The n rows of a panel are `vectors` long and lie one behind the other.
     """
     b = v.b
     targets = [place for i in range(rows) for place in v.row(b.add(to, b.mul(to_step, integer(i))), vectors)]
     first = [load(b, place, v.kind, v.size) if adds else v.constant(0.0) for place in targets]
-    # rows are reached as base + {0, 1, 2, 3} * step, which the address modes hold without a register each
+    # row addresses are base + {0, 1, 2, 3} * step: address modes need no register for each
     offsets = [None, x_step, b.mul(x_step, integer(2)), b.mul(x_step, integer(3))]
     x_step4 = b.mul(x_step, integer(4))
 
@@ -86,7 +86,7 @@ def accumulate(v, like, source, factor, n, target):
 
 @vector_code()
 def turned_tile(v, like, source, step, target, target_step):
-    """Write the transpose of a square of whole vectors: rows are so many bytes apart."""
+    """Write the transpose of a square of whole vectors; `step` and `target_step` are in bytes."""
     b, n = v.b, v.count
     rows = [v.load(b.add(source, b.mul(step, integer(i)))) for i in range(n)]
     half = 1
@@ -105,7 +105,7 @@ def turned_tile(v, like, source, step, target, target_step):
 
 @vector_code(returns="number")
 def raised(v, like, x, bias, vectors):
-    """Add a row to another, x, and return the largest number of that."""
+    """Add the row `bias` to the row x, and return the largest sum."""
     b, top = v.b, cgutils.alloca_once_value(v.b, v.constant(-math.inf))
     with v.each(vectors) as at:
         value, held = b.fadd(v.load(x, at), v.load(bias, at)), b.load(top)
@@ -128,7 +128,7 @@ def exponentials(v, like, x, top, vectors):
 
 @vector_code(returns="integer")
 def nearest(v, like, x, bias, vectors, least):
-    """Return the place of the smallest number of ``x + bias``, of equal ones the first, and write the number."""
+    """Return the place of the smallest number of ``x + bias``, on ties the first, and write the number."""
     b, index = v.b, ir.IntType(8 * v.size)
     indices = ir.VectorType(index, v.count)
     first = ir.Constant(indices, list(range(v.count)))
@@ -147,11 +147,11 @@ def nearest(v, like, x, bias, vectors, least):
 
 @vector_code(returns="integer", numbers="square center")
 def approach(v, like, products, square, squares, center, least, labels, shut, vectors):
-    """Let rows that are nearer to one more center be its own, and return the place of the row farthest from all.
+    """Assign the rows nearest to a new center to it; return the row farthest from all centers, on ties the first.
 
-    products: of the rows with the center, whose squared length is `square`. squares: of the rows. least, labels: their
-    squared distances and the numbers of their centers, which change. shut: 0, or −inf for rows that are not returned.
-    Of equal ones the first.
+    `products`: of the rows with the center, whose squared length is `square`. `squares`: of the rows. `least`,
+    `labels`: squared distances and numbers of nearest centers, which change. `shut`: 0, or −inf for rows that must not
+    be returned.
     """
     b, index = v.b, ir.IntType(8 * v.size)
     indices = ir.VectorType(index, v.count)
@@ -177,7 +177,7 @@ def approach(v, like, products, square, squares, center, least, labels, shut, ve
 
 
 def _place_of_first(v, values, places, order):
-    """Return the extreme of the lanes, and its place; of equal ones the first."""
+    """Return the extreme of the lanes, and its place; on ties the first."""
     b = v.b
     lanes = [ir.Constant(ir.IntType(32), lane) for lane in range(v.count)]
     best, place = b.extract_element(values, lanes[0]), b.extract_element(places, lanes[0])

@@ -1,7 +1,7 @@
-"""Pruned attention of tensors: on a device by torch's own fused attention, in main memory by the definitions.
+"""Pruned attention of tensors: on a device by torch's fused attention, in main memory by the definitions.
 
-A slot with the logarithm b of a weight has the logit scale ⟨q, k⟩ + b. Here b is a product as well, of columns that
-queries and keys have more: so no kernel needs a mask, and any fused one will do, with its gradients.
+A slot with the logarithm b of a weight has the logit scale ⟨q, k⟩ + b. Here b is a product as well, of additional
+columns of queries and keys. So no kernel needs a mask, and any fused kernel will do, with its gradients.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = [
 ]
 
 _PARTS = 3  # of a logarithm: 8 bits each for bfloat16 and TF32, 11 for float16
-# What columns of logarithms are multiplied by on the other side: float16 has a narrow range
+# Factor of the columns of logarithms on the other side, because float16 has a narrow range
 _LIFT = {torch.float16: 1024.0}
-# Each part of a logarithm that hides a slot; finite, as gradients read it
+# Each part of a logarithm that hides a slot; finite, because gradients read it
 _ABSENT, _FAR = {torch.float16: -60000.0}, -1e30
-SCALES = 2.0**-20, 2.0**20  # of scales, as columns are divided by them
+SCALES = 2.0**-20, 2.0**20  # range of scales, which divide the columns
 _COLUMNS = 8  # fused kernels take rows whose width is a multiple of this
-_ITEMS = 65535  # matrices of a batch that a fused kernel takes
-_ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and where no kernel is fused
+_ITEMS = 65535  # largest batch of matrices of a fused kernel
+_ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and without a fused kernel
 _LEAST = 16  # positions of a block
 _SCALARS = ("weight", "offset", "count")  # of summaries
-_REMAINS = 0.25  # at least, where a half must remain, but for rounding
+_REMAINS = 0.25  # lower limit for rounding, where at least a half remains in exact arithmetic
 
 
 def is_fused(*tensors: Any) -> bool:
-    """Tell whether fused attention takes tensors: those of a device, with no more than gradients in reverse mode."""
+    """Tell whether fused attention takes tensors: on a device, with gradients in reverse mode only."""
     return tensors[0].device.type != "cpu" and not any(map(is_transformed, tensors)) and not has_tangent(tensors)
 
 
@@ -62,14 +62,14 @@ def attended_slots(
 ) -> Any:
     """Return softmax attention (b, H, m, D) to slots with log-weights: one call of fused attention.
 
-    q: (b, H, m, d), keys, values: (b, G, s, d) and (b, G, s, D), H a multiple of G, all of one dtype. scale: within
-        SCALES.
-    log_weight: (b, G, s), added to the logits, -inf for a slot that is hidden (whose values must be finite); or None.
-    causal: row i reads the slots up to s - m + i only.
-    own: (b, H, m) or None; row i gives the last slot this logit, whatever else is said of it.
+    `q`: (b, H, m, d). `keys`, `values`: (b, G, s, d) and (b, G, s, D), with H a multiple of G, all of one dtype.
+    `scale`: within SCALES.
+    `log_weight`: (b, G, s), added to the logits, or None; -inf hides a slot, whose values must be finite.
+    `causal`: row i reads the slots up to s - m + i only.
+    `own`: (b, H, m) or None; the logit of the last slot in row i, instead of its product.
 
-    A logarithm b is held to 2^-24 abs(b), in float16 also to scale 2^-15; there it is cut off beyond 10^7 scale.
-    Rows that read hidden slots alone return a mean of their values.
+    The absolute error of a logarithm b is at most 2^-24 abs(b), in float16 also scale 2^-15, with a cutoff at
+    10^7 scale. Rows that read hidden slots alone return a mean of their values.
     """
     b, H, m, _ = q.shape
     G, s, D = values.shape[1:]
@@ -94,13 +94,13 @@ def attended_slots(
             return _fused(q, keys, values, scale, is_causal=True)[..., :D]
         place = torch.arange(s, device=q.device)
         mask = (place <= place[s - m :, None]).repeat(H // G, 1)
-    # the rows of all queries that share slots
+    # joins the rows of all queries that share slots
     found = _fused(q.reshape(b, G, H // G * m, width), keys, values, scale, attn_mask=mask)
     return found.reshape(b, H, m, width)[..., :D]
 
 
 def _parts(logarithms: Any, dtype: Any) -> Any:
-    """Return numbers (...) as sums of few (..., parts) that narrow dtypes hold; -inf as numbers far below."""
+    """Split numbers (...) into parts (..., parts) that narrow dtypes hold; -inf becomes finite, far below."""
     if dtype == torch.float64:
         return torch.where(logarithms == -torch.inf, _FAR, logarithms).to(dtype)[..., None]
     least = _ABSENT.get(dtype, _FAR)
@@ -114,7 +114,7 @@ def _parts(logarithms: Any, dtype: Any) -> Any:
 
 
 def _joined(parts: list[Any], width: int) -> Any:
-    """Return columns side by side, filled up with zeros."""
+    """Return columns side by side, padded with zeros to `width`."""
     missing = width - sum(part.shape[-1] for part in parts)
     if missing:
         parts = [*parts, parts[0].new_zeros(()).expand(*parts[0].shape[:-1], missing)]
@@ -122,9 +122,9 @@ def _joined(parts: list[Any], width: int) -> Any:
 
 
 def _fused(q: Any, keys: Any, values: Any, scale: float, **options: Any) -> Any:
-    """Return the attention of torch, in pieces where one call would not be taken, or hold too many logits."""
+    """Return the attention of torch, in pieces if one call would be refused or would hold too many logits."""
     step = _ITEMS
-    if q.dtype == torch.float64 and q.device.type != "cpu":  # for which no kernel is fused
+    if q.dtype == torch.float64 and q.device.type != "cpu":  # no fused kernel takes float64
         step = max(1, min(step, _ENTRIES // max(1, math.prod(q.shape[1:3]) * keys.shape[2])))
     parts = [
         scaled_dot_product_attention(q[i : i + step], keys[i : i + step], values[i : i + step], scale=scale, **options)
@@ -135,7 +135,7 @@ def _fused(q: Any, keys: Any, values: Any, scale: float, **options: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Kept keys and summaries as slots, (b, s, ·), in the dtype of products. values: also which are summaries."""
+    """Kept keys and summaries as slots (b, s, ·), in the dtype of products; last column of values marks summaries."""
 
     keys: Any
     values: Any
@@ -152,7 +152,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
 
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
-    """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
+    """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
     (b, _, m, _), first, last = x.q.shape, list(map(int, x.first)), list(map(int, x.last))
     near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
@@ -179,13 +179,13 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
 
 
 def _is_causal(x: PrunedArguments, first: list[int], last: list[int]) -> bool:
-    """Tell whether keys near a query are all up to one that goes on with it, the last of them for the last query."""
+    """Tell whether each query is near all keys up to one that advances with it and ends at the last key."""
     end = x.keys.shape[1] - len(last) + 1
     return x.role is None and first == [first[0]] * len(first) and last == list(range(end, end + len(last)))
 
 
 def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
-    """Return what all queries of an item read."""
+    """Return the slots that all queries of an item read."""
     s, kind = x.kept_keys.shape[1], x.q.dtype
     keys, values, weight = x.kept_keys, pad(x.kept_values, (0, 1)), None
     if x.kept_count is not None:
@@ -208,13 +208,13 @@ def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
 def _with_near(
     x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
 ) -> tuple[Any, Any]:
-    """Return the same where members of summaries are near queries: these are taken out of what fused attention sums.
+    """Return the same if members of summaries are near queries, and take them out of the sums of fused attention.
 
-    With the mass A of what a query reads besides (near keys, and summaries without them), M of all slots as they are,
-    and C ≤ A of the summaries that it must not read so, outputs are (M y + A a − C c) / (M + A − C). Fused attention
-    sees one slot more, of mass A: it returns M y / (M + A) and A / (M + A). As C ≤ M and C ≤ A nothing cancels, as
-    M + A − C is at least half of M + A: by the log-sum inequality a summary never counts for more than some members
-    and a summary of the others.
+    All slots have the mass M and the mean value y. A query also reads near keys, and summaries without them, of mass A
+    and mean a. It must not read these summaries whole, of mass C and mean c. Outputs are
+    (M y + A a − C c) / (M + A − C). Fused attention sees one more slot, of mass A, and returns M y / (M + A) and
+    A / (M + A). By the log-sum inequality a summary never counts for more than some members and a summary of the
+    others, so C ≤ A. With C ≤ M, M + A − C is at least half of M + A, so nothing cancels.
     """
     D = x.values.shape[-1]
     mass, gone, change = _near(x, q, scale, held, first, last)
@@ -232,9 +232,9 @@ def _with_near(
 def _near(
     x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
 ) -> tuple[Any, Any, Any]:
-    """Return log A (b, g, m), C / A (b, g, m), and (A a - C c) / A with its share of summaries, (b, g, m, D + 1).
+    """Return log A and C / A (b, g, m), and (A a - C c) / A with its share of summaries (b, g, m, D + 1).
 
-    Positions are cut into blocks, each with the keys near one of its positions.
+    Positions are cut into blocks; a block takes the keys near any of its positions.
     """
     b, g, m, _ = q.shape
     step = max(_LEAST, *(high - low for low, high in zip(first, last, strict=True)))
@@ -264,7 +264,7 @@ def _near(
 
 
 def _blocks(q: Any, blocks: int, step: int) -> Any:
-    """Return queries (b, g, m, d) by blocks of positions, (b, blocks, g · step, d)."""
+    """Lay queries (b, g, m, d) out by blocks of positions, (b, blocks, g · step, d)."""
     q = pad(q, (0, 0, 0, blocks * step - q.shape[2]))
     return q.unflatten(2, (blocks, step)).transpose(1, 2).flatten(2, 3)
 
@@ -272,7 +272,7 @@ def _blocks(q: Any, blocks: int, step: int) -> Any:
 def _of_blocks(
     x: PrunedArguments, rows: list[Any], scale: float, held: _Slots, summaries: Any, bounds: Any, width: int
 ) -> tuple[Any, Any, Any]:
-    """Return the same for some blocks, (b, blocks, rows, ...). rows: queries, and those that fused attention takes."""
+    """Return the same for some blocks (b, blocks, rows, ...); rows: queries, also in the dtype of fused attention."""
     q, narrow = rows
     blocks, step = bounds.shape[1:]
     place = bounds[2, :, :1] + torch.arange(width, device=q.device)
@@ -297,23 +297,23 @@ def _of_blocks(
         return found.unflatten(1, (blocks, width))
 
     mass, found, touched = _without_members(q, near, values, within, role, logs, of_slots(summaries, 0))
-    # What fused attention will have read: the same rounded numbers
+    # The same rounded numbers that fused attention reads
     keys, values, weight = (
         of_slots(array.to(q.dtype), held.kept) for array in (held.keys, held.values, held.log_weight[..., None])
     )
     logits = scale * (narrow.to(q.dtype) @ keys.mT) + weight.mT - mass[..., None]
     P, gone = _weights(logits.masked_fill(~touched, -torch.inf))
-    gone = gone.clamp(max=0).exp()  # C ≤ A, but for rounding
+    gone = gone.clamp(max=0).exp()  # C ≤ A, except for rounding
     return mass, gone, found - gone[..., None] * (P @ values)
 
 
 def _without_members(
     q: Any, near: Any, values: Any, within: Any, role: Any, logs: Any, sums: Any
 ) -> tuple[Any, Any, Any]:
-    """Return log A, a with its share of summaries, and which summaries have members near a row.
+    """Return log A, a with its share of summaries, and flags of summaries that have members near a row.
 
-    Each near key has a column (b, blocks, rows, width) for itself, and one for its summary, unless that of an earlier
-    key of the block stands for this already. near: logits of keys. sums: of the summaries, side by side.
+    Each near key has a column (b, blocks, rows, width) for itself. The first near key of a summary in a block has one
+    for the summary as well. `near`: logits of keys. `sums`: of the summaries, side by side.
     """
     (D, width), d = values.shape[-1:] + near.shape[-1:], q.shape[-1]
     sum_keys, sum_values, scalars = sums.split([d, D - 1, 3], -1)
@@ -321,7 +321,7 @@ def _without_members(
     same = (role[..., :, None] == role[..., None, :]) & (role >= 0)[..., None]
     stands = (role >= 0) & ~same.triu(1).any(-2)
     member, inside = same.to(q.dtype), within.to(q.dtype)
-    out = inside * logs.exp()[:, :, None]  # what each row takes out
+    out = inside * logs.exp()[:, :, None]  # the weight that each row takes out
     members = inside @ member
     weight = weight - out @ member
     inner = q @ sum_keys.mT - offset - (out * (near - logs[:, :, None])) @ member
@@ -339,7 +339,7 @@ def _without_members(
 
 
 def _weights(logits: Any) -> tuple[Any, Any]:
-    """Return the weights of each row, and the logarithms of their sums; zeros and -inf where there are none."""
+    """Return the weights of each row, and the logarithms of their sums; zeros and -inf for rows without logits."""
     top = logits.amax(-1, keepdim=True).detach()
     E = (logits - torch.where(top == -torch.inf, 0, top)).exp()
     total = E.sum(-1, keepdim=True)

@@ -1,21 +1,20 @@
 """Token statistics attention on a CUDA device: launches of tokens.cu and tokens_back.cu.
 
-A sequence is cut into runs of 16 tokens, counted from its first one, of which a block of threads takes all heads and
-channels. What runs sum up is combined in float64, in an order that depends on the runs before alone, so that no bit of
-a causal token depends on what comes after it, nor on the other sequences, and so that the error in single precision
-does not grow with the number of tokens. Where no sequence has more than one run, as when a token is decoded, one
-launch does all of it, with the same bits.
+A sequence is cut into runs of 16 tokens, counted from its first token. A block of threads takes all heads and channels
+of a run. The sums of runs are combined in float64, in an order that depends on earlier runs alone. So no bit of a
+causal token depends on later tokens or on other sequences. The error in single precision does not grow with the number
+of tokens. If no sequence has more than one run, as in decoding, one launch does all steps, with the same bits.
 
-Else each pass over the tokens reads them once, and a block that needs them again keeps them in shared memory. Forward
-there are three passes with the logits "diagonal" (sums of squares, memberships and what they weigh, output), two with
-others, and the last one writes as many numbers as it reads. Fewer would not do: a pass needs the sums of all runs
-before, which other blocks have found, and blocks do not wait for each other. What runs sum up, a sixteenth of the
-tokens, is written and read once more each before and after it is combined. Passes go forwards and backwards in turn,
-so that of some ten megabytes of tokens most are still in the cache. Gradients take the same passes but for the last
-one, and then two that read tokens and dY, of which the second writes dW; with "diagonal" a third one reads the tokens
-and dW and writes dW again.
+Otherwise each pass reads the tokens once, and a block that needs them again keeps them in shared memory. With the
+logits "diagonal" there are three forward passes: sums of squares, memberships with their weighted sums, and output.
+Other logits need two. The last pass writes as many numbers as it reads. A pass needs the sums of all earlier runs from
+other blocks, and blocks do not wait for each other, so fewer passes are impossible. The sums of runs, a sixteenth of
+the tokens, are written and read once before they are combined, and once after. Passes go forward and backward in turn,
+so that most of some ten megabytes of tokens are still in the cache. Gradients take the same passes except the last,
+then two that read tokens and dY; the second writes dW. With "diagonal" a third pass reads the tokens and dW, and
+writes dW again.
 
-Tokens of float16 and bfloat16 (words) are widened as they are read, and outputs rounded as they are written.
+Kernels widen tokens of float16 and bfloat16 (words) as they read them, and round outputs as they write them.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]
 
-# What tokens.cuh and tokens.cu have too
+# The same constants as in tokens.cuh and tokens.cu
 _RUN = 16
 _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
-_STATIC = 4096  # bytes of shared memory that a kernel has room for besides, at most
+_STATIC = 4096  # upper bound of the static shared memory of a kernel, in bytes
 
 
 def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
@@ -84,13 +83,13 @@ class _Work:
         self.b, self.h, self.T, self.d = x.W.shape
         self.n = len(x.offsets) - 1
         self.key = stored(x.W.dtype)
-        self.dtype = x.temperature.dtype  # that it is computed in
+        self.dtype = x.temperature.dtype  # of the computation
         self.real = TYPES[self.dtype.name]
         lengths = np.diff(x.offsets)
         self.longest = int(lengths.max(initial=0))
         self.firsts = np.append(0, np.cumsum(-(-lengths // _RUN))).astype(np.int64)
         self.runs = int(self.firsts[-1])
-        self.adds = x.causal or x.state is None  # to sums; else all are given
+        self.adds = x.causal or x.state is None  # to sums; else all sums are given
         self.pitch = -(-(self.h * self.d + self.h) // 4) * 4
         self.W = self._readable(x.W)
         self._rates = on_device(x.decay, np.float64)
@@ -104,7 +103,7 @@ class _Work:
 
     @cached_property
     def short(self) -> bool:
-        """Whether a block sees all of a sequence, and has room for what it sums up."""
+        """Whether a block sees all of a sequence, and has room for its sums."""
         if self.longest > _RUN:
             return False
         return self._geometry(self._units(self.W), rows=2, scores=True, parts=_RUN)[1] + _STATIC <= shared_limit()
@@ -126,7 +125,7 @@ class _Work:
     # -- forward -----------------------------------------------------------------------
 
     def squares(self, *, whole: bool = False) -> tuple[Any, Any, Any]:
-        """Return what runs or sequences begin with of Σ w², and if `whole` the sums after each sequence."""
+        """Return Σ w² before each run or sequence, and if `whole` the sums after each sequence."""
         sums = None
         needed = self.x.logits == "diagonal" and self.begins
         if self.adds and (whole or needed):
@@ -137,7 +136,7 @@ class _Work:
         return self._scan(sums, None if self.x.state is None else self.x.state[:2], whole=whole)
 
     def weigh(self, squares: Any, *, levels: bool = False, sums: bool = False) -> tuple[Any, Any, Any]:
-        """Return the memberships, what the temperature multiplies, and the sums of runs weighted by memberships."""
+        """Return the memberships, the factors of the temperature, and the sums of runs weighted by memberships."""
         P = self._memberships()
         multiplied = self._memberships() if levels else None
         weighted = self._sums() if sums else None
@@ -147,7 +146,7 @@ class _Work:
         return P, multiplied, weighted
 
     def weighted(self, sums: Any, *, whole: bool = False) -> tuple[Any, Any, Any]:
-        """Return what runs or sequences begin with of Σ Π w², and if `whole` the sums after each sequence."""
+        """Return Σ Π w² before each run or sequence, and if `whole` the sums after each sequence."""
         if not self.begins and not whole:
             return None, None, None
         return self._scan(sums, None if self.x.state is None else self.x.state[2:], whole=whole)
@@ -165,7 +164,7 @@ class _Work:
         xp, x = namespace(), self.x
         dY, dW = self._readable(dY), self._like_tokens(self.dtype)
         V = min(_BACK_UNITS, self._units(self.W), self._units(dY))
-        through = self.adds and self.begins  # whether anything flows from run to run
+        through = self.adds and self.begins  # whether runs depend on earlier runs
         diagonal = x.logits == "diagonal"
         coming = None
         if through:
@@ -193,17 +192,17 @@ class _Work:
 
     @cached_property
     def begins(self) -> bool:
-        """Whether runs begin with anything."""
+        """Whether runs begin with nonzero sums."""
         return not self.x.causal or self.x.state is not None or bool((np.diff(self.firsts) > 1).any())
 
     def _scan(
         self, sums: Any, first: Any = None, *, whole: bool = False, backwards: bool = False
     ) -> tuple[Any, Any, Any]:
-        """Return what runs begin with, or sequences if all tokens see the same, and if `whole` the sums of all."""
+        """Return the sums before each run, or of each sequence if all tokens see the same, and if `whole` all sums."""
         xp = namespace()
         before = self._states(first or (None, None))
         totals, firsts = None, self._places[1]
-        if sums is None:  # there are no runs: sequences end with what they begin with
+        if sums is None:  # without runs, sequences end with their first sums
             firsts = xp.zeros(self.n + 1, np.int64)
         if not self.x.causal:
             totals = xp.empty((self.b, self.n, self.pitch), self.dtype)
@@ -215,14 +214,14 @@ class _Work:
 
     @cached_property
     def _counts(self) -> Any:
-        """Return room for the number of tokens of each run that take part, where sums decay; a pass writes it."""
+        """Return an array for the number of tokens of each run that take part, if sums decay; a pass writes it."""
         return None if self._rates is None else namespace().empty((self.b, self.runs), np.int32)
 
     def _states(self, sums: Any) -> tuple[Any, ...]:
         return tuple(on_device(part, np.float64) for part in sums)
 
     def _empty_sums(self) -> tuple[Any, Any]:
-        """Return room for a sum of each sequence, and its weight."""
+        """Return arrays for a sum of each sequence and its weight."""
         xp, shape = namespace(), (self.b, self.h, self.n)
         return xp.empty((*shape, self.d)), xp.empty(shape)
 
@@ -230,17 +229,17 @@ class _Work:
 
     @cached_property
     def _places(self) -> tuple[Any, Any]:
-        """Return where sequences begin, and which are their first runs."""
+        """Return the first token and the first run of each sequence."""
         offsets, firsts = on_device(np.stack([self.x.offsets, self.firsts]))
         return offsets, firsts
 
     def _geometry(
         self, V: int, *, rows: int = 0, scores: bool = False, parts: int = 0, reads: int = 1
     ) -> tuple[int, int, int]:
-        """Return the threads of a block, the bytes that it shares, and those of them that hold tokens.
+        """Return the threads of a block, its bytes of shared memory, and the bytes of these that hold tokens.
 
-        It holds tokens that it reads more than once where two blocks have room for them: a single one would wait for
-        each of its reads.
+        A block holds tokens that it reads more than once, if two blocks have room for them. A single block would wait
+        for each of its reads.
         """
         units = self.h * self.d // V
         rounds = -(-units // _MOST)
@@ -255,7 +254,7 @@ class _Work:
     def _pass(
         self, source: str, name: str, V: int, arguments: list[Any], *, reads: int | None = None, **shares: Any
     ) -> None:
-        """Launch a kernel with a block of threads for each run; `reads` of those that may hold tokens."""
+        """Launch a kernel with a block for each run; `reads`: how often it reads its tokens, if it may hold them."""
         threads, shared, room = self._geometry(V, reads=reads or 0, **shares)
         if shared + _STATIC > shared_limit():
             most = (shared_limit() - _STATIC) // self.dtype.itemsize // (_RUN + 1) - _MOST - 1
@@ -267,13 +266,13 @@ class _Work:
         launch(source, name, types, (self.b * self.runs,), given, threads=threads, shared=shared)
 
     def _readable(self, array: Any) -> Any:
-        """Return an array like W whose channels are next to each other, of 16 bits also those of a thread."""
+        """Return an array like W with adjacent channels; for 16 bits, aligned for the channels of a thread."""
         array = with_rows(array)
         halves = array.itemsize == 2 and self._units(array) == 1
         return namespace().ascontiguousarray(array) if halves else array
 
     def _units(self, array: Any) -> int:
-        """Return how many channels next to each other a thread can take of an array like W."""
+        """Return how many adjacent channels of an array like W a thread can take."""
         steps = [step for step, size in zip(with_steps(array, 3)[1:], array.shape, strict=False) if size > 1]
         V = _UNITS[self.real]
         return V if all(step % V == 0 for step in (self.d, *steps)) else 1
@@ -285,7 +284,7 @@ class _Work:
         return namespace().empty((self.b, self.h, self.T), self.dtype)
 
     def _like_tokens(self, dtype: Any) -> Any:
-        """Return an array for as many numbers as W has, with the heads of a token side by side if W's are."""
+        """Return an array of the shape of W, with the heads of a token side by side if W has them so."""
         if self.W.strides[1] < self.W.strides[2]:
             return namespace().empty((self.b, self.T, self.h, self.d), dtype).transpose(0, 2, 1, 3)
         return namespace().empty((self.b, self.h, self.T, self.d), dtype)

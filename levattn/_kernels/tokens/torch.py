@@ -51,17 +51,17 @@ def memberships(x: TokenArguments) -> Any:
 
 
 def _table(x: TokenArguments) -> TokenKernels:
-    """Return the kernels that read arguments in memory: the definition where no other does."""
+    """Return the kernels that read arguments in memory, by default the definition."""
     return definition if isinstance(x.W, torch.Tensor) else kernels_for("tokens", x.W)
 
 
 def _laid_out(array: Any) -> Any:
-    """Return what a kernel made as a tensor, laid out as it is."""
+    """Convert an array of a kernel to a tensor with the same layout."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else tensor_of(array)
 
 
 def _in_memory(x: TokenArguments) -> TokenArguments:
-    """Return the arguments where the kernels read them."""
+    """Move the arguments to the memory that the kernels read."""
     W, temperature, offset, mask = map(memory_of, (x.W, x.temperature, x.offset, x.mask))
     state = x.state if isinstance(W, np.ndarray) else _state_on(W, x.state)
     return replace(x, W=W, temperature=temperature, offset=offset, mask=mask, offsets=_bounds(x), state=state)
@@ -72,7 +72,7 @@ def _bounds(x: TokenArguments) -> Any:
 
 
 def _state_on(array: Any, state: TokenSums | None) -> TokenSums | None:
-    """Return sums of numpy where an array of CuPy or a tensor is; others as they are."""
+    """Move sums of numpy to the device of an array of CuPy or a tensor; leave others as they are."""
     if state is None:
         return None
     if isinstance(array, torch.Tensor):
@@ -91,7 +91,7 @@ def _sent(part: Any, array: Any) -> Any:
 
 
 def _followed(part: Any) -> Any:
-    """Return a sum as a tensor: on a device where it is, as reading it would wait."""
+    """Convert a sum to a tensor; it stays on its device, because reading it would wait."""
     return tensor_of(part) if on_cuda(part) else torch.from_numpy(np.array(to_numpy(part)))
 
 
@@ -124,9 +124,9 @@ def _forward(W: Any, *others: Any) -> Any:
 
 
 def _like_output(W: Any, *_others: Any) -> Any:
-    """Return a tensor laid out as the kernels do: tokens with their heads side by side where those of W are.
+    """Return a tensor with the layout of the kernels: the heads of a token side by side if W has them so.
 
-    Where neighbors along the last axis are apart, `memory_of` makes a copy, head by head.
+    If neighbors along the last axis are not adjacent, `memory_of` makes a copy, head by head.
     """
     b, h, T, d = W.shape
     if W.stride(3) == 1 and W.stride(1) < W.stride(2):

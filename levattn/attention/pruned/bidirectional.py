@@ -29,7 +29,7 @@ _MANY = 256  # queries of an item that are worth a thread
 
 
 def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
-    """Return the result of a call; the rule is of how many keys are there."""
+    """Return the result of a call; `rule_for` takes the number of keys that are there."""
     pieces: list[Piece] = []
     kept: list[Piece] = []
     most = 0
@@ -56,10 +56,9 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
 def _spread(
     rule: SelectionRule, factor: float, arrays: Any, near: tuple[list[int], list[int]], certified: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return outputs, bounds if `certified`, and which keys are kept (b, n): on several threads if it is worth it.
+    """Return outputs, bounds if `certified`, and flags of kept keys (b, n): on several threads if it is worth it.
 
-    arrays: queries before they are scaled, keys, values, scores or None, and those that the selection goes by.
-    narrow: of the call.
+    arrays: queries before they are scaled, keys, values, scores or None, and the queries that select keys.
     """
     q, _, V, *_ = arrays
     numpy, all_items = isinstance(q, np.ndarray), slice(0, q.shape[0])
@@ -86,9 +85,9 @@ def _spread(
 
 
 def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[int], list[int]]:
-    """Return where the keys near each query begin and end among those that are there.
+    """Return where the keys near each query begin and end among the n keys that are there.
 
-    keys, queries: their n and m places, or None where these are all.
+    keys, queries: their n and m places, or None for all places.
     """
     at = np.arange(m) if queries is None else queries
     if not window:
@@ -100,7 +99,7 @@ def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[in
 def _planned(
     rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, sample: Any, near: tuple[list[int], list[int]]
 ) -> tuple[PrunedArguments, Any]:
-    """Return the mixture of some items, selected for the queries of the sample, and which keys are kept (b, n)."""
+    """Return the mixture of some items, selected for the queries of the sample, and flags of kept keys (b, n)."""
     xp = namespace_of(q)
     b, d = q.shape[0], q.shape[3]
     n, slots, device = K.shape[1], rule.slots, device_of(q)
@@ -155,7 +154,7 @@ def _planned(
 
 
 def _leverage(rule: SelectionRule, K: Any, ones: Any) -> Any:
-    """Return the leverage scores of keys, or by a threshold what is at it for those of the universal set, and zero."""
+    """Return the leverage scores of keys; for a threshold, epsilon in the universal set and zero outside it."""
     if rule.epsilon is None:
         return leverage_scores(K, center=rule.center)
     xp = namespace_of(K)
@@ -165,7 +164,7 @@ def _leverage(rule: SelectionRule, K: Any, ones: Any) -> Any:
 
 
 def _bounds(x: PrunedArguments, rest: Any, value_radius: Any) -> tuple[Any, Any, Any]:
-    """Return the bounds of `bounded` for a mixture of keys in memory; keys that were dropped are summarized for it."""
+    """Return the bounds of `bounded` for keys in memory; dropped keys are summarized to bound their mass."""
     xp = namespace_of(x.q)
     kernels = kernels_for("pruned", x.q)
     labels, ones = x.role, xp.ones_like(x.keys[..., 0])
@@ -182,7 +181,7 @@ def _bounds(x: PrunedArguments, rest: Any, value_radius: Any) -> tuple[Any, Any,
 
 
 def _value_radius(rule: SelectionRule, V: Any) -> Any:
-    """Return the radius (b,) of a ball that holds the values, and outputs of nothing, which are zero."""
+    """Return the radius (b,) of a ball that holds the values, and zero where an output may read no key."""
     slots = rule.slots
     reads = slots.summaries or slots.window or slots.sinks or (slots.selected and rule.epsilon is None)
     if rule.power is None and reads and V.shape[1]:

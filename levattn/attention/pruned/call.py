@@ -18,17 +18,17 @@ from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
 __all__ = ["Piece", "PrunedCall", "at_places", "by_items"]
 
-Piece = tuple[Any, Any, tuple[Any, ...]]  # which items of the batch, places of queries, arrays (b', g, m', ...)
+Piece = tuple[Any, Any, tuple[Any, ...]]  # items of the batch, places of queries, arrays (b', g, m', ...)
 
 
 @dataclass(frozen=True, eq=False)
 class PrunedCall:
     """The arrays of a call as stacks.
 
-    q: (b, g, m, d). K, V: (b, n, d), (b, n, D). scores: (b, n) or None. sample: (b, g or 1, s, d) queries that the
-    selection goes by, or None for q. present, asking: (b, n) and (b, m) flags of numpy, or None for all. torch: what
-    knows tensors, if they came in. in_memory: whether stacks are their memory. narrow: the dtype of 16 bits that Q, K
-    and V all are of and whose products will do, or None.
+    `q`: (b, g, m, d). `K`, `V`: (b, n, d), (b, n, D). `scores`: (b, n) or None. `sample`: (b, g or 1, s, d), queries
+    that select keys, or None for q. `present`, `asking`: (b, n) and (b, m) flags of numpy, or None for all. `torch`:
+    the module for tensors, if the arguments are tensors. `in_memory`: whether the stacks are views of their memory.
+    `narrow`: the dtype of 16 bits that Q, K and V share, if its products are precise enough, or None.
     """
 
     q: Any
@@ -56,9 +56,9 @@ class PrunedCall:
         held: tuple[PrunedPart, ...],
         certified: bool,
     ) -> PrunedCall:
-        """Return the call with Q, K, V, scores and queries, where `tied` says that a key's mask is its query's too.
+        """Return the call with Q, K, V, scores and queries; if `tied`, the mask of keys is the mask of queries too.
 
-        held: what a state has. certified: whether rounding counts, which is bounded for wide products.
+        `held`: the parts of a state. `certified`: whether to bound rounding, which needs wide products.
         """
         Q, K, V, scores, queries = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
@@ -71,7 +71,7 @@ class PrunedCall:
             torch = tensors
             in_memory = torch.in_memory((*stacks, *(array for part in held for array in arrays_of(part))))
             stacks = tuple(map(torch.memory_of, stacks)) if in_memory else stacks
-            # a state may hold numbers that came in another dtype
+            # a state may hold numbers of another dtype
             if Q.dtype == K.dtype == V.dtype and V.dtype.itemsize == 2 and not held and not certified:
                 narrow = V.dtype
         present = None if given.mask is None else to_numpy(given.mask)
@@ -82,14 +82,11 @@ class PrunedCall:
         return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory, narrow)
 
     def full_precision(self) -> Any:
-        """Return a block in which torch makes no products of half precision: sums over members would not bear it."""
+        """Return a block without half-precision products of torch, which sums over members are too sensitive for."""
         return nullcontext() if self.torch is None or self.in_memory else self.torch.without_autocast(self.q)
 
     def groups(self) -> list[tuple[Any, Any, Any]]:
-        """Return the items of the batch that have the same keys and queries: which items, keys and queries.
-
-        None stands for all of them.
-        """
+        """Return groups of items with the same keys and queries: the items, keys and queries, None for all."""
         b = self.K.shape[0]
         if not b or (self.present is None and self.asking is None):
             return [(None, None, None)]
@@ -113,11 +110,11 @@ class PrunedCall:
         )
 
     def sampled(self, rows: Any, q: Any) -> Any:
-        """Return the queries by which keys of some items are selected, which are their own if none were given."""
+        """Return the queries that select the keys of some items; the default is their own queries."""
         return q if self.sample is None else _taken(self.sample, rows, 0)
 
     def combined(self, pieces: list[Piece]) -> list[Any]:
-        """Return each of the arrays of pieces as (b, g, m, ...), zeros between."""
+        """Join each array of the pieces into (b, g, m, ...), with zeros at places that no piece has."""
         rows, places, arrays = pieces[0]
         if len(pieces) == 1 and rows is None and places is None:
             return list(arrays)
@@ -131,25 +128,25 @@ class PrunedCall:
         return found
 
     def results(self, pieces: list[Piece]) -> list[Any]:
-        """Return outputs (..., H, m, D) in the caller's dtype, and numbers (..., H, m) that follow them, if any."""
+        """Return outputs (..., H, m, D) in the caller's dtype, and the bounds (..., H, m) that follow them, if any."""
         Y, *figures = map(self.as_given, self.combined(pieces))
         batch = self.given.batch
         figures = [self.heads.joined(reshaped(figure, (*batch, *figure.shape[1:])), 1) for figure in figures]
         return [self.heads.joined(self.given.give_back(Y)), *figures]
 
     def as_given(self, array: Any) -> Any:
-        """Return an array of the kernels in the library of the arguments."""
+        """Convert an array of the kernels to the library of the arguments."""
         return self.torch.tensor_of(array) if self.in_memory else array
 
     def as_computed(self, part: PrunedPart) -> PrunedPart:
-        """Return a part of a state with its arrays as this call computes with them."""
+        """Convert the arrays of a part of a state to the library of this call."""
         return converted(part, self.torch.memory_of) if self.in_memory else part
 
 
 def by_items(attend: Callable[[slice], Any], like: Any, *, worth: bool) -> list[Any]:
-    """Return what `attend` makes of all items, or if it is worth it of some on each thread, where each has some.
+    """Call `attend` with all items, or with a part of them on each thread if that is worth it; return the results.
 
-    A kernel at a time would leave to one thread what lies between kernels. like: an array (b, ...).
+    Threads within kernels would leave the work between kernels to one thread. `like`: an array (b, ...).
     """
     b, threads = like.shape[0], num_threads()
     if not worth or threads == 1 or b < threads or not isinstance(like, np.ndarray):
@@ -168,14 +165,14 @@ def _taken(array: Any, places: Any, axis: int) -> Any:
     """Return an array at some places of one axis; None stands for all."""
     if array is None or places is None:
         return array
-    if not len(places):  # for which a device is not waited for
+    if not len(places):  # needs no wait for a device
         return array[(*[slice(None)] * axis, slice(0, 0), ...)]
     xp = namespace_of(array)
     return xp.take(array, xp.asarray(places, device=device_of(array)), axis=axis)
 
 
 def at_places(array: Any, places: Any, m: int) -> Any:
-    """Return (b, g, s, ...) with its rows at some places of m, and zeros between them; None stands for all places."""
+    """Put the rows of (b, g, s, ...) at some of m places, with zeros between them; None stands for all places."""
     if places is None:
         return array
     xp = namespace_of(array)
@@ -193,5 +190,5 @@ def _query_flags(query_mask: Any, batch: tuple[int, ...], m: int) -> Any:
         return np.broadcast_to(flags, (*batch, m)).reshape(-1, m)
     except ValueError:
         raise ValueError(
-            f"query_mask has shape {flags.shape}; expected (..., {m}), and leading axes as those of K"
+            f"query_mask has shape {flags.shape}; expected (..., {m}), and the leading axes of K"
         ) from None

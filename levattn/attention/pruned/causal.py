@@ -24,10 +24,10 @@ __all__ = ["causal_attention"]
 
 @dataclass(frozen=True)
 class _Walk:
-    """What does not change while positions are read.
+    """Settings that stay the same for all positions of a call.
 
-    factor: of queries. kind: the dtype of products, if it is narrow. certified: whether bounds are asked for. goes_on:
-    whether the part is read again.
+    `factor`: of queries. `kind`: the dtype of products, if it is narrow. `certified`: whether to return bounds.
+    `goes_on`: whether a later call reads the part again.
     """
 
     rule: SelectionRule
@@ -38,20 +38,20 @@ class _Walk:
 
     @property
     def narrow(self) -> Any:
-        """What products may be of, or None."""
+        """The narrow dtype of products and the factor of queries, or None."""
         return None if self.kind is None else (self.kind, self.factor)
 
     def together(self, part: PrunedPart, q: Any, V: Any, length: int, left: int) -> int:
-        """Return how many chunks, each of so many positions, are attended to at once; left: positions not read yet.
+        """Return how many chunks of `length` positions are attended at once; `left`: positions not read yet.
 
-        More than one only where all are whole, and each begins after a selection.
+        More than one only where all chunks are whole, and each begins after a selection.
         """
         rule, slots, (b, g, _, d) = self.rule, self.rule.slots, q.shape
         if length < slots.chunk or part.positions < rule.first or part.recent.shape[1] != slots.window:
             return 1
         if (part.summaries is None) != (not slots.summaries):
             return 1
-        most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # by thresholds any number
+        most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # with a threshold any number
         numbers = b * (most * (g * length + d + V.shape[2]) + d * d)
         found: int = min(left // length, kernels_for("pruned", q).at_once(q, rule.power) // max(1, numbers))
         return max(1, found)
@@ -65,13 +65,13 @@ def causal_attention(
     return_state: bool,
     certified: bool,
 ) -> Any:
-    """Return the result of a call, which goes on from a state if there is one."""
+    """Return the result of a call, continued from a state if there is one."""
     before = 0 if state is None else state.positions
     drops = rule.epsilon is not None or rule.slots.selected < before + call.K.shape[1]
     if certified and drops and not rule.slots.summaries:
         raise ValueError(
-            "return_certificate is True and summaries is 0; expected summaries for causal attention, as nothing is "
-            "known of keys that were dropped"
+            "return_certificate is True and summaries is 0; expected summaries for causal attention, which bound the "
+            "mass of dropped keys"
         )
     pieces: list[Piece] = []
     after = []
@@ -93,7 +93,7 @@ def causal_attention(
 
 
 def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
-    """Return what is held of items of the batch, which items they are, and the places of their positions."""
+    """Return the parts of the state, the items of the batch in each, and the places of their positions."""
     b = call.K.shape[0]
     found = []
     if state is None:
@@ -103,7 +103,7 @@ def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> 
             found.append((part, rows, places))
         return found
     if state.batch != call.given.batch:
-        raise ValueError(f"state has batch {state.batch}; expected {call.given.batch}, as the keys have")
+        raise ValueError(f"state has batch {state.batch}; expected {call.given.batch}, the batch of the keys")
     first, (_, K, V, *_) = state.parts[0], call.given.stacks
     held, came = _kinds(first.recent, first.recent_values), _kinds(K, V)
     if held != came:
@@ -119,7 +119,7 @@ def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> 
 
 
 def _kinds(K: Any, V: Any) -> str:
-    """Return what keys and values are, to be compared and shown."""
+    """Describe the dtype, library and sizes of keys and values, for comparison and messages."""
     library = namespace_of(K).__name__.removeprefix("array_api_compat.")
     dtype = str(K.dtype).rpartition(".")[2]
     return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
@@ -128,7 +128,7 @@ def _kinds(K: Any, V: Any) -> str:
 def _spread(
     rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return what `_stepped` does, on several threads if each has items of its own."""
+    """Return the result of `_stepped`, on several threads if each has items of its own."""
     q, _, V, _ = arrays
     walk = _Walk(rule, factor, narrow, certified, goes_on)
     (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
@@ -139,7 +139,7 @@ def _spread(
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
         return _stepped(walk, own, q, K, V, scores, into)
 
-    alike = rule.epsilon is None and rule.kind != "given"  # all items keep as many keys
+    alike = rule.epsilon is None and rule.kind != "given"  # all items keep the same number of keys
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
@@ -151,16 +151,16 @@ def _spread(
 def _stepped(
     walk: _Walk, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, into: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the output (b, g, T, D) for the next T positions, with its bounds if asked for, and the part after.
+    """Return the output (b, g, T, D) for the next T positions, its bounds if certified, and the part after them.
 
-    q: (b, g, T, d). scores: (b, T), where they are given. into: where the output may be written.
+    `q`: (b, g, T, d). `scores`: (b, T), if given. `into`: an array that may take the output.
     """
     xp, T, rule = namespace_of(q), K.shape[1], walk.rule
     read = [K, V, scores]
     if part.recent.shape[1]:
         held = part.recent, part.recent_values, part.recent_scores
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
-    begin = part.positions - part.recent.shape[1]  # the position of the first row of these
+    begin = part.positions - part.recent.shape[1]  # the position of the first recent row
     checks = Checks()
     room: dict[str, Any] = {}
     pieces, low = [], 0
@@ -191,7 +191,7 @@ def _stepped(
 
 
 def _alone(array: Any) -> Any:
-    """Return an array that is not a part of another."""
+    """Copy an array, so that it is no view of a larger one."""
     return namespace_of(array).concat([array], axis=0)
 
 
@@ -206,9 +206,9 @@ def _run(
     room: Any,
     into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the same for so many chunks of as many positions each, attended to as one batch.
+    """Return the same results for `count` chunks of equal length, attended as one batch.
 
-    rows: keys, values and scores, from the first that is recent. last: whether nothing is read after these positions.
+    `rows`: keys, values and scores, from the first recent row on. `last`: whether these are the last positions.
     """
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
@@ -216,7 +216,7 @@ def _run(
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
-    followed = sum(due)  # by a selection, all but the last perhaps
+    followed = sum(due)  # by a selection: all chunks, or all but the last
     if count > 1:
         known[:followed] = known_after(rule, queries[:followed], keys[:followed], q.dtype, checks)
     calls: list[PrunedArguments] = []
@@ -246,7 +246,7 @@ def _run(
 
 
 def _sums_after(part: PrunedPart, q: Any, K: Any, count: int) -> tuple[list[choice.Sums], list[choice.Sums]]:
-    """Return the sums over all queries, and over all keys, after each of so many chunks."""
+    """Return the sums over all queries, and over all keys, after each of `count` chunks."""
     xp = namespace_of(q)
     b, g, T, d = q.shape
     length = T // count
@@ -259,7 +259,7 @@ def _sums_after(part: PrunedPart, q: Any, K: Any, count: int) -> tuple[list[choi
 
 
 def _sums_of_each(rows: Any, count: int, second: bool) -> list[choice.Sums]:
-    """Return the sums over the rows of each chunk, (b · count, n, d), those of an item one after the other."""
+    """Return the sums over the rows of each chunk (b · count, n, d); the chunks of an item are adjacent."""
     sums = choice.Sums.of(rows, second=second)
     if count == 1:
         return [sums]
@@ -297,7 +297,7 @@ def _arguments(walk: _Walk, part: PrunedPart, q: Any, keys: Any, values: Any) ->
 
 
 def _held_keys(x: PrunedArguments, near: int) -> Any:
-    """Return the keys that all queries of a chunk read, those of its summaries as means."""
+    """Return the keys that all queries of a chunk read, with the means of its summaries."""
     stacks = [x.kept_keys, x.keys[:, :near, :]]
     if x.summaries is not None:
         stacks.append(choice.means_of(x.summaries)[0])
@@ -306,7 +306,7 @@ def _held_keys(x: PrunedArguments, near: int) -> Any:
 
 
 def _side_by_side(array: Any, count: int) -> Any:
-    """Return what was found for a batch (count · b, g, n, ...) of chunks as (b, g, count · n, ...)."""
+    """Lay the results of a batch of chunks (count · b, g, n, ...) out as (b, g, count · n, ...)."""
     if count == 1:
         return array
     xp = namespace_of(array)

@@ -1,4 +1,4 @@
-"""Bounds of what pruned attention leaves out, query by query."""
+"""Bounds of the error of pruned attention, query by query."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["PrunedCertificate", "bounded", "longest_of"]
 
 @dataclass(frozen=True, eq=False)
 class PrunedCertificate:
-    """What is certain of a result of `pruned_attention`, from what it has read.
+    """Bounds of the error of `pruned_attention`, from the keys and summaries that it read.
 
     Attributes
     ----------
     captured_lower, captured_upper : array of shape (..., H, m)
-        The weights that dense attention gives to the keys that a query attended exactly have a sum between the two.
-        The upper one is that of the mixture itself, as a summary never counts for more than its members do (Jensen's
-        inequality). The lower one has each member as far from the mean of its cluster, toward the query, as any is:
-        for large queries it says little.
+        Bounds of the sum of the weights that dense attention gives to the keys that a query attended exactly. The
+        upper bound is their sum in the mixture itself, because a summary never counts for more than its members do
+        (Jensen's inequality). The lower bound puts each member toward the query, as far from the mean of its cluster
+        as the farthest member. It says little for large queries.
     error_bound : array of shape (..., H, m)
-        The output is no farther, in Euclidean norm, from that of dense attention, to rounding: it is the diameter of
-        the values times the weight of what was not attended exactly. Infinite where logits or values overflow.
+        Bound of the Euclidean distance to the output of dense attention, to rounding. It is the diameter of the values
+        times the weight of the keys that were not attended exactly. Infinite where logits or values overflow.
     kept : array of bool, shape (..., G, n), or None
-        The keys selected, and the first ones. None for causal attention, where the set depends on the position.
+        The selected keys and the first keys. None for causal attention, where the set depends on the position.
     slots : array of int64, shape (m,)
-        The slots that each query read, at most.
+        Upper bound of the number of slots that each query read.
 
     Examples
     --------
@@ -58,14 +58,15 @@ class PrunedCertificate:
 def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tuple[Any, Any, Any]:
     """Return lower and upper bounds of the captured mass and a bound of the error of outputs, each (b, g, m).
 
-    radius: (b, R), how far members are from the means of the summaries of x. rest: the share of these in the mixture.
-    value_radius: (b,), the radius of a ball that holds the values, and zero where an output may be of nothing.
+    `radius`: (b, R), distances of members from the means of the summaries of x, at most. `rest`: the share of the
+    summaries in the mixture. `value_radius`: (b,), the radius of a ball that holds the values, and zero where an
+    output may read no key.
     """
     xp = namespace_of(x.q)
     if x.summaries is None:
         one = xp.ones_like(rest)
         return one, one, xp.zeros_like(rest)
-    # A column more for queries, their norms, and one for means, the radii: logits ⟨q, mean⟩ + ‖q‖ radius.
+    # One more column, of norms for queries and of radii for means, gives logits ⟨q, mean⟩ + ‖q‖ radius.
     held = x.summaries
     means, _ = means_of(held)
     norms, radius = lengths(x.q)[..., None], xp.astype(radius, means.dtype, copy=False)
@@ -82,7 +83,7 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tu
         other = largest(-1.0)
         most = Summaries(*(xp.concat([array, vars(other)[name]], axis=1) for name, array in vars(most).items()))
     role = x.role
-    if role is not None:  # members near a query are counted as well as attended: that errs upwards
+    if role is not None:  # members near a query count twice: that errs upward
         role = xp.where(role >= 0, xp.full_like(role, -1), role)
     upper = replace(
         x,
@@ -93,8 +94,8 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tu
         role=role,
     )
     _, most_rest = kernels_for("pruned", x.q).mixture(upper)
-    # Sums have a relative error of a few units, exponentials one of as many as their logits are large. Where members
-    # are taken out, heavy ones may leave light ones.
+    # The relative error of sums is a few units, and of exponentials as many units as their logits are large. Where
+    # members are taken out, heavy members may leave light ones.
     farthest = xp.astype(longest_of(means) + xp.max(radius, axis=1), x.q.dtype)
     longest = xp.maximum(longest_of(x.kept_keys, x.keys), farthest)
     logits = norms[..., 0] * longest[:, None, None]
@@ -103,11 +104,11 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tu
     known = xp.isfinite(most_rest) & xp.isfinite(least_rest)  # not where logits overflow
     most_rest = xp.clip(xp.where(known, most_rest, xp.ones_like(rest)), 0.0, 1.0)
     least_rest = xp.clip(xp.where(known, least_rest, xp.zeros_like(rest)), 0.0, 1.0)
-    # With shares ρ of the keys that are left out, whose mean value is r, and ρ' ≤ ρ of their summaries, r', outputs
-    # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the others: by at most ρ diameters.
+    # The keys that are left out have a share ρ and a mean value r, and their summaries ρ' ≤ ρ and r'. So outputs
+    # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the other keys: by at most ρ diameters.
     error = most_rest * 2 * value_radius[:, None, None]
     least = xp.full((), xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
-    error = xp.where((value_radius > 0)[:, None, None], xp.maximum(error, least), error)  # a product that underflows
+    error = xp.where((value_radius > 0)[:, None, None], xp.maximum(error, least), error)  # the product may underflow
     return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
 
 
@@ -118,5 +119,5 @@ def longest_of(*stacks: Any) -> Any:
     if not (X.shape[1] and X.shape[2]):
         return xp.sum(X, axis=(1, 2))
     top = xp.max(xp.abs(X), axis=(1, 2))
-    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[:, None, None]  # squares of the longest stay in range
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[:, None, None]  # keeps the largest squares in range
     return top * xp.sqrt(xp.max(xp.sum(scaled * scaled, axis=-1), axis=1))

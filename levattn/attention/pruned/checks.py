@@ -1,4 +1,4 @@
-"""Conditions on what was computed, which a device is asked for once and not one by one."""
+"""Conditions on computed arrays, read from a device all at once and not one by one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["Checks"]
 
 
 class Checks:
-    """Conditions that hold unless numbers are not finite, each with its error.
+    """Conditions that hold unless numbers are not finite, each with its message.
 
-    To read one from a device is to wait for it: tensors and arrays of CuPy go on with whatever they hold, until
-    `settle`. Others are looked at where they come up.
+    Reading a condition from a device waits for the device, so conditions of tensors and of CuPy wait until `settle`.
+    Other conditions are checked at once.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, str]] = []
 
     def expect(self, holds: Any, message: str) -> None:
-        """Raise NonFiniteError with a message, now or later, unless a condition holds, an array of no axes."""
+        """Raise NonFiniteError with a message, now or in `settle`, unless `holds`, an array without axes, is true."""
         if is_torch(holds) or on_cuda(holds):
             self._waiting.append((holds, message))
         elif not bool(holds):
             raise NonFiniteError(message)
 
     def settle(self) -> None:
-        """Raise for the first condition so far that does not hold: one wait for all."""
+        """Raise for the first condition so far that does not hold, with one wait for all."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return

@@ -1,4 +1,4 @@
-"""Which keys pruned attention attends exactly, and which clusters the others form. Nothing here has a gradient."""
+"""The keys that pruned attention attends exactly, and the clusters of the others. Nothing here has a gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "spectra",
 ]
 
-_ROUNDS = 2  # of Lloyd's algorithm; more change little
+_ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Sums:
 
     @classmethod
     def of(cls, X: Any, *, second: bool = True) -> Sums:
-        """Return the sums over the rows of X (b, n, d), second ones only if they are asked for."""
+        """Return the sums over the rows of X (b, n, d), with second moments only if `second`."""
         total, squares = kernels_for("pruned", X).row_moments(X, second)
         return cls(total, squares, X.shape[1])
 
@@ -67,12 +67,11 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """How differences of keys are measured: by how much they change the logits of the queries seen.
+    """The measure of differences of keys: how much they change the logits of the queries so far.
 
-    root: (b, d, d), a factor L with L Lᵀ the second moment of the queries: ‖x L‖² is the mean square of ⟨q, x⟩. About
-        their mean for a softmax, which sees no constant; about zero for powers.
-    query: (b, d), the mean query; for powers zero.
-    origin: (b, d), the mean key for a softmax, which sees no constant either; for powers zero.
+    `root`: (b, d, d), a factor L of the second moment L Lᵀ of the queries. So ‖x L‖² is the mean square of ⟨q, x⟩.
+    The moment is about the mean for a softmax, which no constant changes, and about zero for powers.
+    `query`: (b, d), the mean query; zero for powers. `origin`: (b, d), the mean key; zero for powers.
     """
 
     root: Any
@@ -80,12 +79,12 @@ class Measure:
     origin: Any
 
     def places(self, K: Any) -> tuple[Any, Any]:
-        """Return the places of keys (b, n, d), between which distances are taken, and ⟨mean query, k⟩ (b, n)."""
+        """Return the places of keys (b, n, d), whose distances are the measure, and ⟨mean query, k⟩ (b, n)."""
         found: tuple[Any, Any] = kernels_for("pruned", K).places(K, self.origin, self.root, self.query)
         return found
 
     def places_of(self, held: Summaries) -> tuple[Any, Any]:
-        """Return the same for summaries: where their means are, and what each unit of their weight stands for."""
+        """Return the places of the means of summaries, and the log mass at the mean query for each unit of weight."""
         xp, dtype = namespace_of(held.keys), self.root.dtype
         means, weight = means_of(held)
         X, along = self.places(xp.astype(without_gradient(means), dtype))
@@ -93,7 +92,7 @@ class Measure:
 
 
 def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks: Checks) -> Measure:
-    """Return the measure of some queries and keys, in the dtype that it is used in."""
+    """Return the measure of some queries and keys, in the given dtype."""
     xp = namespace_of(queries.total)
     moment = finite_or_zero(queries.moment(power is None), "queries", checks)
     d = moment.shape[-1]
@@ -113,7 +112,7 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
 
 
 def finite_or_zero(moment: Any, name: str, checks: Checks) -> Any:
-    """Return second moments (b, d, d), zeros for one that is not finite, which would be an error to decompose."""
+    """Return second moments (b, d, d), with zeros for non-finite matrices, which no library decomposes."""
     xp = namespace_of(moment)
     finite = xp.isfinite(moment)
     checks.expect(xp.all(finite), f"{name} hold NaN or infinity, or are too large for their squares; give finite ones")
@@ -123,7 +122,7 @@ def finite_or_zero(moment: Any, name: str, checks: Checks) -> Any:
 def _factor(moment: Any, checks: Checks) -> Any:
     """Return the Cholesky factor of each matrix (b, d, d)."""
     xp = namespace_of(moment)
-    without_wait = getattr(xp.linalg, "cholesky_ex", None)  # torch's: its `cholesky` asks the device at once
+    without_wait = getattr(xp.linalg, "cholesky_ex", None)  # torch's, because its `cholesky` waits for the device
     if without_wait is None:
         return xp.linalg.cholesky(moment)
     root, failed = without_wait(moment)
@@ -134,7 +133,7 @@ def _factor(moment: Any, checks: Checks) -> Any:
 
 
 def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: Any, checks: Checks) -> list[Measure]:
-    """Return the measures of several pairs of queries and keys, of one batch all: factored at once."""
+    """Return the measures of several pairs of queries and keys of one batch, factored at once."""
     xp, b = namespace_of(queries[0].total), queries[0].total.shape[0]
     means, moments, origins = (
         xp.concat(arrays, axis=0)
@@ -146,7 +145,7 @@ def measures(queries: list[Sums], keys: list[Sums], power: float | None, dtype: 
 
 
 def spectra(keys: list[Sums], centered: bool, checks: Checks) -> list[tuple[Any, Any]]:
-    """Return eigenvalues (b, d) and eigenvectors (b, d, d) of the moments of several sums: decomposed at once."""
+    """Return eigenvalues (b, d) and eigenvectors (b, d, d) of the moments of several sums, decomposed at once."""
     xp, b = namespace_of(keys[0].total), keys[0].total.shape[0]
     moments = xp.concat([x.moment(centered) for x in keys], axis=0)
     values, directions = xp.linalg.eigh(finite_or_zero(moments, "keys", checks))
@@ -155,9 +154,10 @@ def spectra(keys: list[Sums], centered: bool, checks: Checks) -> list[tuple[Any,
 
 
 def one_sided(K: Any, spectrum: tuple[Any, Any]) -> Any:
-    """Return keys (b, n, d) times ±1, by which they are on one side of the origin as far as they can be.
+    """Return keys (b, n, d) times ±1, which puts them on one side of the origin as far as possible.
 
-    Even functions of a product do not see the sign, but means of keys do. spectrum: of the moment of all keys.
+    The sign does not change even functions of a product, but it changes means of keys. `spectrum`: of the moment of
+    all keys.
     """
     xp = namespace_of(K)
     along = xp.matmul(without_gradient(K), xp.astype(spectrum[1][..., -1:], K.dtype))
@@ -165,10 +165,10 @@ def one_sided(K: Any, spectrum: tuple[Any, Any]) -> Any:
 
 
 def in_range(q: Any, keys: Any, before: Any = None) -> Any:
-    """Return queries (b, g, m, d) with the same weights of a power, whose products with keys (b, n, d) are in range.
+    """Scale queries (b, g, m, d) so that their products with keys (b, n, d) are in range.
 
-    These stay as they are if a query is multiplied by a number. With `before`, earlier keys, query i
-    reads these and the first i + 1 keys, and nothing else changes what it is multiplied by.
+    A factor of a query does not change the weights of a power. With `before`, earlier keys, query i reads these and
+    the first i + 1 keys, and its factor depends on these keys alone.
     """
     if not (q.shape[-1] and q.shape[-2] and keys.shape[1]):
         return q
@@ -186,7 +186,7 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
         if before.shape[1]:
             columns = xp.maximum(columns, xp.max(exponents(before), axis=1, keepdims=True))
         step = 1
-        while step < columns.shape[1]:  # the largest of the first i + 1, in doubling steps
+        while step < columns.shape[1]:  # the maximum of the first i + 1, in doubling steps
             later = xp.maximum(columns[:, step:, :], columns[:, :-step, :])
             columns = xp.concat([columns[:, :step, :], later], axis=1)
             step *= 2
@@ -206,10 +206,10 @@ def scored(
     checks: Checks,
     rounds: int = _ROUNDS,
 ) -> tuple[Any, Any]:
-    """Return the scores (b, n) of keys, "expected" or "residual", by their places and ⟨mean query, k⟩.
+    """Return the scores (b, n) of keys, "expected" or "residual", from their places and ⟨mean query, k⟩.
 
-    With them the clusters (b, n) from which residuals are taken, or None. weight: (b, n), of the rows in these.
-    rounds: of Lloyd's algorithm.
+    The second result is the clusters (b, n) of the residuals, or None. `weight`: (b, n), of the rows in the clusters.
+    `rounds`: of Lloyd's algorithm.
     """
     xp = namespace_of(X)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -229,7 +229,7 @@ def scored(
     labels, distance = None, squares
     if R:
         labels, distance = kernels_for("pruned", X).cluster(X, weight, R, rounds)
-    # what is left of a distance below this is rounding, and must not say which keys are chosen
+    # a distance below this is rounding, and must not decide which keys are chosen
     return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
 
 
@@ -238,11 +238,9 @@ def chosen(
 ) -> tuple[Any, Any, Any]:
     """Return the places of the chosen rows (b, s), ascending, how many of them count (b,) or None, and flags (b, n).
 
-    The largest `size` scores, of equal ones the first; or those of at least `epsilon`. Besides them those flagged in
-    `first`. Rows of score −inf are absent.
-
-    forced: how many are flagged in `first` in each item, where all rows are there: then no device is waited for,
-    unless by a threshold.
+    Chosen are the rows with the `size` largest scores, on ties the first, or all rows with scores of at least
+    `epsilon`. The rows flagged in `first` are chosen as well. Rows of score −inf are absent. `forced`: the number of
+    flags in `first` for each item, if no row is absent. Then, without a threshold, no wait for a device is needed.
     """
     xp = namespace_of(scores)
     n = scores.shape[1]
@@ -269,7 +267,7 @@ def chosen(
 
 
 def _up_to(top: Any, order: Any, place: Any) -> Any:
-    """Return which rows (b, n) are among the first of an order (b, s), the largest first, of equal ones the first."""
+    """Return flags (b, n) of the rows in an order (b, s): the largest first, on ties the first."""
     xp = namespace_of(top)
     if not order.shape[1]:
         return xp.zeros_like(top, dtype=xp.bool)
@@ -290,8 +288,8 @@ def grouped(
 ) -> tuple[Any, Any, Summaries]:
     """Return the cluster of each item (b, n), -1 where its weight is 0, log weights (b, n), and the R summaries.
 
-    along: (b, n), the logarithm of what an item stands for at the mean query, for each unit of its weight. labels: the
-    clusters that residuals were taken from, which lose the items of weight 0 alone; or None to find some.
+    `along`: (b, n), the log mass of an item at the mean query, for each unit of its weight. `labels`: the clusters of
+    the residuals, which lose only the items of weight 0; or None to find clusters.
     """
     xp = namespace_of(X)
     kernels = kernels_for("pruned", X)
@@ -309,14 +307,14 @@ def grouped(
 
 
 def items_of(ones: Any, keys: Any, values: Any) -> Summaries:
-    """Return rows as items to be grouped, each of weight and count 1; ones: (b, n)."""
+    """Return rows as items for clusters, each of weight and count 1; ones: (b, n)."""
     return Summaries(ones, keys, values, namespace_of(ones).zeros_like(ones), ones)
 
 
 def balanced(summaries: Summaries) -> Summaries:
-    """Return the summaries with weights whose mean is 1, which stand for the same.
+    """Scale the weights of summaries to a mean of 1, which does not change the mass they stand for.
 
-    Merged again and again they would over- or underflow otherwise: each time weights change by up to exp(±TILT).
+    Otherwise repeated merges would over- or underflow: each changes weights by a factor of up to exp(±TILT).
     """
     xp = namespace_of(summaries.weight)
     there = summaries.count > 0
@@ -332,7 +330,7 @@ def balanced(summaries: Summaries) -> Summaries:
 
 
 def means_of(summaries: Summaries) -> tuple[Any, Any]:
-    """Return the means (b, R, d) of the members of summaries and their weights (b, R); of none: zero and 1."""
+    """Return the means (b, R, d) of the members of summaries and their weights (b, R); zero and 1 without members."""
     xp = namespace_of(summaries.keys)
     weight = xp.where(summaries.count > 0, summaries.weight, xp.ones_like(summaries.weight))
     return summaries.keys / weight[..., None], weight

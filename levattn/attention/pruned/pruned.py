@@ -47,8 +47,8 @@ def pruned_attention(
 ) -> Any:
     r"""Attention to a few keys, and to summaries of all the others.
 
-    A query q attends exactly to the keys E that are near it, selected by their scores, or first in the sequence. The
-    others are in R clusters, and each cluster c counts as one key more:
+    A query q attends exactly to a set E of keys: keys near it, keys with large scores, and the first keys of the
+    sequence. The other keys form R clusters, and each cluster c counts as one more key:
 
     .. math::
 
@@ -58,11 +58,12 @@ def pruned_attention(
         \quad \bar v_c = \frac{1}{W_c} \sum_{j \in c} w_j v_j,
 
     with logits :math:`z_j = \text{scale} \langle q, k_j \rangle`, :math:`W_c = \sum_{j \in c} w_j`, and one
-    normalization for all. Members that q attends as near keys are taken out of the sums, exactly. The weights are
+    normalization for all. The sums leave out, exactly, the members that q attends as near keys. The weights are
     :math:`w_j \propto \exp(\text{scale} \langle \bar q, k_j \rangle)` (within a factor of e³ of their cluster's) for
-    the mean query q̄: so the summary is the tangent of the cluster's mass at q̄, and with w = 1 the plain centroid with
-    the logarithm of its count. Whatever the weights, :math:`W_c e^{\bar z_c} \le \sum_{j \in c} e^{z_j}` by Jensen's
-    inequality: a summary never counts for more than its members. If the slots cover all keys, this is dense attention.
+    the mean query q̄. So the summary is the tangent of the cluster's mass at q̄. With w = 1 it is the plain centroid
+    with the logarithm of its count. Whatever the weights, :math:`W_c e^{\bar z_c} \le \sum_{j \in c} e^{z_j}` by
+    Jensen's inequality: a summary never counts for more than its members. If the slots cover all keys, this is dense
+    attention.
 
     Parameters
     ----------
@@ -75,90 +76,94 @@ def pruned_attention(
     V : array of shape (..., G, n, D)
         Values.
     budget : int or float, optional
-        Slots for each query, their number or, as a float in (0, 1], the share of the keys that are there (if `causal`:
-        of the n positions of the call); what other options leave open is split as `Slots.of` says. One of budget, size
-        and epsilon is given. A number that covers all keys is split nevertheless if a state is returned.
+        Slots for each query: their number, or a share in (0, 1] of the keys that the mask leaves, as a float. If
+        `causal`, the share is of the n positions of the call. `Slots.of` splits the slots that other options leave
+        open. Give one of budget, size and epsilon. If a state is returned, even a number that covers all keys is
+        split.
     size : int, optional
-        Keys selected for each head of the keys: those with the largest scores, of equal ones the first.
+        Number of keys selected for each head of the keys: the keys with the largest scores, on ties the first.
     epsilon : float, optional
-        Or: all keys with a score of at least this. With ``scores="leverage"`` and ``center=False`` these are
-        `levattn.universal_set` of the keys, for f(x) = x². If `causal`, of the keys so far, by their second moment in
-        float64 alone: for keys of a condition number above 10⁶ or so that is no guarantee.
+        Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
+        these are the `levattn.universal_set` of the keys for f(x) = x². If `causal`, they are the set of the keys so
+        far, from their second moment in float64 alone. That is no guarantee for keys of a condition number above 10⁶
+        or so.
     summaries : int, optional
-        R. With 0 (the default without a budget) all other keys are dropped.
+        R, the number of clusters. 0, the default without a budget, drops all other keys.
     window : int, optional
-        Keys near a query, as in `Slots`: on each side of it (itself included, unless 0), or if `causal` before the
-        last selection. 0 without a budget.
+        Number of keys near a query, as in `Slots`: on each side of it (itself included, unless 0). If `causal`, before
+        the last selection. 0 without a budget.
     sinks : int, optional
-        First keys that are kept whatever their scores; 0 if not given.
+        Number of first keys that are kept whatever their scores; 0 if not given.
     scores : {"residual", "expected", "leverage"} or array of shape (..., G, n)
-        What keys are selected by. "expected": the logarithm of the expected weight for a normal query with the mean
-        and covariance of the queries at hand [1]_. "residual": that, plus the logarithm of the squared distance to
-        the mean of the key's own cluster, measured by how much it changes the queries' logits: keys that a summary
-        would get wrong. "leverage": leverage scores, whatever the queries. An array: scores of your own.
+        The scores that select keys. "expected": the logarithm of the expected weight for a normal query with the mean
+        and covariance of the given queries [1]_. "residual": the expected score plus the logarithm of the squared
+        distance to the mean of the key's own cluster. The distance is the change of the queries' logits, so keys that
+        a summary would get wrong score high. "leverage": leverage scores, whatever the queries. An array: your own
+        scores.
     center : bool, optional
-        Whether leverage scores are those of the keys less their mean; True for softmax, which does not see the mean,
-        if not given. Other functions see it, and take False only.
+        Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
+        the mean does not change. It changes other functions, so these take False only.
     f : "softmax", float or Power
         The attention function: a number p ≥ 1 stands for weights :math:`|\text{scale} \langle q, k\rangle|^p`. There
-        :math:`p_c \propto |c|\,|\bar z_c|^p` with w = 1, of keys that are turned to one side (k or −k), as f is even.
+        :math:`p_c \propto |c|\,|\bar z_c|^p` with w = 1, for keys turned to one side (k or −k), because f is even.
     causal : bool, default False
-        Whether row i reads keys 0 to i only. All of them, as long as there are no more than slots (but by thresholds
-        from the first chunk on). Then selection and summaries are renewed every `chunk` positions from what is past,
-        queries included; between, a row reads what came since up to itself.
+        Whether row i reads keys 0 to i only. It reads all of them as long as the slots hold them (with a threshold,
+        within the first chunk). After that, past keys and queries renew the selection and the summaries every `chunk`
+        positions. A row also reads all keys since the last renewal, up to its own.
     chunk : int, optional
-        Positions between two selections: by a budget as in `Slots.of`, else 64.
+        Number of positions between two selections: with a budget as in `Slots.of`, else 64.
     state : PrunedState, optional
-        Causal: what came before, from ``return_state=True``. It holds the options of selection, which are then left
-        out here; `f` and `scale` are given again. Rows are those of one call for all positions, to rounding.
+        Causal: the state after the earlier positions, from ``return_state=True``. It holds the options of selection:
+        leave these out here, but give `f` and `scale` again. To rounding, rows equal the rows of one call for all
+        positions.
     return_state : bool, default False
         Causal: whether to return the state after these positions as well.
     scale : float, optional
-        What products are multiplied by; 1/√d if it is None.
+        Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
-        True for a key that is there; leading axes are broadcast (give (..., 1, n) for one mask for all heads). Others
-        are left out altogether: results are those of a call without them, but for causal budgets, which are of n.
+        True for a key that takes part; leading axes are broadcast (give (..., 1, n) for one mask for all heads).
+        The result is the same as without the other keys, except that a causal budget refers to all n positions.
     query_mask : array of bool, shape (..., G, m), optional
-        True for a query that counts; rows of others are zero, and they take no part in what is known of the queries.
-        Where a window or `causal` says that queries and keys are at the same positions it is `mask` if not given, else
-        all true. Not if `causal`.
+        True for a query that counts. The rows of other queries are zero, and the selection ignores them. The default
+        is `mask` where a window or `causal` puts queries and keys at the same positions, else all true. Do not give it
+        if `causal`.
     queries : array of shape (..., H, s, d), optional
-        Queries by which keys are selected and summarized in place of Q, all of which count; of H heads, of G or of
-        one for all. Not if `causal`. So what is selected does not depend on Q, which `pruned_coverage` needs.
+        Queries that select and summarize keys in place of Q; all of them count. For H heads, for G, or one for all.
+        The selection then does not depend on Q, as `pruned_coverage` requires. Do not give it if `causal`.
     return_certificate : bool, default False
-        Whether to return what is certain of the result.
+        Whether to return bounds of the error as well.
 
     Returns
     -------
     array of shape (..., H, m, D)
-        Of the dtype of `V`. Gradients of torch reach Q, K and V; the selection and the weights w are constant. Rows
-        that read nothing are zero.
+        Outputs in the dtype of `V`. Gradients of torch reach Q, K and V; the selection and the weights w are constant.
+        Rows that read no key are zero.
     PrunedState
-        If `return_state`.
+        The state after these positions, if `return_state`.
     PrunedCertificate
-        If `return_certificate`.
+        The bounds, if `return_certificate`.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is of another kind, shape or range.
+        If an argument has a wrong type, shape or value.
     NonFiniteError
-        If scores are NaN, as they are where Q or K holds NaN or infinity.
+        If scores are NaN, because Q or K holds NaN or infinity.
 
     Notes
     -----
-    If `causal`, the weights of a summary are scaled to a mean of 1 at every renewal, in float64, which changes nothing
-    of what it stands for: so a state goes on for any number of positions. What comes after a row changes no bit of it,
-    nor does another n (but through a budget, which is of n). Of tensors on a device or with gradients it changes
-    rounding alone, as their chunks are one batch.
+    If `causal`, each renewal scales the weights of a summary to a mean of 1, in float64. The summary still stands for
+    the same mass, so a state goes on for any number of positions. Later positions change no bit of a row, nor does
+    another n, except through a budget, which refers to n. For tensors on a device or with gradients they change the
+    rounding alone, because the chunks of such tensors are one batch.
 
-    Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query; memory O(m D + n (d + D)), and 2²²
-    logits at a time (2²⁶ of tensors on a device). Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of
+    Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query. Memory O(m D + n (d + D)), and 2²²
+    logits at a time (2²⁶ for tensors on a device). Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of
     O(s (d + D) + d²).
 
-    The guarantee of universal sets (`levattn.universal_set`) is for abs(x)^p and by thresholds. For softmax a
-    selection is a heuristic whatever its scores: the certificate tells what it lost, and the summaries carry most of
-    what dropping the keys would lose.
+    The guarantee of universal sets (`levattn.universal_set`) holds for abs(x)^p and thresholds. For softmax a
+    selection is a heuristic whatever its scores. The certificate bounds the loss, and the summaries carry most of the
+    mass that dropping the keys would lose.
 
     References
     ----------
@@ -218,7 +223,7 @@ def pruned_attention(
 
 
 def _refuse_mixed(causal: bool, m: int, n: int, *, continued: bool, query_mask: Any, queries: Any) -> None:
-    """Raise for what goes only with causal attention, or only without."""
+    """Raise for options that go only with causal attention, or only without."""
     if causal and m != n:
         raise ValueError(
             f"Q has {m} rows and K has {n}, and causal is True; expected as many: give earlier keys as state="

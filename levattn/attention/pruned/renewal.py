@@ -1,4 +1,4 @@
-"""The selection of causal pruned attention: which keys are kept, and the summaries of the others, renewed."""
+"""Renewal of the selection of causal pruned attention: the keys that are kept, and summaries of the others."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from levattn.attention.pruned.state import PrunedPart
 
 __all__ = ["Known", "known_after", "selected_anew"]
 
-# The measure of the queries and keys so far, and the spectrum of the keys where it is read
+# The measure of the queries and keys so far, and the spectrum of the keys if it is needed
 Known = tuple[choice.Measure, Any]
 
-_ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, which no selection empties
+_ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, so no selection empties a cluster
 
 
 def selected_anew(
     rule: SelectionRule, part: PrunedPart, known: Known | None, room: dict[str, Any], bounded: bool, checks: Checks
 ) -> PrunedPart:
-    """Return the part after a selection among the keys that were kept and those that are no longer recent.
+    """Return the part after a selection among the keys that were kept and the keys that are no longer recent.
 
-    known: of `known_after`, or None where it is not known yet. bounded: whether radii are asked for.
+    `known`: a result of `known_after`, or None to compute it. `bounded`: whether to compute radii.
     """
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
@@ -55,7 +55,7 @@ def selected_anew(
     scores, epsilon, clusters = given, rule.epsilon, None
     if rule.kind == "leverage":
         scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center)
-        if epsilon is not None:  # scores that tie with it are in
+        if epsilon is not None:  # selects scores that tie with it
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     elif given is None:
         R = rule.slots.summaries
@@ -89,7 +89,7 @@ def selected_anew(
 def known_after(
     rule: SelectionRule, queries: list[choice.Sums], keys: list[choice.Sums], dtype: Any, checks: Checks
 ) -> list[Known]:
-    """Return what selections go by besides what is held, for sums at several positions: of all at once."""
+    """Return the measures and spectra that selections need, for sums at several positions, all at once."""
     measures = choice.measures(queries, keys, rule.power, dtype, checks)
     if rule.kind != "leverage" and rule.power is None:
         return [(measure, None) for measure in measures]
@@ -98,7 +98,7 @@ def known_after(
 
 
 def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[Any, Any, Any]:
-    """Return where summaries, if there are any, and keys behind them are, what they stand for, and their counts."""
+    """Return places, log masses and counts of the summaries, if there are any, and of the keys behind them."""
     xp = namespace_of(keys)
     X, along = measure.places(keys)
     weight = xp.astype(there, keys.dtype)
@@ -114,7 +114,7 @@ def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[
 def _renewed_at_once(
     rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
 ) -> PrunedPart | None:
-    """Return the same by one kernel, or None where there is none, or where what is not finite is to be named."""
+    """Return the same part from one kernel; None if there is no kernel, or for numbers that need an error message."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
         RenewalArguments(
@@ -154,7 +154,7 @@ def _renewed_at_once(
 
 
 def _candidates(part: PrunedPart, leaving: int) -> tuple[Any, Any]:
-    """Return the positions (b, n) of kept keys and of the first recent ones, and which of them are there."""
+    """Return the positions (b, n) of kept keys and of the first recent keys, and flags of those present."""
     xp = namespace_of(part.recent)
     device, b = device_of(part.recent), part.recent.shape[0]
     oldest = part.positions - part.recent.shape[1]
@@ -178,25 +178,25 @@ def _summarized(
     clusters: Any,
     bounded: bool,
 ) -> PrunedPart:
-    """Return the part with summaries of those that it holds and of the rows that are left.
+    """Return the part with new summaries of its old ones and of the rows that are left.
 
-    X, along, weight: of the summaries held, if there are any, and of the rows behind them.
+    `X`, `along`, `weight`: of the old summaries, if there are any, and of the rows behind them.
     """
     xp, held, new = namespace_of(X), part.summaries, items
     if held is None:
         items = mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))
-    else:  # which are in float64
+    else:  # summaries are in float64
         items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
         left = xp.concat([weight[:, : held.weight.shape[1]], left], axis=1)
     labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
-    if rule.power is None:  # of powers all weights are 1
+    if rule.power is None:  # for powers all weights are 1
         summaries = choice.balanced(summaries)
     part = replace(part, summaries=summaries, radius=part.radius if bounded else None)
     if not bounded:
         return part
     item_radii = xp.zeros_like(new.weight)
     if held is not None:
-        known = xp.full_like(held.weight, math.inf) if part.radius is None else part.radius  # if nobody asked for it
+        known = xp.full_like(held.weight, math.inf) if part.radius is None else part.radius  # if no call computed it
         item_radii = xp.concat([known, item_radii], axis=1)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
     return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))

@@ -1,4 +1,4 @@
-"""How pruned attention chooses keys, and the options that say so."""
+"""The rule by which pruned attention chooses keys, and its options."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ SCORES = ("residual", "expected", "leverage")
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How keys are chosen: what does not change while a sequence is read.
-
-    kind: one of `SCORES`, or "given".
-    """
+    """How keys are chosen, the same for all positions of a sequence; `kind` is one of `SCORES`, or "given"."""
 
     slots: Slots
     kind: str
@@ -31,19 +28,19 @@ class SelectionRule:
 
     @property
     def first(self) -> int:
-        """Causal: the positions before the first selection, as many as there are slots, but for thresholds."""
+        """Causal: the number of positions before the first selection: the slots, or a chunk with a threshold."""
         return self.slots.chunk if self.epsilon is not None else self.slots.total
 
     def until_selection(self, positions: int) -> int:
-        """Return how many positions follow so many until a selection is next, at least one."""
+        """Return how many positions come before the next selection, at least one."""
         return self.first - positions if positions < self.first else self.slots.chunk - self.since_selection(positions)
 
     def since_selection(self, positions: int) -> int:
-        """Return how many of so many positions, at least `first`, have been after the last selection."""
+        """Return how many positions came after the last selection; `positions` is at least `first`."""
         return (positions - self.first) % self.slots.chunk
 
     def selects_at(self, positions: int) -> bool:
-        """Tell whether a selection follows after so many positions."""
+        """Tell whether a selection follows after this number of positions."""
         return positions >= self.first and not self.since_selection(positions)
 
 
@@ -60,19 +57,19 @@ def exponent_of(f: Any) -> float | None:
 def rule_of(
     n: int, options: dict[str, Any], *, kind: str, power: float | None, causal: bool, aligned: bool
 ) -> SelectionRule:
-    """Return how options of a call say that some of n keys are chosen, or raise."""
+    """Return the rule that the options of a call ask for with n keys, or raise."""
     options = dict(options)
     epsilon, center = options.pop("epsilon"), options.pop("center")
     if epsilon is not None and (
         isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
     ):
-        raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, which scores are compared with")
+        raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
     if epsilon is not None and kind == "leverage":
         check_epsilon(epsilon)
     if center is not None and kind != "leverage":
         raise ValueError(f'center is {center!r} and scores is {kind!r}; expected center only with scores="leverage"')
     if center and power is not None:
-        raise ValueError("center is True and f is a power; expected center only for softmax, which sees no mean")
+        raise ValueError("center is True and f is a power; expected center only for softmax")
     slots = slots_for(n, causal=causal, aligned=aligned, by_threshold=epsilon is not None, **options)
     return SelectionRule(
         slots,

@@ -1,4 +1,4 @@
-"""How many keys a query of pruned attention reads, and of which kinds."""
+"""The slots of a query of pruned attention: how many keys of each kind it reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from levattn._core.checks import whole_number
 
 __all__ = ["Slots", "slots_for"]
 
-_CHUNK = 64  # positions between two selections of causal attention, where nothing else tells
-_NARROW = 16  # slots of a chunk that is half of the budget go to others, which count more where there are few
+_CHUNK = 64  # positions between two selections of causal attention by default
+_NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 
 
@@ -26,12 +26,12 @@ class Slots:
     summaries : int
         Clusters that stand for all keys that are neither selected nor first.
     window : int
-        Keys near a query. Not causal: on each side of it, so that ``2 window + 1`` slots are taken (none for 0).
-        Causal: before what came after the last selection at least.
+        Keys near a query. Not causal: on each side of it, which takes ``2 window + 1`` slots (none for 0).
+        Causal: at least this many keys before the last selection.
     sinks : int
-        First keys of the sequence, kept whatever their scores.
+        Number of first keys of the sequence, kept whatever their scores.
     chunk : int
-        Causal: positions between two selections; a query reads those since the last one up to itself. Else 0.
+        Causal: positions between two selections; a query reads the keys since the last one up to its own. Else 0.
 
     Examples
     --------
@@ -50,7 +50,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """The most slots that a query can have, the last before a selection."""
+        """The largest number of slots of a query, which the last query before a selection has."""
         near = self.window + self.chunk if self.chunk else (2 * self.window + 1 if self.window else 0)
         return self.selected + self.summaries + self.sinks + near
 
@@ -58,28 +58,28 @@ class Slots:
     def of(cls, budget: float, n: int, *, causal: bool = False) -> Slots:
         """Split a budget: two fifths at most for the keys near a query, four fifths of the rest for summaries.
 
-        What is left is selected by scores. (On a pretrained encoder nearness counts most where slots are few, and
-        summaries where there are many; examples/pruning.)
+        Scores select keys for the remaining slots. (On a pretrained encoder near keys matter most with few slots, and
+        summaries with many; examples/pruning.)
 
         Parameters
         ----------
         budget : int or float
-            Slots for each query: their number, or in (0, 1] the share of the keys, rounded down.
+            Slots for each query: their number, or a share of the keys in (0, 1], rounded down.
         n : int
             Number of keys.
         causal : bool, default False
-            Whether the attention is causal: then up to half goes to the chunk (a quarter below 64 slots), an eighth to
-            the keys before it, and five eighths of the rest to summaries.
+            Whether the attention is causal. Then up to half goes to the chunk (a quarter below 64 slots) and an eighth
+            to the keys before it. Summaries get five eighths of the rest.
 
         Returns
         -------
         Slots
-            With ``total`` of the budget, or where it covers all keys with ``selected = n`` and nothing else.
+            Slots whose ``total`` is the budget; if it covers all keys, ``selected = n`` and nothing else.
 
         Raises
         ------
         TypeError, ValueError
-            If the budget is no number, or below one slot.
+            If the budget is not a number, or below one slot.
         """
         return cls._split(_total(budget, n), n, causal)
 
@@ -110,10 +110,7 @@ def slots_for(
     sinks: Any,
     chunk: Any,
 ) -> Slots:
-    """Return the slots that the options of a call ask for, or raise.
-
-    `aligned`: whether queries and keys are at the same positions, so that some keys are near a query.
-    """
+    """Return the slots that the options of a call ask for, or raise; `aligned`: queries and keys share positions."""
     if (budget is None) + (size is None) + (not by_threshold) != 2:
         raise ValueError(
             f"budget={budget!r}, size={size!r} and epsilon={'given' if by_threshold else None} were given; expected "
@@ -148,7 +145,7 @@ def slots_for(
 
 
 def _total(budget: Any, n: int) -> int:
-    """Return a number of slots, or of a share of n keys, or raise."""
+    """Return the number of slots of a budget, a number or a share of n keys, or raise."""
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(f"budget is {budget!r}; expected a number of slots, or a share of the keys in (0, 1]")
     if isinstance(budget, Integral):

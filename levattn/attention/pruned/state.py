@@ -1,4 +1,4 @@
-"""The state of causal pruned attention after some positions."""
+"""The state of causal pruned attention after a number of positions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class PrunedPart:
 
     rows: (b,) int64 of numpy, the numbers of these items in the batch.
 
-    kept, kept_values, kept_scores, kept_places: (b, s, d), (b, s, D), (b, s), (b, s): chosen keys, their values, their
-    given scores, and their positions.
+    kept, kept_values, kept_scores, kept_places: (b, s, d), (b, s, D), (b, s), (b, s): chosen keys with their
+    values, given scores and positions.
 
     kept_count: (b,) or None.
 
-    summaries: of all other keys but the recent ones, or None. They are in float64, because errors of repeated merges
-    add up.
+    summaries: of all other keys except the recent ones, or None. In float64, because errors of repeated merges add up.
 
     radius: (b, R) in float64; no member is farther from the mean of its cluster.
 
@@ -118,14 +117,14 @@ def _bytes(array: Any) -> int:
 
 
 def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float | None) -> SelectionRule:
-    """Return the rule of a state, or raise if a call that continues it asks for another."""
+    """Return the rule of a state, or raise if the call that continues it asks for another rule."""
     if not isinstance(state, PrunedState):
         raise TypeError(f"state is of type {type(state).__name__}; expected a PrunedState, from return_state=True")
     rule = state.rule
     again = [name for name, value in options.items() if value is not None]
     if again:
         raise ValueError(
-            f"state and {', '.join(again)} were given; expected the state alone, which holds these options"
+            f"state and {', '.join(again)} were given; expected the state alone, because it holds these options"
         )
     if rule.power != power:
         raise ValueError(f"f is not the function of the state (power {rule.power}); expected the same function")
@@ -153,14 +152,14 @@ def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> P
 
 
 def picked(part: PrunedPart, which: Any) -> PrunedPart:
-    """Return a part with some of its items, by their places in it, an array of numpy."""
+    """Return a part with the items at the places `which`, an array of numpy."""
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
     return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
 
 
 def some_of(part: PrunedPart, items: slice) -> PrunedPart:
-    """Return a part with a run of its items, whose arrays are views."""
+    """Return a part with a slice of its items, whose arrays are views."""
     return replace(converted(part, lambda array: array[items, ...]), rows=part.rows[items])
 
 
@@ -173,13 +172,13 @@ def all_of(parts: list[PrunedPart]) -> PrunedPart:
 
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
-    """Return a part with a function applied to all its arrays but `rows`."""
+    """Apply a function to all arrays of a part except `rows`."""
     found: PrunedPart = mapped(replace(part, rows=None), convert)
     return replace(found, rows=part.rows)
 
 
 def arrays_of(part: PrunedPart) -> list[Any]:
-    """Return the arrays of a part, but for `rows`."""
+    """Return the arrays of a part except `rows`."""
     found: list[Any] = []
     converted(part, found.append)
     return found

@@ -30,7 +30,7 @@ MODEL is a .gguf file, or a folder such as this command makes:
 """
 _PROFILE_EPILOG = """\
 \b
-What is printed, a row for each layer and head of keys (nats a token):
+Output, one row for each layer and head of keys (nats a token):
   layer, head  their numbers, from 0
   cost         recall and text together, which compress uses
   recall       rise of the loss of answers if the head is cut
@@ -56,8 +56,8 @@ template's start of a message.
 """
 _COMPRESS_EPILOG = """\
 \b
-What is printed:
-  positions    tokens that were read, including a chat template's
+Output:
+  positions    tokens read, including tokens of a chat template
   bytes        of the kept keys, values and weights
   dense bytes  of all keys and values of these positions
   seconds      of reading and compressing
@@ -80,7 +80,7 @@ answers it. Otherwise the model continues the text, a new line and the question 
 the answer, such as "The one who comes home is".
 """
 
-_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the answer.")]
 
 
 def add(app: typer.Typer) -> None:
@@ -137,7 +137,7 @@ def _compress(
         int | None,
         typer.Option(
             min=2,
-            help="Most tokens to read. Default: all, or as many as leave room for a question and its answer.",
+            help="Maximum number of tokens to read. Default: all, or as many as leave room for question and answer.",
         ),
     ] = None,
     chunk: Annotated[

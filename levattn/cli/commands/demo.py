@@ -14,7 +14,7 @@ __all__ = ["add"]
 _HELP = """\
 Try it: universal sets of the 72 heads of a real encoder.
 
-Use it to see the sets and to check their guarantee, without own data. The queries and keys of
+Use it to see the sets and check their guarantee, without data of your own. The queries and keys of
 all-MiniLM-L6-v2 on a text of 512 tokens come with the package. The demo compares the set of each head with brute force
 over every attention score. It makes a second set from half of the queries of the text, and tries it on the others. It
 writes two files with the same four pictures, and takes ten seconds to a minute.
@@ -26,7 +26,7 @@ Examples:
 """
 _EPILOG = """\
 \b
-What is printed, a row for each head:
+Output, one row for each head:
   layer, head  numbers of the layer and of its head, from 0
   n, d         keys of the head, and their columns
   rank, cond   numerical rank and condition number of the keys

@@ -30,7 +30,7 @@ MODEL is a .gguf file, or a folder such as this command makes:
 """
 _INSPECT_EPILOG = """\
 \b
-What is printed, a row for each layer and head of keys:
+Output, one row for each layer and head of keys:
   layer, head  their numbers, from 0
   n, d         keys (one for each token) and their columns
   κ            condition number of the keys, on their row space
@@ -63,7 +63,7 @@ MODEL is a .gguf file, or a folder such as this command makes:
 """
 _PRUNE_EPILOG = """\
 \b
-What is printed, a row for each layer and head of keys (means over at most 64
+Output, one row for each layer and head of keys (means over at most 64
 queries of the text):
   layer, head  their numbers, from 0
   slots        slots that a query read
@@ -80,7 +80,7 @@ _SLOTS = "Slots"
 
 _Text = Annotated[Path, typer.Option(help="Text file in UTF-8. Its first --tokens are read.")]
 _Tokens = Annotated[
-    int, typer.Option(min=2, help="Most tokens of the text to read; never more than the model has positions.")
+    int, typer.Option(min=2, help="Maximum number of tokens to read; never more than the model has positions.")
 ]
 _Budget = Annotated[
     float,

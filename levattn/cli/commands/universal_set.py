@@ -18,12 +18,11 @@ __all__ = ["add"]
 _HELP = """\
 Find the universal set of the keys in a file.
 
-The set holds the keys to which some query, whichever it is, can give at least ε of its attention. Use it on keys
-saved from a model (after rotary embedding), to learn which keys can matter, and how many. For f(x) = x² the set is
-exact. For other functions it may hold more keys than needed, but never fewer. An array (..., n, d) gets one set for
-each matrix.
+The set holds every key to which some query can give at least ε of its attention. Use it on keys saved from a model
+(after rotary embedding), to learn which keys can matter, and how many. For f(x) = x² the set is exact. For other
+functions it may hold more keys than needed, but never fewer. An array (..., n, d) gets one set for each matrix.
 
-With --queries and --coverage the set is smaller, and made for queries like the queries in a file. A new query finds
+With --queries and --coverage the set is smaller, and serves queries like the queries in a file. A new query finds
 all its keys in the set with the probability --coverage.
 
 \b
@@ -43,12 +42,12 @@ python -c 'import numpy as n; n.save("q", n.random.standard_normal((99, 8)))'
 """
 _EPILOG = """\
 \b
-What is printed, a row for each matrix:
+Output, one row for each matrix:
   item       its place in the array, counted from 0; - if there is only one
   n, d       keys and their columns
   rank       numerical rank of the keys
   condition  condition number of the keys, on their row space
-  ε          the threshold; with --size, the least that the set certifies
+  ε          the threshold; with --size, the smallest that the set certifies
   |U|        keys in the set
   bound      most keys that the set can have: rank/ε for f(x) = x²; for other
              functions, most keys that the smallest such set can have

@@ -13,9 +13,9 @@ __all__ = ["add"]
 _HELP = """\
 Compile all kernels now, so that no later call does.
 
-Use it once after installing, or where an image is built. Without it each kernel is compiled at its first call, which
-takes seconds. The code is kept on disk, for this Python, this processor and this version: see NUMBA_CACHE_DIR in the
-documentation of the program. It takes some minutes, and some seconds where all is there.
+Use it once after installation, or while you build an image. Without it, the first call of each kernel compiles it,
+which takes seconds. The code stays on disk, for this Python, this processor and this version: see NUMBA_CACHE_DIR in
+the documentation of the program. The command takes some minutes, or some seconds if all code is there.
 
 \b
 Examples:

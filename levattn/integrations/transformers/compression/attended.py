@@ -1,4 +1,4 @@
-"""Attention to the slots of a context and to what came after it, by the fused attention of torch where it can be."""
+"""Attention to the slots of a context and to later tokens, with the fused attention of torch where possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from levattn.integrations.transformers.compression.slots import HeadSlots
 
 __all__ = ["attended"]
 
-_LOGITS = 1 << 24  # of all heads at once: so large may masks be, and logits where no kernel is fused
-_ALIGNED = 16  # numbers that rows of a mask are apart a multiple of, or torch copies it
+_LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
+_ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or torch copies the mask
 
 
 def attended(
@@ -25,21 +25,22 @@ def attended(
     scale: float,
     softcap: float | None,
 ) -> Any:
-    """Return the output (B, H, T, D) of queries that read the slots of a context and what came after it.
+    """Return the output (B, H, T, D) of queries that read the slots of a context and the tokens after it.
 
-    q: (B, H, T, d). tail: (B, G, t, ·), of which the last T are of the positions of q, and attended causally.
-    present: (B, t) bool, which of these are no padding, or None for all. Padding reads the context and itself.
+    `q`: (B, H, T, d). `tail`: keys and values (B, G, t, ·) of the later tokens. The last T have the positions of q,
+    and attention to them is causal. `present`: (B, t) bool, False for padding; None if there is no padding. Padding
+    reads the context and itself.
     """
     B, H, T = q.shape[:3]
     t, each = tail[0].shape[2], H // tail[0].shape[1]
     by_columns = _by_columns(q, present, scale, softcap)
-    heads = each if by_columns else B * H  # of which a mask, if there is one, has rows of its own
+    heads = each if by_columns else B * H  # that have their own rows in a mask, if there is one
     step = max(1, _LOGITS // (heads * (t + max(group.keys.shape[2] for group in groups))))
     parts = []
     for first in range(0, T, step):
         rows = q[:, :, first : first + step]
         count = rows.shape[2]
-        end = t - T + first + count  # what comes after is seen by none of them
+        end = t - T + first + count  # none of the rows sees later tokens
         near = tail[0][:, :, :end], tail[1][:, :, :end]
         seen = None
         if not by_columns and (T > 1 or present is not None):
@@ -53,16 +54,16 @@ def _on_device(q: Any) -> bool:
 
 
 def _by_columns(q: Any, present: Any, scale: float, softcap: float | None) -> bool:
-    """Tell whether log-weights are columns of keys: for the rows of a question on a device, of which none is padding.
+    """Tell whether log-weights become columns of keys: on a device, for several rows without padding.
 
-    A single row reads all that there is: its mask is a number for each key, and columns are more.
+    A single row reads all keys, so its mask has one number for each key, and columns would be more.
     """
     many = q.shape[2] > 1 and present is None and softcap is None
     return many and _on_device(q) and SCALES[0] < scale < SCALES[1]
 
 
 def _seen(count: int, t: int, present: Any, device: Any) -> Any:
-    """Return which of what came after the context the last positions see, so many, (B or 1, 1, count, t) bool."""
+    """Return which tokens after the context the last `count` positions see, (B or 1, 1, count, t) bool."""
     place = torch.arange(t, device=device)
     own = place[t - count :, None]
     seen = (place <= own)[None]
@@ -82,7 +83,7 @@ def _of_rows(
 ) -> Any:
     each = q.shape[1] // tail[0].shape[1]
     if seen is not None:
-        seen = seen.repeat(1, 1, each, 1)  # for the rows of all queries that share keys
+        seen = seen.repeat(1, 1, each, 1)  # one copy for each query head that shares keys
     Y = torch.empty((*q.shape[:3], tail[1].shape[-1]), dtype=q.dtype, device=q.device)
     each_head = Y.unflatten(1, (-1, each))
     for group in groups:
@@ -102,7 +103,7 @@ def _of_rows(
 
 
 def _causal(q: Any, group: HeadSlots, near: tuple[Any, Any], scale: float) -> Any:
-    """Fused attention to both at once, with log-weights as products; near ends with the positions of q."""
+    """Fused attention to slots and later tokens at once, with log-weights as products; `near` ends where q does."""
     keys, values = (torch.cat(pair, 2) for pair in zip((group.keys, group.values), near, strict=True))
     weight = group.log_weight
     if weight is not None:
@@ -122,9 +123,9 @@ def _of_heads(array: Any, heads: tuple[int, ...]) -> Any:
 
 
 def _mixture(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float, softcap: float | None) -> Any:
-    """Return the softmax mixture (B, G, L, D) of rows (B, G, L, d) over slots and what came after them.
+    """Return the softmax mixture (B, G, L, D) of rows (B, G, L, d) over slots and the tokens after them.
 
-    seen: (B or 1, 1, L, t) bool, or None for all of what came after.
+    `seen`: (B or 1, 1, L, t) bool, or None if all rows see all of these tokens.
     """
     asked = (q, *near, group.keys, group.values)
     graded = torch.is_grad_enabled() and any(array.requires_grad for array in asked)
@@ -137,9 +138,9 @@ def _mixture(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: 
 
 
 def _by_parts(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
-    """Fused attention to each of the two, put together by the logarithms of their sums: no slot is copied."""
+    """Fused attention to slots and to later tokens, joined by the logarithms of their sums, without a copy."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    kind = torch.promote_types(q.dtype, torch.float32)  # a mask of another width would be read as if of this one
+    kind = torch.promote_types(q.dtype, torch.float32)  # torch would misread a mask of another width
     weight = None
     if group.log_weight is not None:
         weight = group.log_weight.to(kind)[:, :, None].expand(*q.shape[:3], -1)
@@ -153,7 +154,7 @@ def _by_parts(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale:
 
 
 def _by_one_call(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
-    """Fused attention to both at once, with log-weights and what is hidden added to the logits."""
+    """Fused attention to slots and later tokens at once, with log-weights and the mask added to the logits."""
     slots, count = group.keys.shape[2], group.keys.shape[2] + near[0].shape[2]
     rows = 1 if seen is None else q.shape[2]
     bias = q.new_zeros((*q.shape[:2], rows, -(-count // _ALIGNED) * _ALIGNED))[..., :count]

@@ -1,4 +1,4 @@
-"""What a compressed head keeps of a context: keys that are chosen, and summaries of the others with their weights."""
+"""The slots of a compressed head: chosen keys of a context, and summaries of the others with their weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from levattn.attention.pruned.checks import Checks
 
 __all__ = ["HeadSlots", "Split", "appended", "padded_together", "slots_of", "together"]
 
-_SUMMARIES = 256  # of a head at most: more cost time, and on SmolLM2 won nothing
+_SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the slots of a light head are used.
+    """The kinds of slots of a light head.
 
-    sinks: first positions that are kept. window, summaries: shares of the other slots, summaries at most 256. The rest
-    is selected.
+    `sinks`: number of first positions that are kept. `window`, `summaries`: shares of the other slots, with at most
+    256 summaries. Scores select keys for the rest.
     """
 
     sinks: int
@@ -32,7 +32,7 @@ class Split:
     summaries: float
 
     def counts(self, slots: int) -> tuple[int, int, int, int]:
-        """Return numbers of sinks, selected positions, the last positions, and summaries."""
+        """Return the numbers of sinks, selected positions, last positions and summaries."""
         sinks = min(self.sinks, slots)
         window, summaries = (int(share * (slots - sinks)) for share in (self.window, self.summaries))
         summaries = min(summaries, _SUMMARIES)
@@ -41,12 +41,12 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class HeadSlots:
-    """What some heads of a layer keep of the context of some sequences.
+    """The slots of some heads of a layer, for the contexts of some sequences.
 
-    heads: their numbers, ascending.
-    keys, values: (B, G, s, d) and (B, G, s, D).
-    log_weight: (B, G, s) float32, added to the logits; -inf where a sequence has fewer slots. None for zeros.
-    places: (B, G, s) int32, the position of a slot among those of its sequence, -1 for a summary.
+    `heads`: their numbers, ascending.
+    `keys`, `values`: (B, G, s, d) and (B, G, s, D).
+    `log_weight`: (B, G, s) float32, added to the logits; -inf where a sequence has fewer slots. None for zeros.
+    `places`: (B, G, s) int32, the position of a slot in its sequence, -1 for a summary.
     """
 
     heads: tuple[int, ...]
@@ -62,13 +62,13 @@ class HeadSlots:
         return sum(array.numel() * array.element_size() for array in arrays if array is not None)
 
     def of_heads(self, heads: tuple[int, ...]) -> HeadSlots:
-        """Return those of some of the heads."""
+        """Return the slots of some of the heads."""
         index = torch.tensor([self.heads.index(head) for head in heads], device=self.keys.device)
         found: HeadSlots = mapped(self, lambda array: array.index_select(1, index))
         return replace(found, heads=heads)
 
     def of_sequences(self, rows: Any) -> HeadSlots:
-        """Return those of the sequences with these numbers."""
+        """Return the slots of the sequences with these numbers."""
         found: HeadSlots = mapped(self, lambda array: array[rows.to(array.device)])
         return found
 
@@ -77,7 +77,7 @@ class HeadSlots:
 def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any, Any, Any]:
     """Return keys (G, s, d), values, log-weights and places of a context's light heads, s at most `count`.
 
-    Q: (G, m, d), queries times their scale, by whose moments keys are measured. K, V: (G, n, ·), n above count.
+    `Q`: (G, m, d), queries times their scale, whose moments score keys. `K`, `V`: (G, n, ·), with n above `count`.
     """
     dtype, device = K.dtype, K.device
     kind = torch.promote_types(dtype, torch.float32)
@@ -111,13 +111,13 @@ def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any
 
 
 def together(parts: list[tuple[Any, Any, Any, Any]]) -> tuple[Any, Any, Any, Any]:
-    """Return the slots of several heads, as many of each, as one."""
+    """Join the slots of several heads with equal numbers of slots."""
     keys, values, weight, places = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
     return keys, values, weight, places
 
 
 def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any]]) -> HeadSlots:
-    """Return the slots of several sequences as one, those with fewer filled up with slots of no weight."""
+    """Join the slots of several sequences, padding shorter ones with slots without weight."""
     most = max(keys.shape[1] for keys, *_ in parts)
     plain = all(weight is None and keys.shape[1] == most for keys, _, weight, _ in parts)
 
@@ -136,7 +136,7 @@ def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any
 
 
 def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
-    """Return the slots of the same heads from two parts of a context as one."""
+    """Join the slots of the same heads from two parts of a context."""
     weights = None
     if first.log_weight is not None or second.log_weight is not None:
         weights = torch.cat([_weights(first), _weights(second)], 2)
