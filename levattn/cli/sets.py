@@ -52,7 +52,9 @@ _COLUMNS_WITH_COVERAGE = {heading: key for heading, key in _COLUMNS.items() if h
     "queries": "threshold_queries",
 }
 
-_MAGIC = {".npy": b"\x93NUMPY", ".npz": b"PK"}  # the first bytes of the formats
+_PIPED = re.compile(r"\S*/stdin\.(npy|npz|safetensors)\b")  # the file of what came by a pipe
+_HEAD = 9  # bytes, by which these formats are known:
+_MAGIC = {".npy": b"\x93NUMPY", ".npz": b"PK\x03\x04", ".safetensors": b"{"}
 
 SetMethod = Literal["auto", "gram", "qr", "svd"]
 
@@ -106,8 +108,10 @@ def read_from_pipe(request: Request) -> Iterator[Request]:
         return
     if len(request.files) > 1:
         fail("- stands for standard input; expected no other file with it")
-    begin = sys.stdin.buffer.read(len(_MAGIC[".npy"]))
-    suffix = next((suffix for suffix, magic in _MAGIC.items() if begin.startswith(magic)), ".safetensors")
+    begin = sys.stdin.buffer.read(_HEAD)
+    suffix = next((suffix for suffix, magic in _MAGIC.items() if magic in begin), None)
+    if suffix is None:
+        fail("standard input holds no keys; expected a file of .npy, .npz or .safetensors")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"stdin{suffix}")
         with path.open("wb") as file:
@@ -223,7 +227,7 @@ def _opened(
         remedy = re.sub(r"\btensor\b=?", option, remedy)
         if option != "--tensor":
             remedy = remedy.replace("the keys", "the queries")
-        fail(problem.replace("got tensor=", f"got {option} ") + semicolon + remedy)
+        fail(_PIPED.sub("standard input", problem.replace("got tensor=", f"got {option} ") + semicolon + remedy))
 
 
 def _check_targets(request: Request, plot: Path | None, output: Path | None) -> None:

@@ -123,7 +123,8 @@ def leverage_scores(
 
     .. math:: \tau_j = k_j^T (K^T K)^+ k_j = \max_q \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2,
 
-    so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
+    so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K, except
+    for rows at the edge of the rank, which count as 1.
 
     The estimated relative error of an exact score is below 1e-6 for float32 and narrower keys. By "auto" it is below
     1e-5 from 2048 such keys on. Their products are in float32 where this bound holds: up to a condition number of

@@ -80,8 +80,9 @@ class UniversalSet:
         The certificates of `sensitivities` whose minimum `scores` is; "leverage", which is exact, for f(x) = x². With
         coverage "conformal".
     total_bound : float or array of shape (...,)
-        The theoretical bound of the sum of the sensitivities; see `sensitivities`. The rank for f(x) = x², and
-        infinite for a set with coverage.
+        The theoretical bound of the sum of the sensitivities; see `sensitivities`. For f(x) = x² the rank. If rows of
+        a rank-deficient matrix count as 1, or at its exact rank, it is the sum of these scores. It is infinite for a
+        set with coverage.
     exact_factor : bool
         Whether `factor` is the factor of the keys, and not of a sketch, which `heavy_attention` refuses.
     groups : array of int64, shape (..., n), or None

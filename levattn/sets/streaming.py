@@ -108,9 +108,15 @@ class StreamedSet:
 
     @property
     def size_bound(self) -> Any:
-        """The bound on the size: rank/ε, or 8 rank/ε for a block bound of rows in random order; a float, or (...,)."""
+        """The bound on the size: rank/ε, or 8 rank/ε for a block bound of rows in random order; a float, or (...,).
+
+        It is infinite if rows of a rank-deficient matrix count as 1, so that the set is larger than rank/ε.
+        """
+        block = self.certificate == ("block",)
         with np.errstate(over="ignore"):
-            bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
+            bound = (8.0 if block else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
+        if not block:
+            bound = np.where(self.sizes > bound, np.inf, bound)
         return bound if self.batch else float(bound)
 
     @property

@@ -360,6 +360,7 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
         epsilon=epsilon,
         left=left,
         guarantee="none" if asked.center else "superset" if counted.any() or doubt else "exact",
+        total_bound=_total(factor, found, counted),
         present=present,
         labels=labels,
         group_scores=together,
@@ -395,7 +396,26 @@ def _of_chunks(source: Source, asked: _Asked, progress: Any, path: Any, every: A
         chosen, left, doubt = largest_scores(kernels_for("select", scores), factor, scores, None, size, rescore)
     checkpoint.remove()
     guarantee: Guarantee = "superset" if found.counted.any() or doubt else "exact"
-    return result_of(found.example, chosen, scores, factor, scores, epsilon=epsilon, left=left, guarantee=guarantee)
+    total = _total(factor, scores, found.counted)
+    return result_of(
+        found.example,
+        chosen,
+        scores,
+        factor,
+        scores,
+        epsilon=epsilon,
+        left=left,
+        guarantee=guarantee,
+        total_bound=total,
+    )
+
+
+def _total(factor: Factor, scores: Any, counted: npt.NDArray[np.bool_]) -> Float64 | None:
+    """Return the bounds of the sums of the scores: the ranks, or the sums themselves where rows count as more."""
+    if not counted.any():
+        return None
+    sums = to_numpy(scores).astype(np.float64).sum(axis=1)
+    return np.where(counted & (sums > factor.rank + 0.5), sums, factor.rank.astype(np.float64))
 
 
 def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any, recheck: bool) -> UniversalSet:

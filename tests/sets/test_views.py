@@ -148,3 +148,16 @@ def test_a_set_survives_pickling() -> None:
     universal = levattn.universal_set(keys(2), 0.2)
     again = pickle.loads(pickle.dumps(universal))
     np.testing.assert_array_equal(again[1].indices, universal[1].indices)
+
+
+def test_rows_that_count_as_one_leave_no_bound_that_the_set_exceeds() -> None:
+    rng = np.random.default_rng(0)
+    K = np.stack([rng.standard_normal((600, 3)) @ rng.standard_normal((3, 8)), rng.standard_normal((600, 8))])
+    for found in (
+        levattn.universal_set(K, 0.05),
+        levattn.StreamingUniversalSet(0.05).update(K).result(),
+        levattn.universal_set(lambda: iter([K[:, :350], K[:, 350:]]), 0.05),
+    ):
+        assert found.rank.tolist() == [3, 8]  # to rounding, and not exactly
+        assert (found.sizes <= found.size_bound).all()
+        assert found.size_bound[1] == 160
