@@ -48,7 +48,7 @@ def layers_of(K: Any) -> list[Any] | None:
 def _is_pair(item: Any) -> bool:
     """Tell whether an item is (keys, values), two arrays with the same positions."""
     return (
-        isinstance(item, list | tuple)
+        isinstance(item, tuple)
         and len(item) == 2
         and all(getattr(array, "ndim", 0) >= _LEAST_AXES for array in item)
         and tuple(item[0].shape[:-1]) == tuple(item[1].shape[:-1])

@@ -37,7 +37,7 @@ __all__ = [
 
 FOLDER = Path(__file__).parent
 
-_PLAIN_SHARED = 32 * 1024  # bytes of shared memory, beside those in its source, that a kernel may take without asking
+_PLAIN_SHARED = 24 * 1024  # bytes of shared memory, beside those in its source, that a kernel may take without asking
 
 TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # types of stored numbers
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # by number of bytes

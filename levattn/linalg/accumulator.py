@@ -35,6 +35,7 @@ _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and the roundi
 _LEVEL = 6  # of the longest run that is summed together; a run that must be split costs its time again
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _TOGETHER = 1 << 28  # at most this many bytes of the moments of several runs that a device finds at once
+_FEW = 4  # sums of runs, whose room a part of them may keep
 _SURE = 2.0**-7  # estimated error of a score up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 Terms = dict[tuple[int, int], DoubleDouble]  # moments of runs, by their first row and level
@@ -113,7 +114,8 @@ class GramAccumulator:
             with np.errstate(over="ignore", invalid="ignore"):
                 while sums.shape[1] > 1:
                     sums = sums[:, ::2] + sums[:, 1::2]
-            terms[at, level] = DoubleDouble.plain(sums[:, 0])
+            # a view would keep the sums of all runs
+            terms[at, level] = DoubleDouble.plain(sums[:, 0].copy() if count < len(pieces) else sums[:, 0])
         return terms
 
     def _terms_at_once(self, rows: Rows) -> Terms:
@@ -138,6 +140,7 @@ class GramAccumulator:
                 part, place = sums[place : place + count], place + count
                 while len(part) > 1:
                     part = part[::2] + part[1::2]
+                part = part.copy() if count == 1 and len(sums) > _FEW else part  # a view keeps the sums of all runs
                 parts.append(part.reshape(b, d, d))
         diagonal = to_numpy(array_namespace(sums).stack([part.diagonal(axis1=1, axis2=2) for part in parts]))
         found = zip(runs, parts, diagonal, strict=True)

@@ -186,3 +186,17 @@ def test_figures_alone_come_to_main_memory() -> None:
 
         with measured(Case(make, 0, 0, 0)) as counts:
             assert counts.fetched == 8 * 3 * (6 + 2 * 9), str(counts)
+
+
+@pytest.mark.parametrize("n", [2100, 3 * 2048])
+def test_hard_heads_of_several_runs_of_rows_are_those_of_main_memory(cupy: Any, n: int) -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((4, n, 8))
+    for head in (1, 2, 3):
+        turned = np.linalg.qr(rng.standard_normal((8, 8)))[0]
+        K[head] = K[head] * np.geomspace(1, 1e-6 / head, 8) @ turned
+    K[:, 7] *= 4
+    found, expected = levattn.universal_set(cupy.asarray(K), 0.01), levattn.universal_set(K, 0.01)
+    np.testing.assert_allclose(found.scores.get(), expected.scores, rtol=1e-9)
+    assert found.guarantee == expected.guarantee == "exact"
+    assert found.sizes.tolist() == expected.sizes.tolist()

@@ -96,6 +96,7 @@ def inverse_cholesky(G: Any, shift: float = 0.0, *, limit: Any = None) -> _Inver
 
 def rebased(H: Any, sizes: Any, bases: Any, shift: float, accepted: float) -> _Rebased:
     """Return a round of shifted Cholesky QR, whose figures come to main memory in one copy."""
+    H = on_device(H)  # kernels read matrices one after the other
     if H.shape[1] >= _WIDE:
         return _rebased_in_blocks(H, sizes, bases, shift, accepted)
     xp = namespace()
