@@ -128,3 +128,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if not device.DEVICES and any(str(name).startswith("cupy") for name in names):
             device.library_on_device(patch)
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _compiling_is_not_said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test of the program depend on the kernels that were compiled before it."""
+    if request.path.parent.name == "cli":
+        monkeypatch.setattr("levattn._kernels.cache._say_that_it_compiles", lambda: None)

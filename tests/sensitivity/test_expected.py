@@ -529,7 +529,7 @@ def test_a_singular_covariance_is_none_of_it() -> None:
 
 @pytest.mark.parametrize("call", [levattn.sensitivities, levattn.exact_sensitivities])
 def test_softmax_without_a_radius_has_no_bounds(call: Any) -> None:
-    with pytest.raises(ValueError, match=r"Softmax\(\) without a radius.*expected a radius.*queries="):
+    with pytest.raises(ValueError, match=r"Softmax\(\) without a radius.*Give a radius.*queries="):
         call(KEYS[:, :1], levattn.Softmax())
     assert levattn.Softmax() == levattn.Softmax(math.inf) != levattn.Softmax(3.0)
     assert hash(levattn.Softmax(2.0, np.eye(2))) == hash(levattn.Softmax(2.0, np.eye(2)))
