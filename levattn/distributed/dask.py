@@ -36,14 +36,14 @@ _Path = str | os.PathLike[str]
 
 
 @overload
-def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: None = None) -> Any: ...
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: None = None) -> Any: ...
 
 
 @overload
-def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> StreamedSet: ...
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any) -> StreamedSet: ...
 
 
-def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any = None) -> Any:
     """Universal set of the keys of a dask array: one pass over its chunks, each in its place.
 
     Each chunk makes a `levattn.StreamingUniversalSet`, and a tree merges neighbors. For f(x) = x² the set is exact,
@@ -317,8 +317,8 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
 
 def universal_set_of_files(
     paths: _Path | Sequence[_Path],
-    epsilon: float,
     /,
+    epsilon: float,
     *,
     tensor: str | None = None,
     f: Any = 2,

@@ -88,7 +88,7 @@ class Traffic:
 
 @where_arrays_are
 def universal_set(
-    K_local: Any, epsilon: float, /, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
+    K_local: Any, /, epsilon: float, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 

@@ -33,8 +33,8 @@ __all__ = ["heavy_attention"]
 def heavy_attention(
     Q: Any,
     K: Any,
-    epsilon: float,
     /,
+    epsilon: float,
     *,
     f: Any = 2,
     universal: UniversalSet | None = None,

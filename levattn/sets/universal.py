@@ -43,8 +43,8 @@ _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "
 @where_arrays_are
 def universal_set(
     K: Any,
-    epsilon: float | None = None,
     /,
+    epsilon: float | None = None,
     *,
     size: int | None = None,
     f: Any = 2,

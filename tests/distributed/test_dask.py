@@ -88,7 +88,7 @@ def test_any_chunks_give_the_set_and_the_scores(sizes: list[int], epsilon: float
     K = keys()
     X = in_chunks(K, sizes)
     X = X if known else unknown(X)
-    check(universal_set(X, epsilon).compute(), K, epsilon)
+    check(universal_set(X, epsilon=epsilon).compute(), K, epsilon)
     scores = leverage_scores(X)
     assert scores.numblocks == X.numblocks[:1]
     assert not known or scores.chunks == X.chunks[:1]
@@ -228,7 +228,7 @@ def test_shards_are_read_in_chunks(shards: Path) -> None:
 
 def test_the_set_of_files(shards: Path) -> None:
     check(universal_set_of_files(shards, 0.05, memory=700 * 24), keys().astype(np.float32), 0.05)
-    check(universal_set_of_files(shards, 1, memory=700 * 24), keys().astype(np.float32), 1)
+    check(universal_set_of_files(shards, epsilon=1, memory=700 * 24), keys().astype(np.float32), 1)
     found = universal_set_of_files([shards / "shard-3.npy"], 0.05, f=4)
     assert (found.n, found.f) == (3000, 4)
 

@@ -144,6 +144,14 @@ def test_exchanged_axes_warn_and_short_contexts_do_not() -> None:
     levattn.universal_set(keys(n=3), 0.2)
 
 
+def test_epsilon_goes_by_place_and_by_name() -> None:
+    K = keys()
+    by_name = levattn.universal_set(K, epsilon=0.2)
+    np.testing.assert_array_equal(by_name.mask, levattn.universal_set(K, 0.2).mask)
+    entries = levattn.heavy_attention(K, K, epsilon=0.2).entries
+    np.testing.assert_array_equal(entries.toarray(), levattn.heavy_attention(K, K, 0.2).entries.toarray())
+
+
 def test_a_set_survives_pickling() -> None:
     universal = levattn.universal_set(keys(2), 0.2)
     again = pickle.loads(pickle.dumps(universal))
