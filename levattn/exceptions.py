@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["AxesWarning", "CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError", "RecallWarning"]
+__all__ = [
+    "AxesWarning",
+    "CacheWarning",
+    "KeyFileError",
+    "LevattnError",
+    "NonFiniteError",
+    "RankWarning",
+    "RecallWarning",
+]
 
 
 class LevattnError(Exception):
@@ -23,6 +31,14 @@ class AxesWarning(UserWarning):
 
 class CacheWarning(UserWarning):
     """Compiled code cannot be kept on disk: results are the same, but each process compiles anew. Given once."""
+
+
+class RankWarning(UserWarning):
+    """Keys are rank-deficient up to rounding, and their set holds more than rank/ε of them; the message says how many.
+
+    Streams, files and dask arrays cannot read past keys again, and count all of them as 1. Keys in memory have a
+    smaller set.
+    """
 
 
 class RecallWarning(UserWarning):

@@ -49,7 +49,7 @@ def read_in_pieces(rows: Rows) -> Iterator[Float64]:
 
 
 def each_in_memory(rows: Rows, items: Any) -> Iterator[tuple[int, Rows]]:
-    """Give some matrices of a batch by their numbers, in main memory; those of a CUDA device come in one copy."""
+    """Give some matrices of a batch by their numbers, in main memory. One copy brings all of a CUDA device."""
     keys, mask = rows.keys, rows.mask
     if on_cuda(keys) and len(items):
         keys, mask = (None if x is None else to_numpy(take_entries(x, items)) for x in (keys, mask))

@@ -22,6 +22,7 @@ from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.prefix_functions import require_bounds
+from levattn.sets.warned import warn_of_rank
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
@@ -345,12 +346,20 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         ------
         ValueError
             If there was no chunk yet, so that the shape of the keys is not known.
+
+        Warns
+        -----
+        RankWarning
+            If keys are rank-deficient up to rounding, and count as 1 in a set for x² that is larger than rank/ε.
         """
         stream = self._settled()
         if stream is None:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
         by, selected, counted = stream.judge()
         square = stream.candidates.running.certificate == "leverage"
+        if self.f == Power(2.0) and counted:
+            ones = np.array([np.count_nonzero(item.scores == 1) for item in selected]).reshape(stream.batch)
+            warn_of_rank(ones, by.factor.rank.reshape(stream.batch), stream.d, self.epsilon, chunks=True, stacklevel=3)
         rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
         return StreamedSet(
             items=tuple(selected),

@@ -152,6 +152,21 @@ def test_epsilon_goes_by_place_and_by_name() -> None:
     np.testing.assert_array_equal(entries.toarray(), levattn.heavy_attention(K, K, 0.2).entries.toarray())
 
 
+def test_a_rank_that_rounding_hides_warns_where_keys_count_as_1() -> None:
+    C = np.random.default_rng(0).standard_normal((2, 5000, 8))
+    C[1] -= C[1].mean(axis=1, keepdims=True)
+    assert len(levattn.universal_set(C[1], 0.02)) == 0  # in memory, without a warning
+    text = r"\(numerical rank 7 of 8 columns\), so that 5000 keys count as 1, more than rank/epsilon = 350\."
+    with pytest.warns(levattn.RankWarning, match=r"K at \(1,\) of the batch is rank-deficient .* " + text) as seen:
+        found = levattn.StreamingUniversalSet(0.02).update(C).result()
+    assert found.sizes.tolist() == [0, 5000]
+    with pytest.warns(levattn.RankWarning, match=text) as more:
+        levattn.universal_set(lambda: iter([C[1, :3000], C[1, 3000:]]), 0.02)
+    assert seen[0].filename == more[0].filename == __file__
+    assert levattn.StreamingUniversalSet(0.02).update(C[1, :, :-1]).result().sizes == 0  # what the warning advises
+    levattn.StreamingUniversalSet(0.02, f=levattn.Huber()).update(C).result()
+
+
 def test_a_set_survives_pickling() -> None:
     universal = levattn.universal_set(keys(2), 0.2)
     again = pickle.loads(pickle.dumps(universal))
