@@ -192,7 +192,7 @@ def _sets_of(
     if universal.batch != keys.batch:
         shape = (*universal.batch, universal.mask.shape[-1])
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
-    for head in range(len(keys.data)):
+    for head in range(keys.data.shape[0]):
         _check_universal(item_of(universal, head), keys.item(head), epsilon, f)
     return cast(UniversalSet, universal)
 

@@ -101,7 +101,7 @@ class HeldCandidates:
 
     @where_arrays_are
     def parts(self) -> list[list[Candidates]]:
-        """Return the keys of each matrix in main memory, in one part or in two: those that came last by themselves."""
+        """Return the keys of each matrix in main memory, in one part or in two; the keys that came last are apart."""
         items, coming = self._held
         came: list[list[Candidates]] = [[] for _ in items]
         for (starts, _), part in zip(coming, _in_main_memory([each for _, each in coming]), strict=True):

@@ -136,6 +136,7 @@ def test_batches_cut_columns_and_selected_rows() -> None:
         check(universal_set(X[X[:, 1] > 0], 0.05).compute(), keys()[keys()[:, 1] > 0], 0.05)
 
 
+@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 def test_rows_at_the_edge_of_the_rank_make_it_a_superset() -> None:
     K = near_deficient(np.random.default_rng(0), 600, 5, 1e-17)
     alone = levattn.StreamingUniversalSet(0.1).update(K).result()

@@ -337,6 +337,7 @@ def test_a_key_whose_score_is_epsilon_is_in(kind: str) -> None:
                 assert key in found.indices
 
 
+@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 @pytest.mark.parametrize("row", [3, N - 1000])
 def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
     K = with_lone_key(named_rng("below"), row, 2.0**-30)
@@ -358,6 +359,7 @@ RESOLVED = st.one_of(strategies.integer_keys(), st.sampled_from(sorted(CASES)).m
     st.randoms(use_true_random=False),
 )
 @examples(120)
+@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 def test_few_keys_of_many_kinds(keys_and_resolved: tuple[Float, bool], epsilon: float, random: Any) -> None:
     K, resolved = keys_and_resolved
     scores = naive.leverage_exact(K)
