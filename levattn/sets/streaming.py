@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.prefix_functions import require_bounds
+from levattn.sets.views import frame_of, line_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.sets.warned import warn_of_rank
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
@@ -78,8 +80,7 @@ class StreamedSet:
 
     @property
     def _one(self) -> SelectedKeys:
-        if self.batch:
-            raise ValueError(f"this set has batch {self.batch}; its keys are in items, one for each matrix")
+        refuse_batch(self.batch, "indices, keys, scores and payload are")
         return self.items[0]
 
     @property
@@ -122,18 +123,101 @@ class StreamedSet:
 
     def __len__(self) -> int:
         """Return the number of keys in the set of one matrix."""
+        refuse_batch(self.batch, "len() is")
         return len(self._one)
 
-    def __repr__(self) -> str:
-        """Return the figures on one line."""
-        sizes = self.sizes
-        size = f"{sizes}" if not self.batch else f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
-        batch = f" in each of {self.batch}" if self.batch else ""
-        return (
-            f"StreamedSet({size} of {self.n} keys{batch}, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}"
-            + ("" if self.batch else f", rank={self.rank}, bound={self.size_bound:.6g}")
-            + (", vacuous)" if np.all(self.is_vacuous) else ")")
+    def __contains__(self, key: object) -> bool:
+        """Tell whether the key of a row number is in the set of one matrix."""
+        refuse_batch(self.batch, "`in` tells keys")
+        return key in self.indices.tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the row numbers of the keys in the set of one matrix."""
+        refuse_batch(self.batch, "iteration is over the keys")
+        return iter(self.indices.tolist())
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> StreamedSet:
+        """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
+        number = number_of(index, self.batch)
+        return replace(
+            self,
+            items=(self.items[number],),
+            batch=(),
+            present=np.array(self.present.flat[number]),
+            rank=int(self.rank.flat[number]),
+            factor=self.factor.item(number),
         )
+
+    def __repr__(self) -> str:
+        """Return the figures on one line; for a batch their least and largest values."""
+        return line_of(self)
+
+    def to_frame(self) -> Any:
+        """Return the keys of the set as a pandas table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each key of the set: the place of its matrix in the batch (``axis_0``, ...), ``key`` (its row
+            number) and ``score``.
+
+        Raises
+        ------
+        ImportError
+            If pandas is not installed (the extra ``frame``).
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> table = levattn.StreamingUniversalSet(0.5).update(np.eye(2)).result().to_frame()  # doctest: +SKIP
+        """
+        numbers = np.repeat(np.arange(len(self.items)), self.sizes.ravel())
+        axes = np.unravel_index(numbers, self.batch) if self.batch else ()
+        return frame_of((*axes, self._joined("indices")), self._joined("scores"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the set and its keys to an ``.npz`` file, completely or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            The file, whose name ends in ``.npz``.
+
+        Raises
+        ------
+        ValueError
+            If the name ends differently.
+        OSError
+            If the file cannot be written.
+
+        Notes
+        -----
+        The arrays are indices, keys, scores, payload (if there is one), sizes, n, present, epsilon, guarantee, rank,
+        size_bound, is_vacuous, condition and f. For a batch the keys of all matrices follow each other, `sizes` of
+        them for each. ``numpy.load(path)`` reads them without pickle.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile, numpy as np, levattn
+        >>> found = levattn.StreamingUniversalSet(0.5).update(np.eye(2)).result()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found.save(pathlib.Path(folder, "set.npz"))
+        ...     with np.load(pathlib.Path(folder, "set.npz")) as saved:
+        ...         saved["indices"], saved["rank"]
+        (array([0, 1]), array(2))
+        """
+        names = ("sizes", "n", "present", "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "f")
+        figures = {name: getattr(self, name) for name in names}
+        figures["condition"] = self.factor.condition.reshape(self.batch)
+        of_keys = {name: self._joined(name) for name in ("indices", "keys", "scores", "payload")}
+        save_arrays(path, storable_arrays(of_keys | figures))
+
+    def _joined(self, name: str) -> Any:
+        """Return the arrays of the keys of all matrices as one; None without payload."""
+        arrays = [getattr(item, name) for item in self.items]
+        if not arrays:
+            return np.zeros(0, np.int64 if name == "indices" else np.float64)
+        return None if arrays[0] is None else np.concatenate(arrays)
 
 
 class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1):

@@ -781,7 +781,9 @@ def test_figures_of_a_set() -> None:
     batch = stream(np.stack([K, K * 0]), 0.05).result()
     assert np.array_equal(batch.is_vacuous, [False, False])
     assert np.array_equal(batch.size_bound, [80, 0])
-    with pytest.raises(ValueError, match=r"batch \(2,\).*items"):
+    with pytest.raises(
+        ValueError, match=r"^indices, .* of one matrix, but .* batch \(2,\); take one by universal\[head\]"
+    ):
         _ = batch.indices
     other = stream(K, 0.05, f=levattn.Huber(2.0)).result()
     assert (other.f, other.certificate) == (levattn.Huber(2.0), ("block",))

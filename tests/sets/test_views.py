@@ -121,6 +121,68 @@ def test_a_set_draws_its_spectrum() -> None:
     assert ax.get_yscale() == "log"
 
 
+def streamed(*batch: int, payload: bool = False) -> levattn.StreamedSet:
+    numbers = np.broadcast_to(np.arange(60), (*batch, 60)) if payload else None
+    return levattn.StreamingUniversalSet(0.2).update(keys(*batch), payload=numbers).result()
+
+
+def test_the_set_of_one_head_of_a_stream_is_the_set_of_its_keys() -> None:
+    whole, K = streamed(2, 3, payload=True), keys(2, 3)
+    for place in np.ndindex(2, 3):
+        one, alone = whole[place], levattn.StreamingUniversalSet(0.2).update(K[place]).result()
+        assert list(one) == alone.indices.tolist() == one.payload.tolist()
+        assert len(one) == whole.sizes[place]
+        assert repr(one) == repr(alone)
+        assert all(key in one for key in one)
+        assert -1 not in one
+        np.testing.assert_array_equal(one.factor.condition, alone.factor.condition)
+    with pytest.raises(IndexError, match="one for each axis of the batch"):
+        whole[0]
+    with pytest.raises(TypeError, match="of one matrix"):
+        streamed()[0]
+
+
+def test_a_batch_of_a_stream_shows_itself_like_a_set() -> None:
+    found, whole = repr(streamed(2, 3)), repr(levattn.universal_set(keys(2, 3), 0.2))
+    assert found == whole.replace("UniversalSet", "StreamedSet")
+    flat = levattn.StreamingUniversalSet(0.5).update(np.ones((2, 3, 40, 2))).result()
+    assert repr(flat).startswith("StreamedSet(0 of 40 keys in each of (2, 3), epsilon=0.5, guarantee='exact', rank=1,")
+    assert repr(streamed(payload=True).items[0]).endswith("keys of 4 columns, payload int64)")
+    assert repr(streamed().items[0]) == f"SelectedKeys({len(streamed())} keys of 4 columns)"
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3), (0,)])
+def test_the_table_and_the_file_of_a_stream(tmp_path: Path, batch: tuple[int, ...]) -> None:
+    found, whole = streamed(*batch, payload=True), levattn.universal_set(keys(*batch), 0.2)
+    assert found.to_frame().drop(columns="score").equals(whole.to_frame().drop(columns="score"))
+    found.save(tmp_path / "set.npz")
+    with np.load(tmp_path / "set.npz", allow_pickle=False) as stored:
+        np.testing.assert_array_equal(stored["indices"], np.nonzero(whole.mask)[-1])
+        np.testing.assert_array_equal(stored["payload"], stored["indices"])
+        np.testing.assert_array_equal(stored["sizes"], whole.sizes)
+        np.testing.assert_array_equal(stored["rank"], found.rank)
+        assert batch == (0,) or stored["keys"].shape == (stored["sizes"].sum(), 4)
+        assert (stored["epsilon"], stored["guarantee"], stored["f"], stored["n"]) == (0.2, "exact", 2, 60)
+    with pytest.raises(ValueError, match=r"ends in \.npz"):
+        found.save(tmp_path / "set.txt")
+
+
+@pytest.mark.parametrize(
+    "found", [levattn.universal_set(keys(2, 3), 0.2), streamed(2, 3)], ids=lambda x: type(x).__name__
+)
+def test_uses_of_one_matrix_name_the_index(found: Any) -> None:
+    rest = r"of one matrix, but this set has batch \(2, 3\); take one by universal\[layer, head\]"
+    uses = {
+        "indices": lambda: found.indices,
+        "len": lambda: len(found),
+        "in`": lambda: 3 in found,
+        "iter": lambda: iter(found),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ValueError, match=f"{name}.* {rest}"):
+            use()
+
+
 def test_states_and_heavy_attention_tell_what_they_hold() -> None:
     K = keys()
     state = levattn.StreamingUniversalSet(0.2, f="huber")
