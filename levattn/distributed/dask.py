@@ -23,6 +23,7 @@ from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import rows_named
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
 from levattn.states.block_buffer import in_main_memory
@@ -506,7 +507,8 @@ def _threads_of_worker() -> Iterator[None]:
 def _named(part: str) -> Iterator[None]:
     """Add to an error the part of the keys in which its rows are counted."""
     try:
-        yield
+        with rows_named("this part"):
+            yield
     except NonFiniteError as error:
         raise NonFiniteError(f"{part}: {error}") from error
 
