@@ -26,7 +26,7 @@ class KeyFileError(LevattnError, ValueError):
 
 
 class AxesWarning(UserWarning):
-    """The axes of the keys look exchanged: few keys in each of many matrices, where (..., n, d) is expected."""
+    """The axes of the keys look exchanged: many matrices of few keys, or few keys of very many columns."""
 
 
 class CacheWarning(UserWarning):

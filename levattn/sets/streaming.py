@@ -24,7 +24,7 @@ from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.prefix_functions import require_bounds
 from levattn.sets.views import frame_of, line_of, number_of, refuse_batch, save_arrays, storable_arrays
-from levattn.sets.warned import warn_of_rank
+from levattn.sets.warned import warn_of_axes, warn_of_rank
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
@@ -342,10 +342,17 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             If the chunk does not go with those before.
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
+
+        Warns
+        -----
+        AxesWarning
+            If the axes of the first chunk look exchanged: 1 < m ≤ d, and more than d matrices (and at least 256) along
+            the axis before.
         """
         matrices, rows = readable(K, mask)
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
+            warn_of_axes(matrices, chunk=True)
             stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
         else:
             stream = self._stream.copy()

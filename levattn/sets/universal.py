@@ -162,8 +162,8 @@ def universal_set(
     Warns
     -----
     AxesWarning
-        If the axes of the keys look exchanged: n ≤ d, and more than d matrices (and at least 32)
-        along the axis before.
+        If the axes of the keys look exchanged: n ≤ d, and more than d matrices (and at least 32) along the axis
+        before. Also if a batch has d > 256, and n is at most d/4 and a multiple of 16, like the width of a head.
     RankWarning
         If keys are rank-deficient up to rounding, and count as 1 in a set for x² that is therefore larger than rank/ε.
 

@@ -15,17 +15,27 @@ from levattn.exceptions import AxesWarning, RankWarning
 __all__ = ["warn_of_axes", "warn_of_rank"]
 
 _MANY = 32  # matrices along an axis, from which it may be the axis of the keys
+_MANY_OF_CHUNK = 256  # the same for a chunk, which may have few rows of many heads
+_WIDTHS = 16  # divides the usual widths of heads, which are at most
+_WIDEST = 256
 
 
-def warn_of_axes(matrices: Matrices, *, many: int = _MANY, stacklevel: int = 4) -> None:
-    """Warn where the axis before the keys looks like the one that counts them."""
-    if matrices.batch and 0 < matrices.n <= matrices.d < matrices.batch[-1] and matrices.batch[-1] >= many:
+def warn_of_axes(matrices: Matrices, *, chunk: bool = False) -> None:
+    """Warn where the axes of keys look exchanged; a first `chunk` of keys may be short."""
+    n, d, batch = matrices.n, matrices.d, matrices.batch
+    if not batch or not n:
+        return
+    remedy = None
+    if n <= d < batch[-1] and batch[-1] >= (_MANY_OF_CHUNK if chunk else _MANY) and not (chunk and n == 1):
+        remedy = "(..., keys, heads, columns), give K.swapaxes(-3, -2)"
+    elif not chunk and n % _WIDTHS == 0 and d > _WIDEST and 4 * n <= d:
+        remedy = "(..., heads, columns, keys), give K.swapaxes(-2, -1)"
+    if remedy is not None:
         warnings.warn(
-            f"K has shape {(*matrices.batch, matrices.n, matrices.d)}: {matrices.n} keys of {matrices.d} columns in "
-            f"each of {math.prod(matrices.batch)} matrices, so that each set may hold all its keys. Where the axes "
-            "are (..., keys, heads, columns), give K.swapaxes(-3, -2)",
+            f"K has shape {(*batch, n, d)}: {n} keys of {d} columns in each of {math.prod(batch)} matrices, so that "
+            f"each set may hold all its keys. Where the axes are {remedy}",
             AxesWarning,
-            stacklevel=stacklevel,
+            stacklevel=4,
         )
 
 

@@ -206,6 +206,28 @@ def test_exchanged_axes_warn_and_short_contexts_do_not() -> None:
     levattn.universal_set(keys(n=3), 0.2)
 
 
+def test_heads_whose_columns_come_before_their_keys_warn() -> None:
+    K = np.random.default_rng(0).standard_normal((12, 512, 32))
+    with pytest.warns(levattn.AxesWarning, match=r"32 keys of 512 columns .*K\.swapaxes\(-2, -1\)$") as seen:
+        levattn.universal_set(K.swapaxes(-2, -1), 0.2)
+    assert seen[0].filename == __file__
+    for n, d in ((32, 256), (64, 128), (20, 768), (512, 512)):  # few keys of wide heads, or of documents
+        levattn.universal_set(np.ones((2, n, d)), 0.2)
+    levattn.universal_set(np.ones((32, 512)), 0.2)
+
+
+def test_exchanged_axes_of_a_first_chunk_warn() -> None:
+    chunk = np.random.default_rng(0).standard_normal((300, 3, 4))
+    with pytest.warns(
+        levattn.AxesWarning, match=r"3 keys of 4 columns in each of 300.*K\.swapaxes\(-3, -2\)$"
+    ) as seen:
+        state = levattn.StreamingUniversalSet(0.2).update(chunk)
+    assert seen[0].filename == __file__
+    state.update(chunk)  # warned of once
+    for few in (chunk[:, :1], chunk[:64], chunk.swapaxes(0, 1)):  # a token of each head, layers and heads, all well
+        levattn.StreamingUniversalSet(0.2).update(few)
+
+
 def test_epsilon_goes_by_place_and_by_name() -> None:
     K = keys()
     by_name = levattn.universal_set(K, epsilon=0.2)
