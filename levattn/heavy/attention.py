@@ -64,8 +64,9 @@ def heavy_attention(
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
-        The universal set of the same keys for ε or less, if it is known already. Then nothing of size n is read except
-        the rows of K in the set. With a set with coverage all returned entries are right, and a query misses none with
+        The universal set of the same keys for ε or less, if it is known already. For x² the call then reads the rows
+        of K in the set and a sample of the others, or all rows where n < d. Other functions read all rows (Notes).
+        With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
     causal : bool, default False
         Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
