@@ -74,6 +74,11 @@ def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any = None) 
     NonFiniteError
         When computed, if the keys hold NaN or infinity. The error names the chunk and the rows in it.
 
+    Warns
+    -----
+    RankWarning
+        When computed, if keys are rank-deficient up to rounding, as from `levattn.StreamingUniversalSet`.
+
     Notes
     -----
     Time O(n d²), divided by the number of workers. Memory of a worker: its chunks, and O(d²/ε) for each state. The
@@ -363,6 +368,11 @@ def universal_set_of_files(
         If the keys hold NaN or infinity. The error names the start of the range and the rows in it.
     OSError
         If no scheduler answers at that address.
+
+    Warns
+    -----
+    RankWarning
+        If keys are rank-deficient up to rounding, as from `levattn.StreamingUniversalSet`.
 
     Notes
     -----

@@ -131,6 +131,11 @@ def universal_set(
         as by keys that are not finite, all ranks fail. The failing rank raises its own error, and the others a
         ValueError that quotes it. If a rank ends or never calls, the group's timeout applies.
 
+    Warns
+    -----
+    RankWarning
+        If keys are rank-deficient up to rounding, as from `levattn.StreamingUniversalSet`.
+
     Notes
     -----
     Time O(m d²) on each rank, and O(P d³) to merge the states of P ranks. For each matrix of the batch, a rank gathers

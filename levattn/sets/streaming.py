@@ -223,8 +223,9 @@ class StreamedSet:
 class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1):
     r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
 
-    For f(x) = x² the result is exactly the result of `universal_set` for the keys so far. A leverage score never rises
-    as keys are added, so the state drops a key for good once its score is below ε. At most rank/ε others are held.
+    For f(x) = x² the result is exactly the result of `universal_set` for the keys so far, unless rounding hides their
+    rank (Notes). A leverage score never rises as keys are added, so the state drops a key for good once its score is
+    below ε. At most rank/ε others are held.
 
     The state numbers the rows as they come. The result has the same bits whatever the sizes of the chunks and the
     number of threads. States of different rows merge in any order, to rounding. Keys may have any condition number up
@@ -257,10 +258,10 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
     Memory O(d²/ε) per matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
     partial sums. But keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
-    are *all* held. Small chunks wait, up to 9 MiB of rows and payload, until the state can process several blocks
-    together or is read. If more than one thread may be used, it processes them in the background, while the next 9 MiB
-    wait. A block bound has 2/ε sums, and takes time O(n d²/ε). For an even power p, D = C(d + p/2 − 1, p/2) takes the
-    place of d.
+    are *all* held. They count as 1, and `result` warns (`RankWarning`). Small chunks wait, up to 9 MiB of rows and
+    payload, until the state can process several blocks together or is read. If more than one thread may be used, it
+    processes them in the background, while the next 9 MiB wait. A block bound has 2/ε sums, and takes time O(n d²/ε).
+    For an even power p, D = C(d + p/2 − 1, p/2) takes the place of d.
 
     References
     ----------
