@@ -12,7 +12,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from levattn._core.threads import thread_limit
-from levattn.exceptions import AxesWarning, CacheWarning, KeyFileError, LevattnError, NonFiniteError, RecallWarning
+from levattn.exceptions import (
+    AxesWarning,
+    CacheWarning,
+    KeyFileError,
+    LevattnError,
+    NonFiniteError,
+    RankWarning,
+    RecallWarning,
+)
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import heavy_attention
 from levattn.heavy.batch import HeavyAttentionBatch
@@ -52,6 +60,7 @@ __all__ = [
     "LevattnError",
     "NonFiniteError",
     "Power",
+    "RankWarning",
     "RecallWarning",
     "SelectedKeys",
     "Sensitivities",

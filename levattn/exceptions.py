@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["AxesWarning", "CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError", "RecallWarning"]
+__all__ = [
+    "AxesWarning",
+    "CacheWarning",
+    "KeyFileError",
+    "LevattnError",
+    "NonFiniteError",
+    "RankWarning",
+    "RecallWarning",
+]
 
 
 class LevattnError(Exception):
@@ -18,11 +26,19 @@ class KeyFileError(LevattnError, ValueError):
 
 
 class AxesWarning(UserWarning):
-    """The axes of the keys look exchanged: few keys in each of many matrices, where (..., n, d) is expected."""
+    """The axes of the keys look exchanged: many matrices of few keys, or few keys of very many columns."""
 
 
 class CacheWarning(UserWarning):
     """Compiled code cannot be kept on disk: results are the same, but each process compiles anew. Given once."""
+
+
+class RankWarning(UserWarning):
+    """Keys are rank-deficient up to rounding, and their set holds more than rank/ε of them; the message says how many.
+
+    Streams, files and dask arrays cannot read past keys again, and count all of them as 1. Keys in memory have a
+    smaller set.
+    """
 
 
 class RecallWarning(UserWarning):

@@ -211,8 +211,18 @@ def from_list(values: Any, name: str) -> npt.NDArray[Any]:
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{name} is a {type(values).__name__} that makes no array ({problem}); expected numbers in rows of "
-            "equal length. Pad short rows and leave the padding out by mask=, and stack arrays into one"
+            f"equal length. {_remedy_of_list(values, name)}"
         ) from error
+
+
+def _remedy_of_list(values: Any, name: str) -> str:
+    """Return how an array, or chunks, come of lists that form no array."""
+    if name == "K" and all(len(getattr(value, "shape", ())) > 1 for value in values):
+        return (
+            "Join chunks into one array, or give universal_set a function that returns an iterator of them: "
+            "lambda: iter(chunks)"
+        )
+    return "Pad short rows and leave the padding out by mask=, and stack arrays into one"
 
 
 def _numpy_words(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -300,6 +310,14 @@ def _remedy(array: Any, name: str) -> str:
     """Return how an array comes of something that is none."""
     if isinstance(array, str | os.PathLike):
         return f"Open a file of keys first: {name} = levattn.open_keys({os.fspath(array)!r})"
+    package = type(array).__module__.partition(".")[0]
+    if package == "levattn" and hasattr(array, "load"):
+        return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
+    if package == "dask":
+        return (
+            "For arrays on workers use levattn.distributed.dask.leverage_scores or its universal_set, or call "
+            f"{name}.compute() first"
+        )
     if hasattr(array, "to_numpy"):
         return f"Convert it first: {name}.to_numpy()"
     return "Convert it first, and give rows that do not count by mask="

@@ -134,7 +134,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
         else:
             sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
     except levattn.NonFiniteError as error:  # its text names an argument and options that the program lacks
-        problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
+        problem = str(error).partition(";")[0].partition(" of the keys")[0].removeprefix("K ")
         fail(f"{request.name} {problem}; remove these rows and save the file again")
     except KeyboardInterrupt:
         if request.checkpoint is None or not request.checkpoint.exists():

@@ -23,6 +23,7 @@ from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import rows_named
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
 from levattn.states.block_buffer import in_main_memory
@@ -36,14 +37,14 @@ _Path = str | os.PathLike[str]
 
 
 @overload
-def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: None = None) -> Any: ...
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: None = None) -> Any: ...
 
 
 @overload
-def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> StreamedSet: ...
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any) -> StreamedSet: ...
 
 
-def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any = None) -> Any:
     """Universal set of the keys of a dask array: one pass over its chunks, each in its place.
 
     Each chunk makes a `levattn.StreamingUniversalSet`, and a tree merges neighbors. For f(x) = x² the set is exact,
@@ -72,6 +73,11 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
         If K is not a dask array of keys, or ε or f is invalid.
     NonFiniteError
         When computed, if the keys hold NaN or infinity. The error names the chunk and the rows in it.
+
+    Warns
+    -----
+    RankWarning
+        When computed, if keys are rank-deficient up to rounding, as from `levattn.StreamingUniversalSet`.
 
     Notes
     -----
@@ -317,8 +323,8 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
 
 def universal_set_of_files(
     paths: _Path | Sequence[_Path],
-    epsilon: float,
     /,
+    epsilon: float,
     *,
     tensor: str | None = None,
     f: Any = 2,
@@ -362,6 +368,11 @@ def universal_set_of_files(
         If the keys hold NaN or infinity. The error names the start of the range and the rows in it.
     OSError
         If no scheduler answers at that address.
+
+    Warns
+    -----
+    RankWarning
+        If keys are rank-deficient up to rounding, as from `levattn.StreamingUniversalSet`.
 
     Notes
     -----
@@ -506,7 +517,8 @@ def _threads_of_worker() -> Iterator[None]:
 def _named(part: str) -> Iterator[None]:
     """Add to an error the part of the keys in which its rows are counted."""
     try:
-        yield
+        with rows_named("this part"):
+            yield
     except NonFiniteError as error:
         raise NonFiniteError(f"{part}: {error}") from error
 

@@ -88,7 +88,7 @@ class Traffic:
 
 @where_arrays_are
 def universal_set(
-    K_local: Any, epsilon: float, /, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
+    K_local: Any, /, epsilon: float, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 
@@ -130,6 +130,11 @@ def universal_set(
         If an argument is wrong or differs between ranks, or if this process is in no group. If one rank fails, such
         as by keys that are not finite, all ranks fail. The failing rank raises its own error, and the others a
         ValueError that quotes it. If a rank ends or never calls, the group's timeout applies.
+
+    Warns
+    -----
+    RankWarning
+        If keys are rank-deficient up to rounding, as from `levattn.StreamingUniversalSet`.
 
     Notes
     -----

@@ -33,8 +33,8 @@ __all__ = ["heavy_attention"]
 def heavy_attention(
     Q: Any,
     K: Any,
-    epsilon: float,
     /,
+    epsilon: float,
     *,
     f: Any = 2,
     universal: UniversalSet | None = None,
@@ -64,8 +64,9 @@ def heavy_attention(
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
-        The universal set of the same keys for ε or less, if it is known already. Then nothing of size n is read except
-        the rows of K in the set. With a set with coverage all returned entries are right, and a query misses none with
+        The universal set of the same keys for ε or less, if it is known already. For x² the call then reads the rows
+        of K in the set and a sample of the others, or all rows where n < d. Other functions read all rows (Notes).
+        With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
     causal : bool, default False
         Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
@@ -192,7 +193,7 @@ def _sets_of(
     if universal.batch != keys.batch:
         shape = (*universal.batch, universal.mask.shape[-1])
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
-    for head in range(len(keys.data)):
+    for head in range(keys.data.shape[0]):
         _check_universal(item_of(universal, head), keys.item(head), epsilon, f)
     return cast(UniversalSet, universal)
 

@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, as_matrices
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn.heavy.result import HeavyAttention
-from levattn.sets.views import span
+from levattn.sets.views import number_of, span
 
 __all__ = ["HeavyAttentionBatch", "keys_of_heads"]
 
@@ -53,12 +53,7 @@ class HeavyAttentionBatch:
 
     def __getitem__(self, index: int | tuple[int, ...]) -> HeavyAttention:
         """Return the result of one head."""
-        place = index if isinstance(index, tuple) else (index,)
-        if len(place) != len(self.batch):
-            raise IndexError(
-                f"the index is {index!r}; expected {len(self.batch)} whole numbers, one for each axis of {self.batch}"
-            )
-        return self.items[int(np.arange(len(self.items)).reshape(self.batch)[place])]
+        return self.items[number_of(index, self.batch)]
 
     def __iter__(self) -> Iterator[HeavyAttention]:
         """Give the results of all heads, leading axes flattened."""

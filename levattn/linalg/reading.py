@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
@@ -23,8 +24,11 @@ __all__ = [
     "refuse_nonfinite",
     "require_finite",
     "require_room",
+    "rows_named",
 ]
 
+_COUNTED = ", counted from the first row that this state was given"  # where the user holds a state
+_UNCHANGED = ". The state is as it was"
 _PIECE = BLOCK // 4  # rows converted to float64 at a time
 
 
@@ -93,12 +97,23 @@ def _refuse(rows: Rows, item: int, before: int | None = None) -> None:
     if found:
         where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
         more = "first such rows" if len(found) > 1 else "row"
-        of_state = before is not None
-        counted = ", counted from the first row that this state was given" if of_state else ""
+        counted, unchanged = ("", "") if before is None else (_COUNTED, _UNCHANGED)
         raise NonFiniteError(
             f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}{counted}; expected finite numbers. "
-            f"Remove them, or leave padded rows out with mask={'. The state is as it was' if of_state else ''}"
+            f"Remove them, or leave padded rows out with mask={unchanged}"
         )
+
+
+@contextmanager
+def rows_named(of: str) -> Iterator[None]:
+    """Name rows that are not finite as rows `of` the keys, for callers who do not see the state that met them."""
+    try:
+        yield
+    except NonFiniteError as error:
+        text = (
+            str(error).replace(_COUNTED, f" of {of}").replace(f", or leave padded rows out with mask={_UNCHANGED}", "")
+        )
+        raise NonFiniteError(text) from None
 
 
 @cache

@@ -25,7 +25,7 @@ _JUDGED_NUMBERS = 1 << 26  # at most this many numbers of keys, which a CUDA dev
 _RUN_NUMBERS = 1 << 22  # at most this many numbers, made of keys to screen them together; one block may take more
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SelectedKeys:
     """Some keys of one matrix of a stream.
 
@@ -56,6 +56,11 @@ class SelectedKeys:
     def __len__(self) -> int:
         """Return the number of keys."""
         return len(self.indices)
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        payload = "" if self.payload is None else f", payload {self.payload.dtype}"
+        return f"SelectedKeys({len(self)} keys of {self.keys.shape[1]} columns{payload})"
 
 
 class RunningCandidates:

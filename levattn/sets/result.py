@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,9 +17,17 @@ from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
-from levattn.io.write import replace_file
 from levattn.linalg.factor import Factor
-from levattn.sets.views import frame_of, html_of, line_of, part_of, saved_arrays
+from levattn.sets.views import (
+    frame_of,
+    html_of,
+    item_of,
+    line_of,
+    number_of,
+    refuse_batch,
+    save_arrays,
+    saved_arrays,
+)
 
 if TYPE_CHECKING:
     from levattn.plots.spectrum import LeverageSpectrumDisplay
@@ -149,11 +156,7 @@ class UniversalSet:
         ValueError
             If there is a batch of matrices.
         """
-        if self.batch:
-            raise ValueError(
-                f"indices are of one matrix, but this set has batch {self.batch}; use mask and sizes, "
-                "or call universal_set on each matrix"
-            )
+        refuse_batch(self.batch, "indices are")
         return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0])
 
     @property
@@ -227,19 +230,22 @@ class UniversalSet:
 
     def __len__(self) -> int:
         """Return the number of keys in the set of one matrix."""
+        refuse_batch(self.batch, "len() is")
         return len(self.indices)
 
     def __contains__(self, key: object) -> bool:
         """Tell whether the key of an index is in the set of one matrix."""
+        refuse_batch(self.batch, "`in` tells keys")
         return key in self.indices.tolist()
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the keys in the set of one matrix."""
+        refuse_batch(self.batch, "iteration is over the keys")
         return iter(self.indices.tolist())
 
     def __getitem__(self, index: int | tuple[int, ...]) -> UniversalSet:
         """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
-        return part_of(self, index)
+        return item_of(self, number_of(index, self.batch))
 
     @where_arrays_are
     def __repr__(self) -> str:
@@ -268,7 +274,8 @@ class UniversalSet:
         >>> import numpy as np, levattn
         >>> table = levattn.universal_set(np.eye(2), 0.5).to_frame()  # doctest: +SKIP
         """
-        return frame_of(self)
+        places = np.nonzero(to_numpy(self.mask))
+        return frame_of(places, to_numpy(self.scores)[places])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the set and the scores of all keys to an ``.npz`` file, completely or not at all.
@@ -301,10 +308,7 @@ class UniversalSet:
         ...         saved["indices"]
         array([0, 1])
         """
-        if Path(path).suffix != ".npz":
-            raise ValueError(f"path is {os.fspath(path)!r}; expected a name that ends in .npz")
-        with replace_file(path) as stream:
-            np.savez(stream, allow_pickle=False, **saved_arrays(self))
+        save_arrays(path, saved_arrays(self))
 
     def plot(self, ax: Any = None) -> LeverageSpectrumDisplay:
         """Draw the scores of all keys in descending order, with ε and the bound on the size.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.prefix_functions import require_bounds
+from levattn.sets.views import frame_of, line_of, number_of, refuse_batch, save_arrays, storable_arrays
+from levattn.sets.warned import warn_of_axes, warn_of_rank
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
@@ -77,8 +80,7 @@ class StreamedSet:
 
     @property
     def _one(self) -> SelectedKeys:
-        if self.batch:
-            raise ValueError(f"this set has batch {self.batch}; its keys are in items, one for each matrix")
+        refuse_batch(self.batch, "indices, keys, scores and payload are")
         return self.items[0]
 
     @property
@@ -127,25 +129,109 @@ class StreamedSet:
 
     def __len__(self) -> int:
         """Return the number of keys in the set of one matrix."""
+        refuse_batch(self.batch, "len() is")
         return len(self._one)
 
-    def __repr__(self) -> str:
-        """Return the figures on one line."""
-        sizes = self.sizes
-        size = f"{sizes}" if not self.batch else f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
-        batch = f" in each of {self.batch}" if self.batch else ""
-        return (
-            f"StreamedSet({size} of {self.n} keys{batch}, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}"
-            + ("" if self.batch else f", rank={self.rank}, bound={self.size_bound:.6g}")
-            + (", vacuous)" if np.all(self.is_vacuous) else ")")
+    def __contains__(self, key: object) -> bool:
+        """Tell whether the key of a row number is in the set of one matrix."""
+        refuse_batch(self.batch, "`in` tells keys")
+        return key in self.indices.tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the row numbers of the keys in the set of one matrix."""
+        refuse_batch(self.batch, "iteration is over the keys")
+        return iter(self.indices.tolist())
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> StreamedSet:
+        """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
+        number = number_of(index, self.batch)
+        return replace(
+            self,
+            items=(self.items[number],),
+            batch=(),
+            present=np.array(self.present.flat[number]),
+            rank=int(self.rank.flat[number]),
+            factor=self.factor.item(number),
         )
+
+    def __repr__(self) -> str:
+        """Return the figures on one line; for a batch their least and largest values."""
+        return line_of(self)
+
+    def to_frame(self) -> Any:
+        """Return the keys of the set as a pandas table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each key of the set: the place of its matrix in the batch (``axis_0``, ...), ``key`` (its row
+            number) and ``score``.
+
+        Raises
+        ------
+        ImportError
+            If pandas is not installed (the extra ``frame``).
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> table = levattn.StreamingUniversalSet(0.5).update(np.eye(2)).result().to_frame()  # doctest: +SKIP
+        """
+        numbers = np.repeat(np.arange(len(self.items)), self.sizes.ravel())
+        axes = np.unravel_index(numbers, self.batch) if self.batch else ()
+        return frame_of((*axes, self._joined("indices")), self._joined("scores"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the set and its keys to an ``.npz`` file, completely or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            The file, whose name ends in ``.npz``.
+
+        Raises
+        ------
+        ValueError
+            If the name ends differently.
+        OSError
+            If the file cannot be written.
+
+        Notes
+        -----
+        The arrays are indices, keys, scores, payload (if there is one), sizes, n, present, epsilon, guarantee, rank,
+        size_bound, is_vacuous, condition and f. For a batch the keys of all matrices follow each other, `sizes` of
+        them for each. ``numpy.load(path)`` reads them without pickle.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile, numpy as np, levattn
+        >>> found = levattn.StreamingUniversalSet(0.5).update(np.eye(2)).result()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found.save(pathlib.Path(folder, "set.npz"))
+        ...     with np.load(pathlib.Path(folder, "set.npz")) as saved:
+        ...         saved["indices"], saved["rank"]
+        (array([0, 1]), array(2))
+        """
+        names = ("sizes", "n", "present", "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "f")
+        figures = {name: getattr(self, name) for name in names}
+        figures["condition"] = self.factor.condition.reshape(self.batch)
+        of_keys = {name: self._joined(name) for name in ("indices", "keys", "scores", "payload")}
+        save_arrays(path, storable_arrays(of_keys | figures))
+
+    def _joined(self, name: str) -> Any:
+        """Return the arrays of the keys of all matrices as one; None without payload."""
+        arrays = [getattr(item, name) for item in self.items]
+        if not arrays:
+            return np.zeros(0, np.int64 if name == "indices" else np.float64)
+        return None if arrays[0] is None else np.concatenate(arrays)
 
 
 class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1):
     r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
 
-    For f(x) = x² the result is exactly the result of `universal_set` for the keys so far. A leverage score never rises
-    as keys are added, so the state drops a key for good once its score is below ε. At most rank/ε others are held.
+    For f(x) = x² the result is exactly the result of `universal_set` for the keys so far, unless rounding hides their
+    rank (Notes). A leverage score never rises as keys are added, so the state drops a key for good once its score is
+    below ε. At most rank/ε others are held.
 
     The state numbers the rows as they come. The result has the same bits whatever the sizes of the chunks and the
     number of threads. States of different rows merge in any order, to rounding. Keys may have any condition number up
@@ -178,10 +264,10 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
     Memory O(d²/ε) per matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
     partial sums. But keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
-    are *all* held. Small chunks wait, up to 9 MiB of rows and payload, until the state can process several blocks
-    together or is read. If more than one thread may be used, it processes them in the background, while the next 9 MiB
-    wait. A block bound has 2/ε sums, and takes time O(n d²/ε). For an even power p, D = C(d + p/2 − 1, p/2) takes the
-    place of d.
+    are *all* held. They count as 1, and `result` warns (`RankWarning`). Small chunks wait, up to 9 MiB of rows and
+    payload, until the state can process several blocks together or is read. If more than one thread may be used, it
+    processes them in the background, while the next 9 MiB wait. A block bound has 2/ε sums, and takes time O(n d²/ε).
+    For an even power p, D = C(d + p/2 − 1, p/2) takes the place of d.
 
     References
     ----------
@@ -263,10 +349,17 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             If the chunk does not go with those before.
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
+
+        Warns
+        -----
+        AxesWarning
+            If the axes of the first chunk look exchanged: 1 < m ≤ d, and more than d matrices (and at least 256) along
+            the axis before.
         """
         matrices, rows = readable(K, mask)
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
+            warn_of_axes(matrices, chunk=True)
             stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
         else:
             stream = self._stream.copy()
@@ -351,12 +444,20 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         ------
         ValueError
             If there was no chunk yet, so that the shape of the keys is not known.
+
+        Warns
+        -----
+        RankWarning
+            If keys are rank-deficient up to rounding, and count as 1 in a set for x² that is larger than rank/ε.
         """
         stream = self._settled()
         if stream is None:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
         by, selected, counted = stream.judge()
         square = stream.candidates.running.certificate == "leverage"
+        if self.f == Power(2.0) and counted:
+            ones = np.array([np.count_nonzero(item.scores == 1) for item in selected]).reshape(stream.batch)
+            warn_of_rank(ones, by.factor.rank.reshape(stream.batch), stream.d, self.epsilon, chunks=True, stacklevel=3)
         rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
         return StreamedSet(
             items=tuple(selected),

@@ -21,6 +21,7 @@ from levattn._core.serialize import pack, shaped, unpack, whole
 from levattn._kernels import Rows
 from levattn.io import KeySource, replace_file
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import rows_named
 from levattn.states import Moments
 from levattn.states.block_buffer import in_main_memory
 
@@ -312,7 +313,8 @@ class _Run:
         for matrices, rows in self._source.between(self._done, together=self._checkpoint.path is None):
             if self._moments is None:
                 self._moments = Moments(matrices.d, matrices.batch)
-            self._moments.add(matrices, rows)
+            with rows_named("the keys"):
+                self._moments.add(matrices, rows)
             self._count(matrices)
             yield matrices.n
         if self._moments is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
-from levattn.exceptions import AxesWarning
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor
@@ -28,14 +25,14 @@ from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
 from levattn.sets.coverage import Covered, covering_set
-from levattn.sets.result import Guarantee, UniversalSet, keys_at, known_by, reaches, rescored, result_of
+from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
 from levattn.sets.selection import at_least, largest_scores, rescored_all
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
+from levattn.sets.warned import warn_of_axes, warn_of_rank
 
 __all__ = ["set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
-_MANY = 32  # matrices along an axis, from which it may be the axis of the keys
 # Options that a set with coverage does not read
 _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")
 
@@ -43,8 +40,8 @@ _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "
 @where_arrays_are
 def universal_set(
     K: Any,
-    epsilon: float | None = None,
     /,
+    epsilon: float | None = None,
     *,
     size: int | None = None,
     f: Any = 2,
@@ -165,8 +162,10 @@ def universal_set(
     Warns
     -----
     AxesWarning
-        If the axes of the keys look exchanged: n ≤ d, and more than d matrices (and at least 32)
-        along the axis before.
+        If the axes of the keys look exchanged: n ≤ d, and more than d matrices (and at least 32) along the axis
+        before. Also if a batch has d > 256, and n is at most d/4 and a multiple of 16, like the width of a head.
+    RankWarning
+        If keys are rank-deficient up to rounding, and count as 1 in a set for x² that is therefore larger than rank/ε.
 
     See Also
     --------
@@ -230,7 +229,7 @@ def universal_set(
         raise ValueError("progress or checkpoint is given for keys in an array; expected them for chunks of keys only")
     if source is not None:
         if square and method in ("auto", "gram") and not center and groups is None and mask is None:
-            return _of_chunks(source, asked, progress, checkpoint, checkpoint_rows)
+            return _warned(_of_chunks(source, asked, progress, checkpoint, checkpoint_rows), chunks=True)
         if extras or not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
@@ -238,14 +237,27 @@ def universal_set(
             )
         K = K.load()
     matrices = as_matrices(K, "K", sparse=square)
-    _warn_of_axes(matrices)
+    warn_of_axes(matrices)
     labels = None if groups is None else as_labels(groups, matrices)
     if labels is not None and (not square or approximate or epsilon is None):
         raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
     asked = asked.checked(matrices.n)
     if approximate:
         return _from_sketch(matrices, asked, sketch_size, rng, recheck)
-    return _exact(matrices, asked, labels) if square else _bounded(matrices, function, asked)
+    return _warned(_exact(matrices, asked, labels)) if square else _bounded(matrices, function, asked)
+
+
+def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
+    """Return the exact set for x², after a warning where rows count as 1 and make it larger than rank/ε."""
+    if (
+        found.guarantee == "superset"
+        and not found.by_size
+        and np.any(found.sizes > np.asarray(found.rank) / found.epsilon)
+    ):
+        xp = array_namespace(found.mask)
+        ones = flag_counts(xp.logical_and(found.mask, found.scores == 1))
+        warn_of_rank(ones, found.rank, found.factor.columns, found.epsilon, chunks=chunks, stacklevel=5)
+    return found
 
 
 def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) -> Covered:
@@ -308,18 +320,6 @@ class _Asked:
         epsilon = None if self.epsilon is None else check_epsilon(self.epsilon)
         size = None if self.size is None else whole_number("size", self.size, 0, n, what="a whole number of keys")
         return _Asked(epsilon, size, self.method, self.center, self.mask)
-
-
-def _warn_of_axes(matrices: Matrices) -> None:
-    """Warn where the axis before the keys looks like the one that counts them."""
-    if matrices.batch and 0 < matrices.n <= matrices.d < matrices.batch[-1] and matrices.batch[-1] >= _MANY:
-        warnings.warn(
-            f"K has shape {(*matrices.batch, matrices.n, matrices.d)}: {matrices.n} keys of {matrices.d} columns in "
-            f"each of {math.prod(matrices.batch)} matrices, so that each set may hold all its keys. Where the axes "
-            "are (..., keys, heads, columns), give K.swapaxes(-3, -2)",
-            AxesWarning,
-            stacklevel=4,
-        )
 
 
 def set_of(

@@ -1,9 +1,11 @@
-"""A universal set as a line, as a table, as arrays for a file, and as the set of one matrix of its batch."""
+"""Universal sets of arrays and of streams: as a line, as a table, as a file, and the set of one matrix of a batch."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +13,24 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import needing
+from levattn.io.write import replace_file
 
 if TYPE_CHECKING:
     from levattn.sets.result import UniversalSet
+    from levattn.sets.streaming import StreamedSet
 
-__all__ = ["frame_of", "html_of", "item_of", "line_of", "part_of", "saved_arrays", "span"]
+__all__ = [
+    "frame_of",
+    "html_of",
+    "item_of",
+    "line_of",
+    "number_of",
+    "refuse_batch",
+    "save_arrays",
+    "saved_arrays",
+    "span",
+    "storable_arrays",
+]
 
 _KEYS_SHOWN = 10  # in a notebook
 
@@ -29,33 +44,41 @@ def span(values: Any) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _size(universal: UniversalSet) -> str:
-    batch = f" in each of {universal.batch}" if universal.batch else ""
-    return f"{span(universal.sizes)} of {universal.mask.shape[-1]} keys{batch}"
+def _size(found: UniversalSet | StreamedSet) -> str:
+    batch = f" in each of {found.batch}" if found.batch else ""
+    return f"{span(found.sizes)} of {_rows(found)} keys{batch}"
 
 
-def _figures(universal: UniversalSet) -> list[tuple[str, str]]:
+def _rows(found: UniversalSet | StreamedSet) -> int:
+    return found.n if hasattr(found, "n") else int(found.mask.shape[-1])
+
+
+def _figures(found: Any) -> list[tuple[str, str]]:
     """Return the properties of a set, as names and figures; a name alone is a flag."""
-    if universal.coverage is not None:
-        wish = "mass" if universal.mass is not None else "epsilon"
-        queries = 0 if universal.needs is None else universal.needs.shape[-1]
-        asked = span(universal.mass if wish == "mass" else universal.epsilon)
-        given = [("guarantee", "'coverage'"), (wish, asked), ("coverage", f"{universal.coverage:.6g}")]
-        return [*given, (f"{queries} queries", "")]
-    figures = [("epsilon", span(universal.epsilon)), ("guarantee", repr(universal.guarantee))]
-    figures += [("rank", span(universal.rank)), ("bound", span(universal.size_bound))]
-    vacuous = int(np.sum(universal.is_vacuous))
+    if getattr(found, "coverage", None) is not None:
+        return _of_coverage(found)
+    figures = [("epsilon", span(found.epsilon)), ("guarantee", repr(found.guarantee))]
+    figures += [("rank", span(found.rank)), ("bound", span(found.size_bound))]
+    vacuous = int(np.sum(found.is_vacuous))
     if vacuous:
-        figures.append(("vacuous" if vacuous == np.size(universal.is_vacuous) else f"{vacuous} vacuous", ""))
-    if universal.groups is not None:
-        figures.append((f"{universal.hidden_groups.sum()} hidden groups", ""))
+        figures.append(("vacuous" if vacuous == np.size(found.is_vacuous) else f"{vacuous} vacuous", ""))
+    if getattr(found, "groups", None) is not None:
+        figures.append((f"{found.hidden_groups.sum()} hidden groups", ""))
     return figures
 
 
-def line_of(universal: UniversalSet) -> str:
+def _of_coverage(universal: UniversalSet) -> list[tuple[str, str]]:
+    wish = "mass" if universal.mass is not None else "epsilon"
+    queries = 0 if universal.needs is None else universal.needs.shape[-1]
+    asked = span(universal.mass if wish == "mass" else universal.epsilon)
+    given = [("guarantee", "'coverage'"), (wish, asked), ("coverage", f"{universal.coverage:.6g}")]
+    return [*given, (f"{queries} queries", "")]
+
+
+def line_of(found: UniversalSet | StreamedSet) -> str:
     """Return the figures of a set on one line."""
-    figures = (f"{name}={figure}" if figure else name for name, figure in _figures(universal))
-    return f"UniversalSet({', '.join((_size(universal), *figures))})"
+    figures = (f"{name}={figure}" if figure else name for name, figure in _figures(found))
+    return f"{type(found).__name__}({', '.join((_size(found), *figures))})"
 
 
 def html_of(universal: UniversalSet) -> str:
@@ -70,14 +93,21 @@ def html_of(universal: UniversalSet) -> str:
     return f"<table><caption>UniversalSet</caption><tbody>{''.join(cells)}</tbody></table>"
 
 
-def frame_of(universal: UniversalSet) -> Any:
-    """Return the keys of a set as a pandas table, a row for each."""
+def frame_of(places: tuple[npt.NDArray[np.int64], ...], scores: npt.NDArray[Any]) -> Any:
+    """Return the keys of a set as a pandas table, a row for each; `places` are axes of the batch and indices."""
     with needing("a table needs pandas", "frame"):
         import pandas as pd
-    *batch, key = np.nonzero(to_numpy(universal.mask))
+    *batch, key = places
     names = [f"axis_{i}" for i in range(len(batch))]
-    columns = dict(zip(names, batch, strict=True))
-    return pd.DataFrame(columns | {"key": key, "score": to_numpy(universal.scores)[(*batch, key)]})
+    return pd.DataFrame(dict(zip(names, batch, strict=True)) | {"key": key, "score": scores})
+
+
+def save_arrays(path: str | os.PathLike[str], arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Write the arrays of a set to an ``.npz`` file, completely or not at all."""
+    if Path(path).suffix != ".npz":
+        raise ValueError(f"path is {os.fspath(path)!r}; expected a name that ends in .npz")
+    with replace_file(path) as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
 
 
 def saved_arrays(universal: UniversalSet) -> dict[str, npt.NDArray[Any]]:
@@ -91,24 +121,40 @@ def saved_arrays(universal: UniversalSet) -> dict[str, npt.NDArray[Any]]:
         names.append("indices")
     needs = universal.needs
     counted = {"threshold_queries": None if needs is None else needs.shape[-1]}
-    values = ((name, counted[name] if name in counted else getattr(universal, name)) for name in names)
-    arrays = {name: to_numpy(value) if hasattr(value, "shape") else np.asarray(value) for name, value in values}
-    f = universal.f
-    arrays["f"] = np.asarray(f if isinstance(f, int | float) else repr(f))
-    return {name: array for name, array in arrays.items() if array.dtype != object}  # leaves out missing figures
+    return storable_arrays(
+        {name: counted[name] if name in counted else getattr(universal, name) for name in (*names, "f")}
+    )
 
 
-def part_of(universal: UniversalSet, index: Any) -> UniversalSet:
-    """Return the set of one matrix of a batch."""
-    if not universal.batch:
-        raise TypeError("the set is of one matrix, which has no axes to choose from; use indices, mask or `in`")
-    place = index if isinstance(index, tuple) else (index,)
-    if len(place) != len(universal.batch):
-        raise IndexError(
-            f"the index is {index!r}; expected {len(universal.batch)} whole numbers, one for each axis of the batch "
-            f"{universal.batch}"
+def storable_arrays(values: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """Return values as arrays that need no pickling; missing ones are left out, and a function f is its text."""
+    f = values["f"]
+    values = values | {"f": f if isinstance(f, int | float) else repr(f)}
+    pairs = values.items()
+    arrays = {name: to_numpy(value) if hasattr(value, "shape") else np.asarray(value) for name, value in pairs}
+    return {name: array for name, array in arrays.items() if array.dtype != object}
+
+
+def refuse_batch(batch: tuple[int, ...], use: str) -> None:
+    """Raise if a set is of a batch; `use` says which use is of one matrix."""
+    if batch:
+        place = ", ".join({1: ["head"], 2: ["layer", "head"]}.get(len(batch), ["0"] * len(batch)))
+        raise ValueError(
+            f"{use} of one matrix, but this set has batch {batch}; take one by universal[{place}]. sizes has the "
+            "numbers of keys of all"
         )
-    return item_of(universal, int(np.arange(np.prod(universal.batch, dtype=int)).reshape(universal.batch)[place]))
+
+
+def number_of(index: Any, batch: tuple[int, ...]) -> int:
+    """Return the number of one matrix of a batch, leading axes flattened, or raise."""
+    if not batch:
+        raise TypeError("the set is of one matrix, which has no axes to choose from; use its indices or `in`")
+    place = index if isinstance(index, tuple) else (index,)
+    if len(place) != len(batch) or any(isinstance(i, slice) for i in place):
+        raise IndexError(
+            f"the index is {index!r}; expected {len(batch)} whole numbers, one for each axis of the batch {batch}"
+        )
+    return int(np.arange(np.prod(batch, dtype=int)).reshape(batch)[place])
 
 
 def item_of(universal: UniversalSet, number: int) -> UniversalSet:

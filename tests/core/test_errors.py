@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,22 @@ def wrong_keys() -> Iterator[Any]:
     for value in (None, "keys.npy", 3.0, {"K": 1}):
         yield repr(value), value, TypeError, "array", type(value).__name__
     yield "uneven", [[1.0, 2.0], [3.0]], ValueError, "list", "equal length", "pad"
+    uneven = [np.ones((4, 3)), np.ones((5, 3))]
+    yield "uneven chunks", uneven, ValueError, "list", "give universal_set a function that returns an iterator"
     yield "no columns", np.ones((4, 0)), ValueError, r"\bd\b|column"
+
+
+def test_keys_in_files_and_on_workers_name_the_function_that_takes_them(tmp_path: Path) -> None:
+    np.save(tmp_path / "keys.npy", GOOD)
+    source = levattn.open_keys(tmp_path / "keys.npy")
+    for call in (
+        lambda: levattn.leverage_scores(source),
+        lambda: levattn.sensitivities(source, 2),
+        lambda: levattn.heavy_attention(GOOD, source, 0.1),
+    ):
+        fails(call, TypeError, "KeySource", r"K\.load\(\)", r"levattn\.universal_set\(K, epsilon\)\.scores")
+    array = pytest.importorskip("dask.array").from_array(GOOD)
+    fails(lambda: levattn.leverage_scores(array), TypeError, r"levattn\.distributed\.dask\.leverage_scores")
 
 
 def wrong_masks() -> Iterator[Any]:
@@ -253,7 +269,7 @@ def wrong_arguments() -> Iterator[Any]:
     yield "a mask for a set", partial(attend, GOOD, universal=np.ones(12, bool)), TypeError, "universal"
     yield "other keys", lambda: attend(GOOD, universal=set_of(GOOD[:7])), ValueError, "universal", r"\b7\b", r"\b12\b"
     yield "a set of a batch", lambda: attend(GOOD, universal=set_of([GOOD, GOOD])), ValueError, "universal"
-    yield "indices of a batch", lambda: set_of([GOOD, GOOD]).indices, ValueError, "indices", "mask"
+    yield "indices of a batch", lambda: set_of([GOOD, GOOD]).indices, ValueError, "indices", r"universal\[head\]"
     yield "length of a batch", lambda: len(set_of([GOOD, GOOD])), either, "sizes"
 
 

@@ -376,7 +376,7 @@ def test_keys_come_in_chunks(alone: None, monkeypatch: pytest.MonkeyPatch) -> No
     given = {"V": row_numbers(heads()), "mask": heads()[..., 1] < 1}
     whole = universal_set(heads(), 0.05, **given)
     monkeypatch.setattr("levattn.distributed.torch._CHUNK_BYTES", 1)  # so blocks of 2048 rows
-    parts = universal_set(heads(), 0.05, **given)
+    parts = universal_set(heads(), epsilon=0.05, **given)
     assert parts[1] == whole[1]
     for one, other in zip(parts[0].items, whole[0].items, strict=True):
         for name in ("indices", "scores", "keys", "payload"):

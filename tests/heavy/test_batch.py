@@ -78,7 +78,7 @@ def test_leading_axes_that_do_not_go_together_are_refused(queries: Any, keys: An
 def test_errors_name_the_head() -> None:
     Q, K = pair((2, 3), (2, 3))
     found = levattn.heavy_attention(Q, K, 0.1)
-    with pytest.raises(IndexError, match="one for each axis of"):
+    with pytest.raises(IndexError, match="one for each axis of the batch"):
         found[0]
     with pytest.raises(ValueError, match=r"leading axes \(2, 3\) of the keys"):
         found.apply(np.ones((N, 2)))

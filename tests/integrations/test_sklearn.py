@@ -123,6 +123,7 @@ def test_sizes_beyond_the_range_of_squares() -> None:
 # Rank
 
 
+@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 def test_rank_deficient_rows_have_as_many_whitened_columns_as_their_rank() -> None:
     rng = np.random.default_rng(0)
     X = rng.standard_normal((4000, 3)) @ rng.standard_normal((3, 6))

@@ -121,6 +121,68 @@ def test_a_set_draws_its_spectrum() -> None:
     assert ax.get_yscale() == "log"
 
 
+def streamed(*batch: int, payload: bool = False) -> levattn.StreamedSet:
+    numbers = np.broadcast_to(np.arange(60), (*batch, 60)) if payload else None
+    return levattn.StreamingUniversalSet(0.2).update(keys(*batch), payload=numbers).result()
+
+
+def test_the_set_of_one_head_of_a_stream_is_the_set_of_its_keys() -> None:
+    whole, K = streamed(2, 3, payload=True), keys(2, 3)
+    for place in np.ndindex(2, 3):
+        one, alone = whole[place], levattn.StreamingUniversalSet(0.2).update(K[place]).result()
+        assert list(one) == alone.indices.tolist() == one.payload.tolist()
+        assert len(one) == whole.sizes[place]
+        assert repr(one) == repr(alone)
+        assert all(key in one for key in one)
+        assert -1 not in one
+        np.testing.assert_array_equal(one.factor.condition, alone.factor.condition)
+    with pytest.raises(IndexError, match="one for each axis of the batch"):
+        whole[0]
+    with pytest.raises(TypeError, match="of one matrix"):
+        streamed()[0]
+
+
+def test_a_batch_of_a_stream_shows_itself_like_a_set() -> None:
+    found, whole = repr(streamed(2, 3)), repr(levattn.universal_set(keys(2, 3), 0.2))
+    assert found == whole.replace("UniversalSet", "StreamedSet")
+    flat = levattn.StreamingUniversalSet(0.5).update(np.ones((2, 3, 40, 2))).result()
+    assert repr(flat).startswith("StreamedSet(0 of 40 keys in each of (2, 3), epsilon=0.5, guarantee='exact', rank=1,")
+    assert repr(streamed(payload=True).items[0]).endswith("keys of 4 columns, payload int64)")
+    assert repr(streamed().items[0]) == f"SelectedKeys({len(streamed())} keys of 4 columns)"
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3), (0,)])
+def test_the_table_and_the_file_of_a_stream(tmp_path: Path, batch: tuple[int, ...]) -> None:
+    found, whole = streamed(*batch, payload=True), levattn.universal_set(keys(*batch), 0.2)
+    assert found.to_frame().drop(columns="score").equals(whole.to_frame().drop(columns="score"))
+    found.save(tmp_path / "set.npz")
+    with np.load(tmp_path / "set.npz", allow_pickle=False) as stored:
+        np.testing.assert_array_equal(stored["indices"], np.nonzero(whole.mask)[-1])
+        np.testing.assert_array_equal(stored["payload"], stored["indices"])
+        np.testing.assert_array_equal(stored["sizes"], whole.sizes)
+        np.testing.assert_array_equal(stored["rank"], found.rank)
+        assert batch == (0,) or stored["keys"].shape == (stored["sizes"].sum(), 4)
+        assert (stored["epsilon"], stored["guarantee"], stored["f"], stored["n"]) == (0.2, "exact", 2, 60)
+    with pytest.raises(ValueError, match=r"ends in \.npz"):
+        found.save(tmp_path / "set.txt")
+
+
+@pytest.mark.parametrize(
+    "found", [levattn.universal_set(keys(2, 3), 0.2), streamed(2, 3)], ids=lambda x: type(x).__name__
+)
+def test_uses_of_one_matrix_name_the_index(found: Any) -> None:
+    rest = r"of one matrix, but this set has batch \(2, 3\); take one by universal\[layer, head\]"
+    uses = {
+        "indices": lambda: found.indices,
+        "len": lambda: len(found),
+        "in`": lambda: 3 in found,
+        "iter": lambda: iter(found),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ValueError, match=f"{name}.* {rest}"):
+            use()
+
+
 def test_states_and_heavy_attention_tell_what_they_hold() -> None:
     K = keys()
     state = levattn.StreamingUniversalSet(0.2, f="huber")
@@ -142,6 +204,51 @@ def test_exchanged_axes_warn_and_short_contexts_do_not() -> None:
     assert seen[0].filename == __file__
     levattn.universal_set(keys(2, 3, n=4), 0.2)
     levattn.universal_set(keys(n=3), 0.2)
+
+
+def test_heads_whose_columns_come_before_their_keys_warn() -> None:
+    K = np.random.default_rng(0).standard_normal((12, 512, 32))
+    with pytest.warns(levattn.AxesWarning, match=r"32 keys of 512 columns .*K\.swapaxes\(-2, -1\)$") as seen:
+        levattn.universal_set(K.swapaxes(-2, -1), 0.2)
+    assert seen[0].filename == __file__
+    for n, d in ((32, 256), (64, 128), (20, 768), (512, 512)):  # few keys of wide heads, or of documents
+        levattn.universal_set(np.ones((2, n, d)), 0.2)
+    levattn.universal_set(np.ones((32, 512)), 0.2)
+
+
+def test_exchanged_axes_of_a_first_chunk_warn() -> None:
+    chunk = np.random.default_rng(0).standard_normal((300, 3, 4))
+    with pytest.warns(
+        levattn.AxesWarning, match=r"3 keys of 4 columns in each of 300.*K\.swapaxes\(-3, -2\)$"
+    ) as seen:
+        state = levattn.StreamingUniversalSet(0.2).update(chunk)
+    assert seen[0].filename == __file__
+    state.update(chunk)  # warned of once
+    for few in (chunk[:, :1], chunk[:64], chunk.swapaxes(0, 1)):  # a token of each head, layers and heads, all well
+        levattn.StreamingUniversalSet(0.2).update(few)
+
+
+def test_epsilon_goes_by_place_and_by_name() -> None:
+    K = keys()
+    by_name = levattn.universal_set(K, epsilon=0.2)
+    np.testing.assert_array_equal(by_name.mask, levattn.universal_set(K, 0.2).mask)
+    entries = levattn.heavy_attention(K, K, epsilon=0.2).entries
+    np.testing.assert_array_equal(entries.toarray(), levattn.heavy_attention(K, K, 0.2).entries.toarray())
+
+
+def test_a_rank_that_rounding_hides_warns_where_keys_count_as_1() -> None:
+    C = np.random.default_rng(0).standard_normal((2, 5000, 8))
+    C[1] -= C[1].mean(axis=1, keepdims=True)
+    assert len(levattn.universal_set(C[1], 0.02)) == 0  # in memory, without a warning
+    text = r"\(numerical rank 7 of 8 columns\), so that 5000 keys count as 1, more than rank/epsilon = 350\."
+    with pytest.warns(levattn.RankWarning, match=r"K at \(1,\) of the batch is rank-deficient .* " + text) as seen:
+        found = levattn.StreamingUniversalSet(0.02).update(C).result()
+    assert found.sizes.tolist() == [0, 5000]
+    with pytest.warns(levattn.RankWarning, match=text) as more:
+        levattn.universal_set(lambda: iter([C[1, :3000], C[1, 3000:]]), 0.02)
+    assert seen[0].filename == more[0].filename == __file__
+    assert levattn.StreamingUniversalSet(0.02).update(C[1, :, :-1]).result().sizes == 0  # what the warning advises
+    levattn.StreamingUniversalSet(0.02, f=levattn.Huber()).update(C).result()
 
 
 def test_a_set_survives_pickling() -> None:

@@ -97,8 +97,9 @@ def pruned_attention(
     scores : {"residual", "expected", "leverage"} or array of shape (..., G, n)
         The scores that select keys. "expected": the logarithm of the expected weight for a normal query with the mean
         and covariance of the given queries [1]_. "residual": the expected score plus the logarithm of the squared
-        distance to the mean of the key's own cluster. The distance is the change of the queries' logits, so keys that
-        a summary would get wrong score high. "leverage": leverage scores, whatever the queries. An array: your own
+        distance to the center of the key's own cluster. The center is the mean of nearby keys; if `causal`, it is a
+        key or an earlier summary. The distance is the change of the queries' logits, so keys that a summary would get
+        wrong score high. "leverage": leverage scores, whatever the queries. An array: your own
         scores.
     center : bool, optional
         Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
