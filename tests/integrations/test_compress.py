@@ -346,6 +346,28 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == configs
 
 
+def test_a_prepared_model_that_is_pruned_since_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
+    model = base()
+    cache = compress(model, context(), budget=CUT)
+    cache.save(tmp_path / "cache")
+    dense = model(context()).logits
+    with prune(model, {0: 8, 1: 8}):
+        pruned = model(context()).logits
+        for call in (
+            lambda: compress(model, context()),  # not the warning that heads are cut alike
+            lambda: CompressedCache.load(tmp_path / "cache", model),
+            lambda: head_profile(model, None),
+        ):
+            with pytest.raises(ValueError, match="its LlamaAttention 0 is pruned already"):
+                call()
+            assert torch.equal(model(context()).logits, pruned)
+        with pytest.raises(TypeError, match="the cache is of type CompressedCache; expected a DynamicCache"):
+            model(question(), **{CACHE: cache.copy()})
+        assert torch.equal(model(context()).logits, pruned)
+    assert torch.equal(model(context()).logits, dense)
+    assert torch.isfinite(model(question(), **{CACHE: cache.copy()}).logits).all()
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens": (lambda: compress(base(), [[1, 2]], budget=1.0), "context is <class 'list'>; expected whole numbers"),
     "floats": (lambda: compress(base(), torch.ones(1, 4), budget=1.0), r"context is torch.float32 \(1, 4\)"),

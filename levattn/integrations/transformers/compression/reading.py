@@ -31,7 +31,7 @@ class _Reader:
     """How an attention module reads compressed caches."""
 
     number: int
-    own: Any  # its config
+    own: Any  # its config, outside such calls
     config: Any  # a copy that selects this attention
     held: CompressedLayer | None = None  # during a call
     observer: Observer | None = None  # gets the arrays that the module's own attention reads
@@ -40,9 +40,9 @@ class _Reader:
 
 def prepared(model: Any) -> None:
     """Let a model read compressed caches; without such a cache it computes the same as before."""
+    check_model(model)  # also if it is prepared: it may be pruned since
     if getattr(model, _PART, False):
         return
-    check_model(model)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -92,6 +92,8 @@ def _enter(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: d
     if reader.held is not None:
         reader.held.expected = True
     if reader.held is not None or reader.observer is not None:
+        if module.config is not reader.config:
+            reader.own = module.config  # another one while the model is pruned
         reader.reached, module.config = False, reader.config
 
 
