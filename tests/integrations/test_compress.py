@@ -370,6 +370,15 @@ def test_a_prepared_model_that_is_pruned_since_is_refused_and_stays_as_it_was(tm
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens": (lambda: compress(base(), [[1, 2]], budget=1.0), "context is <class 'list'>; expected whole numbers"),
+    "text": (lambda: compress(base(), "a text", budget=1.0), r"of torch, e.g. tokenizer\(text, return_tensors='pt'\)"),
+    "lists": (
+        lambda: compress(base(), {"input_ids": [[1, 2]]}, budget=1.0),
+        r"context\['input_ids'\] is of type list; expected a tensor",
+    ),
+    "a cache for no model": (
+        lambda: CompressedCache.load("none", "llama"),
+        "model is of type str; expected a transfo",
+    ),
     "floats": (lambda: compress(base(), torch.ones(1, 4), budget=1.0), r"context is torch.float32 \(1, 4\)"),
     "names": (lambda: compress(base(), {"ids": context()}, budget=1.0), "expected input_ids and perhaps"),
     "mask": (

@@ -18,7 +18,7 @@ from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, 
 
 import levattn  # noqa: E402
 from levattn.attention import pruned_attention  # noqa: E402
-from levattn.integrations.transformers import macchiato_from, prune, remove  # noqa: E402
+from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
 from levattn.integrations.transformers.pruning.interface import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning.prune import observed  # noqa: E402
 
@@ -530,6 +530,38 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "stream of dense heads": (lambda: prune(base(), {(0, 1): 8}, stream=True), "heads of layer 0 are dense"),
     "stream of an encoder": (lambda: prune(base("Esm"), 8, stream=True), "is not causal"),
 }
+
+
+INPUTS: dict[str, tuple[Any, str]] = {  # what a user may give, and what is said about it
+    "tokens": (
+        tokens(),
+        r" is of type Tensor; expected the output of a tokenizer, e.g. tokenizer\(text, return_tensors='pt'",
+    ),
+    "text": ("a text", r" is of type str; expected the output of a tokenizer"),
+    "number": (3, r" is of type int; expected the output of a tokenizer"),
+    "lists": (
+        {"input_ids": [[1, 2]]},
+        r"\['input_ids'\] is of type list; expected a tensor of torch, e.g. by tokenizer",
+    ),
+    "array": (
+        {"input_ids": tokens(), "attention_mask": np.ones((2, T))},
+        r"\['attention_mask'\] is of type ndarray; expected a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_inputs_that_no_model_takes_are_refused_by_name(case: str) -> None:
+    model, (inputs, message) = base(), INPUTS[case]
+    with pytest.raises(TypeError, match="inputs" + message):
+        inspect_model(model, inputs)
+    with pytest.raises(TypeError, match="inputs" + message):
+        calibrate(model, inputs, target=0.1)
+    with pytest.raises(TypeError, match="example" + message):
+        prune(model, 8, example=inputs)
+    with pytest.raises(TypeError, match=r"inputs\[0\]" + message):
+        calibrate(model, [inputs], target=0.1)
+    inspect_model(model, transformers.BatchEncoding({"input_ids": tokens()}))
 
 
 def pruned(model: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import levattn
+from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.integrations.transformers.pruning.heads import Arrays, Group
 from levattn.integrations.transformers.pruning.prune import observed
@@ -102,7 +103,7 @@ def inspect_model(
     model : transformers.PreTrainedModel
         As for `prune`. It runs once, and stays unchanged.
     inputs : mapping of str to tensor
-        A batch of the model's inputs.
+        A batch of the model's inputs, e.g. ``tokenizer(text, return_tensors="pt")``.
     epsilon : float in (0, 1], default 0.05
         The threshold.
     layers : iterable of int, optional
@@ -116,7 +117,8 @@ def inspect_model(
     Raises
     ------
     TypeError, ValueError
-        If epsilon is out of range, or as `prune` raises for unsupported models and inputs.
+        If epsilon is out of range, or inputs is no mapping of tensors, or as `prune` raises for unsupported models and
+        inputs.
 
     Notes
     -----
@@ -137,6 +139,7 @@ def inspect_model(
     >>> [(row["layer"], row["head"]) for row in found.rows]
     [(1, 0), (1, 1)]
     """
+    inputs = model_inputs("inputs", inputs)
     found: dict[int, list[Arrays]] = {}
 
     def look(layer: int, arrays: Arrays) -> None:

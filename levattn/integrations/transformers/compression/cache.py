@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin, fingerprint
@@ -255,6 +256,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         OSError
             If the file cannot be read.
         """
+        check_model(model)
         layers, tokens, present, of = read_context(path, model.device)
         if of != fingerprint(model):
             raise ValueError(

@@ -104,9 +104,10 @@ def prune(
     TypeError, ValueError
         If an option is out of range, the model is already pruned or extended, or a chosen layer cannot be pruned. It
         cannot if it does not use the attention interface, has cross-attention, or passes arguments that pruning would
-        ignore (biases of positions, bounded logits, sinks). The model then stays unchanged. Calls raise for packed
-        sequences, more positions than a sliding window, and dropout of weights. They also raise for a cache that is
-        not a `DynamicCache`, or a mask that is neither full nor causal with padding.
+        ignore (biases of positions, bounded logits, sinks). The model then stays unchanged. An `example` must be
+        a mapping of tensors. Calls raise for packed sequences, more positions than a sliding window, and dropout of
+        weights. They also raise for a cache that is not a `DynamicCache`, or a mask that is neither full nor causal
+        with padding.
 
     Warns
     -----
