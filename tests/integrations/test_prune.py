@@ -341,13 +341,23 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     model = base(num_hidden_layers=3)
     with prune(model, 16, chunk=4, layers=[0, 2], heads=[1]) as report:
         assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
-        assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 1, "calls": 0}
-        assert str(report).splitlines()[1].split() == ["0", "1", "0", "-", "-", "-", "-", "-"]
+        assert report.table()[0] == dict.fromkeys(report.table()[0]) | {
+            "layer": 0,
+            "head": 1,
+            "calls": 0,
+            "measured": 0,
+        }
+        assert str(report).splitlines()[1].split() == ["0", "1", "0", "0", "-", "-", "-", "-", "-"]
         output(model)
     assert repr(report).endswith("removed>")
     lines = str(report).splitlines()
-    assert [line.split()[:3] for line in lines] == [["layer", "heads", "calls"], ["0", "1", "1"], ["2", "1", "1"]]
-    assert len({len(line) for line in lines}) == 1
+    assert [line.split()[:4] for line in lines[:-1]] == [
+        ["layer", "heads", "calls", "measured"],
+        ["0", "1", "1", "1"],
+        ["2", "1", "1", "1"],
+    ]
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert "selected: keys that a query attends exactly; captured: softmax mass on them" in lines[-1]
     report.save_json(tmp_path / "report.json")
     loaded = json.loads((tmp_path / "report.json").read_text())
     assert loaded == json.loads(json.dumps(report.to_dict()))
@@ -396,7 +406,7 @@ def test_measuring_can_be_left_out() -> None:
     model = base()
     with prune(model, 12, chunk=4, measure=False) as report:
         output(model)
-    assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1}
+    assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1, "measured": 0}
 
 
 def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
@@ -406,7 +416,7 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
         with prune(model, 12, chunk=4, measure=measure) as report:
             model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
         (tally, _), *_ = report._tallies.values()
-        assert tally.calls == 3
+        assert [(row["calls"], row["measured"]) for row in report.table()] == [(3, 3 if measure else 1)] * 4
         return float(tally.sums["queries"].sum())
 
     assert 0 < measured(None) < measured(True)
@@ -420,6 +430,35 @@ def test_a_report_without_figures_says_why() -> None:
     with prune(model, 12, chunk=4) as report:
         output(model)
     assert "-:" not in str(report)
+    with prune(model, 1.0) as report:
+        output(model)
+    assert (str(report), report.table()) == ("all heads are dense", [])
+
+
+def test_an_inspection_is_a_table_with_the_means_of_its_columns() -> None:
+    found = inspect_model(base(), {"input_ids": tokens(), "attention_mask": LEFT}, epsilon=0.4)
+    heading, *lines, last = str(found).splitlines()
+    assert heading.split() == [
+        "layer",
+        "head",
+        "n",
+        "d",
+        "κ",
+        "|U|",
+        "share",
+        "rank/ε",
+        "max",
+        "mass",
+        "heavy",
+        "caught",
+    ]
+    assert [line.split()[:2] for line in lines] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert len({len(line) for line in [heading, *lines]}) == 1
+    rows = found.table()
+    share, mass = (np.mean([row[name] for row in rows]) for name in ("share", "captured"))
+    assert last == f"mean over heads: {share:.0%} of the keys hold {mass:.0%} of the softmax mass"
+    rows[0]["n"] = 0
+    assert found.table() == found.rows != rows
 
 
 def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,9 +117,9 @@ def calibrate(
     ------
     TypeError, ValueError
         If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
-        Each batch must be a mapping of tensors. With `risk` also if the texts are too few to show the risk, or have too large a loss with all tested budgets.
-        The message then gives a sufficient number of texts. With `risk`, dense budgets, which have no loss, are never
-        returned.
+        Each batch must be a mapping of tensors. With `risk` also if the texts are too few to show the risk, or have
+        too large a loss with all tested budgets. The message then gives a sufficient number of texts. With `risk`,
+        dense budgets, which have no loss, are never returned.
     ImportError
         If `progress` is True and rich is not installed.
 
