@@ -550,6 +550,12 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no budget": (lambda: prune(base()), "expected one of the three"),
     "two budgets": (lambda: prune(base(), 8, size=3), "expected one of the three"),
     "budget": (lambda: prune(base(), 1.5), "budget is 1.5; expected a whole number of slots, or a share"),
+    "one slot": (
+        lambda: prune(base(), 1),
+        "budget is 1, one slot a query; expected at least 2 slots, or the share 1.0",
+    ),
+    "one slot of a head": (lambda: prune(base(), {(0, 0): np.int64(1)}), "budget is 1, one slot a query"),
+    "a flag as budget": (lambda: prune(base(), True), "budget is True; expected a number of slots"),
     "budget of another type": (lambda: prune(base(), "8"), "budget is '8'; expected a number of slots"),
     "scores": (lambda: prune(base(), 8, scores="norm"), "scores is 'norm'; expected one of"),
     "array of scores": (lambda: prune(base(), 8, scores=torch.ones(3)), "scores is of type Tensor; expected the name"),
