@@ -23,7 +23,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     `compress` makes it. ``model.generate(question, past_key_values=cache)`` answers a question on the context: the
     question follows the context, and the result holds the question and the answer. Each call continues after the last
-    position of the cache. To ask many questions on one context, give each a `copy`, which shares the context.
+    position of the cache. A question that begins with the context again is refused. To ask many questions on one
+    context, give each a `copy`, which shares the context.
 
     Attributes
     ----------
