@@ -17,19 +17,6 @@ __all__ = ["Inquiry", "ScoreColumn", "draw", "inspect", "prune_report"]
 
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians
 ScoreColumn = Literal["residual", "expected", "leverage"]
-_SETS_OF_HEADS = {
-    "layer": "layer",
-    "head": "head",
-    "n": "n",
-    "d": "d",
-    "κ": "condition:.3g",
-    "|U|": "size:.0f",
-    "rank/ε": "bound",
-    "max": "largest:.3f",
-    "mass": "captured:.3f",
-    "heavy": "heavy",
-    "caught": "heavy_captured:.0%",
-}
 _PRUNED_HEADS = {
     "layer": "layer",
     "head": "head",
@@ -55,7 +42,7 @@ class Inquiry:
 def inspect(inquiry: Inquiry, epsilon: float) -> None:
     """Run ``levattn inspect``."""
     model, inputs = _opened(inquiry)
-    from levattn.integrations.transformers import inspect_model
+    from levattn.integrations.transformers.inspection import COLUMNS, inspect_model, mean_line, printed
 
     with forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         found = inspect_model(model, inputs, epsilon=epsilon)
@@ -63,12 +50,14 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     if inquiry.as_json:
         print_json("levattn.inspect/1", {"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
         return
-    rows = [row | {"bound": f"{row['bound']:.0f}{'*' if row['vacuous'] else ''}"} for row in found.rows]
     console = new_console()
-    console.print(table_of(rows, _SETS_OF_HEADS))
+    console.print(table_of(printed(found.rows), COLUMNS))
+    for line in mean_line(found.rows):
+        console.print(line)
     console.print(
-        f"κ: condition number; |U|: universal set for x² at ε = {epsilon}; max: largest leverage score; mass: mean "
-        "softmax mass on U; heavy: softmax scores of at least ε among the measured queries; caught: share in U."
+        f"κ: condition number; |U|: universal set for x² at ε = {epsilon}; share: of the keys in U; max: largest "
+        "leverage score; mass: mean softmax mass on U; heavy: softmax scores of at least ε among the measured "
+        "queries; caught: share of them in U."
     )
     if any(row["vacuous"] for row in found.rows):
         console.print("* vacuous: the bound rank/ε is not below n, so the theorem alone does not promise a small set.")
@@ -103,11 +92,14 @@ def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, options: d
         print_json("levattn.prune-report/1", {**outcome, **report.to_dict()})
         return
     console = new_console()
-    console.print(table_of(report.table(), _PRUNED_HEADS))
-    console.print(
-        "selected: keys that a query attends exactly; mass: softmax mass on them; error: of the head's output, "
-        "relative to dense attention."
-    )
+    if report.table():
+        console.print(table_of(report.table(), _PRUNED_HEADS))
+        console.print(
+            "selected: keys that a query attends exactly; mass: softmax mass on them; error: of the head's output, "
+            "relative to dense attention."
+        )
+    else:
+        console.print(str(report))
     for name, value in loss.items():
         if value is not None:
             console.print(f"{name.replace('_', ' ')}: {value:.6g}")

@@ -72,8 +72,8 @@ def universal_set(
     the theorem says nothing (`is_vacuous`). For other functions f the set leaves out a key if its sensitivity is
     certified to be below ε.
 
-    With `queries` the set is for queries like the given ones, and far smaller. Half of them order the keys; the others
-    set the threshold by conformal prediction. For a new query that is *exchangeable* with them, all keys with
+    With `queries` the set is for queries like the given ones, and often far smaller. Half of them order the keys; the
+    others set the threshold by conformal prediction. For a new query that is *exchangeable* with them, all keys with
     :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and distribution.
     The probability is over the draw of all these queries, the given ones included.
 

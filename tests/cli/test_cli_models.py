@@ -89,6 +89,7 @@ def test_inspect_prints_a_table(decoder, encoder, text):
     assert result.exit_code == 0, result.output
     assert "vacuous" in result.stdout  # 8 / 0.05 keys are more than 40
     assert result.stdout.count("\n") > 4
+    assert re.search(r"^mean over heads: \d+% of the keys hold \d+% of the softmax mass$", result.stdout, re.MULTILINE)
     without_heavy = run("inspect", encoder, "--text", text, "--tokens", "40", "--epsilon", "1").stdout
     rows = [line.split() for line in without_heavy.splitlines() if line.startswith("    0")]
     assert [row[-2:] for row in rows] == [["0", "-"]] * 4
@@ -131,6 +132,13 @@ def test_prune_report_of_an_encoder(encoder, text, budget):
         assert_as_documented(found)
         assert len(found["heads"]) == 8
         assert all(0 < row["slots"] <= 27 for row in found["heads"])
+
+
+def test_a_budget_of_all_keys_prunes_no_head(encoder, text, tmp_path):
+    files = ("--plot", tmp_path / "a.svg", "--html", tmp_path / "a.html")
+    result = run("prune-report", encoder, "--text", text, "--budget", "1", *files)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("all heads are dense\nembedding cosine: ")
 
 
 def test_prune_report_of_a_decoder(decoder, text, tmp_path):

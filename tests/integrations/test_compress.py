@@ -346,8 +346,69 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == configs
 
 
+def test_a_prepared_model_that_is_pruned_since_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
+    model = base()
+    cache = compress(model, context(), budget=CUT)
+    cache.save(tmp_path / "cache")
+    dense = model(context()).logits
+    with prune(model, {0: 8, 1: 8}):
+        pruned = model(context()).logits
+        for call in (
+            lambda: compress(model, context()),  # not the warning that heads are cut alike
+            lambda: CompressedCache.load(tmp_path / "cache", model),
+            lambda: head_profile(model, None),
+        ):
+            with pytest.raises(ValueError, match="its LlamaAttention 0 is pruned already"):
+                call()
+            assert torch.equal(model(context()).logits, pruned)
+        with pytest.raises(TypeError, match="the cache is of type CompressedCache; expected a DynamicCache"):
+            model(question(), **{CACHE: cache.copy()})
+        assert torch.equal(model(context()).logits, pruned)
+    assert torch.equal(model(context()).logits, dense)
+    assert torch.isfinite(model(question(), **{CACHE: cache.copy()}).logits).all()
+
+
+def test_the_context_is_not_read_twice() -> None:
+    model = base()
+    cache = compress(model, context(2), budget=CUT)
+    whole = torch.cat([context(2), question(2)], 1)
+    changed = whole.clone()
+    changed[:, CONTEXT - 1] = 1  # as if the tokenizer joined the last word and the question
+    message = "begin with the 30 of the context, which the cache holds; expected the question alone"
+    for ids in (context(2), changed, changed[:, : CONTEXT - 2]):
+        with pytest.raises(ValueError, match=f"input_ids has {ids.shape[1]} tokens that {message}"):
+            model.generate(ids, past_key_values=cache.copy(), **GREEDY)
+    for options in ({"input_ids": whole}, {"input_ids": changed}):
+        with pytest.raises(ValueError, match=message):
+            model(**options, **{CACHE: cache.copy()})
+    assert model.generate(whole, past_key_values=cache, **GREEDY).shape == (2, CONTEXT + 3 + NEW)
+    with pytest.raises(ValueError, match=message):  # the cache has read an answer since
+        model.generate(whole, past_key_values=cache, **GREEDY)
+    passage = context(2)[:, 3:]
+    assert model.generate(passage, past_key_values=cache.copy(), **GREEDY).shape == (2, CONTEXT - 3 + NEW)
+
+
+def test_more_positions_than_were_learned_are_refused() -> None:
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 40}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=CONTEXT, **sizes)).eval()
+    assert compress(model, context(), budget=CUT).context_length == CONTEXT
+    with pytest.raises(
+        ValueError, match=r"context has 31 tokens; expected at most max_position_embeddings=30, as .*wpe"
+    ):
+        compress(model, context(1, CONTEXT + 1), budget=CUT)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens": (lambda: compress(base(), [[1, 2]], budget=1.0), "context is <class 'list'>; expected whole numbers"),
+    "text": (lambda: compress(base(), "a text", budget=1.0), r"of torch, e.g. tokenizer\(text, return_tensors='pt'\)"),
+    "lists": (
+        lambda: compress(base(), {"input_ids": [[1, 2]]}, budget=1.0),
+        r"context\['input_ids'\] is of type list; expected a tensor",
+    ),
+    "a cache for no model": (
+        lambda: CompressedCache.load("none", "llama"),
+        "model is of type str; expected a transfo",
+    ),
     "floats": (lambda: compress(base(), torch.ones(1, 4), budget=1.0), r"context is torch.float32 \(1, 4\)"),
     "names": (lambda: compress(base(), {"ids": context()}, budget=1.0), "expected input_ids and perhaps"),
     "mask": (

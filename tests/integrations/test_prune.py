@@ -18,7 +18,7 @@ from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, 
 
 import levattn  # noqa: E402
 from levattn.attention import pruned_attention  # noqa: E402
-from levattn.integrations.transformers import macchiato_from, prune, remove  # noqa: E402
+from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
 from levattn.integrations.transformers.pruning.interface import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning.prune import observed  # noqa: E402
 
@@ -341,13 +341,23 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     model = base(num_hidden_layers=3)
     with prune(model, 16, chunk=4, layers=[0, 2], heads=[1]) as report:
         assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
-        assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 1, "calls": 0}
-        assert str(report).splitlines()[1].split() == ["0", "1", "0", "-", "-", "-", "-", "-"]
+        assert report.table()[0] == dict.fromkeys(report.table()[0]) | {
+            "layer": 0,
+            "head": 1,
+            "calls": 0,
+            "measured": 0,
+        }
+        assert str(report).splitlines()[1].split() == ["0", "1", "0", "0", "-", "-", "-", "-", "-"]
         output(model)
     assert repr(report).endswith("removed>")
     lines = str(report).splitlines()
-    assert [line.split()[:3] for line in lines] == [["layer", "heads", "calls"], ["0", "1", "1"], ["2", "1", "1"]]
-    assert len({len(line) for line in lines}) == 1
+    assert [line.split()[:4] for line in lines[:-1]] == [
+        ["layer", "heads", "calls", "measured"],
+        ["0", "1", "1", "1"],
+        ["2", "1", "1", "1"],
+    ]
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert "selected: keys that a query attends exactly; captured: softmax mass on them" in lines[-1]
     report.save_json(tmp_path / "report.json")
     loaded = json.loads((tmp_path / "report.json").read_text())
     assert loaded == json.loads(json.dumps(report.to_dict()))
@@ -396,7 +406,7 @@ def test_measuring_can_be_left_out() -> None:
     model = base()
     with prune(model, 12, chunk=4, measure=False) as report:
         output(model)
-    assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1}
+    assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1, "measured": 0}
 
 
 def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
@@ -406,7 +416,7 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
         with prune(model, 12, chunk=4, measure=measure) as report:
             model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
         (tally, _), *_ = report._tallies.values()
-        assert tally.calls == 3
+        assert [(row["calls"], row["measured"]) for row in report.table()] == [(3, 3 if measure else 1)] * 4
         return float(tally.sums["queries"].sum())
 
     assert 0 < measured(None) < measured(True)
@@ -420,6 +430,35 @@ def test_a_report_without_figures_says_why() -> None:
     with prune(model, 12, chunk=4) as report:
         output(model)
     assert "-:" not in str(report)
+    with prune(model, 1.0) as report:
+        output(model)
+    assert (str(report), report.table()) == ("all heads are dense", [])
+
+
+def test_an_inspection_is_a_table_with_the_means_of_its_columns() -> None:
+    found = inspect_model(base(), {"input_ids": tokens(), "attention_mask": LEFT}, epsilon=0.4)
+    heading, *lines, last = str(found).splitlines()
+    assert heading.split() == [
+        "layer",
+        "head",
+        "n",
+        "d",
+        "κ",
+        "|U|",
+        "share",
+        "rank/ε",
+        "max",
+        "mass",
+        "heavy",
+        "caught",
+    ]
+    assert [line.split()[:2] for line in lines] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert len({len(line) for line in [heading, *lines]}) == 1
+    rows = found.table()
+    share, mass = (np.mean([row[name] for row in rows]) for name in ("share", "captured"))
+    assert last == f"mean over heads: {share:.0%} of the keys hold {mass:.0%} of the softmax mass"
+    rows[0]["n"] = 0
+    assert found.table() == found.rows != rows
 
 
 def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,6 +550,12 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no budget": (lambda: prune(base()), "expected one of the three"),
     "two budgets": (lambda: prune(base(), 8, size=3), "expected one of the three"),
     "budget": (lambda: prune(base(), 1.5), "budget is 1.5; expected a whole number of slots, or a share"),
+    "one slot": (
+        lambda: prune(base(), 1),
+        "budget is 1, one slot a query; expected at least 2 slots, or the share 1.0",
+    ),
+    "one slot of a head": (lambda: prune(base(), {(0, 0): np.int64(1)}), "budget is 1, one slot a query"),
+    "a flag as budget": (lambda: prune(base(), True), "budget is True; expected a number of slots"),
     "budget of another type": (lambda: prune(base(), "8"), "budget is '8'; expected a number of slots"),
     "scores": (lambda: prune(base(), 8, scores="norm"), "scores is 'norm'; expected one of"),
     "array of scores": (lambda: prune(base(), 8, scores=torch.ones(3)), "scores is of type Tensor; expected the name"),
@@ -530,6 +575,38 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "stream of dense heads": (lambda: prune(base(), {(0, 1): 8}, stream=True), "heads of layer 0 are dense"),
     "stream of an encoder": (lambda: prune(base("Esm"), 8, stream=True), "is not causal"),
 }
+
+
+INPUTS: dict[str, tuple[Any, str]] = {  # what a user may give, and what is said about it
+    "tokens": (
+        tokens(),
+        r" is of type Tensor; expected the output of a tokenizer, e.g. tokenizer\(text, return_tensors='pt'",
+    ),
+    "text": ("a text", r" is of type str; expected the output of a tokenizer"),
+    "number": (3, r" is of type int; expected the output of a tokenizer"),
+    "lists": (
+        {"input_ids": [[1, 2]]},
+        r"\['input_ids'\] is of type list; expected a tensor of torch, e.g. by tokenizer",
+    ),
+    "array": (
+        {"input_ids": tokens(), "attention_mask": np.ones((2, T))},
+        r"\['attention_mask'\] is of type ndarray; expected a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_inputs_that_no_model_takes_are_refused_by_name(case: str) -> None:
+    model, (inputs, message) = base(), INPUTS[case]
+    with pytest.raises(TypeError, match="inputs" + message):
+        inspect_model(model, inputs)
+    with pytest.raises(TypeError, match="inputs" + message):
+        calibrate(model, inputs, target=0.1)
+    with pytest.raises(TypeError, match="example" + message):
+        prune(model, 8, example=inputs)
+    with pytest.raises(TypeError, match=r"inputs\[0\]" + message):
+        calibrate(model, [inputs], target=0.1)
+    inspect_model(model, transformers.BatchEncoding({"input_ids": tokens()}))
 
 
 def pruned(model: Any) -> Any:

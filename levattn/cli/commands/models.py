@@ -35,13 +35,15 @@ Output, one row for each layer and head of keys:
   n, d         keys (one for each token) and their columns
   κ            condition number of the keys, on their row space
   |U|          keys in the universal set for f(x) = x² at ε, which is exact
+  share        share of the keys in the set
   rank/ε       the most keys that the set can have; * if not below n
   max          largest leverage score
   mass         mean share of the softmax attention that falls on the set
   heavy        softmax scores of at least ε, of at most 256 queries per head
   caught       share of these scores on keys of the set; - if there are none
 
-The sets promise nothing for softmax: mass and caught are measured on this text.
+A line below the table compares the means of share and mass over the heads. The sets promise nothing for softmax: mass
+and caught are measured on this text.
 """
 _PRUNE = """\
 Prune a model's attention, report the loss.

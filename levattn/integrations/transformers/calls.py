@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
+
+import torch
 
 __all__ = [
     "as_cache_of",
     "cache_among",
     "given_to",
     "layer_of",
+    "model_inputs",
     "numbers_among",
     "parameters_of",
     "refuse",
@@ -21,6 +24,9 @@ __all__ = [
 
 # Names of the cache argument: since transformers 5.24, and before
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+# Inputs of models that a tokenizer gives, as lists if it is not told otherwise
+_OF_TOKENIZERS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_AS_TENSORS = "tokenizer(text, return_tensors='pt')"
 _HARMLESS = {
     "cache_position",
     "num_items_in_batch",
@@ -44,6 +50,22 @@ _REFUSED = {
     "s_aux": "attention sinks",
     "softcap": "bounded logits",
 }
+
+
+def model_inputs(name: str, value: Any) -> dict[str, Any]:
+    """Return the inputs of a model as a dictionary, or raise if they are no mapping, or are lists of tokens."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}; expected the output of a tokenizer, e.g. {_AS_TENSORS}"
+        )
+    for entry in _OF_TOKENIZERS:
+        given = value.get(entry)
+        if given is not None and not isinstance(given, torch.Tensor | Mapping):
+            raise TypeError(
+                f"{name}[{entry!r}] is of type {type(given).__name__}; expected a tensor of torch, e.g. "
+                f"by {_AS_TENSORS}"
+            )
+    return dict(value)
 
 
 def layer_of(module: Any) -> str:

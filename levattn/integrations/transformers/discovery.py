@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import layer_of, parameters_of
+from levattn.integrations.transformers.calls import layer_of, model_inputs, parameters_of
 from levattn.integrations.transformers.interface import Interface, Probe
 
 __all__ = ["ModelLayer", "discovered", "shared_configs"]
@@ -48,8 +48,9 @@ def discovered(
 
     Raises for a layer that does not use the attention interface, unless `layers` leaves it out.
     """
+    inputs = _inputs(model) if example is None else model_inputs("example", example)
     names = {id(module): name for name, module in model.named_modules()}
-    trial = interface.tried(model, _attending(model), _inputs(model) if example is None else dict(example))
+    trial = interface.tried(model, _attending(model), inputs)
     probes = list({id(probe.module): probe for probe in trial.reached}.values())
     crossed = {id(module) for module, given in trial.entered if any(given.get(name) is not None for name in _CROSS)}
     reached = {id(probe.module) for probe in probes}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from levattn.plots import LayerHeadDisplay
 
-__all__ = ["HeadsTable"]
+__all__ = ["HeadsTable", "in_columns"]
 
 
 class HeadsTable:
@@ -46,3 +47,12 @@ class HeadsTable:
         if value not in self._labels:
             raise ValueError(f"value is {value!r}; expected one of {', '.join(self._labels)}")
         return LayerHeadDisplay.from_rows(self._rows(), value, label=self._labels[value], ax=ax)
+
+
+def in_columns(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Return rows as plain text, in columns given as headings and keys of a row, with a format as in "size:.3g"."""
+    fields = [column.partition(":") for column in columns.values()]
+    lines = [list(columns)]
+    lines += [["-" if row[key] is None else format(row[key], form) for key, _, form in fields] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

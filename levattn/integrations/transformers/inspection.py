@@ -9,13 +9,28 @@ import numpy as np
 import torch
 
 import levattn
-from levattn.integrations.transformers.heads_table import HeadsTable
+from levattn.integrations.transformers.calls import model_inputs
+from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.pruning.heads import Arrays, Group
 from levattn.integrations.transformers.pruning.prune import observed
 
-__all__ = ["Inspection", "inspect_model"]
+__all__ = ["COLUMNS", "Inspection", "inspect_model", "mean_line", "printed"]
 
 _QUERIES = 256  # of a sequence, whose attention is measured
+COLUMNS = {
+    "layer": "layer",
+    "head": "head",
+    "n": "n",
+    "d": "d",
+    "κ": "condition:.3g",
+    "|U|": "size:.0f",
+    "share": "share:.0%",
+    "rank/ε": "bound",
+    "max": "largest:.3f",
+    "mass": "captured:.3f",
+    "heavy": "heavy",
+    "caught": "heavy_captured:.0%",
+}
 
 
 class Inspection(HeadsTable):
@@ -52,6 +67,8 @@ class Inspection(HeadsTable):
     >>> found = inspect_model(model, {"input_ids": torch.arange(40)[None]}, epsilon=0.5)
     >>> len(found.rows), found.rows[0]["n"], found.rows[0]["rank"]
     (4, 40, 16)
+    >>> print(found)  # doctest: +ELLIPSIS
+    layer  head   n   d ...
     """
 
     _labels: ClassVar = {
@@ -68,8 +85,17 @@ class Inspection(HeadsTable):
         self.epsilon = epsilon
         self.rows = rows
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return self.rows
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each layer and key head.
+
+        Returns
+        -------
+        list of dict
+            Copies of `rows`.
+        """
+        return [dict(row) for row in self.rows]
+
+    _rows = table
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model, the threshold and the rows as plain numbers and strings.
@@ -81,8 +107,25 @@ class Inspection(HeadsTable):
         """
         return {"model": self.model, "epsilon": self.epsilon, "heads": self.rows}
 
+    def __str__(self) -> str:
+        """Return a table in plain text, with the columns of ``levattn inspect``, and the means of share and mass."""
+        return "\n".join([in_columns(printed(self.rows), COLUMNS), *mean_line(self.rows)])
+
     def __repr__(self) -> str:
         return f"<Inspection of {self.model}: {len(self.rows)} heads, epsilon={self.epsilon}>"
+
+
+def printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows to print in `COLUMNS`: a star marks a bound that is vacuous."""
+    return [row | {"bound": f"{row['bound']:.0f}{'*' if row['vacuous'] else ''}"} for row in rows]
+
+
+def mean_line(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line that compares the mean share of the keys in the sets with their mean mass; none without rows."""
+    if not rows:
+        return []
+    share, mass = (sum(row[name] for row in rows) / len(rows) for name in ("share", "captured"))
+    return [f"mean over heads: {share:.0%} of the keys hold {mass:.0%} of the softmax mass"]
 
 
 def inspect_model(
@@ -102,7 +145,7 @@ def inspect_model(
     model : transformers.PreTrainedModel
         As for `prune`. It runs once, and stays unchanged.
     inputs : mapping of str to tensor
-        A batch of the model's inputs.
+        A batch of the model's inputs, e.g. ``tokenizer(text, return_tensors="pt")``.
     epsilon : float in (0, 1], default 0.05
         The threshold.
     layers : iterable of int, optional
@@ -116,7 +159,8 @@ def inspect_model(
     Raises
     ------
     TypeError, ValueError
-        If epsilon is out of range, or as `prune` raises for unsupported models and inputs.
+        If epsilon is out of range, or inputs is no mapping of tensors, or as `prune` raises for unsupported models and
+        inputs.
 
     Notes
     -----
@@ -137,6 +181,7 @@ def inspect_model(
     >>> [(row["layer"], row["head"]) for row in found.rows]
     [(1, 0), (1, 1)]
     """
+    inputs = model_inputs("inputs", inputs)
     found: dict[int, list[Arrays]] = {}
 
     def look(layer: int, arrays: Arrays) -> None:

@@ -15,6 +15,8 @@ from levattn.integrations.transformers.calibration.calibration import METRICS, C
 from levattn.integrations.transformers.calibration.losses import Loss, text_losses
 from levattn.integrations.transformers.calibration.risk import count_shown, least_texts
 from levattn.integrations.transformers.calibration.texts import dealt, needed_for
+from levattn.integrations.transformers.calls import model_inputs
+from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
 from levattn.integrations.transformers.discovery import discovered
 from levattn.integrations.transformers.pruning.interface import PRUNED, register
@@ -115,9 +117,9 @@ def calibrate(
     ------
     TypeError, ValueError
         If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
-        With `risk` also if the texts are too few to show the risk, or have too large a loss with all tested budgets.
-        The message then gives a sufficient number of texts. With `risk`, dense budgets, which have no loss, are never
-        returned.
+        Each batch must be a mapping of tensors. With `risk` also if the texts are too few to show the risk, or have
+        too large a loss with all tested budgets. The message then gives a sufficient number of texts. With `risk`,
+        dense budgets, which have no loss, are never returned.
     ImportError
         If `progress` is True and rich is not installed.
 
@@ -169,9 +171,8 @@ def calibrate(
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise TypeError(f"{', '.join(unknown)} is no option here; expected options among {', '.join(_OPTIONS)}")
-    batches = [dict(batch) for batch in ([inputs] if isinstance(inputs, Mapping) else inputs)]
-    if not batches:
-        raise ValueError("inputs is empty; expected at least one batch")
+    check_model(model)
+    batches = _batches(inputs)
     if model.training:
         raise ValueError(
             "model is in training mode; expected evaluation mode, to make outputs comparable. Call model.eval()"
@@ -186,6 +187,16 @@ def calibrate(
         measure = Loss(model, batches, metric, advance)
         chosen, reached = _bisected(source.ladder(batches, advance), wanted, lambda found: measure(found, options))
     return Calibration(chosen, type(model).__name__, metric, wanted, reached, options)
+
+
+def _batches(inputs: Any) -> list[dict[str, Any]]:
+    """Return the batches, or raise."""
+    if isinstance(inputs, Mapping | str | torch.Tensor) or not isinstance(inputs, Iterable):
+        return [model_inputs("inputs", inputs)]
+    batches = [model_inputs(f"inputs[{number}]", batch) for number, batch in enumerate(inputs)]
+    if not batches:
+        raise ValueError("inputs is empty; expected at least one batch")
+    return batches
 
 
 def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, float]:

@@ -13,6 +13,7 @@ from torch import nn
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calls import as_cache_of
+from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
@@ -98,6 +99,7 @@ def head_profile(
     """
     tasks, positions = whole_number("tasks", tasks), whole_number("positions", positions, 256)
     share, seed = fraction("share", share), whole_number("seed", seed, 0)
+    check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
     given = _texts(model, tokenizer, texts, tasks, positions, seed)

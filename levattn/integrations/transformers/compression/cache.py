@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin, fingerprint
@@ -22,7 +23,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     `compress` makes it. ``model.generate(question, past_key_values=cache)`` answers a question on the context: the
     question follows the context, and the result holds the question and the answer. Each call continues after the last
-    position of the cache. To ask many questions on one context, give each a `copy`, which shares the context.
+    position of the cache. A question that begins with the context again is refused. To ask many questions on one
+    context, give each a `copy`, which shares the context.
 
     Attributes
     ----------
@@ -255,6 +257,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         OSError
             If the file cannot be read.
         """
+        check_model(model)
         layers, tokens, present, of = read_context(path, model.device)
         if of != fingerprint(model):
             raise ValueError(

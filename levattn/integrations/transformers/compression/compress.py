@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
-from levattn.integrations.transformers.calls import as_cache_of
+from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
@@ -29,6 +29,7 @@ from levattn.integrations.transformers.compression.slots import (
 
 __all__ = ["compress"]
 
+_LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
 
@@ -62,7 +63,9 @@ def compress(
     model : transformers.PreTrainedModel
         A decoder. `compress` prepares it to read such caches; without one it computes the same as before.
     context : tensor of shape (B, P), or mapping
-        Tokens, or the output of a tokenizer: ``input_ids`` and ``attention_mask``, 0 for padding on either side.
+        Tokens, or the output of a tokenizer: ``input_ids`` and ``attention_mask``, 0 for padding on either side. With
+        rotary positions, nothing is raised for a context, or a question after it, beyond the
+        ``max_position_embeddings`` of the config. Such models then read worse than their context allows.
     budget : float in (0, 1], or mapping from (layer, head) to float, default 0.25
         Share of the bytes of a dense cache, of all layers that do not slide. A mapping gives the share of each head of
         the keys, 1.0 for heads that it does not name.
@@ -88,7 +91,7 @@ def compress(
     ------
     TypeError, ValueError
         If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
-        `prune` refuses.
+        `prune` refuses. If its positions are learned, and the context has more.
 
     Notes
     -----
@@ -113,6 +116,7 @@ def compress(
     """
     tokens, present = _read(context)
     prepared(model)
+    _check_positions(model, present)
     chunk = tokens.shape[1] if chunk is None else whole_number("chunk", chunk)
     split = Split(whole_number("sinks", sinks, 0), _share("window", window), _share("summaries", summaries))
     if split.window + split.summaries > 1:
@@ -141,6 +145,7 @@ def _read(context: Any) -> tuple[Any, Any]:
     """Return the tokens of a context and their padding mask, False for padding, both (B, P), or raise."""
     mask = None
     if isinstance(context, Mapping):
+        context = model_inputs("context", context)
         unknown = sorted(set(context) - {"input_ids", "attention_mask", "token_type_ids"})
         if unknown or "input_ids" not in context:
             raise ValueError(f"context has {sorted(context)}; expected input_ids and perhaps attention_mask")
@@ -150,7 +155,10 @@ def _read(context: Any) -> tuple[Any, Any]:
         context, mask = context["input_ids"], context.get("attention_mask")
     if not isinstance(context, torch.Tensor) or context.ndim != 2 or context.dtype not in (torch.int64, torch.int32):
         shown = f"{context.dtype} {tuple(context.shape)}" if isinstance(context, torch.Tensor) else type(context)
-        raise TypeError(f"context is {shown}; expected whole numbers of shape (sequences, positions), of torch")
+        raise TypeError(
+            f"context is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
+            "tokenizer(text, return_tensors='pt')"
+        )
     if mask is None:
         mask = torch.ones_like(context)
     if mask.shape != context.shape:
@@ -159,6 +167,20 @@ def _read(context: Any) -> tuple[Any, Any]:
     if not bool(present.any(1).all()):
         raise ValueError("context has a sequence without positions; expected at least one in each. Leave it out")
     return context, present
+
+
+def _check_positions(model: Any, present: Any) -> None:
+    """Raise if a model has learned its positions, and the context has more."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = int(present.sum(1).max())
+    if most is None or longest <= most:
+        return
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding):
+            raise ValueError(
+                f"context has {longest} tokens; expected at most max_position_embeddings={most}, as {name} of the "
+                f"{type(model).__name__} has no more positions. Give a shorter context"
+            )
 
 
 def _empty_layers(model: Any) -> list[Any]:

@@ -22,6 +22,8 @@ __all__ = ["Observer", "attending", "observed_by", "prepared"]
 
 _NAME = "levattn_compressed"  # the name of this attention in transformers
 _PART = "_levattn_reader"  # the attribute of an attention module that holds its `_Reader`
+_BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
+_FEWEST = 16  # tokens of a context that no question repeats by chance
 
 Observer = Callable[[int, Any, Any, Any, float], None]  # of a layer's number, queries, keys, values and scale
 
@@ -31,7 +33,7 @@ class _Reader:
     """How an attention module reads compressed caches."""
 
     number: int
-    own: Any  # its config
+    own: Any  # its config, outside such calls
     config: Any  # a copy that selects this attention
     held: CompressedLayer | None = None  # during a call
     observer: Observer | None = None  # gets the arrays that the module's own attention reads
@@ -40,9 +42,9 @@ class _Reader:
 
 def prepared(model: Any) -> None:
     """Let a model read compressed caches; without such a cache it computes the same as before."""
+    check_model(model)  # also if it is prepared: it may be pruned since
     if getattr(model, _PART, False):
         return
-    check_model(model)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -55,6 +57,7 @@ def prepared(model: Any) -> None:
         module.register_forward_pre_hook(partial(_enter, parameters_of(module)[0]), with_kwargs=True)
         module.register_forward_hook(_leave, always_call=True)
     setattr(model, _PART, True)
+    model.register_forward_pre_hook(partial(_look_at_question, parameters_of(model)[0]), with_kwargs=True)
     if hasattr(model, "generate"):
         model.generate = update_wrapper(partial(_generate, model), type(model).generate)
 
@@ -83,6 +86,24 @@ def attending(model: Any) -> dict[int, Any]:
     return found
 
 
+def _look_at_question(names: tuple[str, ...], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = given_to(names, args, kwargs)
+    _check_question(given.get("input_ids"), cache_among(given))
+
+
+def _check_question(ids: Any, cache: Any) -> None:
+    """Raise if the tokens after a compressed context begin with this context again."""
+    length = getattr(cache, "context_length", 0)
+    n = length - _BOUNDARY
+    if length < _FEWEST or ids is None or ids.shape[1] < n or len(ids) != len(cache.tokens):
+        return
+    if torch.equal(ids[:, :n], cache.tokens[:, :n].to(ids)):
+        raise ValueError(
+            f"input_ids has {ids.shape[1]} tokens that begin with the {length} of the context, which the cache holds; "
+            "expected the question alone, which follows the context"
+        )
+
+
 def _enter(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     reader = getattr(module, _PART)
     cache = cache_among(given_to(names, args, kwargs))
@@ -92,6 +113,8 @@ def _enter(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: d
     if reader.held is not None:
         reader.held.expected = True
     if reader.held is not None or reader.observer is not None:
+        if module.config is not reader.config:
+            reader.own = module.config  # another one while the model is pruned
         reader.reached, module.config = False, reader.config
 
 
@@ -193,6 +216,7 @@ def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         length = 0  # all positions were given, as transformers expects with other caches
         mask = torch.cat([present, torch.ones_like(ids[:, before.shape[1] :])], 1) if mask is None else mask
     else:
+        _check_question(ids, cache)
         mask = torch.cat([present, torch.ones_like(ids) if mask is None else mask.to(ids)], 1)
         ids = torch.cat([before, ids], 1)
     others = {name: value for name, value in kwargs.items() if value is not cache} | as_cache_of(model, cache)

@@ -43,6 +43,10 @@ class LayerPruning:
     stream: bool = False  # whether caches hold only states
     look: Callable[[int, Arrays], None] | None = None  # a callback for the arrays of each call
 
+    def measures(self, rows: int) -> bool:
+        """Tell whether a call of so many queries is measured."""
+        return rows > 1 if self.measure is None else self.measure
+
 
 PRUNED = Interface(
     name="levattn",
@@ -131,6 +135,7 @@ def _attention(
         progress.states = [held for _, _, states in found for held in states]
         progress.positions, progress.present = seen, total
     part.tally.calls += 1
+    part.tally.measured += part.measures(rows)
     places = [group.of_queries(query.shape[1] // key.shape[1]) for group in part.groups]
     Y = concatenated([Y for Y, _, _ in found], places, 1)
     shares = concatenated([share for _, share, _ in found], places, 1) if output_attentions else None
@@ -176,7 +181,7 @@ def _group(
             (),
         )
     before = None if progress is None else [held for held in progress.states if held.group == number]
-    measured = arrays.q.shape[2] > 1 if part.measure is None else part.measure
+    measured = part.measures(arrays.q.shape[2])
     start = _now(arrays.q) if measured else 0.0
     Y, after = outputs(arrays, number, group.budget, part.rule, before)
     if measured:

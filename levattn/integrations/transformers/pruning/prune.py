@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,10 @@ def prune(
     model : transformers.PreTrainedModel
         An encoder or a decoder that uses the attention interface. It is changed in place.
     budget : int, float in (0, 1], mapping or Calibration, optional
-        Slots of each query: their number, or a share of the keys of its sequence, as for `pruned_attention`; 1.0
-        is dense. A mapping from layers, or from pairs (layer, head), to budgets names the heads to prune; the others
-        stay dense. A `Calibration` is such a mapping, and brings its own options, so leave them out. Give exactly one
-        argument of budget, size and epsilon.
+        Slots of each query: their number, at least 2, or a share of the keys of its sequence, as for
+        `pruned_attention`; 1.0 is dense. A mapping from layers, or from pairs (layer, head), to budgets names the
+        heads to prune; the others stay dense. A `Calibration` is such a mapping, and brings its own options, so leave
+        them out. Give exactly one argument of budget, size and epsilon.
     layers : iterable of int, optional
         Numbers of the layers to prune, from 0; all layers that the model runs if None.
     heads : iterable of int or HeadProfile, optional
@@ -104,9 +105,10 @@ def prune(
     TypeError, ValueError
         If an option is out of range, the model is already pruned or extended, or a chosen layer cannot be pruned. It
         cannot if it does not use the attention interface, has cross-attention, or passes arguments that pruning would
-        ignore (biases of positions, bounded logits, sinks). The model then stays unchanged. Calls raise for packed
-        sequences, more positions than a sliding window, and dropout of weights. They also raise for a cache that is
-        not a `DynamicCache`, or a mask that is neither full nor causal with padding.
+        ignore (biases of positions, bounded logits, sinks). The model then stays unchanged. An `example` must be
+        a mapping of tensors. Calls raise for packed sequences, more positions than a sliding window, and dropout of
+        weights. They also raise for a cache that is not a `DynamicCache`, or a mask that is neither full nor causal
+        with padding.
 
     Warns
     -----
@@ -288,6 +290,8 @@ def _check_options(rule: SharedOptions, budgets: dict[int, dict[int, Any]], ther
 
 def _check_option(rule: SharedOptions, budget: Any, *, causal: bool) -> None:
     check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
+    if isinstance(budget, Integral) and budget == 1:
+        raise ValueError(f"budget is {budget!r}, one slot a query; expected at least 2 slots, or the share 1.0")
 
 
 def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from levattn.integrations.transformers.changes import Changes
-from levattn.integrations.transformers.heads_table import HeadsTable
+from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.pruning.sample import Tally
 from levattn.io import replace_file
 
@@ -16,7 +16,19 @@ __all__ = ["REPORT", "PruneReport"]
 
 REPORT = "_levattn_report"  # the attribute of a pruned model that holds its report
 
-_COLUMNS = ("layer", "head", "calls", "slots", "selected", "captured", "error", "seconds")
+_COLUMNS = ("layer", "head", "calls", "measured", "slots", "selected", "captured", "error", "seconds")
+_OF_LAYERS = {
+    **{name: name for name in ("layer", "heads", "calls", "measured")},
+    "slots": "slots:.1f",
+    "selected": "selected:.1f",
+    "captured": "captured:.4f",
+    "error": "error:.2e",
+    "seconds": "seconds:.3g",
+}
+_LEGEND = (
+    "measured: calls with a comparison to dense attention; selected: keys that a query attends exactly; captured: "
+    "softmax mass on them; error: of the output"
+)
 
 
 class PruneReport(HeadsTable):
@@ -102,8 +114,9 @@ class PruneReport(HeadsTable):
         Returns
         -------
         list of dict
-            Each row has ``layer``, ``head`` (a key head, with its query heads) and ``calls`` of the layer. Four
-            figures are over the sampled queries, and None where nothing was measured:
+            Each row has ``layer``, ``head`` (a key head, with its query heads) and ``calls`` of the layer.
+            ``measured`` counts the calls that were measured. Four figures are over the sampled queries, and None where
+            nothing was measured:
 
             - ``slots``, the mean number of slots that a query reads;
             - ``selected``, the mean number of keys attended exactly, including keys near the query;
@@ -116,7 +129,7 @@ class PruneReport(HeadsTable):
         for layer, (tally, heads) in self._tallies.items():
             seconds = tally.seconds / len(heads) if tally.seconds else None
             for head in heads:
-                values = (layer, head, tally.calls, *tally.figures([head]).values(), seconds)
+                values = (layer, head, tally.calls, tally.measured, *tally.figures([head]).values(), seconds)
                 rows.append(dict(zip(_COLUMNS, values, strict=True)))
         return rows
 
@@ -145,20 +158,17 @@ class PruneReport(HeadsTable):
 
     def __str__(self) -> str:
         """Return a table in plain text, with a line for each layer; `table` has a row for each head."""
-        lines: list[tuple[str, ...]] = [("layer", "heads", *_COLUMNS[2:])]
+        rows: list[dict[str, Any]] = []
         for layer, (tally, heads) in self._tallies.items():
-            lines.append((str(layer), str(len(heads)), str(tally.calls), *_shown(tally.figures(heads), tally.seconds)))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        if any("-" in line for line in lines):
-            lines.append((f"-: {self._missing}",))
-        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+            counts = {"layer": layer, "heads": len(heads), "calls": tally.calls, "measured": tally.measured}
+            rows.append({**counts, **tally.figures(heads), "seconds": tally.seconds or None})
+        if not rows:
+            return "all heads are dense"
+        notes = [_LEGEND] if any(row["measured"] for row in rows) else []
+        if any(value is None for row in rows for value in row.values()):
+            notes.append(f"-: {self._missing}")
+        return "\n".join([in_columns(rows, _OF_LAYERS), *notes])
 
     def __repr__(self) -> str:
         state = "pruned" if self.active else "removed"
         return f"<PruneReport of {self.model}, {len(self._tallies)} layers, {state}>"
-
-
-def _shown(figures: dict[str, float | None], seconds: float) -> list[str]:
-    formats = {"slots": ".1f", "selected": ".1f", "captured": ".4f", "error": ".2e"}
-    shown = [("-" if figures[name] is None else format(figures[name], form)) for name, form in formats.items()]
-    return [*shown, f"{seconds:.3g}" if seconds else "-"]

@@ -30,6 +30,7 @@ class Tally:
 
     heads: int
     calls: int = 0
+    measured: int = 0  # of these calls
     seconds: float = 0.0
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
