@@ -106,7 +106,12 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"levattn.{_FUNCTIONS[name]}"), name)
     if name in _PACKAGES:
         return importlib.import_module(f"levattn.{name}")
-    raise AttributeError(f"module 'levattn' has no attribute {name!r}")
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, __dir__(), 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    # With a name and without the module, Python adds no guess of its own
+    raise AttributeError(f"module 'levattn' has no attribute {name!r}{meant}", name=name)
 
 
 def __dir__() -> list[str]:

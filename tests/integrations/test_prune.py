@@ -357,7 +357,7 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
         ["2", "1", "1", "1"],
     ]
     assert len({len(line) for line in lines[:-1]}) == 1
-    assert "selected: keys that a query attends exactly; captured: softmax mass on them" in lines[-1]
+    assert "selected: keys attended exactly; captured: softmax mass on them" in lines[-1]
     report.save_json(tmp_path / "report.json")
     loaded = json.loads((tmp_path / "report.json").read_text())
     assert loaded == json.loads(json.dumps(report.to_dict()))
@@ -425,6 +425,7 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
 def test_a_report_without_figures_says_why() -> None:
     model = base()
     with prune(model, 12, chunk=4, measure=False) as report:
+        assert str(report).endswith("-: the model was not called yet")
         output(model)
     assert str(report).endswith("-: not measured; give measure=True")
     with prune(model, 12, chunk=4) as report:

@@ -56,6 +56,12 @@ def test_listing_the_names_loads_nothing_more() -> None:
     assert loaded_by("import levattn; dir(levattn)") == {"levattn"}
 
 
+def test_adapters_are_imported_at_their_first_use() -> None:
+    pytest.importorskip("sklearn")
+    assert loaded_by("import levattn; dir(levattn.integrations)") == {"levattn"}
+    assert "sklearn" in loaded_by("import levattn; levattn.integrations.sklearn.LeverageScorer")
+
+
 # What takes seconds to import, and whoever compiles a model, or has one, has imported: package -> work, module
 LATE = {
     "torch": (

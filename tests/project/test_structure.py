@@ -540,5 +540,15 @@ def test_public_names_are_listed_once_and_by_dir() -> None:
 
 
 def test_misspelled_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="leverage_scoers"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'leverage_scoers'; did you mean 'leverage_scores'?"):
         _ = levattn.leverage_scoers
+    with pytest.raises(AttributeError, match=r"has no attribute 'zzz'$"):
+        _ = levattn.zzz
+    with pytest.raises(AttributeError, match=r"'levattn.integrations' has no attribute 'keras'"):
+        _ = levattn.integrations.keras
+
+
+def test_adapters_are_attributes_of_their_package() -> None:
+    folder = Path(levattn.__file__).parent / "integrations"
+    names = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert names - {"__init__"} == set(levattn.integrations._MODULES) <= set(dir(levattn.integrations))

@@ -95,7 +95,7 @@ def _check_question(ids: Any, cache: Any) -> None:
     """Raise if the tokens after a compressed context begin with this context again."""
     length = getattr(cache, "context_length", 0)
     n = length - _BOUNDARY
-    if length < _FEWEST or ids is None or ids.shape[1] < n or len(ids) != len(cache.tokens):
+    if length < _FEWEST or getattr(ids, "ndim", 0) != 2 or ids.shape[1] < n or len(ids) != len(cache.tokens):
         return
     if torch.equal(ids[:, :n], cache.tokens[:, :n].to(ids)):
         raise ValueError(

@@ -26,8 +26,8 @@ _OF_LAYERS = {
     "seconds": "seconds:.3g",
 }
 _LEGEND = (
-    "measured: calls with a comparison to dense attention; selected: keys that a query attends exactly; captured: "
-    "softmax mass on them; error: of the output"
+    "measured: calls compared with dense attention; selected: keys attended exactly; captured: softmax mass on them; "
+    "error: of the output"
 )
 
 
@@ -166,7 +166,8 @@ class PruneReport(HeadsTable):
             return "all heads are dense"
         notes = [_LEGEND] if any(row["measured"] for row in rows) else []
         if any(value is None for row in rows for value in row.values()):
-            notes.append(f"-: {self._missing}")
+            called = any(row["calls"] for row in rows)
+            notes.append(f"-: {self._missing if called else 'the model was not called yet'}")
         return "\n".join([in_columns(rows, _OF_LAYERS), *notes])
 
     def __repr__(self) -> str:
