@@ -246,4 +246,4 @@ def test_batches_without_matrices(way: Growing, shape: tuple[int, ...]) -> None:
         return
     found = state.merge(way.make(0.1).update(np.ones((*shape, 3, 4)), payload=np.ones((*shape, 3, 2)))).result()
     assert (found.batch, found.items, found.n, found.sizes.shape) == (shape, (), 3108, shape)
-    assert "StreamedSet(0 of 3108 keys" in repr(found)
+    assert "StreamedSet(none of 3108 keys" in repr(found)

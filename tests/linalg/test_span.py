@@ -96,6 +96,7 @@ def test_fields_are_drawn_anew_and_their_primes_are_primes() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_powers_of_two_a_multiple_of_61_apart(steps: int) -> None:
     """The residues of 1 and 2^61 are one modulo the Mersenne prime 2^61 − 1, which an earlier version took."""

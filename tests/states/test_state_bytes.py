@@ -719,6 +719,7 @@ def use(state: State) -> None:
     assert type(state).from_bytes(state.to_bytes()).to_bytes() == state.to_bytes()
 
 
+@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 @pytest.mark.parametrize("name", STATES)
 def test_resealed_mutations_are_refused_or_work(name: str) -> None:
     chance = random.Random(name)
