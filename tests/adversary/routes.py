@@ -56,6 +56,7 @@ class Route:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.simplefilter("ignore", levattn.RankWarning)  # a large set misses no key
                 result = self.call(**self.arguments(case))
             with np.errstate(all="ignore"):  # of what the judges compute themselves
                 return list(self.judge(case, truth, result))

@@ -27,6 +27,8 @@ import naive
 import strategies
 from strategies import LAYOUTS, STORAGE, Float, as_bool, as_float64
 
+pytestmark = pytest.mark.filterwarnings("ignore::levattn.RankWarning")  # some keys here have such ranks
+
 SETTINGS = strategies.examples(8)
 
 

@@ -22,6 +22,8 @@ from levattn.exceptions import KeyFileError, NonFiniteError
 from levattn.sets import two_pass
 from strategies import STORAGE, as_bool, as_float64, examples, stores
 
+pytestmark = pytest.mark.filterwarnings("ignore::levattn.RankWarning")  # some keys here have such ranks
+
 N = 6500  # three blocks of 2048 rows, and a part of one
 EPSILON = 0.01
 SMALLEST = 2.0**-126  # scores of float32 below this lose digits

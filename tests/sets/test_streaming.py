@@ -23,6 +23,8 @@ from levattn._kernels import BLOCK
 from strategies import CASES, STORAGE, Cauchy, Float, Floor, as_float64, case, examples, stores
 from streams import check_error, heavy_tailed, in_chunks, named_rng, near_deficient, turned
 
+pytestmark = pytest.mark.filterwarnings("ignore::levattn.RankWarning")  # some keys here have such ranks
+
 N, D = 3 * BLOCK + 356, 4  # rows that fill three blocks and a part of one: screened, judged, and waiting
 EPSILONS = (0.5, 0.05, 0.004, 1e-4)
 TIE = 1e-9  # relative slack within which a score counts as equal to ε
@@ -337,7 +339,6 @@ def test_a_key_whose_score_is_epsilon_is_in(kind: str) -> None:
                 assert key in found.indices
 
 
-@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 @pytest.mark.parametrize("row", [3, N - 1000])
 def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
     K = with_lone_key(named_rng("below"), row, 2.0**-30)
@@ -359,7 +360,6 @@ RESOLVED = st.one_of(strategies.integer_keys(), st.sampled_from(sorted(CASES)).m
     st.randoms(use_true_random=False),
 )
 @examples(120)
-@pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 def test_few_keys_of_many_kinds(keys_and_resolved: tuple[Float, bool], epsilon: float, random: Any) -> None:
     K, resolved = keys_and_resolved
     scores = naive.leverage_exact(K)
