@@ -231,7 +231,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     For f(x) = x² the result is exactly the result of `universal_set` for the keys so far, unless rounding hides their
     rank (Notes). A leverage score never rises as keys are added, so the state drops a key for good once its score is
-    below ε. At most rank/ε others are held.
+    below ε. At most rank/ε keys remain each time they are judged.
 
     The state numbers the rows as they come. The result has the same bits whatever the sizes of the chunks and the
     number of threads. States of different rows merge in any order, to rounding. Keys may have any condition number up
