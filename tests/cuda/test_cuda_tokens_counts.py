@@ -66,8 +66,8 @@ CASES = {
     "tssa, prompt with its state": Case(attention(return_state=True), 5, 0, 1),
     "tssa, step of decoding": Case(step(), 1, 0, 0),
     "tssa, step of 4 tokens, decaying": Case(step(4, decay=0.9), 1, 0, 1),
-    "gradients of tssa": Case(gradients(), 16, 0, 1),
-    "gradients of tssa by norms": Case(gradients(logits="norm"), 12, 0, 1),
+    "gradients of tssa": Case(gradients(), 15, 0, 1),
+    "gradients of tssa by norms": Case(gradients(logits="norm"), 11, 0, 1),
 }
 
 

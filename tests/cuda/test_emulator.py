@@ -388,7 +388,7 @@ def test_launches_of_the_library_run_here(monkeypatch: pytest.MonkeyPatch, tmp_p
             np.testing.assert_array_equal(x, 9)
         with pytest.raises(ValueError, match="argument"):
             cuda_source.launch("own", "scale", ["float"], (2,), [x])
-        with pytest.raises(LookupError, match=r"scale<int> of own\.cu is not among"):
+        with pytest.raises(LookupError, match=r"scale<int> of own\.cu is not in the table"):
             cuda_source.launch("own", "scale", ["int"], (1,), [])
     assert emulator.order == 1
 
