@@ -33,7 +33,7 @@ PROCESSES ?= 2
 SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # For which `make cuda` compiles.
-CUDA_ARCHITECTURES ?= 90,80
+CUDA_ARCHITECTURES ?= 90
 
 # Older releases of NVRTC, by which it compiles as well. With NVRTC= what needs them is skipped.
 NVRTC ?= 12.0 12.4 12.9
