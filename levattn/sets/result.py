@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +18,9 @@ from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import Factor
 from levattn.sets.views import (
+    ListedKeys,
     frame_of,
-    html_of,
     item_of,
-    line_of,
     number_of,
     refuse_batch,
     save_arrays,
@@ -50,7 +48,7 @@ Guarantee = Literal["exact", "superset", "coverage", "none"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class UniversalSet:
+class UniversalSet(ListedKeys):
     """Keys that hold every large attention score, with the scores of all keys and the guarantee.
 
     The result of `universal_set`, for one matrix (n, d) or for a batch (..., n, d) of them.
@@ -228,32 +226,9 @@ class UniversalSet:
         condition = self.factor.condition.reshape(self.batch)
         return condition if self.batch else float(condition)
 
-    def __len__(self) -> int:
-        """Return the number of keys in the set of one matrix."""
-        refuse_batch(self.batch, "len() is")
-        return len(self.indices)
-
-    def __contains__(self, key: object) -> bool:
-        """Tell whether the key of an index is in the set of one matrix."""
-        refuse_batch(self.batch, "`in` tells keys")
-        return key in self.indices.tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the indices of the keys in the set of one matrix."""
-        refuse_batch(self.batch, "iteration is over the keys")
-        return iter(self.indices.tolist())
-
     def __getitem__(self, index: int | tuple[int, ...]) -> UniversalSet:
         """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
         return item_of(self, number_of(index, self.batch))
-
-    @where_arrays_are
-    def __repr__(self) -> str:
-        """Return the figures on one line; for a batch their least and largest values."""
-        return line_of(self)
-
-    def _repr_html_(self) -> str:
-        return html_of(self)
 
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidate_store import CandidateStore, ChunkForm
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.prefix_functions import require_bounds
-from levattn.sets.views import frame_of, line_of, number_of, refuse_batch, save_arrays, storable_arrays
+from levattn.sets.views import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.sets.warned import warn_of_axes, warn_of_rank
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
@@ -33,7 +32,7 @@ _MOST_ROWS = 2**62
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StreamedSet:
+class StreamedSet(ListedKeys):
     """The universal set of the keys of a stream so far; the result of `StreamingUniversalSet`.
 
     Attributes
@@ -127,21 +126,6 @@ class StreamedSet:
         vacuous = np.asarray(self.size_bound) >= self.present
         return vacuous if self.batch else bool(vacuous)
 
-    def __len__(self) -> int:
-        """Return the number of keys in the set of one matrix."""
-        refuse_batch(self.batch, "len() is")
-        return len(self._one)
-
-    def __contains__(self, key: object) -> bool:
-        """Tell whether the key of a row number is in the set of one matrix."""
-        refuse_batch(self.batch, "`in` tells keys")
-        return key in self.indices.tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the row numbers of the keys in the set of one matrix."""
-        refuse_batch(self.batch, "iteration is over the keys")
-        return iter(self.indices.tolist())
-
     def __getitem__(self, index: int | tuple[int, ...]) -> StreamedSet:
         """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
         number = number_of(index, self.batch)
@@ -153,10 +137,6 @@ class StreamedSet:
             rank=int(self.rank.flat[number]),
             factor=self.factor.item(number),
         )
-
-    def __repr__(self) -> str:
-        """Return the figures on one line; for a batch their least and largest values."""
-        return line_of(self)
 
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import needing
+from levattn._core.device import where_arrays_are
 from levattn.io.write import replace_file
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from levattn.sets.streaming import StreamedSet
 
 __all__ = [
+    "ListedKeys",
     "frame_of",
     "html_of",
     "item_of",
@@ -81,16 +84,17 @@ def line_of(found: UniversalSet | StreamedSet) -> str:
     return f"{type(found).__name__}({', '.join((_size(found), *figures))})"
 
 
-def html_of(universal: UniversalSet) -> str:
+def html_of(found: UniversalSet | StreamedSet) -> str:
     """Return the figures of a set as a table, with its first keys if it is of one matrix."""
-    rows = [("keys", _size(universal)), *((name, figure or "yes") for name, figure in _figures(universal))]
-    if not universal.batch:
-        indices, scores = universal.indices, to_numpy(universal.scores)
-        shown = ", ".join(f"{i} ({scores[i]:.3g})" for i in indices[:_KEYS_SHOWN].tolist())
+    rows = [("keys", _size(found)), *((name, figure or "yes") for name, figure in _figures(found))]
+    if not found.batch:
+        indices, scores = found.indices, to_numpy(found.scores)
+        scores = scores[indices] if len(scores) > len(indices) else scores  # of all keys, or of these
+        shown = ", ".join(f"{i} ({x:.3g})" for i, x in zip(indices[:_KEYS_SHOWN].tolist(), scores, strict=False))
         more = f", and {len(indices) - _KEYS_SHOWN} more" if len(indices) > _KEYS_SHOWN else ""
         rows.append(("indices (scores)", (shown or "none") + more))
     cells = (f"<tr><th>{escape(name)}</th><td>{escape(figure)}</td></tr>" for name, figure in rows)
-    return f"<table><caption>UniversalSet</caption><tbody>{''.join(cells)}</tbody></table>"
+    return f"<table><caption>{type(found).__name__}</caption><tbody>{''.join(cells)}</tbody></table>"
 
 
 def frame_of(places: tuple[npt.NDArray[np.int64], ...], scores: npt.NDArray[Any]) -> Any:
@@ -180,3 +184,33 @@ def item_of(universal: UniversalSet, number: int) -> UniversalSet:
         factor=universal.factor.item(number),
         _lift=None if lift is None else lift.item(number),
     )
+
+
+class ListedKeys:
+    """The keys in the set of one matrix, as Python lists them, and the line and the table that show a set."""
+
+    @where_arrays_are
+    def __len__(self: Any) -> int:
+        """Return the number of keys in the set of one matrix."""
+        refuse_batch(self.batch, "len() is")
+        return len(self.indices)
+
+    @where_arrays_are
+    def __contains__(self: Any, key: object) -> bool:
+        """Tell whether the key of an index is in the set of one matrix."""
+        refuse_batch(self.batch, "`in` tells keys")
+        return key in self.indices.tolist()
+
+    def __iter__(self: Any) -> Iterator[int]:
+        """Yield the indices of the keys in the set of one matrix."""
+        refuse_batch(self.batch, "iteration is over the keys")
+        return iter(self.indices.tolist())
+
+    @where_arrays_are
+    def __repr__(self: Any) -> str:
+        """Return the figures on one line; for a batch their least and largest values."""
+        return line_of(self)
+
+    @where_arrays_are
+    def _repr_html_(self: Any) -> str:
+        return html_of(self)

@@ -268,3 +268,9 @@ def test_rows_that_count_as_one_leave_no_bound_that_the_set_exceeds() -> None:
         assert found.rank.tolist() == [3, 8]  # to rounding, and not exactly
         assert (found.sizes <= found.size_bound).all()
         assert found.size_bound[1] == 160
+
+
+def test_a_notebook_shows_a_streamed_set_too() -> None:
+    html = levattn.StreamingUniversalSet(0.5).update(np.diag([1.0, 0, 2])).result()._repr_html_()
+    assert "<caption>StreamedSet</caption>" in html
+    assert "<th>indices (scores)</th><td>0 (1), 2 (1)</td>" in html
