@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import on_cuda, to_device, to_numpy
+from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
@@ -67,12 +67,16 @@ def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
     """
     _, n, d = rows.shape
     start = n // 2 // BLOCK * BLOCK
-    G = to_numpy(moments_of_items(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single"))
+    G = moments_of_items(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single")
+    xp = array_namespace(G)  # from a device come b figures, not b moments
     with np.errstate(all="ignore"):  # matrices that are not finite are not isotropic
-        diagonal = np.diagonal(G, axis1=1, axis2=2)
-        inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column that is zero in the sample has no weight
-        # threads of BLAS would go on spinning beside the pass of moments
-        squares = (inverse * np.einsum("bij,bj->bi", np.square(G), inverse)).sum(axis=1)
+        diagonal = G.diagonal(axis1=1, axis2=2)
+        inverse = xp.where(diagonal == 0, 0.0, 1 / diagonal)  # a column that is zero in the sample has no weight
+        if on_cuda(G):
+            weighted = (G * G * inverse[:, None, :]).sum(axis=2)
+        else:  # threads of BLAS would go on spinning beside the pass of moments
+            weighted = np.einsum("bij,bj->bi", np.square(G), inverse)
+        squares = to_numpy((inverse * weighted).sum(axis=1))
     return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
 

@@ -65,6 +65,18 @@ def test_ill_conditioned_heads_take_as_many_launches_and_waits_however_many_they
         assert counts.fetched == 8 * (count * (6 + 2 * 9) + count + 1)
 
 
+@pytest.mark.parametrize("count", [HEADS, 6])
+def test_long_heads_bring_figures_to_main_memory_and_no_matrices(count: int) -> None:
+    """A sample of their rows decides on the precision of the sums; its moments stay on the device."""
+
+    def make(cupy: Any) -> Callable[[], Any]:
+        K = cupy.asarray(np.random.default_rng(0).standard_normal((count, 2 * N, D)).astype(np.float32))
+        return lambda: levattn.leverage_scores(K)
+
+    with measured(Case(make, 0, 0, 0)) as counts:
+        assert counts.fetched == 8 * count * (1 + 6), str(counts)  # how isotropic the sample is, and six figures
+
+
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = device.library_on_device(monkeypatch)
     counts = counted(monkeypatch)
