@@ -89,10 +89,8 @@ def test_rows_and_gradients(name: str, dtype: str) -> None:
     operator, shapes = OPERATORS[name]
     arrays = [numbers(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
     exact = with_gradients(operator, [array.double() for array in arrays])
-    if dtype == "float64":  # what main memory found is the yardstick itself: what a rounding of each number changes
-        near = [rounded_once(array) for array in arrays]
-    else:
-        near = arrays
+    # in float64 main memory found the yardstick itself; beside it stands what a rounding of each number changes
+    near = [rounded_once(array) for array in arrays] if dtype == "float64" else arrays
     cpu, found = with_gradients(operator, near), with_gradients(operator, [there(array) for array in arrays])
     for one, other, true in zip(found, cpu, exact, strict=True):
         assert_as_exact(one, other, true)
