@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels.jit import helper, jit
-from levattn._kernels.llvm import smaller
-from levattn._kernels.rows.compiled import COLUMNS, copy_numbers, load_rows
+from levattn._kernels.llvm import as_pointer, smaller
+from levattn._kernels.rows.compiled import COLUMNS, MASK, copy_numbers, entry_address, load_rows
 from levattn._kernels.scratch import empty, zeros
 
-__all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
+__all__ = ["apart_tasks", "column_tasks", "nonfinite_scan", "read_rows"]
 
 _SLAB = 128
 
@@ -63,6 +63,32 @@ def column_tasks(view, n, block, largest, first, last, out):
         for level in range(64):
             if count >> level & 1:
                 _add(total, stack[level])
+
+
+@jit
+def apart_tasks(view, origin, n, block, first, last, high, low):
+    """Write sums of columns less an origin, (b, d), as pairs of numbers, for some blocks of rows, (b, blocks, d)."""
+    d, blocks = origin.shape[1], high.shape[1]
+    rows = zeros(0.0, (_SLAB, d))
+    for t in range(first, last):
+        item, at = t // blocks, t % blocks * block
+        apart, total, rest = origin[item], high[item, t % blocks], low[item, t % blocks]
+        for start in range(at, smaller(at + block, n), _SLAB):
+            stop = smaller(start + _SLAB, smaller(at + block, n))
+            load_rows(view, item, start, stop, rows)
+            for r in range(stop - start):
+                if view[MASK] and not as_pointer(entry_address(view, MASK, item, start + r), np.uint8(0))[0]:
+                    continue
+                row = rows[r]
+                for c in range(d):
+                    k = row[c]
+                    x = k - apart[c]
+                    part = x - k
+                    lost = (k - (x - part)) - (apart[c] + part)
+                    sum = total[c] + x
+                    part = sum - total[c]
+                    rest[c] += ((total[c] - (sum - part)) + (x - part)) + lost
+                    total[c] = sum
 
 
 @jit
