@@ -183,7 +183,6 @@ def load_rows(view, item, start, stop, X):
             combine(X, at, entry_address(view, SCALE, item, 0), d, at, 1)
         if view[SHIFT]:
             combine(X, at, entry_address(view, SHIFT, item, 0), d, at, 0)
-            combine(X, at, entry_address(view, SHIFT, item, 1), d, at, 0)
         if view[WEIGHTS]:
             combine(X, at, entry_address(view, WEIGHTS, item, r), d, at, 2)
 
