@@ -276,13 +276,9 @@ class Factor:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_null_directions(item, out, ceiling)
         alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
-        for item in np.flatnonzero(alone).tolist():
-            one = self.rows.item(item)
-            live, score = nonzero_rows(one), 1.0
-            if one.shift is not None:
-                live = np.ones(len(live), np.bool_) if one.mask is None else to_numpy(one.mask)[0]
-                score = 1 - 1 / max(np.count_nonzero(live), 1)
-            self._set(out, item, live, score)
+        for item in np.flatnonzero(alone).tolist() if self.wide is not None else ():
+            live = self.wide.live(self.rows.item(item))
+            self._set(out, item, live, self.wide.score(item))
             self._set(out, item, ~live, 0.0)
             counted[item] = False
         return out, counted

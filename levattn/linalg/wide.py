@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device, to_numpy
-from levattn._core.types import Float64
+from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows
 from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
-from levattn.linalg.span import Span
+from levattn.linalg.span import Span, nonzero_rows
 
 __all__ = ["Wide"]
 
@@ -62,6 +62,18 @@ class Wide:
         """Return one matrix as a batch of one."""
         one = slice(index, index + 1)
         return Wide(self.rows.item(index), self.columns[one], self.independent[one], self.clear[one])
+
+    def live(self, rows: Rows) -> Flags:
+        """Tell which rows of a batch of one are not zero; if they are less a mean, which rows take part."""
+        if rows.shift is None:
+            return nonzero_rows(rows)
+        return np.ones(rows.shape[1], np.bool_) if rows.mask is None else to_numpy(rows.mask)[0]
+
+    def score(self, item: int) -> float:
+        """Return the score of the live rows of an independent matrix."""
+        if self.rows.shift is None:
+            return 1.0
+        return 1 - 1 / max(int(np.count_nonzero(self.live(self.rows.item(item)))), 1)
 
     def held(self) -> Wide:
         """Return a copy with keys of its own."""
@@ -107,7 +119,7 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
     stored = as_read(replace(rows, shift=None))
     live = np.any(stored != 0, axis=1)
-    if rows.shift is not None:
+    if rows.shift is not None:  # zeros belong to the mean
         live = np.ones(len(live), np.bool_) if rows.mask is None else to_numpy(rows.mask)[0]
     stored = stored[live]
     m, d = stored.shape

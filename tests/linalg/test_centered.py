@@ -107,6 +107,7 @@ def test_independent_rows_miss_one_by_their_share() -> None:
     np.testing.assert_array_equal(levattn.leverage_scores(keys, center=True), 0.9)
     assert len(levattn.universal_set(keys, 0.95, center=True).indices) == 0
     assert len(levattn.universal_set(keys, 0.9, center=True).indices) == 10
+    assert levattn.universal_set(keys, size=4, center=True).epsilon == pytest.approx(0.9)
     mask = np.arange(10) != 3
     np.testing.assert_array_equal(levattn.leverage_scores(keys, center=True, mask=mask), np.where(mask, 1 - 1 / 9, 0))
 
