@@ -112,13 +112,27 @@ def test_independent_rows_miss_one_by_their_share() -> None:
     np.testing.assert_array_equal(levattn.leverage_scores(keys, center=True, mask=mask), np.where(mask, 1 - 1 / 9, 0))
 
 
-@pytest.mark.parametrize("condition", [1e3, 1e6, 1e9, 1e12])
-@pytest.mark.parametrize("offset", [1.0, 1e5])
-def test_ill_conditioned_keys_beside_their_mean(condition: float, offset: float) -> None:
+def _ill_conditioned(condition: float, offset: float) -> Float:
     rng = _rng(f"{condition} {offset}")
     U = np.linalg.qr(rng.standard_normal((300, 8)))[0]
     V = np.linalg.qr(rng.standard_normal((8, 8)))[0]
     keys = (U * np.logspace(0, -np.log10(condition), 8)) @ V.T + offset * rng.standard_normal(8)
+    return np.asarray(keys)
+
+
+@stores("float64", "strict-float64", "cupy-float64")
+def test_small_directions_have_their_digits_in_every_library(storage: str) -> None:
+    """What rounding takes from a key less its mean is added in the products that keep all digits."""
+    keys = _ill_conditioned(1e12, 1.0)
+    exact = naive.leverage_exact(keys, center=True)
+    scores = as_float64(levattn.leverage_scores(STORAGE[storage](keys), center=True))
+    np.testing.assert_allclose(scores, exact, rtol=1e-9)
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e6, 1e9, 1e12])
+@pytest.mark.parametrize("offset", [1.0, 1e5])
+def test_ill_conditioned_keys_beside_their_mean(condition: float, offset: float) -> None:
+    keys = _ill_conditioned(condition, offset)
     exact = naive.leverage_exact(keys, center=True)
     for method in METHODS:
         scores = levattn.leverage_scores(keys, center=True, method=method)
