@@ -78,6 +78,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "scan": {
         "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
+        "sum_apart": tuple((key,) for key in _KEYS),
         "find_nonfinite": tuple((key,) for key in _KEYS),
     },
     "dense": {"invert_cholesky": ((),), "multiply_bases": ((),)},

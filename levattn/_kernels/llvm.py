@@ -318,8 +318,9 @@ def vector_code(*, returns: str = "nothing", numbers: str = "", literals: str = 
 def combine(v, like, source, others, n, target, how):
     """Write `n` numbers like `like` at `source`, changed by the float64 numbers at `others`, to `target`.
 
-    If `how` is 0, subtract `others`; if 1, multiply by them; if 2, multiply all numbers by the first of them. If 3,
-    also subtract this last product from the numbers at `target`. Each result is rounded to the precision of `like`.
+    If `how` is 0, subtract the first `n` of `others`, and then the next; if 1, multiply by them; if 2, multiply all
+    numbers by the first of them. If 3, also subtract this last product from the numbers at `target`. Each result is
+    rounded to the precision of `like`.
     """
     b, double = v.b, ir.DoubleType()
     from_, to, given = v.pointer(source), v.pointer(target), pointer(b, others, double)
@@ -339,6 +340,8 @@ def combine(v, like, source, others, n, target, how):
                 other = load(b, given, double, 8)
                 other = splat(b, other, lanes) if lanes > 1 else other
             value = b.fmul(value, other) if how else b.fsub(value, other)
+            if how == 0:
+                value = b.fsub(value, load(b, b.gep(given, [b.add(n, i)]), float64, 8))
             value = b.fsub(read(place), value) if how == 3 else value
             store(b, value if kind == float64 else b.fptrunc(value, kind), place, v.size)
 

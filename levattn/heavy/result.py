@@ -19,6 +19,7 @@ from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, is_square
 from levattn.heavy.causal import CHUNK, Causal
 from levattn.heavy.normalizers import LEAST, LOWEST
+from levattn.linalg.centered import means
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
 from levattn.sensitivity.sums import BLOCK_ENTRIES
@@ -430,10 +431,9 @@ class _Light:
     @classmethod
     def of(cls, rows: Rows) -> _Light:
         count = rows.shape[1] if rows.mask is None else int(flag_counts(rows.mask)[0])
-        mean = rows.column_sums()[0] / max(count, 1)
-        scale = 1.0 if rows.scale is None else rows.scale[0]
-        centered = replace(rows, shift=(mean / scale)[None])
-        return cls(count, mean, *(_largest_norm(r) for r in (rows, centered)), *map(_spectral_norm, (rows, centered)))
+        parts, _ = means(rows)
+        both = rows, replace(rows, shift=parts)
+        return cls(count, parts[0, 0], *map(_largest_norm, both), *map(_spectral_norm, both))
 
 
 def _largest_norm(rows: Rows) -> float:

@@ -119,8 +119,11 @@ class Factor:
 
     @property
     def shift(self) -> Float64 | None:
-        """The vectors subtracted from the keys, (b, columns)."""
-        return self.all_columns.shift
+        """The vectors subtracted from the keys, (b, columns), rounded."""
+        rows = self.all_columns
+        if rows.shift is None:
+            return None
+        return np.asarray(rows.shift[:, 0] if rows.scale is None else rows.shift[:, 0] / rows.scale)
 
     @cached_property
     @where_arrays_are
@@ -273,9 +276,9 @@ class Factor:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_null_directions(item, out, ceiling)
         alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
-        for item in np.flatnonzero(alone).tolist():
-            live = nonzero_rows(self.rows.item(item))
-            self._set(out, item, live, 1.0)
+        for item in np.flatnonzero(alone).tolist() if self.wide is not None else ():
+            live = self.wide.live(self.rows.item(item))
+            self._set(out, item, live, self.wide.score(item))
             self._set(out, item, ~live, 0.0)
             counted[item] = False
         return out, counted
@@ -325,18 +328,14 @@ class Factor:
             kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * lift, size)
 
         measure(1.0)
-        offset = 0.0
-        if one.shift is not None:
-            scale = 1.0 if one.scale is None else one.scale[0]
-            offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * UNIT) ** 2 * d
-        beyond: Any = length[0, :] > noise * (size[0, :] + offset)
+        beyond: Any = length[0, :] > noise * size[0, :]
         tiny = size[0, :] < _TINY
         if self.rows.format == "float64" and bool(to_numpy(tiny).any()):  # squares may have underflowed
             measure(_LIFT)
-            beyond |= tiny & (length[0, :] > noise * (size[0, :] + offset * _LIFT**2))
-            if not offset:  # nonzero rows whose squares underflow nevertheless
-                beyond |= (size[0, :] == 0) & to_device(nonzero_rows(one), size)
+            beyond |= tiny & (length[0, :] > noise * size[0, :])
+            # nonzero rows whose squares underflow nevertheless
+            beyond |= (size[0, :] == 0) & to_device(nonzero_rows(one), size)
         out[item, :] = where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
 

@@ -33,14 +33,14 @@ _PIECE = BLOCK // 4  # rows converted to float64 at a time
 
 
 def as_read(rows: Rows) -> Float64:
-    """Return the rows of a batch of one in float64, after shift, scale and weights, zero where masked."""
+    """Return the rows of a batch of one in float64, after scale, shift and weights, zero where masked."""
     X = to_float64(rows.keys, rows.format)[0]
     if rows.mask is not None:
         X[~to_numpy(rows.mask)[0]] = 0.0
-    if rows.shift is not None:
-        X = X - rows.shift[0]
     if rows.scale is not None:
         X = X * rows.scale[0]
+    if rows.shift is not None:
+        X = X - rows.shift[0, 0] - rows.shift[0, 1]
     if rows.weights is not None:
         X = X * rows.weights[0][:, None]
     return X if rows.mask is None else np.where(to_numpy(rows.mask)[0][:, None], X, 0.0)

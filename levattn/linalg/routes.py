@@ -42,7 +42,7 @@ from levattn.linalg.sums import (
 )
 from levattn.linalg.together import Together
 
-__all__ = ["centered", "factor_moments", "factor_qr", "factor_sum", "rank_tolerance"]
+__all__ = ["factor_moments", "factor_qr", "factor_sum", "rank_tolerance"]
 
 # Largest relative error of a score, for keys without copies, at which a route is taken; tuned by
 # examples/benchmarks/accuracy.py. The claimed error is `PLAIN_NOISE`, for copies.
@@ -68,22 +68,6 @@ def rank_tolerance(d: int) -> float:
     It does not grow with n: rounding errors of single rows, like the rows themselves, add up as √n.
     """
     return 16 * float(np.sqrt(d)) * 2 * UNIT
-
-
-def centered(rows: Rows, *, center: bool) -> Rows:
-    """Return the rows, with the mean that their moments need if they are to be centered."""
-    if not center:
-        return rows
-    b, n, _ = rows.shape
-    counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
-    divisor = np.maximum(counts, 1)[:, None]
-    sums = rows.column_sums()
-    if require_finite(rows, sums):
-        raise ValueError("the column sums of K overflow float64, so K cannot be centered; scale K down first")
-    centered = replace(rows, shift=sums / divisor)
-    # once more, so that the rounding of the first mean does not leave a direction of its own
-    rest = centered.column_sums() / divisor
-    return replace(rows, shift=sums / divisor + rest)
 
 
 @dataclass
@@ -160,7 +144,7 @@ class _Batch:
     def look_below(self, item: int, finer: Callable[[], MatrixFactor] | None, span: Span | None = None) -> None:
         """Compare the exact rank of a matrix with the rank of its factor; take a finer factor where it is higher."""
         found = self.found[item]
-        if not self.counts_null_directions or not found.null_directions.shape[1] or self.rows.shift is not None:
+        if not self.counts_null_directions or not found.null_directions.shape[1]:
             return
         span = self.spans[item] = Span.of(self.rows.item(item)) if span is None else span
         if span.rank > found.rank:
@@ -313,8 +297,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         R = _triangle(one) if method == "qr" else float64_rows(one, 0, n)
         penalty = ridge_penalty(ridge, column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         moments_in, at = moments_in_bases(rows, [item]), np.array([item])
-        exact = batch.counts_null_directions and rows.shift is None
-        found = answered([decompose(R, penalty, cut, one if exact else None)], moments_in)
+        found = answered([decompose(R, penalty, cut, one if batch.counts_null_directions else None)], moments_in)
         if not found[0].null_directions.shape[1]:
             batch.put(at, found)
             continue

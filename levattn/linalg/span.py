@@ -19,6 +19,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows, kernels_for
+from levattn.linalg.reading import as_read
 
 __all__ = ["Span", "nonzero_rows", "zero_products"]
 
@@ -29,9 +30,12 @@ _NUMBERS = 1 << 18  # numbers widened to float64 at a time
 class Span:
     """A row space: some unit vectors, and keys that are independent of them and of one another.
 
+    Rows less their mean have the differences of rows in their space. So their space stands for the space of the rows
+    with one more column, of ones, whose dimension is larger by one.
+
     units: (d,) the columns whose unit vectors lie in it.
 
-    rows: (k, d) keys as they are stored; the rank is k plus the number of units.
+    rows: (k, d) keys as they are stored; the rank is k plus the number of units, less one if they are `centered`.
 
     basis: (k, d) residues in reduced row echelon form that span the space without the units, valid in this process
     only.
@@ -40,6 +44,7 @@ class Span:
     units: Flags
     rows: Float64
     basis: npt.NDArray[np.uint64]
+    centered: bool = False
 
     @classmethod
     def nothing(cls, d: int) -> Span:
@@ -57,17 +62,19 @@ class Span:
     @classmethod
     def of(cls, rows: Rows) -> Span:
         """Return the row space of one matrix."""
-        return cls.nothing(rows.shape[2]).extended(rows)
+        centered = rows.shift is not None
+        return replace(cls.nothing(rows.shape[2] + centered), centered=centered).extended(rows)
 
     @property
     def rank(self) -> int:
         """Its dimension."""
-        return len(self.basis) + int(np.count_nonzero(self.units))
+        found = len(self.basis) + int(np.count_nonzero(self.units))
+        return max(found - 1, 0) if self.centered else found
 
     @cached_property
     def whole(self) -> bool:
         """Whether it holds every row."""
-        return self.rank == len(self.units)
+        return self.rank == len(self.units) - self.centered
 
     def outside(self, rows: Rows) -> Flags:
         """Tell which rows of a batch of one lie outside the space, (n,); a masked row does not."""
@@ -104,7 +111,7 @@ class Span:
         found = int(kernels.insert_rows(kernels.field(), X, basis, pivots, rank, self.units, chosen))
         if found == rank:
             return self
-        return Span(self.units, np.concatenate([self.rows, X[chosen[rank:found]]]), basis[:found].copy())
+        return replace(self, rows=np.concatenate([self.rows, X[chosen[rank:found]]]), basis=basis[:found].copy())
 
     def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
         """Return the basis with room for `more` rows, its pivot columns, and its number of rows."""
@@ -127,18 +134,22 @@ def nonzero_rows(rows: Rows) -> Flags:
     """Tell which rows of a batch of one have an entry that is not zero, (n,); a masked row has none."""
     out = np.zeros(rows.shape[1], np.bool_)
     for part, X in _stored(rows):
+        if rows.shift is not None:
+            X = as_read(rows.between(part.start, part.stop))
         out[part] = np.any(X != 0, axis=1)
     return out
 
 
 def _stored(rows: Rows) -> Iterator[tuple[slice, Float64]]:
-    """Yield the stored rows of a batch of one in parts, with zeros for masked rows."""
+    """Yield the stored rows of a batch of one in parts, with zeros for masked rows; with ones if they are centered."""
     n, d = rows.shape[1:]
     step = max(1, _NUMBERS // d)
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
         some = rows.between(part.start, part.stop)
         X = to_float64(some.keys, rows.format)[0]
+        if rows.shift is not None:
+            X = np.hstack([X, np.ones((len(X), 1))])
         keep = np.ones(len(X), np.bool_) if some.mask is None else to_numpy(some.mask)[0]
         if some.weights is not None:
             keep = keep & (some.weights[0] != 0)

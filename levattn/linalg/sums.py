@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -186,7 +185,7 @@ def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:
     odd = np.asarray(np.any(np.abs(exponent) > limit, axis=1))
     if not odd.any():
         return rows
-    return replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
+    return rows.scaled(np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
 
 
 def moments_there(rows: Rows, items: npt.NDArray[np.int64], which: Any, bases: Any, arithmetic: Arithmetic) -> Any:

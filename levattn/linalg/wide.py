@@ -3,6 +3,7 @@
 The attention that a key can receive depends only on the column space of the keys, and as many columns as the rank span
 it. So levattn factors these columns in place of the keys, as they are stored: nothing is rounded. If their number is
 the number of rows, the rows are independent. Each row then has a query that is orthogonal to all others, and score 1.
+Rows less their mean have one direction less. If n rows have n - 1 of them, each row's score is 1 - 1/n.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, to_device
-from levattn._core.types import Float64
+from levattn._core.arrays import array_namespace, to_device, to_numpy
+from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows
 from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
-from levattn.linalg.span import Span
+from levattn.linalg.span import Span, nonzero_rows
 
 __all__ = ["Wide"]
 
@@ -34,7 +35,8 @@ class Wide:
 
     columns: (b, n), independent columns with the same span as all columns; -1 fills up the places that are left.
 
-    independent: (b,), True for matrices whose nonzero rows are proven independent; False if a mean is subtracted.
+    independent: (b,), True for matrices whose nonzero rows are proven independent, but for the sum of rows less their
+    mean.
 
     clear: (b,), True for the independent matrices for which float64 is enough for the proof.
     """
@@ -53,13 +55,25 @@ class Wide:
         )  # the same width for all ranks, so that a batch changes no bits
         for item, (some, _, _) in enumerate(found):
             columns[item, : len(some)] = some
-        whole = np.array([every for _, every, _ in found], np.bool_) & (rows.shift is None)
+        whole = np.array([every for _, every, _ in found], np.bool_)
         return cls(rows, columns, whole, whole & np.array([clear for _, _, clear in found], np.bool_))
 
     def item(self, index: int) -> Wide:
         """Return one matrix as a batch of one."""
         one = slice(index, index + 1)
         return Wide(self.rows.item(index), self.columns[one], self.independent[one], self.clear[one])
+
+    def live(self, rows: Rows) -> Flags:
+        """Tell which rows of a batch of one are not zero; if they are less a mean, which rows take part."""
+        if rows.shift is None:
+            return nonzero_rows(rows)
+        return np.ones(rows.shape[1], np.bool_) if rows.mask is None else to_numpy(rows.mask)[0]
+
+    def score(self, item: int) -> float:
+        """Return the score of the live rows of an independent matrix."""
+        if self.rows.shift is None:
+            return 1.0
+        return 1 - 1 / max(int(np.count_nonzero(self.live(self.rows.item(item)))), 1)
 
     def held(self) -> Wide:
         """Return a copy with keys of its own."""
@@ -76,10 +90,12 @@ class Wide:
             keys.append(
                 some if there[item].all() else xp.where(to_device(there[item], some), some, xp.zeros_like(some))
             )
-        shift = rows.shift
+        places, scale, shift = np.where(there, self.columns, 0), rows.scale, rows.shift
+        if scale is not None:
+            scale = np.where(there, np.take_along_axis(scale, places, axis=1), 1.0)
         if shift is not None:
-            shift = np.where(there, np.take_along_axis(shift, np.where(there, self.columns, 0), axis=1), 0.0)
-        return replace(rows, keys=xp.stack(keys), shift=shift)
+            shift = np.where(there[:, None], np.take_along_axis(shift, places[:, None], axis=2), 0.0)
+        return replace(rows, keys=xp.stack(keys), scale=scale, shift=shift)
 
     def gathered(self, k: Float64, item: int) -> Float64:
         """Return the chosen columns of some rows (..., d) of one matrix."""
@@ -103,11 +119,17 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
     stored = as_read(replace(rows, shift=None))
     live = np.any(stored != 0, axis=1)
+    if rows.shift is not None:  # zeros belong to the mean
+        live = np.ones(len(live), np.bool_) if rows.mask is None else to_numpy(rows.mask)[0]
     stored = stored[live]
     m, d = stored.shape
     if not m:
         return np.zeros(0, np.int64), True, True
-    X = _tame(stored if rows.shift is None else as_read(rows)[live], np.frexp(largest)[1])
+    read, ones = stored, np.zeros((m, 0))
+    if rows.shift is not None:  # a column of ones, independent of the centered columns, stands for the mean
+        read, ones = as_read(rows)[live], np.ones((m, 1))
+    most = m - ones.shape[1]
+    X = _tame(read, np.frexp(largest)[1])
     triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
     order = np.arange(d)
     for here, there in enumerate(swaps.tolist()):
@@ -115,11 +137,13 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # rows that are dependent, or nearly so
     del triangle, X
     order = np.concatenate([order[:m][~small], order[:m][small], order[m:]])
-    columns = order[:m]
-    clear = _is_regular(stored[:, columns])
+    columns = order[:most]
+    clear = _is_regular(np.hstack([ones, read[:, columns]]))
     if not clear:
-        columns = order[_independent(stored[:, order].T, m - int(small.sum()))]
-    return np.sort(columns), len(columns) == m, clear
+        vectors = np.hstack([ones, stored[:, order]]).T
+        chosen = _independent(vectors, min(m - int(small.sum()) + m - most, m)) - (m - most)
+        columns = order[chosen[chosen >= 0]]
+    return np.sort(columns), len(columns) == most, clear
 
 
 def _independent(vectors: Float64, first: int) -> Places:

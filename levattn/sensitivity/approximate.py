@@ -83,7 +83,11 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
         out = unscaled_sketch(sketch, rows, 0)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # sums of keys are rounded, so they do not give the exact row space of the keys
-    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)
+    return _in_single(replace(factor, rows=_scaled_alike(rows, factor.rows), spans={}, hidden={}), limit)
+
+
+def _scaled_alike(rows: Rows, others: Rows) -> Rows:
+    return rows if others.scale is None else rows.scaled(others.scale)
 
 
 def _in_single(factor: Factor, limit: float) -> Factor:

@@ -14,9 +14,10 @@ from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.sparse import Csr
 from levattn._kernels import Rows
+from levattn.linalg.centered import centered
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import require_finite
-from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance
+from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 
@@ -79,7 +80,8 @@ def rows_of(matrices: Matrices, center: Any, mask: Any) -> Rows:
     """Return the keys that take part, minus their mean if `center`."""
     if not isinstance(center, bool | np.bool_):
         raise TypeError(f"center is {center!r}; expected True or False")
-    return centered(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
+    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+    return centered(rows) if center else rows
 
 
 def check_epsilon(epsilon: Any) -> float:

@@ -11,6 +11,7 @@ from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn.functions import INSIDE, AttentionFunction, Softmax
+from levattn.linalg.centered import means
 from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.contract import Certificate, Problem
@@ -45,26 +46,25 @@ def _jensen(problem: Problem) -> Float64:
     b, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow bounds nothing
-        mean = rows.column_sums() / np.maximum(counts, 1)[:, None]
+        parts, _ = means(rows)
+        apart = replace(rows, shift=parts)
         steps = BLOCK + 64 + 8 * d
         if isinstance(root, np.ndarray):
             R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
             flipped = np.ascontiguousarray(R[::-1, ::-1])
-            shift = np.ascontiguousarray(mean[:, ::-1])
+            shift = np.ascontiguousarray(parts[:, :, ::-1])
             reversed_rows = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=shift)
             squares = rows.zeros(as_float64=True)
             kernels.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
-            norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
+            norms = np.sqrt(to_numpy(squares))
         else:
-            centered = replace(rows, shift=mean)
-            norms = np.array([root * np.linalg.norm(as_read(centered.item(i)), axis=1) for i in range(b)])
-            norms, center = norms.reshape(b, n), np.abs(mean) * root
+            norms = np.array([root * np.linalg.norm(as_read(apart.item(i)), axis=1) for i in range(b)]).reshape(b, n)
         # any center gives a bound if its distance from the mean is added: rounding of sums, differences and products
         if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
-            sizes, steps = rows.column_maxima() * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
-        else:  # no entry exceeds the center's plus the largest distance from it
-            sizes = center + np.max(norms, axis=1, keepdims=True, initial=0.0)
-        largest = np.linalg.norm(sizes, axis=1, keepdims=True)
+            sizes, steps = apart.column_maxima() * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
+            largest = np.linalg.norm(sizes, axis=1, keepdims=True)
+        else:  # no entry exceeds the largest norm
+            largest = d**0.5 * np.max(norms, axis=1, keepdims=True, initial=0.0)
         norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * largest
         bound = np.exp(norms * (1 + 4 * UNIT)) / np.maximum(counts, 1)[:, None] * (1 + 8 * UNIT)
         return np.asarray(np.fmin(bound, 1.0))

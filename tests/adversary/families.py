@@ -403,6 +403,50 @@ def long(rng: Generator) -> Float:
     return K
 
 
+def offsets(rng: Generator) -> Float:
+    """Keys far from zero beside their differences, of any rank: numbers that are counted from a remote origin."""
+    kind = rng.integers(6)
+    if kind == 0:
+        K = few_rows(rng)
+    elif kind == 1:
+        K = duplicated(rng)
+    elif kind == 2:
+        K = rng.standard_normal(_shape(rng)) * _size(rng, 10, 1, 1)
+    elif kind == 3:
+        n, d = _shape(rng)
+        K = np.sort(rng.integers(0, 10**6, (n, 1)), axis=0) * rng.integers(-1, 3, (1, d)).astype(np.float64)
+    else:
+        K = dependent_integers(rng)
+    n, d = K.shape
+    span = float(rng.choice([8, 20, 40, 52]))
+    offset = np.rint(2.0 ** rng.uniform(0, span, d)) if rng.random() < 0.7 else 2.0 ** rng.uniform(-span, span, d)
+    offset = offset * rng.choice([1.0, 1.0, -1.0, 0.0], d)
+    if rng.random() < 0.3:
+        offset[:] = float(rng.choice([255, 1e4, 1e6, 1.7e12, 1e15]))
+    K = K + offset
+    if rng.random() < 0.2:  # one key whose place is not remote
+        K[rng.integers(n)] = rng.choice([0.0, 1.0, -3.0])
+    return K * _size(rng, 60, 1, d) if rng.random() < 0.2 else K
+
+
+def compositions(rng: Generator) -> Float:
+    """Rows of shares that sum to a constant, exactly or but for rounding, perhaps beside columns that do not."""
+    n, d = int(rng.integers(1, 13)), int(rng.integers(2, 7))
+    K = rng.multinomial(int(rng.choice([1, 4, 60, 1000])), rng.dirichlet(np.ones(d)), n).astype(np.float64)
+    kind = rng.integers(4)
+    if kind == 0:
+        K = K / np.maximum(K.sum(axis=1, keepdims=True), 1)
+    elif kind == 1:
+        K = K * 2.0 ** rng.integers(-20, 20)
+    elif kind == 2:
+        K = rng.dirichlet(np.ones(d), n)
+    if rng.random() < 0.3:
+        K = np.column_stack([K, _small(rng, n, 1) + float(rng.choice([0, 1e6, 1e12]))])
+    if rng.random() < 0.3:
+        K = K[rng.integers(0, n, n)]
+    return K
+
+
 FAMILIES: dict[str, Callable[[Generator], Any]] = {
     f.__name__: f
     for f in (
@@ -425,10 +469,12 @@ FAMILIES: dict[str, Callable[[Generator], Any]] = {
         resonances,
         copies,
         long,
+        offsets,
+        compositions,
     )
 }
 LARGE = ("many", "wide", "copies", "long")  # a case of which takes as long as a dozen others
-_UNMIXED = ("mixed", "ties", "heads", "resonances", *LARGE)
+_UNMIXED = ("mixed", "ties", "heads", "resonances", "offsets", "compositions", *LARGE)
 
 
 def _made(family: str, rng: Generator) -> Made:

@@ -110,11 +110,16 @@ class Truth:
         return rows, place.reshape(-1)
 
     @cached_property
+    def _whole(self) -> Whole:
+        """The distinct rows as integers: their columns may have been multiplied by numbers."""
+        return integers(self._distinct[0], axis=0)[0]
+
+    @cached_property
     def _blocks(self) -> list[Block]:
         """Columns that no row connects are eliminated apart: wide keys of narrow blocks cost little."""
         rows, place = self._distinct
         counts = np.bincount(place, minlength=len(rows)).astype(object)
-        M, _ = integers(rows, axis=0)
+        M = self._whole
         blocks = []
         for columns in components(M != 0):
             among = np.flatnonzero((M[:, columns] != 0).any(axis=1))
@@ -275,6 +280,28 @@ class Truth:
         over, under = self.attention(causal=causal)
         values, e = integers(V)
         return product(over, values), under, int(e)
+
+
+@dataclass(frozen=True, eq=False)
+class Centered(Truth):
+    """What is true of keys less their mean: of those that the mask (n,) leaves, and zeros in place of the others."""
+
+    mask: NDArray[np.bool_]
+
+    @cached_property
+    def _distinct(self) -> tuple[Float, NDArray[np.int64]]:
+        """Rows with one more column, of ones for those that are there."""
+        rows, place = np.unique(np.column_stack([self.K, self.mask]), axis=0, return_inverse=True)
+        return rows, place.reshape(-1)
+
+    @cached_property
+    def _whole(self) -> Whole:
+        """The rows less their mean, times the number of rows that are there."""
+        rows, place = self._distinct
+        there = rows[:, -1] > 0
+        counts = np.where(there, np.bincount(place, minlength=len(rows)), 0).astype(object)
+        M = integers(rows[:, :-1], axis=0)[0]
+        return np.where(there[:, None], M * int(counts.sum()) - (counts[:, None] * M).sum(axis=0), 0)
 
 
 def quotient(over: int, under: int) -> float:

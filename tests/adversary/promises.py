@@ -20,6 +20,7 @@ SINGLE = 1e-6  # error of scores of float32 and narrower keys, 1e-9 of float64 o
 RESOLVED = 1e6  # condition number up to which float64 resolves every direction
 CLEAR = 1e12  # condition number of equilibrated keys up to which the rank is clear, some hundred times below the cut
 SURE = 1e-12  # error of figures that claim a smaller one
+AT_THE_MEAN = 1e-40  # score of a key that lies at the mean but for the rounding of the mean, which is held in parts
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,12 @@ def membership(
         yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
 
 
-def scores_hold(truth: Truth, scores: Any, relative: float, *, raised: float = 0.0) -> Iterator[Breach]:
+def scores_hold(
+    truth: Truth, scores: Any, relative: float, *, raised: float = 0.0, least: float = 0.0
+) -> Iterator[Breach]:
     """Scores lie in [0, 1] and are within their error of the truth; where a row counts as 1, not below.
 
-    They may be higher by `raised`, relative to them, but no lower for that.
+    They may be higher by `raised`, relative to them, but no lower for that. Scores up to `least` are alike.
     """
     found = np.asarray(scores, np.float64)
     if not ((found >= 0) & (found <= 1)).all():
@@ -74,7 +77,7 @@ def scores_hold(truth: Truth, scores: Any, relative: float, *, raised: float = 0
         return
     if truth.condition > CLEAR:
         return
-    small = 1e-30 if relative > 1e-8 else 1e-300  # what the format of the scores holds
+    small = max(least, 1e-30 if relative > 1e-8 else 1e-300)  # what the format of the scores holds
     low = found < truth.scores * (1 - relative) - small
     if low.any():
         yield Breach(

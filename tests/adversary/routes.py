@@ -21,7 +21,7 @@ from levattn.exceptions import NonFiniteError
 
 from . import oracle, promises
 from .families import Case
-from .oracle import Function, Truth
+from .oracle import Centered, Function, Truth
 from .promises import Breach
 from .ranks import universal_set_of_ranks
 
@@ -242,6 +242,93 @@ def online_future(K, seed):
 def grouped(K, mask, seed):
     labels = np.random.default_rng(seed).integers(-1, 3, len(K))
     return labels, levattn.group_leverage(K, labels, mask=mask)
+
+
+# -- centered keys ----------------------------------------------------------------------------------------------------
+
+
+def centered(K, epsilon, mask, method="auto"):
+    return levattn.universal_set(K, epsilon, mask=mask, method=method, center=True)
+
+
+def centered_size(K, mask, seed, method):
+    return levattn.universal_set(K, size=seed % (len(K) + 1), mask=mask, method=method, center=True)
+
+
+def centered_scores(K, mask, method):
+    return levattn.leverage_scores(K, mask=mask, method=method, center=True)
+
+
+def centered_file(K, epsilon, mask, seed):
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        np.save(f"{folder}/keys.npy", K)
+        keys = levattn.open_keys(f"{folder}/keys.npy", chunk_rows=1 + seed)
+        return levattn.universal_set(keys, epsilon, mask=mask, center=True)
+
+
+def centered_sparse(K, epsilon, mask):
+    from scipy.sparse import csr_array
+
+    return levattn.universal_set(csr_array(K), epsilon, mask=mask, center=True)
+
+
+def centered_torch(K, epsilon, mask):
+    import torch
+
+    return centered(torch.tensor(K), epsilon, None if mask is None else torch.tensor(mask))
+
+
+def centered_strict(K, epsilon, mask):
+    import array_api_strict
+
+    strict = array_api_strict.asarray
+    return centered(strict(np.ascontiguousarray(K)), epsilon, None if mask is None else strict(mask))
+
+
+def centered_batch(K, epsilon, mask):
+    batch = np.stack([K[::-1], K, np.zeros_like(K), np.ones_like(K)])
+    masks = None if mask is None else np.stack([mask[::-1], mask, mask, ~mask])
+    return centered(batch, epsilon, masks), centered(K, epsilon, mask)
+
+
+def centered_sketch(K, epsilon, mask, seed, method):
+    return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=True, rng=seed, center=True)
+
+
+def truth_of_centered(case: Case) -> Centered:
+    mask = np.ones(len(case.keys), bool) if case.mask is None else case.mask
+    return Centered(case.present, case.queries, mask)
+
+
+def judge_centered(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
+    """As `judge_set` for the keys less their mean, of which the guarantee is that of none."""
+    truth, chosen = truth_of_centered(case), np.asarray(result.mask)
+    clear = truth.condition <= promises.CLEAR
+    for guarantee in ("superset", "exact") if clear else ("superset",):
+        yield from promises.membership(truth, chosen, case.epsilon, guarantee, _margin(result), case.mask)
+    relative = promises.SINGLE if case.storage != "float64" else max(promises.TIE, _margin(result))
+    figures = {"raised": _raised(result), "least": promises.AT_THE_MEAN}
+    yield from promises.scores_hold(truth, result.scores, relative, **figures)
+    if result.guarantee != "none":
+        yield Breach("guarantee", "'none'", repr(result.guarantee))
+    if clear and result.rank != truth.rank:
+        yield Breach("rank", str(truth.rank), str(result.rank))
+
+
+def judge_centered_size(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
+    yield from judge_size(case, truth_of_centered(case), result)
+
+
+def judge_centered_scores(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
+    relative = promises.SINGLE if case.storage != "float64" else 1e-9
+    yield from promises.scores_hold(truth_of_centered(case), result, relative, least=promises.AT_THE_MEAN)
+
+
+def judge_centered_sketch(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
+    chosen = np.asarray(result.mask)
+    yield from promises.membership(truth_of_centered(case), chosen, case.epsilon, "superset", 0.0, case.mask)
 
 
 def judge_groups(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
@@ -513,7 +600,11 @@ def _tame(case: Case) -> bool:
 
 def _plain_numbers(case: Case) -> bool:
     """Storage that scipy and the array standard have, and no mask."""
-    return _no_mask(case) and case.storage in ("float64", "float32")
+    return _no_mask(case) and _sparse_numbers(case)
+
+
+def _sparse_numbers(case: Case) -> bool:
+    return case.storage in ("float64", "float32")
 
 
 def _torch_numbers(case: Case) -> bool:
@@ -568,7 +659,8 @@ def _of_functions(
 
 
 _METHODS = ("auto", "gram", "qr", "svd")
-_SKETCHES = [(m, r) for m in ("countsketch", "osnap", "srht", "jl") for r in (False, True)]
+_SKETCHED = ("countsketch", "osnap", "srht", "jl")
+_SKETCHES = [(m, r) for m in _SKETCHED for r in (False, True)]
 
 ROUTES: dict[str, Route] = {
     route.name: route
@@ -584,6 +676,15 @@ ROUTES: dict[str, Route] = {
         *_each("layout", in_layouts, judge_bits("bits of a layout"), "method", ("auto", "qr"), 2),
         *_each("scores", scores, judge_scores, "method", _METHODS, 2),
         Route("threads", in_threads, judge_bits("bits of a number of threads"), (above(2000),)),
+        *_each("centered set", centered, judge_centered, "method", _METHODS, 2),
+        *_each("centered size", centered_size, judge_centered_size, "method", _METHODS, 4),
+        *_each("centered scores", centered_scores, judge_centered_scores, "method", _METHODS, 4),
+        *_each("centered sketch", centered_sketch, judge_centered_sketch, "method", _SKETCHED, 8),
+        Route("centered file", centered_file, judge_centered, (_torch_numbers, turn(0, 8))),
+        Route("centered sparse", centered_sparse, judge_centered, (_sparse_numbers, turn(0, 3))),
+        Route("centered torch", centered_torch, judge_centered, (_torch_numbers, turn(1, 3))),
+        Route("centered strict", centered_strict, judge_centered, (_sparse_numbers, _few, turn(2, 3))),
+        Route("centered batch", centered_batch, judge_batch, (turn(1, 3),)),
         Route("online", online, judge_online, (_few, turn(0, 2))),
         Route("online future", online_future, judge_bits("bits of the future"), (_square, turn(1, 2))),
         *(

@@ -49,17 +49,18 @@ def rows_of(kind: str, b: int, n: int, d: int, format: str = "float32", *, integ
     shift, weights = rng.standard_normal((b, d)), rng.random((b, n))
     if integers:
         shift, scale, weights = np.rint(3 * shift), np.exp2(rng.integers(0, 3, (b, d))), np.rint(3 * weights)
+    rests = np.zeros((2, b, d)) if integers else rng.uniform(-1, 1, (2, b, d)) * [[[2.0**-30]], [[2.0**-60]]]
     K[~mask] = stored(np.full(1, np.nan), format)[0]
-    return Rows(K, format, mask, shift, scale, weights)
+    return Rows(K, format, mask, np.stack([shift, *rests], axis=1), scale, weights)
 
 
 def read(rows: Rows) -> Any:
     """The rows as kernels read them, in float64."""
     X = to_float64(rows.keys, rows.format)
-    if rows.shift is not None:
-        X = X - rows.shift[:, None]
     if rows.scale is not None:
         X = X * rows.scale[:, None]
+    if rows.shift is not None:
+        X = X - rows.shift[:, :1] - rows.shift[:, 1:2]
     if rows.weights is not None:
         X = X * rows.weights[:, :, None]
     return X if rows.mask is None else np.where(rows.mask[:, :, None], X, 0.0)

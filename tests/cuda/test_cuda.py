@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from levattn._kernels.gram import cpu as gram_cpu
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.gram.cuda_tensor import has_tensor_products
 from levattn._kernels.rows import cuda as rows_cuda
+from levattn.linalg.centered import centered
 from levattn.linalg.gram import pieces_of
 
 
@@ -139,7 +141,7 @@ def test_double_precision_has_the_bits_of_the_plain_array(d: int, monkeypatch: p
     plain = rows_of("plain", 2, n, d)
     layouts = [plain, rows_of("columns", 2, n, d), rows_of("every other", 2, n, d)]
     layouts += [Rows(plain.keys.astype(np.float64), "float64"), replace(plain, mask=np.ones((2, n), np.bool_))]
-    layouts += [replace(plain, weights=np.ones((2, n))), replace(plain, shift=np.zeros((2, d)))]
+    layouts += [replace(plain, weights=np.ones((2, n))), replace(plain, shift=np.zeros((2, 3, d)))]
     W = np.triu(np.random.default_rng(0).standard_normal((2, d, d)))
     pieces = np.array([[0, 0, 0, n], [1, 1, 0, n]])
     found = []
@@ -326,6 +328,41 @@ def test_columns_have_the_same_bits_in_any_layout_and_batch(d: int, monkeypatch:
         rows_cuda.column_figures(rows.between(*span), largest=False) for span in ((0, BLOCK), (BLOCK, BLOCK + 300))
     )
     assert np.array_equal(first + rest, sums)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_apart_from_an_origin_hold_twice_the_digits(
+    device: None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    for b, n, d in ((1, 1, 1), (2, 150, 20), (3, 300, 70), (2, 0, 3)):
+        rows = replace(rows_of(kind, b, n, d), shift=None, weights=None)
+        origin = 1e9 * np.random.default_rng(0).standard_normal((b, d))
+        high, low = rows_cuda.sums_apart(rows, origin)
+        X = [[[Fraction(x) for x in row] for row in one] for one in read(rows).tolist()]
+        for item, c in np.ndindex(b, d):
+            keep = np.ones(n, bool) if rows.mask is None else rows.mask[item]
+            exact = sum((row[c] - Fraction(origin[item, c]) for row in np.array(X[item], object)[keep]), Fraction(0))
+            assert abs(Fraction(high[item, c]) + Fraction(low[item, c]) - exact) <= abs(exact) * Fraction(2) ** -90
+
+
+def test_products_with_a_basis_add_what_a_shift_loses(device: None) -> None:
+    """Keys far from zero, in a basis that leaves little of them: as the kernels of main memory have them."""
+    rng = np.random.default_rng(1)
+    K = rng.standard_normal((2, 150, 6)) * 1e-3 + 1e6 * rng.standard_normal((2, 1, 6))
+    K[:, :, 5] = K[:, :, 4] * (1 + 2.0**-40 * rng.integers(-3, 4, (2, 150)))
+    rows = centered(Rows(K, "float64", rng.random((2, 150)) < 0.8))
+    basis = np.tile(np.eye(6), (2, 1, 1))
+    basis[:, 4, 5] = -K[:, 0, 5] / K[:, 0, 4]
+    basis[:, :, 5] *= 1e9
+    pieces = np.array([[0, 0, 0, 150], [1, 1, 0, 150]])
+    G = gram_cuda.moments(rows, pieces, basis=basis, arithmetic="compensated")
+    expected = gram_cpu.moments(rows, pieces, basis=basis, arithmetic="compensated")
+    np.testing.assert_allclose(G, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
+    found, other = rows.zeros(as_float64=True), rows.zeros(as_float64=True)
+    for kernels, out in ((gram_cuda, found), (gram_cpu, other)):
+        kernels.sqnorms(rows, np.arange(2), basis, out, basis=basis, arithmetic="compensated")
+    np.testing.assert_allclose(found, other, rtol=1e-11, atol=0)
 
 
 def test_rows_that_are_not_finite(device: None) -> None:

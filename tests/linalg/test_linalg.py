@@ -17,8 +17,9 @@ import strategies
 from levattn._kernels import Rows
 from levattn.linalg import Factor
 from levattn.linalg import sums as moment_sums
+from levattn.linalg.centered import centered
 from levattn.linalg.gram import PLAIN_ERROR
-from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance
+from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 
 ROUTES = {
     "moments": lambda rows: factor_moments(rows, single="no"),
@@ -400,7 +401,8 @@ def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: p
 @pytest.mark.parametrize("kind", ["all alike", "a block without a direction", "columns that the block lacks"])
 def test_a_block_that_lacks_a_direction_gives_no_basis(kind: str, center: bool) -> None:
     """Where the mean is taken off, columns of zeros are alike but for rounding; and one direction is the mean's."""
-    rows = centered(Rows(_long_keys(kind)[None], "float64"), center=center)
+    rows = Rows(_long_keys(kind)[None], "float64")
+    rows = centered(rows) if center else rows
     begun = moment_sums._begun(rows, PLAIN_ERROR, np.array([False]))
     assert bool(begun) == (kind == "all alike" or (kind == "a block without a direction" and center))
 

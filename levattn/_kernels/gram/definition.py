@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, to_numpy
 from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
-from levattn._kernels.rows.definition import send, transformed_rows
+from levattn._kernels.rows.definition import lost_rests, send, transformed_rows
 
 __all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
@@ -27,8 +27,11 @@ def _split(x: Any) -> tuple[Any, Any]:
     return high, x - high
 
 
-def _compensated(x: Any, W: Any) -> Any:
-    """Return x W, each entry rounded about once: error-free products, summed with their errors."""
+def _compensated(x: Any, rests: Any | None, W: Any) -> Any:
+    """Return x W, each entry rounded about once: error-free products, summed with their errors.
+
+    `rests`, small numbers, are added to x.
+    """
     xp = array_namespace(x)
     total = xp.zeros_like(x)
     low = xp.zeros_like(x)
@@ -42,12 +45,18 @@ def _compensated(x: Any, W: Any) -> Any:
         new = total + product
         part = new - total
         low = low + ((total - (new - part)) + (product - part)) + error
+        if rests is not None:
+            low = low + rests[:, i, None] * b
         total = new
     return total + low
 
 
-def _in_basis(x: Any, basis: Any, arithmetic: Arithmetic) -> Any:
-    return _compensated(x, basis) if arithmetic == "compensated" else x @ basis
+def _in_basis(rows: Rows, item: int, start: int, stop: int, basis: Any | None, arithmetic: Arithmetic) -> Any:
+    """Return some rows of one matrix, times a basis if there is one."""
+    x = transformed_rows(rows, item, start, stop)
+    if basis is None:
+        return x
+    return _compensated(x, lost_rests(rows, item, start, stop), basis) if arithmetic == "compensated" else x @ basis
 
 
 def longest_run(_rows: Rows, _items: int) -> int:
@@ -62,9 +71,8 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     for t, (slot, item, start, stop) in enumerate(pieces.tolist()):
         sums: list[Float64] = []
         for low in range(start, stop, BLOCK):
-            x = transformed_rows(rows, item, low, min(low + BLOCK, stop))
-            if bases is not None:
-                x = _in_basis(x, bases[slot, :, :], arithmetic)
+            B = None if bases is None else bases[slot, :, :]
+            x = _in_basis(rows, item, low, min(low + BLOCK, stop), B, arithmetic)
             sums.append(to_numpy(x.T @ x))
         out[t] = pairwise_sum(sums)
     return out
@@ -101,8 +109,5 @@ def sqnorms(
         B = None if basis is None else send(basis[slot], rows)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
-            x = transformed_rows(rows, item, start, stop)
-            if B is not None:
-                x = _in_basis(x, B, arithmetic)
-            y = x @ whitening
+            y = _in_basis(rows, item, start, stop, B, arithmetic) @ whitening
             out[item, start:stop] = xp.astype(xp.clip(xp.sum(y * y, axis=1), max=ceiling), out.dtype)

@@ -9,7 +9,7 @@ from levattn._kernels.gram.simd import product_tile
 from levattn._kernels.gram.squares import SCRATCH_ROWS, SLAB, pack_panels, row_squares, write_sums
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, larger, smaller
-from levattn._kernels.rows.compiled import load_rows
+from levattn._kernels.rows.compiled import COLUMNS, SHIFT, load_rests, load_rows
 from levattn._kernels.scratch import empty, filled, zeros
 
 __all__ = ["moment_in_basis_tasks", "sqnorm_in_basis_tasks"]
@@ -89,8 +89,10 @@ def _split_bits(d):
 
 
 @helper
-def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis):
+def _multiply_split(view, item, start, rows, n, scale, panels, highs, lows, high, product, in_basis):
     """Write the first `n` rows (which change) times a basis split by `_split_basis` to `in_basis`.
+
+    They are rows from `start` on of a matrix, and what they lost of it by a shift is added.
 
     Products of the leading bits of keys and basis, and their sums, have no rounding (Ozaki, Ogita, Oishi and Rump
     2012). The rest is smaller by the number of these bits, so each entry is rounded about once, whatever cancels.
@@ -103,6 +105,11 @@ def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis
         _high_bits(rows[r], high[r], bits)
         for c in range(d):
             rows[r, c] -= high[r, c]
+    if view[SHIFT]:
+        load_rests(view, item, start, start + n, product)
+        for r in range(n):
+            for c in range(view[COLUMNS]):
+                rows[r, c] += product[r, c] * scale[c]
     _multiply_rows(rows, n, panels, in_basis)
     _multiply_rows(high, n, lows, product)
     for r in range(n):
@@ -143,7 +150,7 @@ def moment_in_basis_tasks(view, basis, exact, X, block, levels, tasks, first, la
                 n = smaller(SLAB, smaller(at + block, stop) - r)
                 load_rows(view, item, r, r + n, rows)
                 if exact:
-                    _multiply_split(rows, n, even, panels, highs, lows, high, product, in_basis)
+                    _multiply_split(view, item, r, rows, n, even, panels, highs, lows, high, product, in_basis)
                 else:
                     _multiply_rows(rows, n, panels, in_basis)
                 x = address(in_basis)
@@ -175,7 +182,7 @@ def sqnorm_in_basis_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
         for r in range(start, stop, SLAB):
             n = smaller(SLAB, stop - r)
             load_rows(view, item, r, r + n, rows)
-            _multiply_split(rows, n, even, panels, highs, lows, high, product, in_basis)
+            _multiply_split(view, item, r, rows, n, even, panels, highs, lows, high, product, in_basis)
             x = address(in_basis)
             row_squares(X, x, in_basis.shape[1], SCRATCH_ROWS, whitening, squares, x, x)
             write_sums(X, squares, n, ceiling, out, item, r)

@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(THREADS)
             const double product = a * b, error = fma(a, b, -product);
             const double sum = total[i] + product, part = sum - total[i];
             low[i] += ((total[i] - (sum - part)) + (product - part)) + error;
+            if (shift) low[i] += reader.rest(item, row + min(i, there - 1), k) * b;
             total[i] = sum;
         }
     }

@@ -24,6 +24,12 @@ class PreciseKernels(Protocol):
     def precise_solutions(self, B: Float64, Q: Float64, /) -> Float64:
         """Return ``B⁻¹ q`` for every row q, for an upper-triangular B, as if in twice the precision."""
 
+    def mean_parts(self, origin: Float64, sums: tuple[Float64, Float64], counts: Float64, /) -> tuple[Float64, bool]:
+        """Return the shift (b, 3, d) of `Rows`: an origin (b, d), plus twofold sums divided by the counts (b,).
+
+        Also tell whether the numbers are in a range in which this is exact to about 2⁻¹⁰⁵ of the quotient.
+        """
+
     def twofold_product(
         self, pairs: Iterable[tuple[Float64, Float64]], d: int, /, *, symmetric: bool
     ) -> tuple[Float64, Float64]:

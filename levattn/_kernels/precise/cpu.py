@@ -9,7 +9,14 @@ import numpy as np
 
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
-from levattn._kernels.precise.double_double import TALL, WIDTH, product_rows, product_tasks, solve_tasks
+from levattn._kernels.precise.double_double import (
+    TALL,
+    WIDTH,
+    product_rows,
+    product_tasks,
+    solve_tasks,
+    split_means,
+)
 from levattn._kernels.precise.span import field, insert_rows, mark_outside, mark_zeros
 from levattn._kernels.tasks import share, threads_for
 
@@ -18,10 +25,14 @@ __all__ = [
     "insert_rows",
     "mark_outside",
     "mark_zeros",
+    "mean_parts",
     "precise_products",
     "precise_solutions",
     "twofold_product",
 ]
+
+
+_RANGE = 2.0**-900, 2.0**900  # of means whose parts neither underflow nor overflow, nor do products of keys
 
 
 def precise_products(Q: Float64, keys: Float64) -> Float64:
@@ -38,6 +49,13 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     X = np.empty_like(Q)
     share(lambda first, last: solve_tasks(columns, Q, first, last, X), len(Q), 5.0 * len(Q) * B.size)
     return X
+
+
+def mean_parts(origin: Float64, sums: tuple[Float64, Float64], counts: Float64) -> tuple[Float64, bool]:
+    """Divide twofold sums by counts, and add an origin."""
+    parts = np.empty((len(origin), 3, origin.shape[1]))
+    found = split_means(*map(np.ascontiguousarray, (origin, *sums, counts)), *_RANGE, parts)
+    return parts, bool(found)
 
 
 def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:

@@ -6,11 +6,11 @@ This keeps about 96 bits: second moments of keys of any condition number up to t
 from __future__ import annotations
 
 from levattn._kernels.gram.simd import twofold_tile
-from levattn._kernels.jit import VECTOR_BYTES, jit
+from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, fused_multiply_add, smaller
 from levattn._kernels.scratch import empty
 
-__all__ = ["TALL", "WIDTH", "product_rows", "product_tasks", "solve_tasks"]
+__all__ = ["TALL", "WIDTH", "product_rows", "product_tasks", "solve_tasks", "split_means"]
 
 TALL = 2  # rows of a tile
 _VECTORS = 2  # vectors of a tile
@@ -60,6 +60,36 @@ def product_tasks(Q, columns, first, last, Z):
                 high[j] = total
         for j in range(u):
             high[j] += low[j]
+
+
+@helper
+def _exact_sum(a, b):
+    """Return the sum of two numbers, and its rounding error."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@jit
+def split_means(origin, high, low, counts, least, most, parts):
+    """Write three parts (b, 3, d) of means: an origin (b, d), and twofold sums divided by counts (b,).
+
+    Tell whether all nonzero origins and sums have magnitudes from `least` to `most`.
+    """
+    in_range = True
+    for item in range(origin.shape[0]):
+        n = counts[item]
+        for c in range(origin.shape[1]):
+            quotient = high[item, c] / n
+            rest = (fused_multiply_add(-quotient, n, high[item, c]) + low[item, c]) / n
+            mean, second = _exact_sum(origin[item, c], quotient)
+            second, third = _exact_sum(second, rest)
+            mean, second = _exact_sum(mean, second)
+            parts[item, 0, c] = mean
+            parts[item, 1, c], parts[item, 2, c] = _exact_sum(second, third)
+            for size in (abs(origin[item, c]), abs(high[item, c])):
+                in_range = in_range and (size == 0 or least <= size <= most)
+    return in_range
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Reading a block of keys into the precision of the sums: half formats, strides, mask, shift and scale.
+"""Reading a block of keys into the precision of the sums: half formats, strides, mask, scale and shift.
 
 One vector of integers describes the keys to compiled code, so that one kernel serves every format and layout.
 """
@@ -19,12 +19,12 @@ from levattn._kernels.llvm import address, as_pointer, combine, integer, load, p
 if TYPE_CHECKING:
     from levattn._kernels.rows.contract import Rows
 
-__all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
+__all__ = ["copy_numbers", "entry_address", "load_rests", "load_rows", "view_of"]
 
 # The places in the vector; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
 IN_PLACE = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
-MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its two axes
+MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its first two axes
 
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
 _ZEROS = len(_FORMATS)  # the format as which a masked row is read
@@ -56,7 +56,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     )
     view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), direct]
     for array in operands:
-        view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides]
+        view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides[:2]]
     return np.array(view, np.int64)
 
 
@@ -66,7 +66,7 @@ def _check_kinds(format: str, *arrays: tuple[Any, str]) -> None:
         if x is not None and x.size and x.dtype != expected:
             raise TypeError(f"an array of {format} rows has dtype {x.dtype}; expected {expected}")
     for x, _ in arrays[2:4]:
-        if x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1:
+        if x is not None and x.strides[-1] != x.itemsize and x.shape[-1] > 1:
             raise ValueError("shift or scale has gaps between its columns; expected C arrays")
 
 
@@ -150,7 +150,7 @@ def copy_numbers(source, target):
 
 @primitive
 def entry_address(typing, view, array, item, i):
-    """Return the address of a row of the keys, or of one number of the mask, shift, scale or weights."""
+    """Return the address of a row of the keys, a part of a shift, or one number of the mask, scale or weights."""
     signature = types.int64(view, array, types.int64, types.int64)
     first = int(array.literal_value)
 
@@ -166,7 +166,7 @@ def entry_address(typing, view, array, item, i):
 
 @helper
 def load_rows(view, item, start, stop, X):
-    """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale * weight``, 0 where masked.
+    """Write rows ``start:stop`` of one matrix to the top of X: ``(k * scale - shift) * weight``, 0 where masked.
 
     Columns of X past the keys' own stay as they are (zero).
     """
@@ -179,9 +179,36 @@ def load_rows(view, item, start, stop, X):
         _read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, at)
         if format == _ZEROS:
             continue
-        if view[SHIFT]:
-            combine(X, at, entry_address(view, SHIFT, item, 0), d, at, 0)
         if view[SCALE]:
             combine(X, at, entry_address(view, SCALE, item, 0), d, at, 1)
+        if view[SHIFT]:
+            combine(X, at, entry_address(view, SHIFT, item, 0), d, at, 0)
         if view[WEIGHTS]:
             combine(X, at, entry_address(view, WEIGHTS, item, r), d, at, 2)
+
+
+@helper
+def load_rests(view, item, start, stop, X):
+    """Write what `load_rows` loses of shifted rows in float64 by rounding to the top of X, 0 where masked."""
+    d = view[COLUMNS]
+    for r in range(start, stop):
+        row = X[r - start]
+        format = view[FORMAT]
+        if view[MASK] and not as_pointer(entry_address(view, MASK, item, r), np.uint8(0))[0]:
+            format = _ZEROS
+        _read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, address(row))
+        if format == _ZEROS:
+            continue
+        if view[SCALE]:
+            combine(X, address(row), entry_address(view, SCALE, item, 0), d, address(row), 1)
+        shift = as_pointer(entry_address(view, SHIFT, item, 0), 0.0)
+        for c in range(d):
+            k = row[c]
+            x = k - shift[c]
+            part = x - k
+            lost = (k - (x - part)) - (shift[c] + part)
+            y = x - shift[d + c]
+            part = y - x
+            row[c] = (lost + ((x - (y - part)) - (shift[d + c] + part))) - shift[2 * d + c]
+        if view[WEIGHTS]:
+            combine(X, address(row), entry_address(view, WEIGHTS, item, r), d, address(row), 2)

@@ -26,12 +26,15 @@ Arithmetic = Literal["single", "double", "compensated"]
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of key matrices whose rows are read as ``(k - shift) * scale * weight``, or as zero where masked.
+    """A batch of key matrices whose rows are read as ``(k * scale - shift) * weight``, or as zero where masked.
 
     - keys: (b, n, d). On the CPU a numpy array in which a 16-bit float is a uint16 word; else an array of `xp`.
     - format: the type of the stored numbers.
     - mask: (b, n) bool, True where a key takes part.
-    - shift, scale: (b, d) float64, C arrays, for each column; the scale is a power of two.
+    - scale: (b, d) float64, a C array, for each column: a power of two.
+    - shift: (b, 3, d) float64, a C array: three parts of each column's mean, each at most half a unit in the last
+      place of the part before. Rows are read less the first part, and then the second: both differences have a
+      relative error of 2⁻⁵³ at most. Products that are compensated add what this loses, and the third part.
     - weights: (b, n) float64, for each row.
     """
 
@@ -41,6 +44,11 @@ class Rows:
     shift: Float64 | None = None
     scale: Float64 | None = None
     weights: Float64 | None = None
+
+    def scaled(self, scale: Float64) -> Rows:
+        """Return the rows with columns multiplied by further powers of two (b, d)."""
+        shift = None if self.shift is None else self.shift * scale[:, None, :]
+        return replace(self, scale=scale if self.scale is None else self.scale * scale, shift=shift)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -67,6 +75,13 @@ class Rows:
     def column_maxima(self) -> Float64:
         """Return the largest magnitude in each column, (b, d)."""
         return kernels_for("rows", self.keys).column_figures(self, largest=True)
+
+    def sums_apart(self, origin: Float64) -> tuple[Float64, Float64]:
+        """Return the sums of the columns less an origin (b, d): pairs of numbers, of which the second is the error.
+
+        There is no shift. No difference and no sum is rounded but in the second number.
+        """
+        return kernels_for("rows", self.keys).sums_apart(self, origin)
 
     def nonfinite_rows(self, item: int, limit: int) -> list[int]:
         """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
@@ -96,6 +111,9 @@ class RowKernels(Protocol):
 
     def column_figures(self, rows: Rows, /, *, largest: bool) -> Float64:
         """See `Rows.column_maxima` if `largest`, and else `Rows.column_sums`."""
+
+    def sums_apart(self, rows: Rows, origin: Float64, /) -> tuple[Float64, Float64]:
+        """See `Rows.sums_apart`."""
 
     def nonfinite_rows(self, rows: Rows, item: int, limit: int, /) -> list[int]:
         """See `Rows.nonfinite_rows`."""

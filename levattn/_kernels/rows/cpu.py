@@ -10,10 +10,11 @@ from levattn._core.types import Float64
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Rows
-from levattn._kernels.rows.scan import column_tasks, nonfinite_scan, read_rows
+from levattn._kernels.rows.definition import summed_in_pairs
+from levattn._kernels.rows.scan import APART_WIDTH, apart_tasks, column_tasks, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share
 
-__all__ = ["column_figures", "nonfinite_rows", "scratch_like", "stored_rows"]
+__all__ = ["column_figures", "nonfinite_rows", "scratch_like", "stored_rows", "sums_apart"]
 
 
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
@@ -45,6 +46,22 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
 
     share(body, b, float(b) * n * d * 8)
     return out
+
+
+def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
+    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    b, n, d = rows.shape
+    blocks, width = max(1, -(-n // BLOCK)), -(-d // APART_WIDTH) * APART_WIDTH
+    high, low = np.zeros((2, b, blocks, width))
+    view, apart = view_of(rows), np.zeros((b, width))
+    apart[:, :d] = origin
+
+    def body(first: int, last: int) -> None:
+        apart_tasks(view, apart, n, BLOCK, first, last, high, low)
+
+    share(body, b * blocks, float(b) * n * d * 8)
+    high, low = summed_in_pairs(high.transpose(1, 0, 2), low.transpose(1, 0, 2))
+    return high[:, :d], low[:, :d]
 
 
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:

@@ -12,8 +12,9 @@ from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows import cpu
 from levattn._kernels.rows.contract import BLOCK, Rows
+from levattn._kernels.rows.definition import summed_in_pairs
 
-__all__ = ["blocks_of", "column_figures", "entries_of", "nonfinite_rows", "written_out"]
+__all__ = ["blocks_of", "column_figures", "entries_of", "nonfinite_rows", "sums_apart", "written_out"]
 
 
 def entries_of(rows: Rows) -> tuple[Any, ...]:
@@ -59,6 +60,15 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
     with np.errstate(invalid="ignore"):  # NaN stays
         np.maximum.at(out[0], indices[held], sizes)
     return out
+
+
+def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
+    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    blocks = [cpu.sums_apart(dense, origin) for _, dense in blocks_of(rows)]
+    if not blocks:
+        return np.zeros((1, rows.shape[2])), np.zeros((1, rows.shape[2]))
+    high, low = (np.stack(part) for part in zip(*blocks, strict=True))
+    return summed_in_pairs(high, low)
 
 
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:

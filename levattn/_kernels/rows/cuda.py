@@ -10,8 +10,9 @@ from levattn._core.arrays import to_numpy
 from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
 from levattn._kernels.rows.contract import BLOCK, Rows
+from levattn._kernels.rows.definition import summed_in_pairs
 
-__all__ = ["MOST_SLABS", "column_figures", "key_arguments", "key_type", "nonfinite_rows", "sum_in_pairs"]
+__all__ = ["MOST_SLABS", "column_figures", "key_arguments", "key_type", "nonfinite_rows", "sum_in_pairs", "sums_apart"]
 
 MOST_SLABS = 65535  # blocks of threads along the second and the third axis of a grid
 
@@ -53,6 +54,20 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
     if largest and blocks:
         return to_numpy(partial.max(axis=1))
     return to_numpy(sum_in_pairs(partial))
+
+
+def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
+    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    b, n, d = rows.shape
+    high, low = namespace().zeros((2, b, max(1, -(-n // BLOCK)), d))
+    arguments, apart = key_arguments(rows), on_device(origin, np.float64)
+    together = min(THREADS, max(32, 1 << (d - 1).bit_length()))  # columns of a block of threads
+    for before in range(0, b, MOST_SLABS):
+        grid = (high.shape[1], -(-d // together), min(MOST_SLABS, b - before))
+        tail = [n, before, BLOCK, together, apart, high, low]
+        launch("scan", "sum_apart", (key_type(rows),), grid, [*arguments, *tail])
+    high, low = summed_in_pairs(high.transpose(1, 0, 2), low.transpose(1, 0, 2))
+    return to_numpy(high), to_numpy(low)
 
 
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:

@@ -23,13 +23,21 @@ __device__ inline float widen(Bfloat x) { return __uint_as_float((unsigned int)x
 #define KEY_READER                                                                                                  \
     { keys, item_stride, row_stride, column_stride, mask, mask_stride, shift, scale, weights, weight_stride, d }
 
+// a + b, and the rounding error of that.
+__device__ inline double add_exactly(double a, double b, double &lost) {
+    const double sum = a + b, part = sum - a;
+    lost = (a - (sum - part)) + (b - part);
+    return sum;
+}
+
 template <typename Key>
 struct Reader {
     const Key *keys;
     long long item_stride, row_stride, column_stride;  // in elements
     const unsigned char *mask;                         // (b, n), rows next to each other
     long long mask_stride;
-    const double *shift, *scale;  // (b, d)
+    const double *shift;          // (b, 3, d), parts of a number each
+    const double *scale;          // (b, d)
     const double *weights;        // (b, n), rows next to each other
     long long weight_stride;
     int d;
@@ -49,10 +57,24 @@ struct Reader {
         double x = (double)widen(number);
         if (!shift && !scale && !weights) return x;
         if (!takes_part(item, row)) return 0;
-        if (shift) x -= shift[item * d + column];
         if (scale) x *= scale[item * d + column];
+        if (shift) x = x - shift[3 * item * d + column] - shift[(3 * item + 1) * d + column];
         if (weights) x *= weights[item * weight_stride + row];
         return x;
+    }
+
+    // What the shift of a value loses by rounding.
+    __device__ double rest(long long item, long long row, int column) const {
+        if (!shift || !takes_part(item, row)) return 0;
+        double x = (double)widen(stored(item, row, column));
+        if (scale) x *= scale[item * d + column];
+        const double first = shift[3 * item * d + column], second = shift[(3 * item + 1) * d + column];
+        double lost;
+        x = add_exactly(x, -first, lost);
+        double more;
+        add_exactly(x, -second, more);
+        const double all = lost + more - shift[(3 * item + 2) * d + column];
+        return weights ? all * weights[row + item * weight_stride] : all;
     }
 
     // A coordinate in the precision Real, which is exact for keys as they are stored or Real = double.
@@ -71,15 +93,18 @@ struct Column {
     const unsigned char *mask;
     const double *weights;
     long long row_stride;
-    double shift, scale;
+    double shift, more, scale;  // two parts of the shift
     bool plain;
 
     __device__ Column(const Reader<Key> &reader, long long item, int column)
         : keys(column < reader.d ? reader.keys + item * reader.item_stride + column * reader.column_stride : nullptr),
           mask(reader.mask ? reader.mask + item * reader.mask_stride : nullptr),
           weights(reader.weights ? reader.weights + item * reader.weight_stride : nullptr),
-          row_stride(reader.row_stride), shift(0), scale(1), plain(!reader.shift && !reader.scale && !reader.weights) {
-        if (keys && reader.shift) shift = reader.shift[item * reader.d + column];
+          row_stride(reader.row_stride), shift(0), more(0), scale(1), plain(!reader.shift && !reader.scale && !reader.weights) {
+        if (keys && reader.shift) {
+            shift = reader.shift[3 * item * reader.d + column];
+            more = reader.shift[(3 * item + 1) * reader.d + column];
+        }
         if (keys && reader.scale) scale = reader.scale[item * reader.d + column];
     }
 
@@ -91,7 +116,7 @@ struct Column {
     __device__ double value(Key number, long long row) const {
         if (plain) return (double)widen(number);
         if (!keys || (mask && !mask[row])) return 0;
-        const double x = ((double)widen(number) - shift) * scale;
+        const double x = (double)widen(number) * scale - shift - more;
         return weights ? x * weights[row] : x;
     }
 

@@ -39,6 +39,43 @@ __global__ void __launch_bounds__(THREADS)
         partial[(item * gridDim.x + blockIdx.x) * d + place] = found[threadIdx.x];
 }
 
+// Sums of the columns of a block of rows less an origin (b, d), as pairs of numbers: to `high` and `low` (b, blocks, d).
+//
+// Threads and the grid are as in `scan_columns`.
+template <typename Key>
+__global__ void __launch_bounds__(THREADS)
+    sum_apart(KEY_PARAMETERS, long long n, long long before, int block_rows, int together, const double *origin,
+              double *high, double *low) {
+    __shared__ double sums[THREADS], rests[THREADS];
+    const Reader<Key> reader KEY_READER;
+    const int place = blockIdx.y * together + threadIdx.x % together, apart = THREADS / together;
+    const long long item = before + blockIdx.z;
+    const Column<Key> column(reader, item, place);
+    const long long start = (long long)blockIdx.x * block_rows, stop = min(start + block_rows, n);
+    const double from = place < d ? origin[item * d + place] : 0;
+    double sum = 0, rest = 0;
+    for (long long row = start + threadIdx.x / together; row < stop; row += apart) {
+        if (!reader.takes_part(item, row)) continue;
+        double lost, more;
+        const double x = add_exactly(column.template read<double>(row), -from, lost);
+        sum = add_exactly(sum, x, more);
+        rest += more + lost;
+    }
+    sums[threadIdx.x] = sum, rests[threadIdx.x] = rest;
+    for (int step = THREADS / 2; step >= together; step /= 2) {
+        __syncthreads();
+        if (threadIdx.x < step) {
+            double more;
+            sums[threadIdx.x] = add_exactly(sums[threadIdx.x], sums[threadIdx.x + step], more);
+            rests[threadIdx.x] += rests[threadIdx.x + step] + more;
+        }
+    }
+    if (threadIdx.x < together && place < d) {
+        const long long to = (item * gridDim.x + blockIdx.x) * d + place;
+        high[to] = sums[threadIdx.x], low[to] = rests[threadIdx.x];
+    }
+}
+
 // Which rows of one matrix hold NaN or infinity, and are not masked: 1 in `out` (n,).
 template <typename Key>
 __global__ void __launch_bounds__(THREADS) find_nonfinite(KEY_PARAMETERS, long long n, long long item, unsigned char *out) {

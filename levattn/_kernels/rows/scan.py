@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from levattn._kernels.jit import helper, jit
-from levattn._kernels.llvm import smaller
-from levattn._kernels.rows.compiled import COLUMNS, copy_numbers, load_rows
+from levattn._kernels.jit import VECTOR_BYTES, helper, jit
+from levattn._kernels.llvm import address, as_pointer, repeated, smaller, store, vector_code
+from levattn._kernels.rows.compiled import COLUMNS, MASK, copy_numbers, entry_address, load_rows
 from levattn._kernels.scratch import empty, zeros
 
-__all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
+__all__ = ["APART_WIDTH", "apart_tasks", "column_tasks", "nonfinite_scan", "read_rows"]
 
 _SLAB = 128
+_VECTORS = 2  # of columns whose sums are in registers
+APART_WIDTH = _VECTORS * (VECTOR_BYTES // 8)
 
 
 @helper
@@ -63,6 +67,61 @@ def column_tasks(view, n, block, largest, first, last, out):
         for level in range(64):
             if count >> level & 1:
                 _add(total, stack[level])
+
+
+@vector_code()
+def _add_apart(v, like, places, step, n):  # noqa: ARG001 (the interface of vector code)
+    """Add `n` rows, `step` bytes apart, less an origin to twofold sums: `APART_WIDTH` columns of each.
+
+    places: the addresses of the first row, the origin, the sums and their errors.
+    """
+    b, (first, origin, high, low) = v.b, places
+
+    def exact(x: Any, y: Any) -> tuple[Any, Any]:
+        total = b.fadd(x, y)
+        part = b.fsub(total, x)
+        return total, b.fadd(b.fsub(x, b.fsub(total, part)), b.fsub(y, part))
+
+    apart = [b.fneg(x) for x in v.loaded(origin, _VECTORS)]
+
+    def add(row: Any, *twofold: Any) -> list[Any]:
+        totals, lost = [], []
+        for k, less, total, rest in zip(
+            v.loaded(row, _VECTORS), apart, twofold[:_VECTORS], twofold[_VECTORS:], strict=True
+        ):
+            x, difference_lost = exact(k, less)
+            total, sum_lost = exact(total, x)
+            totals.append(total)
+            lost.append(b.fadd(rest, b.fadd(sum_lost, difference_lost)))
+        return [b.add(row, step), *totals, *lost]
+
+    targets = [*v.row(high, _VECTORS), *v.row(low, _VECTORS)]
+    held = [*v.loaded(high, _VECTORS), *v.loaded(low, _VECTORS)]
+    for place, value in zip(targets, repeated(b, n, (first, *held), add)[1:], strict=True):
+        store(b, value, place, v.size)
+
+
+@jit
+def apart_tasks(view, origin, n, block, first, last, high, low):
+    """Write sums of columns less an origin, (b, d), as pairs of numbers, for some blocks of rows, (b, blocks, d).
+
+    The number of columns is rounded up to a multiple of `APART_WIDTH`.
+    """
+    d, blocks = origin.shape[1], high.shape[1]
+    rows = zeros(0.0, (_SLAB, d))
+    for t in range(first, last):
+        item, at = t // blocks, t % blocks * block
+        apart, total, rest = origin[item], high[item, t % blocks], low[item, t % blocks]
+        for start in range(at, smaller(at + block, n), _SLAB):
+            stop = smaller(start + _SLAB, smaller(at + block, n))
+            load_rows(view, item, start, stop, rows)
+            if view[MASK]:
+                for r in range(stop - start):
+                    if not as_pointer(entry_address(view, MASK, item, start + r), np.uint8(0))[0]:
+                        copy_numbers(apart, rows[r])
+            for c in range(0, d, APART_WIDTH):
+                places = address(rows) + 8 * c, address(apart) + 8 * c, address(total) + 8 * c, address(rest) + 8 * c
+                _add_apart(rows, places, 8 * d, stop - start)
 
 
 @jit

@@ -1,0 +1,55 @@
+"""Rows less their mean, which is held in as many parts as it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
+from levattn.linalg.reading import require_finite
+from levattn.linalg.sums import scaled_columns
+
+__all__ = ["centered", "means"]
+
+
+def centered(rows: Rows) -> Rows:
+    """Return the rows, which have no shift yet, less the mean of those that take part.
+
+    A row that takes part is the origin of the sums. It is as far from the mean as the norm of a centered column at
+    most. So the error of the mean is below n 2⁻¹⁰⁵ of that norm, however large the mean is.
+    """
+    shift, in_range = means(rows)
+    if not in_range:
+        largest = rows.column_maxima()
+        require_finite(rows, largest)
+        rows = scaled_columns(rows, largest, 400)
+        shift, _ = means(rows)
+    return replace(rows, shift=shift)
+
+
+def means(rows: Rows) -> tuple[Float64, bool]:
+    """Return the parts of the means, (b, 3, d), and whether all numbers are in the range where they are exact."""
+    b, n, d = rows.shape
+    counts, first = np.full(b, max(n, 1)), np.zeros(b, np.int64)
+    if rows.mask is not None and n:
+        mask = to_numpy(rows.mask)
+        counts, first = np.maximum(np.count_nonzero(mask, axis=1), 1), np.argmax(mask, axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        origin = _rows_at(rows, first) if n and b else np.zeros((b, d))
+        return kernels_for("precise", origin).mean_parts(origin, rows.sums_apart(origin), counts.astype(np.float64))
+
+
+def _rows_at(rows: Rows, places: npt.NDArray[np.int64]) -> Float64:
+    """Return one row of each matrix, with its scale, (b, d); zeros in place of a masked row."""
+    at = int(places[0])
+    if np.any(places != at):
+        return np.concatenate([_rows_at(rows.item(i), places[i : i + 1]) for i in range(len(places))])
+    some = rows.between(at, at + 1)
+    found = to_float64(some.keys, rows.format)[:, 0]
+    if some.mask is not None:
+        found = np.where(to_numpy(some.mask), found, 0.0)
+    return found if rows.scale is None else found * rows.scale
