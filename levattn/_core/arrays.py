@@ -318,9 +318,29 @@ def _remedy(array: Any, name: str) -> str:
             "For arrays on workers use levattn.distributed.dask.leverage_scores or its universal_set, or call "
             f"{name}.compute() first"
         )
-    if hasattr(array, "to_numpy"):
+    if isinstance(array, np.ma.MaskedArray):
+        return f"Give {name}.data, and the rows that count by mask=~numpy.ma.getmaskarray({name}).any(axis=-1)"
+    kind = type(array)  # packages are known by what their objects have, not imported
+    if hasattr(kind, "column_names") and hasattr(kind, "columns"):  # pyarrow's tables
+        column = f"{name}.column(0).combine_chunks()" if hasattr(kind, "combine_chunks") else f"{name}.column(0)"
+        return (
+            f"Convert it first: a column of lists by {column}.flatten().to_numpy().reshape(len({name}), -1), columns "
+            f"of numbers by numpy.column_stack([c.to_numpy() for c in {name}.columns])"
+        )
+    if hasattr(kind, "to_pylist"):  # pyarrow's arrays of lists, of which to_numpy makes objects
+        flat = f"{name}.combine_chunks()" if hasattr(kind, "combine_chunks") else name
+        return f"Convert it first: {flat}.flatten().to_numpy().reshape(len({name}), -1)"
+    if hasattr(kind, "to_numpy"):
         return f"Convert it first: {name}.to_numpy()"
-    return "Convert it first, and give rows that do not count by mask="
+    if hasattr(kind, "collect"):  # lazy frames
+        return f"Compute it first: {name}.collect().to_numpy()"
+    if hasattr(kind, "chunks") and hasattr(kind, "__getitem__"):  # arrays in files of zarr or HDF5
+        rows = f"({name}[i : i + 65536] for i in range(0, {name}.shape[0], 65536))"
+        return f"Read it first: {name}[...], or in chunks: levattn.universal_set(lambda: {rows}, epsilon)"
+    for method, way in (("__dlpack__", "from_dlpack"), ("__array__", "asarray")):
+        if hasattr(kind, method):
+            return f"Convert it first: numpy.{way}({name})"
+    return "Convert it to an array first; rows that do not count are left out by mask="
 
 
 def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) -> None:
