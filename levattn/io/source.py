@@ -363,7 +363,7 @@ def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
         if wait and 0 <= age < _TICK:
             time.sleep(1e-9 * (_TICK - age))
             return record_of(source)
-        coarse = not (identity.time % _TICK or identity.changed % _TICK)
+        coarse = not (identity.time % 1_000_000_000 or identity.changed % 1_000_000_000)
         if not identity.changed or age < (_COARSE if coarse else _TICK):
             return None
         found.append([shard.tensor, list(shard.shape), *identity._replace(device=0)])
