@@ -70,6 +70,12 @@ class Command(TyperCommand):
             with formatter.section(title):
                 formatter.write_dl(records)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; an empty path would stand for the current folder."""
+        if not ctx.resilient_parsing and any(not arg or (arg.startswith("--") and arg.endswith("=")) for arg in args):
+            raise typer.BadParameter("an argument is empty, perhaps an unset variable; expected a value", ctx=ctx)
+        return super().parse_args(ctx, args)
+
 
 class _Program(TyperGroup):
     """All commands. An error is one line on standard error."""

@@ -20,8 +20,10 @@ import numpy.typing as npt
 
 from levattn._core.checks import check_type, needing
 from levattn._core.threads import num_threads, thread_limit
+from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
+from levattn.linalg.digest import RowDigest
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import rows_named
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
@@ -130,14 +132,16 @@ def leverage_scores(K: Any, /) -> Any:
         If dask is not installed.
     TypeError, ValueError
         If K is not a dask array of keys.
+    ValueError
+        When computed, if a chunk is not the same keys in both passes. The error names it.
     NonFiniteError
         When computed, if the keys hold NaN or infinity. The error names the chunk and the rows in it.
 
     Notes
     -----
     Time O(n d²) and two passes: the first sums second moments, and the second uses their factor. Chunks of K are
-    *computed twice* rather than held in between, so that memory is bounded. If K fits in memory, call ``K.persist()``
-    first.
+    *computed twice* rather than held in between, so that memory is bounded, and compared by a digest of all their
+    rows. If K fits in memory, call ``K.persist()`` first.
 
     References
     ----------
@@ -157,8 +161,8 @@ def leverage_scores(K: Any, /) -> Any:
     K = _in_row_chunks(K)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # raises for a wrong K
-    new = partial(_moments_of, no_rows)
-    factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, Moments.factor)
+    new = partial(_Reading, no_rows)
+    factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, _Reading.factor)
     dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
     # Bound to the factor, the chunks of the second pass are new tasks that wait for it. Otherwise dask would hold all
     # of K from one pass to the next.
@@ -556,9 +560,45 @@ def _with_ones(Q: Any) -> Any:
     return np.concatenate([Q, np.ones((*Q.shape[:-1], 1), Q.dtype)], axis=-1)
 
 
-def _scores(K: Any, factor: Factor) -> Any:
+class _Reading:
+    """The moments of chunks, and a digest of the rows of each."""
+
+    def __init__(self, no_rows: npt.NDArray[Any]) -> None:
+        self.moments = _moments_of(no_rows)
+        self.digests: list[RowDigest] = []
+
+    def update(self, K: Any) -> _Reading:
+        """Add a chunk."""
+        self.moments.update(K)
+        self.digests.append(_digest_of(in_main_memory(K)[1]))
+        return self
+
+    def merge(self, other: _Reading) -> None:
+        """Add the chunks of another, which follow."""
+        self.moments.merge(other.moments)
+        self.digests += other.digests
+
+    def factor(self) -> tuple[Factor, list[RowDigest]]:
+        """Return the factor of all rows, and the digests."""
+        return self.moments.factor(), self.digests
+
+
+def _digest_of(rows: Rows) -> RowDigest:
+    digest = RowDigest()
+    digest.add(rows)
+    return digest
+
+
+def _scores(K: Any, known: tuple[Factor, list[RowDigest]], block_id: Any = None) -> Any:
+    factor, digests = known
     with _threads_of_worker():
         matrices, rows = in_main_memory(K)
+        before, now = digests[block_id[-1]], _digest_of(rows)
+        if now.rows != before.rows or now.difference(before, whole=True) is not None:
+            raise ValueError(
+                f"chunk {block_id[-1]} of the rows of K held other keys when it was computed again; expected the same "
+                "keys each time. Hold them by K = K.persist(), or give what makes them a seed"
+            )
         scores, _ = factor.on(rows).scores(numerical=True)
         return matrices.wrap(scores)
 

@@ -30,13 +30,31 @@ _MOST_EMPTY = 2**16, 2**24, 2**26
 ReadRows = Callable[[int, int], npt.NDArray[Any]]
 
 
+class Identity(NamedTuple):
+    """What the system says of a file; 0 where it does not count."""
+
+    size: int = 0
+    time: int = 0  # of the last change of the contents, in nanoseconds
+    inode: int = 0
+    device: int = 0
+    changed: int = 0  # of the contents, name or rights; no program can set it
+
+
 class Opened(NamedTuple):
-    """An array in an open file: the entries of its header, and a function that reads its rows."""
+    """An array in an open file: the entries of its header, a function that reads its rows, and the file."""
 
     tensor: str | None
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: ReadRows
+    identity: Identity
+
+
+def identity_of(stream: IO[bytes]) -> Identity:
+    """Return the identity of an open file."""
+    found = os.fstat(stream.fileno())
+    changed = 0 if os.name == "nt" else found.st_ctime_ns  # there it is the time of creation
+    return Identity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev, changed)
 
 
 # Given a path and the name of a tensor: opens the file and makes all checks that need no reading of the data.

@@ -16,7 +16,17 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from levattn.io.common import Opened, choose, damaged, mapped_rows, refusal, refuse_name, refusing, wrong_dtype
+from levattn.io.common import (
+    Opened,
+    choose,
+    damaged,
+    identity_of,
+    mapped_rows,
+    refusal,
+    refuse_name,
+    refusing,
+    wrong_dtype,
+)
 
 NPY_MAGIC = b"\x93NUMPY"
 _LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # of the header's length, by version
@@ -116,7 +126,7 @@ def open_npy(path: Path, tensor: str | None) -> Iterator[Opened]:
     with path.open("rb") as stream:
         header = _read_header(path, "the array", stream, os.fstat(stream.fileno()).st_size)
         read = mapped_rows(path, stream, header.dtype, header.shape, offset=header.offset, order=header.order)
-        yield Opened(None, header.shape, header.dtype, read)
+        yield Opened(None, header.shape, header.dtype, read, identity_of(stream))
 
 
 @contextmanager
@@ -143,7 +153,7 @@ def open_npz(path: Path, tensor: str | None) -> Iterator[Opened]:
                 raise refusal(path, f"tensor {name!r} has a compression that numpy does not write", "save it again")
             with archive.open(info) as member:
                 header = _read_header(path, f"tensor {name!r}", member, info.file_size)
-        yield Opened(name, header.shape, header.dtype, read)
+        yield Opened(name, header.shape, header.dtype, read, identity_of(stream))
 
 
 def _read_member(path: Path, name: str, member: IO[bytes], total: int) -> npt.NDArray[Any]:

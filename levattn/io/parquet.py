@@ -13,7 +13,17 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.io.common import Opened, check_size, choose, damaged, let_go, needing_package, refusal, refusing
+from levattn.io.common import (
+    Opened,
+    check_size,
+    choose,
+    damaged,
+    identity_of,
+    let_go,
+    needing_package,
+    refusal,
+    refusing,
+)
 
 _FLOATS = {"double": "float64", "float": "float32", "halffloat": "float16"}
 _BATCH_BYTES = 2 * 2**20
@@ -24,7 +34,7 @@ def open_parquet(path: Path, tensor: str | None) -> Iterator[Opened]:
     """Open a column of lists."""
     with path.open("rb") as stream:
         column = _Column(path, stream, tensor)
-        yield Opened(column.name, (column.starts[-1], column.d), column.dtype, column.read)
+        yield Opened(column.name, (column.starts[-1], column.d), column.dtype, column.read, identity_of(stream))
 
 
 class _Column:

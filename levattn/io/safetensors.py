@@ -15,6 +15,7 @@ from levattn.io.common import (
     Opened,
     choose,
     damaged,
+    identity_of,
     mapped_rows,
     missing_file,
     needing_package,
@@ -48,7 +49,8 @@ def open_safetensors(path: Path, tensor: str | None) -> Iterator[Opened]:
             raise wrong_dtype(path, f"tensor {name!r}", stored, "F64, F32, F16 or BF16")
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise damaged(path, f"tensor {name!r}", f"{dtype} {shape} in {stop - start} bytes")
-        yield Opened(name, shape, dtype, mapped_rows(path, stream, dtype, shape, offset=8 + length + start))
+        read = mapped_rows(path, stream, dtype, shape, offset=8 + length + start)
+        yield Opened(name, shape, dtype, read, identity_of(stream))
 
 
 def _bfloat16() -> np.dtype[Any]:

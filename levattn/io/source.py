@@ -7,7 +7,8 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import whole_number
 from levattn._kernels import BLOCK
-from levattn.io.common import Format, Opened, check_shape, refusal, refusing
+from levattn.io.common import Format, Identity, Opened, check_shape, refusal, refusing
 from levattn.io.folder import shards_of
 from levattn.io.numpy import NPY_MAGIC, open_npy, open_npz
 from levattn.io.parquet import open_parquet
@@ -32,6 +33,9 @@ _FORMATS: dict[str, Format] = {
     ".safetensors": open_safetensors,
     ".parquet": open_parquet,
 }
+
+_TICK = 20_000_000  # nanoseconds in which times of files may not advance
+_COARSE = 2_000_000_000  # the same where they are in whole seconds
 
 _Path = str | os.PathLike[str]
 
@@ -60,7 +64,7 @@ class KeySource:
     Attributes
     ----------
     path : pathlib.Path or tuple of pathlib.Path
-        The file or folder, or the given sequence of them.
+        The file or folder, or the given sequence of them, as absolute paths.
     tensor : str or None
         Name of the array inside the file. None if it has no name (``.npy``, a zarr array), or not the same name
         in all files.
@@ -108,7 +112,12 @@ class KeySource:
     dtype: np.dtype[Any]
     chunk_rows: int
     _shards: tuple[_Shard, ...] = field(repr=False)
+    _identities: tuple[Identity, ...] = field(repr=False, compare=False)  # of their files
     _first: int = field(default=0, repr=False)  # row of the shards at which this source begins
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle: another machine may see the same files under other numbers."""
+        return vars(self) | {"_identities": tuple(Identity(*found[:2]) for found in self._identities)}
 
     @property
     def n(self) -> int:
@@ -229,7 +238,7 @@ class KeySource:
             while True:
                 if current is None or current[0] != index:
                     stack.close()
-                    current = index, stack.enter_context(_reopened(self._shards[index]))
+                    current = index, stack.enter_context(_reopened(self, index))
                 offset, end = starts[index : index + 2]
                 rows = current[1].read(start - offset, min(stop, end) - offset)
                 yield rows.astype(self.dtype, copy=False)
@@ -292,8 +301,8 @@ def open_keys(
         - a folder holds no file of keys, or not all files numbered like ``-00001-of-00003``;
         - several files differ in dtype or in any axis except the axis of the rows.
     TypeError, ValueError
-        If `tensor` is not a string, or the sequence of paths is empty. Also if `chunk_rows` or `memory` is not a
-        positive integer, or both are given.
+        If `path` is neither a path nor a sequence of paths, or is empty, or `tensor` is not a string. Also if
+        `chunk_rows` or `memory` is not a positive integer, or both are given.
     ImportError
         If the package for a format is not installed: safetensors for ``.safetensors``, ml_dtypes for bfloat16,
         pyarrow for ``.parquet``, or zarr for a zarr store.
@@ -315,7 +324,7 @@ def open_keys(
     ...     [chunk.shape for chunk in source]
     [(400, 8), (400, 8), (200, 8)]
     """
-    paths = Path(path) if isinstance(path, str | os.PathLike) else tuple(map(Path, path))
+    paths = _checked_paths(path)
     if tensor is not None and not isinstance(tensor, str):
         raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
     if chunk_rows is not None and memory is not None:
@@ -323,10 +332,11 @@ def open_keys(
     rows = None if chunk_rows is None else whole_number("chunk_rows", chunk_rows)
     budget = _CHUNK_BYTES if memory is None else whole_number("memory", memory)
 
-    shards = []
+    shards, identities = [], []
     for file in _files(paths):
         with _opened(file, tensor) as opened:
-            shards.append(_Shard(file, opened.tensor, opened.shape, _native(opened.dtype)))
+            shards.append(_Shard(file.absolute(), opened.tensor, opened.shape, _native(opened.dtype)))
+            identities.append(opened.identity)
     first = shards[0]
     for shard in shards[1:]:
         if (_without_rows(shard.shape), shard.dtype) != (_without_rows(first.shape), first.dtype):
@@ -335,7 +345,67 @@ def open_keys(
     shape = (*first.shape[:-2], sum(shard.shape[-2] for shard in shards), first.shape[-1])
     name = first.tensor if len({shard.tensor for shard in shards}) == 1 else None
     rows = rows or _rows_within(budget, shape, first.dtype)
-    return KeySource(paths, name, shape, first.dtype, rows, tuple(shards))
+    whole = tuple(each.absolute() for each in paths) if isinstance(paths, tuple) else paths.absolute()
+    return KeySource(whole, name, shape, first.dtype, rows, tuple(shards), tuple(identities))
+
+
+def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
+    """Return what tells a change of the files of a source: the record of the same contents is the same.
+
+    None where the system does not tell every change: of zarr stores, and of files so new that another change might
+    bring them the same time. `wait` until they are older, if that takes no longer than the time of most systems.
+    """
+    found: list[Any] = [source._first, *source.shape, source.dtype.name]
+    for index, shard in enumerate(source._shards):
+        with _reopened(source, index) as opened:
+            identity = opened.identity
+        age = time.time_ns() - max(identity.time, identity.changed)
+        if wait and 0 <= age < _TICK:
+            time.sleep(1e-9 * (_TICK - age))
+            return record_of(source)
+        coarse = not (identity.time % 1_000_000_000 or identity.changed % 1_000_000_000)
+        if not identity.changed or age < (_COARSE if coarse else _TICK):
+            return None
+        found.append([shard.tensor, list(shard.shape), *identity._replace(device=0)])
+    return found
+
+
+@contextmanager
+def loaded(K: Any) -> Iterator[Any]:
+    """Yield the whole array of keys in files, and other keys as they are; raise if the files changed meanwhile."""
+    if not isinstance(K, KeySource):
+        yield K
+        return
+    yield K.load()
+    for index in range(len(K._shards)):  # pages of a map may have been read more than once
+        with _reopened(K, index):
+            pass
+
+
+def _checked_paths(path: Any) -> Path | tuple[Path, ...]:
+    """Return the path or paths of keys, or raise."""
+    many = not isinstance(path, str | os.PathLike)
+    if many and (isinstance(path, bytes | bytearray) or hasattr(path, "shape") or not isinstance(path, Iterable)):
+        remedy = "Decode it by os.fsdecode(path)" if isinstance(path, bytes | bytearray) else _remedy(path)
+        raise TypeError(
+            f"path is of type {type(path).__name__}; expected the path of a file or folder (str or os.PathLike), or a "
+            f"sequence of paths. {remedy}"
+        )
+    found = []
+    for each in path if many else (path,):
+        if not isinstance(each, str | os.PathLike) or isinstance(os.fspath(each), bytes):
+            raise TypeError(f"path holds {each!r}; expected paths of files (str or os.PathLike)")
+        if not os.fspath(each):
+            raise ValueError("path is empty (an unset variable?); expected the path of a file or folder")
+        found.append(Path(each))
+    return tuple(found) if many else found[0]
+
+
+def _remedy(path: Any) -> str:
+    """Return what to do with something that is no path."""
+    if path is None:
+        return "Give the path of a file, such as 'keys.npy'"
+    return "Give keys in memory to universal_set directly"
 
 
 def _files(path: Path | tuple[Path, ...]) -> list[Path]:
@@ -353,11 +423,18 @@ def _opened(path: Path, tensor: str | None) -> Iterator[Opened]:
 
 
 @contextmanager
-def _reopened(shard: _Shard) -> Iterator[Opened]:
+def _reopened(source: KeySource, index: int) -> Iterator[Opened]:
+    """Open a shard of a source again; raise if it is not as it was."""
+    shard, before = source._shards[index], source._identities[index]
     with _opened(shard.path, shard.tensor) as opened:
         now = shard._replace(shape=opened.shape, dtype=_native(opened.dtype))
         if now != shard:
             raise refusal(shard.path, f"changed since it was opened, from {shard} to {now}", "open it again")
+        for name in ("size", "time", "inode", "device"):
+            known, found = getattr(before, name), getattr(opened.identity, name)
+            if known and found != known:
+                problem = f"changed since it was opened, or another file took its place (another {name})"
+                raise refusal(shard.path, problem, "open it again")
         yield opened
 
 

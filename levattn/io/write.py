@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Parameters
     ----------
     path : path-like
-        The file to write. A symbolic link is followed.
+        The file to write. A symbolic link is followed. A file that is replaced keeps its mode; a new one gets the mode
+        of the user's umask.
 
     Yields
     ------
@@ -44,10 +46,18 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     b'all of it'
     """
     target = Path(os.path.realpath(path))
-    # Opened by name, not by mkstemp, so that the result gets the permissions of the user's umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    stream = temporary.open("xb")
     try:
+        mode = stat.S_IMODE(target.stat().st_mode)
+    except OSError:
+        mode = None  # a new file, with the mode of the umask
+    # Others may not read what is to replace a private file, from the first byte on.
+    least = 0o666 if mode is None else 0o600
+    stream = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, least))  # noqa: SIM115 (see below)
+    try:
+        if mode is not None:
+            with contextlib.suppress(OSError):  # a file system without modes
+                temporary.chmod(mode)
         with stream:
             yield stream
             stream.flush()

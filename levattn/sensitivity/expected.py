@@ -15,6 +15,7 @@ from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.io import KeySource
+from levattn.io.source import loaded
 from levattn.linalg.factor import Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import Queries, as_queries, right_svd
@@ -142,11 +143,16 @@ def expected_scores(
     >>> levattn.expected_scores(K, np.array([[1.0, 0.0], [2.0, 0.0]])).round(6)
     array([0.1, 0.9, 0. ])
     """
+    if isinstance(K, KeySource):
+        with loaded(K) as keys:
+            return expected_scores(
+                keys, queries, f=f, method=method, rotary=rotary, mask=mask, samples=samples, rng=rng
+            )
     function = as_function(f)
     if method not in get_args(ExpectedMethod):
         raise ValueError(f"method is {method!r}; expected 'auto', 'normal' or 'mean'")
     square = is_square(function)
-    matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K", sparse=square and method != "mean")
+    matrices = as_matrices(K, "K", sparse=square and method != "mean")
     known = as_queries(queries, matrices, rotary)
     if method == "auto":
         method = "normal" if square or known.sample is None else "mean"

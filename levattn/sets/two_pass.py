@@ -19,7 +19,10 @@ from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.serialize import pack, shaped, unpack, whole
 from levattn._kernels import Rows
+from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, replace_file
+from levattn.io.source import record_of
+from levattn.linalg.digest import RowDigest
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import rows_named
 from levattn.states import Moments
@@ -27,13 +30,12 @@ from levattn.states.block_buffer import in_main_memory
 
 __all__ = ["Checkpoint", "Source", "as_source", "two_passes"]
 
-_VERSION = 1
+_VERSION = 2
 _CHECKPOINT_ROWS = 1 << 22
 
-_FIRST_ROWS = 256  # in a fingerprint
-_APART = 2048  # distance of the later rows in a fingerprint
+_SURE = 16  # estimated errors of the scores by which their sum may differ from the rank
+_REMEDY = "Turn off shuffling, and copy keys that others write to"
 _TOGETHER = 4 << 20  # bytes of small chunks that are joined
-_MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
 
 Scores = npt.NDArray[Any]
 
@@ -44,6 +46,17 @@ class Source:
 
     chunks: Callable[[int], Iterable[Any]]  # gives the chunks from a row on
     n: int | None  # the number of rows, if known
+    name: str  # in errors
+    files: KeySource | None = None  # what gives the chunks, if they are in files
+
+    def record(self, *, wait: bool = False) -> list[Any] | None:
+        """Return what tells a change of the files, None where nothing does; `wait` for files that are new."""
+        return None if self.files is None else record_of(self.files, wait=wait)
+
+    def refused(self, problem: str) -> ValueError:
+        """Return the error of keys that are not the same each time."""
+        kind = ValueError if self.files is None else KeyFileError
+        return kind(f"K, {self.name}, {problem}")
 
     def between(self, start: int, *, together: bool = True) -> Iterator[tuple[Matrices, Rows]]:
         """Yield the chunks from the row `start` on; small ones `together`, in memory that is used again."""
@@ -56,15 +69,6 @@ class Source:
                 continue
             yield matrices, rows
         yield from held.given()
-
-    def rows(self, item: int, which: npt.NDArray[np.int64], example: Matrices) -> Rows:
-        """Read some rows of one matrix again, (1, k, d)."""
-        parts, before = [np.empty((0, example.d), example.data.dtype)], 0
-        for matrices, _ in self.between(0):
-            inside = which[(which >= before) & (which < before + matrices.n)]
-            parts.append(matrices.data[item, inside - before])
-            before += matrices.n
-        return Rows(np.concatenate(parts)[None], example.format)
 
 
 class _Together:
@@ -111,7 +115,7 @@ class _Together:
 def as_source(K: Any) -> Source | None:
     """Return the source of the chunks of K, None where K is an array; raise where K gives chunks only once."""
     if isinstance(K, KeySource):
-        return Source(lambda start: K.between(start, K.n) if K.n else [K.load()], K.n)
+        return Source(lambda start: K.between(start, K.n) if K.n else [K.load()], K.n, _named(K), K)
     if type(K).__module__.startswith("dask."):
         raise TypeError(
             f"K is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers use "
@@ -120,6 +124,7 @@ def as_source(K: Any) -> Source | None:
     if (
         isinstance(K, list | tuple | str | bytes | dict | os.PathLike)
         or hasattr(K, "shape")
+        or hasattr(K, "to_pylist")  # a column of pyarrow is no chunks
         or layers_of(K) is not None
     ):
         return None
@@ -129,8 +134,22 @@ def as_source(K: Any) -> Source | None:
             "or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet"
         )
     if isinstance(K, Iterable):
-        return Source(lambda start: _rows_from(K, start), None)
-    return Source(lambda start: _rows_from(K(), start), None) if callable(K) else None
+        return Source(lambda start: _rows_from(K, start), None, f"an iterable of type {type(K).__name__}")
+    if not callable(K):
+        return None
+    return Source(lambda start: _rows_from(K(), start), None, f"the function {_function_name(K)}")
+
+
+def _named(files: KeySource) -> str:
+    """Return the files in words."""
+    if isinstance(files.path, tuple):
+        return f"{files.path[0]} and {len(files.path) - 1} more" if len(files.path) > 1 else str(files.path[0])
+    return str(files.path)
+
+
+def _function_name(K: Any) -> str:
+    """Return the name of what was called for chunks."""
+    return str(getattr(K, "__qualname__", type(K).__name__))
 
 
 def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
@@ -143,23 +162,6 @@ def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
         if size > start:
             yield chunk[..., start:, :]
         start = max(start - size, 0)
-
-
-def _fingerprint(keys: Matrices, at: int, stop: int | None = None) -> int:
-    """Return a checksum of a chunk that begins at the row `at`, up to the row `stop`.
-
-    It covers the first rows and some later ones. The checksums of chunks add up to the checksum of the whole, modulo
-    2^64.
-    """
-    end = at + keys.n if stop is None else min(at + keys.n, stop)
-    later = range(-(-max(at, _FIRST_ROWS) // _APART) * _APART, end, _APART)
-    rows = np.array([*range(at, min(end, _FIRST_ROWS)), *later], np.int64)
-    if not len(rows):
-        return 0
-    part = np.ascontiguousarray(keys.data[:, rows - at].swapaxes(0, 1))
-    words = part.reshape(len(rows), len(keys.data) * keys.d).view(np.uint16).astype(np.uint64)
-    place = rows.astype(np.uint64)[:, None] * _MIX[0] ^ np.arange(words.shape[1], dtype=np.uint64) * _MIX[1]
-    return int(np.sum(words * (place * _MIX[2] | np.uint64(1)), dtype=np.uint64))
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class Passes:
     counted: npt.NDArray[np.bool_]  # (b,) whether a row counts as 1
     chosen: npt.NDArray[np.bool_]  # (b, n) what `choose` returned
     example: Matrices  # a chunk, for the batch, the format and the kind of array
+    rows: Callable[[int, npt.NDArray[np.int64]], Rows]  # reads some rows of one matrix again, (1, k, d)
 
 
 def two_passes(
@@ -229,7 +232,12 @@ def two_passes(
 
 
 class _Run:
-    """Two passes in progress."""
+    """Two passes in progress.
+
+    Each reading must give the same keys. The record of the files tells whether they do, if it is known and the same at
+    the end, or in the run that goes on. Else a digest of all rows tells, and the rows that an earlier run did are read
+    again. With a checkpoint there always is a digest, because the next run may find the files elsewhere.
+    """
 
     def __init__(self, source: Source, choose: Any, checkpoint: Checkpoint, single: bool) -> None:
         self._source, self._choose, self._checkpoint, self._single = source, choose, checkpoint, single
@@ -242,10 +250,13 @@ class _Run:
         self._scores: Scores = np.zeros((1, 0))  # in the second pass with room for all rows
         self._chosen: npt.NDArray[np.bool_] = np.zeros((1, 0), np.bool_)
         self._counted: npt.NDArray[np.bool_] = np.zeros(1, np.bool_)
-        self._seen = [0, 0, 0]  # fingerprints: of the first rows, of the first and of the second pass
+        self._record = source.record(wait=checkpoint.path is not None)
+        self._seen: tuple[RowDigest, ...] = (RowDigest(), RowDigest())  # of the first and of the second pass
+        self._digests = self._record is None or checkpoint.path is not None
+        self._kind_before: str | None = None  # of the keys of an earlier run whose rows are to be read again
 
     def resume(self) -> int:
-        """Resume from a checkpoint if there is one; return the number of rows that need not be read again."""
+        """Resume from a checkpoint if there is one; return the number of rows that need not be worked on again."""
         if self._checkpoint.path is None:
             return 0
         self._checkpoint.tidy()
@@ -255,12 +266,17 @@ class _Run:
         try:
             fields, arrays = unpack(path.read_bytes(), "TwoPasses", _VERSION)
             self._n, self._done = None if fields["n"] is None else whole(fields["n"]), whole(fields["done"])
-            self._seen, kind = [whole(figure) for figure in fields["seen"]], fields["kind"]
+            kind, record = fields["kind"], fields["record"]
             if fields["job"] != self._checkpoint.job:
                 raise ValueError("it is of another run")
             self._moments = Moments.from_parts(fields["moments"], arrays)
-            if self._n is not None:
-                shape = (math.prod(self._moments.batch), self._done)
+            batch = self._moments.batch
+            if self._n is None:
+                self._seen = RowDigest.restored(arrays, "first", self._done, batch), RowDigest()
+            else:
+                pairs = ("first", self._n), ("second", self._done)
+                self._seen = tuple(RowDigest.restored(arrays, name, rows, batch) for name, rows in pairs)
+                shape = (math.prod(batch), self._done)
                 self._scores = shaped(arrays["scores"], arrays["scores"].dtype, shape, finite=False)
                 self._chosen = shaped(arrays["chosen"], np.bool_, shape)
                 self._counted = shaped(arrays["counted"], np.bool_, shape[:1])
@@ -268,54 +284,79 @@ class _Run:
             raise ValueError(
                 f"checkpoint {path} cannot be resumed: {error}. Name another file, or remove it to begin anew"
             ) from error
-        if not self._begins_alike(kind):
-            raise ValueError(
-                f"checkpoint {path} is of other keys than K, or K has changed; expected the same keys. Name another "
-                "file, or remove it to begin anew"
-            )
+        n = self._source.n
+        if n is not None and (n < self._done if self._n is None else n != self._n):
+            raise self._other_keys(f"there are {n} rows")
+        if record is None or record != self._record:
+            self._kind_before = kind
+        elif self._example is None:
+            self._example = next((keys for keys, _ in self._source.between(0, together=False)), None)
         self._written = self._done
         return self._done + (self._n or 0)
 
-    def _begins_alike(self, kind: str) -> bool:
-        """Tell whether the first rows of the source, and its number of rows, match the checkpoint."""
-        n, known, at, seen = self._source.n, self._n, 0, 0
-        stop = min(_FIRST_ROWS, self._done if known is None else known)
-        if n is not None and (n < self._done if known is None else n != known):
-            return False
-        for keys, _ in self._source.between(0, together=False):
-            self._example = self._example or keys
-            seen += _fingerprint(keys, at, stop)
-            at += keys.n
-            if at >= stop:
-                break
-        return self._kind == kind and seen % 2**64 == self._seen[0]
+    def _other_keys(self, found: str) -> ValueError:
+        """Return the error of a checkpoint of other keys."""
+        return ValueError(
+            f"checkpoint {self._checkpoint.path} is of other keys than K, or K has changed: {found}; expected the "
+            "same keys. Name another file, or remove it to begin anew"
+        )
 
-    @property
-    def _kind(self) -> str:
-        """The kind of the keys, in words."""
-        like = self._example
-        return "" if like is None else f"{like.format} keys of batch {like.batch} and d = {like.d}"
+    def _rest(self) -> Iterator[tuple[Matrices, Rows]]:
+        """Yield the rows of the present pass that are left, after a look at those of an earlier run if necessary."""
+        before, done = self._kind_before, self._done
+        self._kind_before, again = None, RowDigest()
+        start, together = (done if before is None else 0), self._checkpoint.path is None
+        for matrices, rows in self._source.between(start, together=together):
+            known = 0 if before is None else min(matrices.n, done - again.rows)
+            if not known:
+                yield matrices, rows
+                continue
+            self._example = self._example or matrices
+            if _kind_of(matrices) != before:
+                raise self._other_keys(f"they are {_kind_of(matrices)}, and were {before}")
+            again.add(rows.between(0, known))
+            if again.rows == done:
+                self._require_known(again)
+            if known < matrices.n:
+                yield replace(matrices, data=matrices.data[:, known:]), rows.between(known, matrices.n)
+        if before is not None and again.rows < done:
+            raise self._other_keys(f"there are {again.rows} rows")
 
-    def _count(self, keys: Matrices) -> None:
+    def _require_known(self, again: RowDigest) -> None:
+        """Raise if the rows that an earlier run did are other rows now."""
+        unlike = again.difference(self._seen[self._n is not None], whole=True)
+        if unlike is not None:
+            raise self._other_keys(f"rows {unlike[0]} to {unlike[1]} hold other keys, or in another order")
+
+    def _count(self, keys: Matrices, rows: Rows) -> None:
         """Count a chunk as done."""
-        second = 1 + (self._n is not None)
-        self._seen[second] = (self._seen[second] + _fingerprint(keys, self._done)) % 2**64
-        if second == 1 and self._done < _FIRST_ROWS:
-            self._seen[0] = (self._seen[0] + _fingerprint(keys, self._done, _FIRST_ROWS)) % 2**64
+        if self._digests:
+            self._seen[self._n is not None].add(rows)
+        if self._digests and self._n is not None:
+            self._require_same(self._seen[1], self._done)
         self._example = self._example or keys
         self._done += keys.n
         self._write_if_due()
+
+    def _require_same(self, seen: RowDigest, start: int = 0, *, whole: bool = False) -> None:
+        """Raise if rows from a row on are not as they were in the first pass."""
+        unlike = seen.difference(self._seen[0], start, whole=whole)
+        if unlike is not None:
+            raise self._source.refused(
+                "gave other keys, or in another order, in the second pass than in the first, in rows "
+                f"{unlike[0]} to {unlike[1]}; expected the same keys each time it is read. {_REMEDY}"
+            )
 
     def first_pass(self) -> Iterator[int]:
         """Sum the second moments of the remaining rows, and yield their numbers."""
         if self._n is not None:
             return
-        for matrices, rows in self._source.between(self._done, together=self._checkpoint.path is None):
+        for matrices, rows in self._rest():
             if self._moments is None:
                 self._moments = Moments(matrices.d, matrices.batch)
             with rows_named("the keys"):
                 self._moments.add(matrices, rows)
-            self._count(matrices)
+            self._count(matrices, rows)
             yield matrices.n
         if self._moments is None:
             raise ValueError("K gave no chunk of keys; expected at least one, if only with 0 rows")
@@ -334,55 +375,97 @@ class _Run:
         factor = self._moments.factor()
         factor = self._factor = factor if self._single else factor.exactly()
         self._make_room(self._n, factor.scores()[0])
-        for matrices, rows in self._source.between(self._done, together=self._checkpoint.path is None):
+        for matrices, rows in self._rest():
             self._require_alike(matrices)
             part = slice(self._done, self._done + matrices.n)
             if part.stop > self._n:
-                raise ValueError(self._other_number(f"at least {part.stop}"))
+                raise self._other_number(f"at least {part.stop}")
             scores, counted = factor.on(rows).scores()
             self._chosen[:, part], doubt = self._choose(factor, matrices, scores)
             self._scores[:, part], self._counted = scores, self._counted | counted | doubt
-            self._count(matrices)
+            self._count(matrices, rows)
             yield matrices.n
 
     def _require_alike(self, keys: Matrices) -> None:
         """Raise for a chunk of the second pass that cannot belong to the keys of the first."""
         like = self._example
         if like is not None and (keys.batch, keys.d, keys.format) != (like.batch, like.d, like.format):
-            raise ValueError(
-                f"K gave {self._kind} in the first pass, and {keys.format} ones of batch {keys.batch} and d = "
+            raise self._source.refused(
+                f"gave {_kind_of(like)} in the first pass, and {keys.format} ones of batch {keys.batch} and d = "
                 f"{keys.d} in the second; expected the same keys each time"
             )
 
-    def _other_number(self, second: str) -> str:
-        return (
-            f"K gave {self._n} rows in the first pass and {second} in the second; expected the same keys each time it "
+    def _other_number(self, second: str) -> ValueError:
+        return self._source.refused(
+            f"gave {self._n} rows in the first pass and {second} in the second; expected the same keys each time it "
             "is read"
         )
 
     def finish(self) -> Passes:
         """Return the results, or raise if the passes read different keys."""
         if self._done != self._n:
-            raise ValueError(self._other_number(f"{self._done}"))
-        if self._seen[1] != self._seen[2]:
-            raise ValueError(
-                "K gave other keys, or in another order, in the second pass than in the first; expected the same keys "
-                "each time it is read. Turn off shuffling"
-            )
+            raise self._other_number(f"{self._done}")
         if self._factor is None or self._example is None:
             raise AssertionError("there was no pass")
-        return Passes(self._factor, self._scores, self._counted, self._chosen, self._example)
+        self._require_end(self._seen[1])
+        self._require_rank(self._factor)
+        return Passes(self._factor, self._scores, self._counted, self._chosen, self._example, self._rows)
+
+    def _require_end(self, seen: RowDigest) -> None:
+        """Raise if what was read up to the end differs from the first pass."""
+        if self._digests:
+            self._require_same(seen, whole=True)
+        elif self._source.record() != self._record:
+            raise self._source.refused(
+                "was changed, moved or linked while it was read; expected the same file from the first pass to the "
+                "end. Call again, on a copy if others still write to it"
+            )
+
+    def _require_rank(self, factor: Factor) -> None:
+        """Raise if the scores do not add up to the rank, as they do for the keys of the first pass alone."""
+        sums, ranks = self._scores.sum(axis=1, dtype=np.float64), factor.rank
+        near = np.abs(sums - ranks) <= _SURE * factor.score_error * np.maximum(ranks, 1)
+        for item in np.flatnonzero(~near & ~self._counted & np.isfinite(factor.score_error)):
+            raise self._source.refused(
+                f"gave keys in the second pass whose scores add up to {sums[item]:.6g}, where those of the first have "
+                f"rank {ranks[item]}; expected the same keys each time it is read. {_REMEDY}"
+            )
+
+    def _rows(self, item: int, which: npt.NDArray[np.int64]) -> Rows:
+        """Read some rows of one matrix again, (1, k, d)."""
+        if self._example is None:
+            raise AssertionError("there was no pass")
+        like, seen = self._example, RowDigest()
+        parts, before = [np.empty((0, like.d), like.data.dtype)], 0
+        for matrices, rows in self._source.between(0):
+            self._require_alike(matrices)
+            if self._digests:
+                seen.add(rows)
+            inside = which[(which >= before) & (which < before + matrices.n)]
+            parts.append(matrices.data[item, inside - before])
+            before += matrices.n
+        if before != self._n:
+            raise self._other_number(f"{before}")
+        self._require_end(seen)
+        return Rows(np.concatenate(parts)[None], like.format)
 
     def _write_if_due(self) -> None:
         due = self._done - self._written >= self._checkpoint.every
-        if self._checkpoint.path is None or self._moments is None or not due:
+        if self._checkpoint.path is None or self._moments is None or self._example is None or not due:
             return
         self._written = self._done
         moments, arrays = self._moments.parts()
-        fields: dict[str, Any] = {"job": self._checkpoint.job, "n": self._n, "done": self._done, "seen": self._seen}
-        fields |= {"kind": self._kind, "moments": moments}
+        fields: dict[str, Any] = {"job": self._checkpoint.job, "n": self._n, "done": self._done}
+        fields |= {"kind": _kind_of(self._example), "record": self._record, "moments": moments}
+        arrays |= self._seen[0].arrays("first")
         if self._n is not None:
+            arrays |= self._seen[1].arrays("second")
             arrays |= {"scores": self._scores[:, : self._done], "chosen": self._chosen[:, : self._done]}
             arrays |= {"counted": self._counted}
         with replace_file(self._checkpoint.path) as stream:
             stream.write(pack("TwoPasses", _VERSION, fields, arrays))
+
+
+def _kind_of(keys: Matrices) -> str:
+    """Return the kind of the keys, in words."""
+    return f"{keys.format} keys of batch {keys.batch} and d = {keys.d}"

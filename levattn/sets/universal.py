@@ -19,6 +19,7 @@ from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
+from levattn.io.source import loaded
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
@@ -216,7 +217,10 @@ def universal_set(
         wish = _covered(epsilon, size, mass, coverage, queries)
         _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
         known = {"elsewhere": elsewhere, "scores": scores, "mask": mask, "seed": as_seed(rng)}
-        return covering_set(_whole_keys(K), function, wish, queries, **known)
+        if not isinstance(K, KeySource) and as_source(K) is not None:
+            raise ValueError("K gives chunks, and queries are given; expected keys in one dense array or in files")
+        with loaded(K) as keys:
+            return covering_set(as_matrices(keys, "K"), function, wish, queries, **known)
     square = is_square(function)
     approximate = square and check_method(method)
     if not approximate:
@@ -235,16 +239,18 @@ def universal_set(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
                 "For other options give keys in an array or a file, without progress or checkpoint"
             )
-        K = K.load()
-    matrices = as_matrices(K, "K", sparse=square)
-    warn_of_axes(matrices)
-    labels = None if groups is None else as_labels(groups, matrices)
-    if labels is not None and (not square or approximate or epsilon is None):
-        raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
-    asked = asked.checked(matrices.n)
-    if approximate:
-        return _from_sketch(matrices, asked, sketch_size, rng, recheck)
-    return _warned(_exact(matrices, asked, labels)) if square else _bounded(matrices, function, asked)
+    with loaded(K) as keys:
+        matrices = as_matrices(keys, "K", sparse=square)
+        warn_of_axes(matrices)
+        labels = None if groups is None else as_labels(groups, matrices)
+        if labels is not None and (not square or approximate or epsilon is None):
+            raise ValueError(
+                "groups are given; expected f = 2, an exact method and epsilon, so that groups have scores"
+            )
+        asked = asked.checked(matrices.n)
+        if approximate:
+            return _from_sketch(matrices, asked, sketch_size, rng, recheck)
+        return _warned(_exact(matrices, asked, labels)) if square else _bounded(matrices, function, asked)
 
 
 def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
@@ -272,13 +278,6 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
         given = " and ".join(asked) + " are given" if asked else "epsilon, size and mass are None"
         raise ValueError(f"{given}; expected exactly one of epsilon, size and mass")
     return Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
-
-
-def _whole_keys(K: Any) -> Matrices:
-    """Return keys in one array or in files, or raise."""
-    if not isinstance(K, KeySource) and as_source(K) is not None:
-        raise ValueError("K gives chunks, and queries are given; expected keys in one dense array or in files")
-    return as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
 
 
 def _refuse_others(*options: Any) -> None:
@@ -390,7 +389,7 @@ def _of_chunks(source: Source, asked: _Asked, progress: Any, path: Any, every: A
             again = np.zeros(len(rows))
             for item in np.flatnonzero(np.diff(starts)).tolist():
                 part = slice(starts[item], starts[item + 1])
-                again[part] = rescored(factor, item, source.rows(item, rows[part], found.example))[0]
+                again[part] = rescored(factor, item, found.rows(item, rows[part]))[0]
             return again
 
         chosen, left, doubt = largest_scores(kernels_for("select", scores), factor, scores, None, size, rescore)

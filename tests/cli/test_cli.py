@@ -503,6 +503,16 @@ def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Arra
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("arguments", [[""], ["", "a.npy"], ["a.npy", "--queries", ""], ["a.npy", "--queries="]])
+def test_an_empty_argument_is_not_the_current_folder(arguments: list[str]) -> None:
+    result = run("universal-set", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "levattn: an argument is empty, perhaps an unset variable; expected a value; see levattn universal-set "
+        "--help\n"
+    )
+
+
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, keys: Array) -> None:
     control = "\x1b]0;title\x07\x1b[2J\x9b2J\x7f\u202e"
     shown = r"\x1b]0;title\x07\x1b[2J\x9b2J\x7f\u202e"

@@ -819,6 +819,54 @@ def test_missing_packages_name_the_remedy(
     refused(rf'needs {package}: pip install "levattn\[io\]"', path, error=ImportError)
 
 
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("", ValueError, "path is empty .an unset variable..; expected the path of a file or folder"),
+        (["a.npy", ""], ValueError, "path is empty"),
+        (b"keys.npy", TypeError, r"path is of type bytes; expected the path .* Decode it by os\.fsdecode\(path\)"),
+        (bytearray(b"a"), TypeError, "path is of type bytearray"),
+        (None, TypeError, "path is of type NoneType; expected the path of a file or folder"),
+        (3, TypeError, "path is of type int; expected the path of a file or folder"),
+        (np.eye(3), TypeError, "path is of type ndarray; .* Give keys in memory to universal_set directly"),
+        (["a.npy", None], TypeError, "path holds None; expected paths of files"),
+        ([b"a.npy"], TypeError, "path holds b'a.npy'; expected paths of files"),
+    ],
+)
+def test_what_is_no_path(path: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        open_keys(path)
+
+
+def test_a_source_does_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    K = some_keys((30, 4))
+    write_shards(tmp_path, K, ["npy"] * 3, ["1", "2", "3"])
+    monkeypatch.chdir(tmp_path)
+    sources = open_keys("."), open_keys(["1.npy", Path("2.npy"), "3.npy"])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for source in sources:
+        np.testing.assert_array_equal(source.load(), K)
+    assert sources[1].path == tuple(tmp_path / f"{i}.npy" for i in (1, 2, 3))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("zarr")])
+def test_another_file_of_the_same_shape_is_noticed(tmp_path: Path, kind: str) -> None:
+    path = write(kind, tmp_path, some_keys((10, 4)))
+    source, sent = (open_keys(path), pickle.loads(pickle.dumps(open_keys(path))))
+    before = path.stat()
+    other = write(kind, tmp_path, 2 * some_keys((10, 4)), "other")
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+    with pytest.raises(KeyFileError, match=r"changed since it was opened, or another file took its place"):
+        source.load()
+    if before.st_size == path.stat().st_size:  # a source of another process knows only the size and the time
+        assert sent.load().shape == (10, 4)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(KeyFileError, match=r"changed since it was opened.*open it again"):
+        sent.load()
+
+
 # -- atomic writing --------------------------------------------------------------------------------------
 
 
@@ -852,3 +900,16 @@ def test_replace_file_follows_links_and_the_umask(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("real.bin", "plain")}
     assert len(modes) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no such modes")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444, 0o777])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    path, seen = tmp_path / "a.bin", []
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    with replace_file(path) as stream:
+        stream.write(b"new")
+        seen = [stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()]
+    assert path.read_bytes() == b"new"
+    assert {stat.S_IMODE(path.stat().st_mode), *seen} == {mode}

@@ -1,0 +1,101 @@
+"""Digests of the rows that a pass reads, by which it is known whether another pass reads the same."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.serialize import shaped
+from levattn._kernels import Rows
+from levattn._kernels.rows.digest import CELL, digest_tasks
+from levattn._kernels.tasks import share
+
+__all__ = ["RowDigest"]
+
+_LINE = 32  # words that are hashed together, at least
+_COPIED = 1 << 20  # numbers that are copied at a time, where columns are apart
+_WORK = 16  # multiply-adds that take as long as a word
+
+Words = npt.NDArray[np.uint64]
+
+
+@lru_cache(maxsize=8)
+def _keys(count: int) -> tuple[Words, Words]:
+    """Return the keys of the halves of so many words."""
+    words = np.random.Generator(np.random.Philox(key=1)).integers(1 << 32, size=(2, count), dtype=np.uint64)
+    return words[0], words[1]
+
+
+class RowDigest:
+    """A digest of each 2048 rows, by their number from the first; it depends on their bytes and places alone.
+
+    Lines of at least 256 bytes are hashed by NH (Black, Halevi, Krawczyk, Krovetz and Rogaway, UMAC, CRYPTO 1999) with
+    fixed keys, mixed with their number, and added. Two different lines have one hash for 2⁻³² of the keys, so a change
+    made without regard to the keys, of one bit or of all, goes unnoticed with a probability of about 2⁻³².
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._cells: Words = np.zeros(1, np.uint64)
+        self._open: Words | None = None  # (b,) sums of the line that is not complete
+
+    def add(self, rows: Rows) -> None:
+        """Add rows in main memory, which follow those so far."""
+        (b, n, d), keys = rows.shape, rows.keys
+        if keys.strides[2] != keys.itemsize and d > 1:
+            step = max(1, _COPIED // max(1, b * d))
+            for start in range(0, n, step):
+                self._add(np.ascontiguousarray(keys[:, start : start + step]))
+        else:
+            self._add(keys)
+
+    def _add(self, keys: npt.NDArray[Any]) -> None:
+        b, n, d = keys.shape
+        if self._open is None:
+            self._open = np.zeros(b, np.uint64)
+        size, first, last = d * keys.itemsize, self.rows // CELL, (self.rows + n - 1) // CELL
+        if last >= len(self._cells):
+            self._cells = np.concatenate([self._cells, np.zeros(last + 1, np.uint64)])
+        if not n or not b:
+            self.rows += n
+            return
+        words, lines = -(-size // 8), 1
+        while size % 8 == 0 and lines * words < _LINE:
+            lines *= 2
+        out, left, steps = np.empty((b, last - first + 1), np.uint64), self._open.copy(), np.array(keys.strides[:2])
+        start, begun, keyed = keys.ctypes.data, self._open, _keys(lines * words)
+        fixed = start, steps, size, self.rows, n, lines, *keyed, begun
+        share(lambda *run: digest_tasks(*fixed, *run, out, left), out.size, float(_WORK) * b * n * words)
+        self._cells[first : last + 1] += out.sum(axis=0, dtype=np.uint64)
+        self._open, self.rows = left, self.rows + n
+
+    def difference(self, other: RowDigest, start: int = 0, *, whole: bool = False) -> tuple[int, int] | None:
+        """Return the first and last row of the first 2048 rows, from a row on, that differ from those of another.
+
+        Only cells that are complete here are compared; `whole` compares all, of as many rows.
+        """
+        first, stop = start // CELL, -(-self.rows // CELL) if whole else self.rows // CELL
+        unlike = self._cells[first:stop] != other._cells[first:stop]
+        if whole and self._open is not None and stop > first and not np.array_equal(self._open, other._open):
+            unlike[-1] = True
+        if not unlike.any():
+            return None
+        low = (first + int(unlike.argmax())) * CELL
+        return low, min(low + CELL, self.rows) - 1
+
+    def arrays(self, name: str) -> dict[str, Words]:
+        """Return the digest as arrays, from which `restored` makes it again."""
+        held = np.zeros(0, np.uint64) if self._open is None else self._open
+        return {name: self._cells[: -(-self.rows // CELL)], f"{name}.open": held}
+
+    @classmethod
+    def restored(cls, arrays: dict[str, npt.NDArray[Any]], name: str, rows: int, batch: tuple[int, ...]) -> RowDigest:
+        """Return the digest of so many rows, or raise ValueError for arrays that do not fit."""
+        self = cls()
+        self.rows, self._open = rows, shaped(arrays[f"{name}.open"], np.uint64, (math.prod(batch),))
+        self._cells = np.append(shaped(arrays[name], np.uint64, (-(-rows // CELL),)), np.uint64(0))
+        return self
