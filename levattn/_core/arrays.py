@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
+from levattn._core.jax import from_jax, is_jax, to_jax
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
 __all__ = [
@@ -274,7 +275,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
     elif is_torch(array):
         array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
-    known = isinstance(array, np.ndarray) or is_torch(array)
+    known = isinstance(array, np.ndarray) or is_torch(array) or is_jax(array)
     if not known:
         known = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
     if not known or isinstance(array, np.ma.MaskedArray):
@@ -288,6 +289,8 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
     kind = format_of(array.dtype, name, conversion)
     if isinstance(array, np.ndarray):
         return _numpy_words(array), kind, np.asarray
+    if is_jax(array):
+        return _numpy_words(from_jax(array, name)), kind, to_jax(array)
     if shared is not None:
 
         def to_cupy(result: Any) -> Any:
@@ -348,6 +351,8 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
         return None
     if is_torch(mask):
         mask = _plain_tensor(mask, "mask")
+    elif is_jax(mask):
+        mask = from_jax(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
         mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
@@ -423,6 +428,8 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
 
 def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
     """Return an array of any library, or nested lists, as numpy float64; raise if they are no real numbers."""
+    if is_jax(values):
+        values = from_jax(values, name)
     if is_torch(values):
         values = values.detach()
         values = values.float() if values.is_floating_point() and values.element_size() == 2 else values

@@ -507,9 +507,9 @@ def _again(K: Any, after: Any) -> Any:
     try:
         from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_legacy_task
     except ImportError:
-        return bind(K, after)
+        return bind(K, after, seed=after.key)
     if not hasattr(Task, "substitute"):  # before 2024.12, where arrays have none of these tasks
-        return bind(K, after)
+        return bind(K, after, seed=after.key)
     new_name = cache(partial(clone_key, seed=after.key))
 
     def renamed(key: Any) -> Any:

@@ -22,6 +22,8 @@ from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
     universal_set,
 )
 
+EARLY = tuple(map(int, dask.__version__.split(".")[:2])) < (2024, 12)  # an array's tasks are tuples
+
 
 @pytest.fixture(autouse=True)
 def in_this_thread(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -69,7 +71,7 @@ def optimized(K: Any) -> Any:
 
 def by_hand(K: Any) -> Any:
     """An array of a graph of tuples, with a task for two chunks whose name may be a number from dask 2024.12 on."""
-    made = 7 if dask.__version__ >= "2024.12" else "made"
+    made = "made" if EARLY else 7
     graph = {("keys", i, 0): (np.add, made, float(i)) for i in range(2)} | {made: (np.array, "stored"), "stored": K}
     return da.Array(graph, "keys", ((len(K), len(K)), (K.shape[1],)), dtype=K.dtype)
 
@@ -180,9 +182,9 @@ FUNCTIONS = {"leverage_scores": scores, "universal_set": members, "query_moments
 
 @pytest.mark.filterwarnings("ignore::levattn.RankWarning")
 @pytest.mark.parametrize("function", list(FUNCTIONS))
-@pytest.mark.parametrize("kind", list(ARRAYS))
-def test_every_array_is_taken(kind: str, function: str) -> None:
-    X = ARRAYS[kind]()
+@pytest.mark.parametrize("array", list(ARRAYS))
+def test_every_array_is_taken(array: str, function: str) -> None:
+    X = ARRAYS[array]()
     FUNCTIONS[function](X, X.compute())
 
 
@@ -200,7 +202,7 @@ def test_persisted_chunks_are_not_computed_again() -> None:
     assert sorted(seen) == sorted([*K.chunks[0], *K.chunks[0]])
 
 
-@pytest.mark.skipif(dask.__version__ < "2024.12", reason="dask makes the tasks of the second pass")
+@pytest.mark.skipif(EARLY, reason="dask makes the tasks of the second pass")
 def test_annotations_are_those_of_the_first_pass() -> None:
     marked = [layer.annotations for layer in leverage_scores(with_an_annotation(plain())).dask.layers.values()]
     assert sum(annotations == {"priority": 3, "retries": 2} for annotations in marked) >= 2
@@ -251,7 +253,7 @@ ON_CLUSTER: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("function", list(FUNCTIONS))
-@pytest.mark.parametrize("kind", list(ON_CLUSTER))
-def test_every_array_on_a_cluster_is_taken(kind: str, function: str, client: Any) -> None:
-    X = ON_CLUSTER[kind](client)
+@pytest.mark.parametrize("array", list(ON_CLUSTER))
+def test_every_array_on_a_cluster_is_taken(array: str, function: str, client: Any) -> None:
+    X = ON_CLUSTER[array](client)
     FUNCTIONS[function](X, X.compute())
