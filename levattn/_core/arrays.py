@@ -275,6 +275,8 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
     elif is_torch(array):
         array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
+    elif is_jax(array):
+        conversion = f"{name}.astype('float32')"
     known = isinstance(array, np.ndarray) or is_torch(array) or is_jax(array)
     if not known:
         known = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
@@ -284,7 +286,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
             f"namespace of the array-API standard). {_remedy(array, name)}"
         )
     shared = as_cupy(array)
-    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array):
+    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array) and not is_jax(array):
         conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
     kind = format_of(array.dtype, name, conversion)
     if isinstance(array, np.ndarray):

@@ -38,9 +38,9 @@ def from_jax(array: Any, name: str) -> npt.NDArray[Any]:
         return np.asarray(array)
     except sys.modules["jax"].errors.TracerArrayConversionError:
         raise TypeError(
-            f"{name} is a tracer of JAX ({type(array).__name__}), which has a shape but no numbers; expected a concrete "
-            "array. Call levattn outside of functions that JAX transforms (jit, vmap, grad, scan), or inside of them "
-            "through jax.pure_callback, which has no gradient"
+            f"{name} is a tracer of JAX ({type(array).__name__}), which has a shape but no numbers; expected a "
+            "concrete array. Call levattn outside of the function that JAX transforms (jit, vmap, grad, scan), or in "
+            "it through jax.pure_callback, which has no gradient"
         ) from None
 
 
@@ -76,7 +76,7 @@ def called_by_numpy(function: Callable[..., Any], args: tuple[Any, ...], options
 
 
 def _given_back(result: Any, put: Callable[[Any], Any]) -> Any:
-    if isinstance(result, np.ndarray):
+    if isinstance(result, np.ndarray | np.generic):
         return put(result)
     if isinstance(result, tuple):
         return tuple(_given_back(part, put) for part in result)

@@ -3,6 +3,10 @@
 The attention that a key can receive depends only on the column space of the keys, and as many columns as the rank span
 it. So levattn factors these columns in place of the keys, as they are stored: nothing is rounded. If their number is
 the number of rows, the rows are independent. Each row then has a query that is orthogonal to all others, and score 1.
+
+Sparse keys are never written out. First, a column with one entry is chosen and its row is done with, again and again:
+such columns are independent of one another and of all others, by their places alone. The rest is chosen from dense
+blocks of columns of as many rows as are left.
 """
 
 from __future__ import annotations
@@ -13,17 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device
+from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span
 
-__all__ = ["Wide"]
+__all__ = ["Wide", "folded"]
 
 Places = npt.NDArray[np.int64]
 
 _SMALL_PIVOT = 2.0**-26  # of scaled rows; columns with smaller pivots come later
+_SMALL_ENTRY = 2.0**-6  # of its column; a smaller one is no pivot of sparse columns
+_FEW = 64  # sparse columns that are written out together, at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +54,8 @@ class Wide:
     @classmethod
     def of(cls, rows: Rows, largest: Float64) -> Wide:
         """Choose the columns of finite keys; largest: (b, d), the largest entry of each column."""
-        found = [_columns(rows.item(item), largest[item]) for item in range(rows.shape[0])]
+        choose = _sparse_columns if isinstance(rows.keys, Csr) else _columns
+        found = [choose(rows.item(item), largest[item]) for item in range(rows.shape[0])]
         columns = np.full(
             (len(found), max(rows.shape[1], 1)), -1
         )  # the same width for all ranks, so that a batch changes no bits
@@ -61,24 +69,31 @@ class Wide:
         one = slice(index, index + 1)
         return Wide(self.rows.item(index), self.columns[one], self.independent[one], self.clear[one])
 
+    def among(self, rows: Rows, places: Places) -> Wide:
+        """Return the same for keys whose columns at some places are the keys here, and that are zero elsewhere."""
+        return replace(self, rows=rows, columns=np.where(self.columns >= 0, places[self.columns], -1))
+
     def held(self) -> Wide:
         """Return a copy with keys of its own."""
-        xp = array_namespace(self.rows.keys)
-        return replace(self, rows=replace(self.rows, keys=xp.asarray(self.rows.keys, copy=True)))
+        keys = self.rows.keys
+        if isinstance(keys, Csr):
+            return replace(self, rows=replace(self.rows, keys=keys.take(np.arange(len(keys.counts)))))
+        return replace(self, rows=replace(self.rows, keys=array_namespace(keys).asarray(keys, copy=True)))
 
     def picked(self, rows: Rows) -> Rows:
         """Return the chosen columns of rows of the batch."""
-        xp = array_namespace(rows.keys)
         there = self.columns >= 0
-        keys = []
+        shift = rows.shift
+        if shift is not None:
+            shift = np.where(there, np.take_along_axis(shift, np.where(there, self.columns, 0), axis=1), 0.0)
+        if isinstance(rows.keys, Csr):
+            return replace(rows, keys=rows.keys.columns(self.columns[0]), shift=shift)
+        xp, keys = array_namespace(rows.keys), []
         for item, columns in enumerate(np.where(there, self.columns, 0)):
             some = xp.take(rows.keys[item, :, :], to_device(columns, rows.keys), axis=1)
             keys.append(
                 some if there[item].all() else xp.where(to_device(there[item], some), some, xp.zeros_like(some))
             )
-        shift = rows.shift
-        if shift is not None:
-            shift = np.where(there, np.take_along_axis(shift, np.where(there, self.columns, 0), axis=1), 0.0)
         return replace(rows, keys=xp.stack(keys), shift=shift)
 
     def gathered(self, k: Float64, item: int) -> Float64:
@@ -99,35 +114,113 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
     Also tell whether its rows are independent, and whether float64 proves it.
     """
-    from scipy.linalg.lapack import dgetrf
-
     stored = as_read(replace(rows, shift=None))
     live = np.any(stored != 0, axis=1)
     stored = stored[live]
-    m, d = stored.shape
+    m = len(stored)
     if not m:
         return np.zeros(0, np.int64), True, True
-    X = _tame(stored if rows.shift is None else as_read(rows)[live], np.frexp(largest)[1])
+    order, likely = _pivoted(_tame(stored if rows.shift is None else as_read(rows)[live], np.frexp(largest)[1]))
+    columns = order[:m]
+    clear = _is_regular(stored[:, columns])
+    if not clear:
+        columns = order[_independent(Rows(stored[:, order].T[None], "float64"), likely)]
+    return np.sort(columns), len(columns) == m, clear
+
+
+def _pivoted(X: Float64) -> tuple[Places, int]:
+    """Return the columns of a matrix with at least as many columns as rows in an order, and how many come first.
+
+    These are likely independent, and span the other columns if as many as the rows.
+    """
+    from scipy.linalg.lapack import dgetrf
+
+    m, d = X.shape
     triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
     order = np.arange(d)
     for here, there in enumerate(swaps.tolist()):
         order[[here, there]] = order[[there, here]]
     small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # rows that are dependent, or nearly so
-    del triangle, X
-    order = np.concatenate([order[:m][~small], order[:m][small], order[m:]])
-    columns = order[:m]
-    clear = _is_regular(stored[:, columns])
+    return np.concatenate([order[:m][~small], order[:m][small], order[m:]]), m - int(small.sum())
+
+
+def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
+    """Do the same as `_columns` for sparse keys, without all of a dense copy."""
+    present = np.arange(rows.shape[1]) if rows.mask is None else np.flatnonzero(rows.mask[0])
+    keys = rows.keys.take(present)
+    alone, left = _one_by_one(keys, largest)
+    of_columns = keys.take(left).transposed()
+    rest = np.flatnonzero(of_columns.counts)
+    vectors, exponents = of_columns.take(rest), np.frexp(largest[rest])[1]
+    m, likely = len(left), np.zeros(0, np.int64)
+    step = max(2 * m, _FEW)
+    for start in range(0, len(rest), step):  # the best columns so far, and others
+        tried = np.concatenate([likely, np.arange(start, min(start + step, len(rest)))])
+        X = np.zeros((m, max(m, len(tried))))
+        X[:, : len(tried)] = _tame(_dense(vectors, tried), exponents[tried])
+        order, count = _pivoted(X)
+        likely = tried[order[:count][order[:count] < len(tried)]]
+        if len(likely) == m:
+            break
+    clear = len(likely) == m and (not m or _is_regular(_dense(vectors, likely)))
     if not clear:
-        columns = order[_independent(stored[:, order].T, m - int(small.sum()))]
-    return np.sort(columns), len(columns) == m, clear
+        order = np.concatenate([likely, np.setdiff1d(np.arange(len(rest)), likely)])
+        likely = order[_independent(Rows(vectors.take(order), rows.format), len(likely))]
+    return np.sort(np.concatenate([alone, rest[likely]])), len(likely) == m, clear
 
 
-def _independent(vectors: Float64, first: int) -> Places:
-    """Return the indices of vectors (d, m) independent of earlier ones, exactly; the `first` ones likely are."""
-    rows = Rows(vectors[None], "float64")
+def _dense(vectors: Csr, columns: Places) -> Float64:
+    """Return some sparse columns, which are rows here, as a dense matrix."""
+    return np.asarray(vectors.take(columns).to_dense()[0].T, np.float64)
+
+
+def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
+    """Return columns with a single entry in rows that earlier ones leave, and the nonzero rows that are left at last.
+
+    The columns with these rows form a triangle. Entries that are small in their columns are left to others.
+    """
+    n, d = keys.shape[1:]
+    of_columns = keys.transposed()
+    entries, values = of_columns.entries()
+    places = np.repeat(np.arange(d), of_columns.counts) * n + entries  # ascending
+    count, number = of_columns.counts, np.zeros(d, np.int64)
+    np.add.at(number, np.repeat(np.arange(d), of_columns.counts), entries)  # the sum of its rows; of one, the row
+    left, chosen = keys.counts > 0, [np.zeros(0, np.int64)]
+    while True:
+        alone = np.flatnonzero(count == 1)
+        pivots = np.abs(values[np.searchsorted(places, alone * n + number[alone])]).astype(np.float64)
+        alone = alone[pivots >= _SMALL_ENTRY * largest[alone]]
+        done, first = np.unique(number[alone], return_index=True)
+        if not len(done):
+            return np.concatenate(chosen), np.flatnonzero(left)
+        chosen.append(alone[first])
+        left[done] = False
+        gone = keys.take(done)
+        np.subtract.at(count, gone.entries()[0], 1)
+        np.subtract.at(number, gone.entries()[0], np.repeat(done, gone.counts))
+
+
+def folded(rows: Rows, largest: Float64) -> Rows:
+    """Return dense keys with as many columns as rows whose products are those of sparse keys, up to a scale."""
+    n, d = rows.shape[1:]
+    of_columns, top = rows.keys.transposed(), np.frexp(np.max(largest, initial=0.0))[1]
+    R, step = np.zeros((0, n)), max(2 * n, _FEW)
+    for start in range(0, d, step):
+        part = slice(start, start + step)
+        keys = np.ascontiguousarray(of_columns[:, part, :].to_dense().transpose(0, 2, 1))
+        shift = None if rows.shift is None else rows.shift[:, part]
+        X = np.ldexp(as_read(replace(rows, keys=keys, shift=shift)), -top)
+        R = np.asarray(np.linalg.qr(np.vstack([R, X.T]), mode="r"))
+    K = np.zeros((1, n, n))
+    K[0, :, : len(R)] = R.T
+    return Rows(K, "float64", rows.mask)
+
+
+def _independent(rows: Rows, first: int) -> Places:
+    """Return the indices of rows (1, d, m) independent of earlier ones, exactly; the `first` ones likely are."""
     span, chosen = Span.of(rows.between(0, first)), list(range(first))
     if span.rank < first:
-        span, chosen = Span.nothing(vectors.shape[1]), []
+        span, chosen = Span.nothing(rows.shape[2]), []
     while (outside := span.outside(rows)).any():
         chosen.append(int(np.argmax(outside)))
         span = span.extended(rows.between(chosen[-1], chosen[-1] + 1))
