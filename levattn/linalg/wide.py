@@ -29,8 +29,8 @@ __all__ = ["Wide", "folded"]
 Places = npt.NDArray[np.int64]
 
 _SMALL_PIVOT = 2.0**-26  # of scaled rows; columns with smaller pivots come later
-_SMALL_ENTRY = 2.0**-6  # of its column; a smaller one is no pivot of sparse columns
-_FEW = 64  # sparse columns that are written out together, at least
+_LARGEST_INVERSE = 2.0**5  # norm of a column of the inverse of a triangle of sparse columns
+_NUMBERS = 1 << 20  # of sparse columns that are written out together, at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,8 @@ class Wide:
 
     rows: the original keys.
 
-    columns: (b, n), independent columns with the same span as all columns; -1 fills up the places that are left.
+    columns: (b, n), independent columns with the same span as all columns; -1 fills up the places that are left. For
+        sparse keys there may be fewer places, and the columns are all that are not zero if these are fewer than n.
 
     independent: (b,), True for matrices whose nonzero rows are proven independent; False if a mean is subtracted.
 
@@ -54,11 +55,12 @@ class Wide:
     @classmethod
     def of(cls, rows: Rows, largest: Float64) -> Wide:
         """Choose the columns of finite keys; largest: (b, d), the largest entry of each column."""
-        choose = _sparse_columns if isinstance(rows.keys, Csr) else _columns
+        sparse = isinstance(rows.keys, Csr)
+        choose = _sparse_columns if sparse else _columns
         found = [choose(rows.item(item), largest[item]) for item in range(rows.shape[0])]
-        columns = np.full(
-            (len(found), max(rows.shape[1], 1)), -1
-        )  # the same width for all ranks, so that a batch changes no bits
+        # the same width for all ranks, so that a batch changes no bits; sparse keys have none
+        width = len(found[0][0]) if sparse else rows.shape[1]
+        columns = np.full((len(found), max(width, 1)), -1)
         for item, (some, _, _) in enumerate(found):
             columns[item, : len(some)] = some
         whole = np.array([every for _, every, _ in found], np.bool_) & (rows.shift is None)
@@ -129,13 +131,13 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
 
 def _pivoted(X: Float64) -> tuple[Places, int]:
-    """Return the columns of a matrix with at least as many columns as rows in an order, and how many come first.
-
-    These are likely independent, and span the other columns if as many as the rows.
-    """
+    """Return the columns of a matrix in an order, and how many come first, which are likely independent."""
     from scipy.linalg.lapack import dgetrf
 
     m, d = X.shape
+    if d < m:  # no column needs to be chosen for its row
+        small = np.abs(np.diagonal(dgetrf(X)[0])) <= _SMALL_PIVOT
+        return np.concatenate([np.flatnonzero(~small), np.flatnonzero(small)]), d - int(small.sum())
     triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
     order = np.arange(d)
     for here, there in enumerate(swaps.tolist()):
@@ -153,13 +155,11 @@ def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     rest = np.flatnonzero(of_columns.counts)
     vectors, exponents = of_columns.take(rest), np.frexp(largest[rest])[1]
     m, likely = len(left), np.zeros(0, np.int64)
-    step = max(2 * m, _FEW)
+    step = max(2 * m, _NUMBERS // max(m, 1))
     for start in range(0, len(rest), step):  # the best columns so far, and others
         tried = np.concatenate([likely, np.arange(start, min(start + step, len(rest)))])
-        X = np.zeros((m, max(m, len(tried))))
-        X[:, : len(tried)] = _tame(_dense(vectors, tried), exponents[tried])
-        order, count = _pivoted(X)
-        likely = tried[order[:count][order[:count] < len(tried)]]
+        order, count = _pivoted(_tame(_dense(vectors, tried), exponents[tried]))
+        likely = tried[order[:count]]
         if len(likely) == m:
             break
     clear = len(likely) == m and (not m or _is_regular(_dense(vectors, likely)))
@@ -177,24 +177,29 @@ def _dense(vectors: Csr, columns: Places) -> Float64:
 def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
     """Return columns with a single entry in rows that earlier ones leave, and the nonzero rows that are left at last.
 
-    The columns with these rows form a triangle. Entries that are small in their columns are left to others.
+    The columns with these rows form a triangle. If columns are scaled to entries of at most 1, columns of its inverse
+    have norms below `_LARGEST_INVERSE`.
     """
     n, d = keys.shape[1:]
     of_columns = keys.transposed()
-    entries, values = of_columns.entries()
-    places = np.repeat(np.arange(d), of_columns.counts) * n + entries  # ascending
     count, number = of_columns.counts, np.zeros(d, np.int64)
-    np.add.at(number, np.repeat(np.arange(d), of_columns.counts), entries)  # the sum of its rows; of one, the row
-    left, chosen = keys.counts > 0, [np.zeros(0, np.int64)]
+    np.add.at(number, np.repeat(np.arange(d), of_columns.counts), of_columns.entries()[0])  # of one row, the row
+    left, norms, chosen = keys.counts > 0, np.zeros(n), [np.zeros(0, np.int64)]
     while True:
         alone = np.flatnonzero(count == 1)
-        pivots = np.abs(values[np.searchsorted(places, alone * n + number[alone])]).astype(np.float64)
-        alone = alone[pivots >= _SMALL_ENTRY * largest[alone]]
+        some = of_columns.take(alone)
+        rows, values = some.entries()
+        sizes = np.abs(values) / np.repeat(largest[alone], some.counts)
+        starts = some.indptr[:-1]
+        pivots = np.add.reduceat(sizes * left[rows], starts) if len(alone) else np.zeros(0)
+        inverse = (1 + np.add.reduceat(sizes * norms[rows], starts)) / pivots if len(alone) else pivots
+        sound = inverse < _LARGEST_INVERSE
+        alone, inverse = alone[sound], inverse[sound]
         done, first = np.unique(number[alone], return_index=True)
         if not len(done):
             return np.concatenate(chosen), np.flatnonzero(left)
         chosen.append(alone[first])
-        left[done] = False
+        left[done], norms[done] = False, inverse[first]
         gone = keys.take(done)
         np.subtract.at(count, gone.entries()[0], 1)
         np.subtract.at(number, gone.entries()[0], np.repeat(done, gone.counts))
@@ -204,7 +209,7 @@ def folded(rows: Rows, largest: Float64) -> Rows:
     """Return dense keys with as many columns as rows whose products are those of sparse keys, up to a scale."""
     n, d = rows.shape[1:]
     of_columns, top = rows.keys.transposed(), np.frexp(np.max(largest, initial=0.0))[1]
-    R, step = np.zeros((0, n)), max(2 * n, _FEW)
+    R, step = np.zeros((0, n)), max(2 * n, _NUMBERS // n)
     for start in range(0, d, step):
         part = slice(start, start + step)
         keys = np.ascontiguousarray(of_columns[:, part, :].to_dense().transpose(0, 2, 1))

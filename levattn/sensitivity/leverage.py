@@ -45,8 +45,12 @@ def factorize(
     mask: Any = None,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
+    scores_only: bool = False,
 ) -> Factor:
-    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto"."""
+    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto".
+
+    With `scores_only`, the factor of sparse rows that are proven to be independent has nothing but their scores.
+    """
     check_method(method)
     ridge = real_number("ridge", ridge)
     if not 0 <= ridge < math.inf:
@@ -65,11 +69,17 @@ def factorize(
             "method is 'svd', which writes out all zeros of sparse K; expected 'auto', 'gram' or 'qr', which do not"
         )
     if sparse and matrices.n < 2 * matrices.d:
-        keys, places = matrices.data.without_zero_columns(as_mask(mask, matrices))
-        if len(places) < matrices.d and (matrices.n < matrices.d or 2 * len(places) <= matrices.d):
+        least = matrices.n + 1 if matrices.n < matrices.d else 1  # wide keys stay wide
+        keys, places = matrices.data.without_zero_columns(as_mask(mask, matrices), least)
+        if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
             made = replace(matrices, data=keys)
-            options = {"ridge": ridge * made.d / matrices.d, "center": center, "mask": mask, "rtol": rtol}
-            factor = factorize(made, method=method, single=single, **options)
+            options: dict[str, Any] = {
+                "ridge": ridge * made.d / matrices.d,
+                "center": center,
+                "mask": mask,
+                "rtol": rtol,
+            }
+            factor = factorize(made, method=method, single=single, scores_only=scores_only, **options)
             return factor if ridge else _among(factor, matrices, mask, places)
     rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
@@ -81,7 +91,10 @@ def factorize(
             rows, ridge = folded(rows, largest), ridge * n / d
         else:
             wide = Wide.of(rows, largest)
-            rows = wide.picked(rows)
+            if scores_only and sparse and wide.clear.all():
+                rows = replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype))
+            else:
+                rows = wide.picked(rows)
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
@@ -257,7 +270,8 @@ def leverage_scores(
             raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
         return matrices.wrap(_approximated(matrices, method, center, mask, sketch_size, as_seed(rng)))
     refuse_randomness(method, sketch_size, rng)
-    factor = factorize(matrices, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
+    options: dict[str, Any] = {"ridge": ridge, "center": center, "mask": mask, "rtol": rtol}
+    factor = factorize(matrices, method=method, scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
         scores = scores.astype(np.float64 if matrices.format == "float64" else np.float32, copy=False)
