@@ -353,14 +353,12 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
         return None
     if is_torch(mask):
         mask = _plain_tensor(mask, "mask")
-    elif is_jax(mask):
-        mask = from_jax(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
         mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
     check_flags("mask", mask, expected, "a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
-        return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
+        return np.array(np.broadcast_to(to_numpy(mask, "mask"), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)
     if on_cuda(matrices.data):
         shared = as_cupy(mask)
@@ -368,7 +366,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     if array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
     else:
-        found = to_device(to_numpy(mask), matrices.data)
+        found = to_device(to_numpy(mask, "mask"), matrices.data)
     return xp.reshape(xp.broadcast_to(found, expected), tuple(matrices.data.shape[:2]))
 
 
@@ -417,10 +415,12 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
 
 
-def to_numpy(array: Any) -> npt.NDArray[Any]:
+def to_numpy(array: Any, name: str = "an array") -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
     if isinstance(array, np.ndarray):
         return np.asarray(array)
+    if is_jax(array):
+        return from_jax(array, name)
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
@@ -430,12 +430,10 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
 
 def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
     """Return an array of any library, or nested lists, as numpy float64; raise if they are no real numbers."""
-    if is_jax(values):
-        values = from_jax(values, name)
     if is_torch(values):
         values = values.detach()
         values = values.float() if values.is_floating_point() and values.element_size() == 2 else values
-    array = to_numpy(values) if hasattr(values, "shape") else from_list(values, name)
+    array = to_numpy(values, name) if hasattr(values, "shape") else from_list(values, name)
     array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name} has dtype {array.dtype}; expected real numbers")
