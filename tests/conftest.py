@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,12 +120,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{package} is not installed"))
 
 
+@contextmanager
+def float64_of_jax() -> Iterator[None]:
+    import jax
+
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Where there is no CUDA device, tests on CuPy arrays find the emulator in its place."""
+    """Give tests on CuPy arrays the emulator where there is no CUDA device, and tests on arrays of JAX its float64."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     names = params.get("storage"), getattr(params.get("impl"), "name", None)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if any(str(name).startswith("jax") for name in names):
+            stack.enter_context(float64_of_jax())
         if not device.DEVICES and any(str(name).startswith("cupy") for name in names):
             device.library_on_device(patch)
         return (yield)

@@ -11,7 +11,9 @@ import pytest
 
 HAS_TORCH = find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
-STORAGES = ["numpy", "strict", pytest.param("torch", marks=needs_torch)]
+HAS_JAX = find_spec("jax") is not None
+needs_jax = pytest.mark.skipif(not HAS_JAX, reason="needs jax")
+STORAGES = ["numpy", "strict", pytest.param("torch", marks=needs_torch), pytest.param("jax", marks=needs_jax)]
 over_storages = pytest.mark.parametrize("storage", STORAGES)
 
 
@@ -21,6 +23,10 @@ def stored(array: Any, storage: str) -> Any:
         return array
     if storage == "strict":
         return array_api_strict.asarray(np.ascontiguousarray(array))
+    if storage == "jax":
+        import jax
+
+        return jax.numpy.asarray(array)
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(array))

@@ -23,6 +23,7 @@ Float = NDArray[np.float64]
 
 HAS_TORCH = find_spec("torch") is not None
 HAS_STRICT = find_spec("array_api_strict") is not None
+HAS_JAX = find_spec("jax") is not None
 HAS_ML_DTYPES = find_spec("ml_dtypes") is not None
 
 
@@ -81,6 +82,17 @@ def strict_array(dtype: str) -> Callable[[Float], Any]:
     return convert
 
 
+def jax_array(dtype: str) -> Callable[[Float], Any]:
+    """JAX's, whose float64 is on in tests with it (conftest)."""
+
+    def convert(values: Float) -> Any:
+        import jax
+
+        return jax.numpy.asarray(numpy_array(dtype)(values))
+
+    return convert
+
+
 def cupy_array(dtype: str) -> Callable[[Float], Any]:
     """CuPy's on a CUDA device, and where there is none arrays of the emulator, whose module the test sees as cupy."""
 
@@ -100,6 +112,8 @@ if HAS_TORCH:
     STORAGE |= {f"torch-{t}": torch_tensor(t) for t in ("float64", "float32", "float16", "bfloat16")}
 if HAS_STRICT:
     STORAGE |= {f"strict-{t}": strict_array(t) for t in ("float64", "float32")}
+if HAS_JAX:
+    STORAGE |= {f"jax-{t}": jax_array(t) for t in ("float64", "float32", "float16", "bfloat16")}
 if device.AVAILABLE:
     STORAGE |= {f"cupy-{t}": cupy_array(t) for t in ("float64", "float32", "float16")}
 if device.DEVICES and HAS_TORCH:
@@ -110,6 +124,7 @@ ALL_STORAGE = (
     *("float64", "float32", "float16", "bfloat16"),
     *("torch-float64", "torch-float32", "torch-float16", "torch-bfloat16"),
     *("strict-float64", "strict-float32"),
+    *("jax-float64", "jax-float32", "jax-float16", "jax-bfloat16"),
     *("cupy-float64", "cupy-float32", "cupy-float16"),
 )
 

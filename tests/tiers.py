@@ -25,7 +25,15 @@ FEW = 12
 # A longer list of named keys is dealt out in so many parts
 MANY, PARTS = 24, 3
 # What these are stored as has representatives: other widths of the same kind of array
-OTHER_STORAGE = {"torch-float64", "torch-float16", "strict-float32", "cupy-float64", "cupy-float16"}
+OTHER_STORAGE = {
+    "torch-float64",
+    "torch-float16",
+    "strict-float32",
+    "jax-float64",
+    "jax-float16",
+    "cupy-float64",
+    "cupy-float16",
+}
 
 # Files that were measured to take longest, so that no process ends with one of them; but first one that compiles most
 # kernels, and beside it, in another process, those that need others.

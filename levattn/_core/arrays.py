@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
+from levattn._core.jax import from_jax, is_jax, to_jax
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
 __all__ = [
@@ -274,7 +275,9 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
     elif is_torch(array):
         array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
-    known = isinstance(array, np.ndarray) or is_torch(array)
+    elif is_jax(array):
+        conversion = f"{name}.astype('float32')"
+    known = isinstance(array, np.ndarray) or is_torch(array) or is_jax(array)
     if not known:
         known = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
     if not known or isinstance(array, np.ma.MaskedArray):
@@ -283,11 +286,13 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
             f"namespace of the array-API standard). {_remedy(array, name)}"
         )
     shared = as_cupy(array)
-    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array):
+    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array) and not is_jax(array):
         conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
     kind = format_of(array.dtype, name, conversion)
     if isinstance(array, np.ndarray):
         return _numpy_words(array), kind, np.asarray
+    if is_jax(array):
+        return _numpy_words(from_jax(array, name)), kind, to_jax(array)
     if shared is not None:
 
         def to_cupy(result: Any) -> Any:
@@ -372,7 +377,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     expected = (*matrices.batch, matrices.n)
     check_flags("mask", mask, expected, "a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
-        return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
+        return np.array(np.broadcast_to(to_numpy(mask, "mask"), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)
     if on_cuda(matrices.data):
         shared = as_cupy(mask)
@@ -380,7 +385,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     if array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
     else:
-        found = to_device(to_numpy(mask), matrices.data)
+        found = to_device(to_numpy(mask, "mask"), matrices.data)
     return xp.reshape(xp.broadcast_to(found, expected), tuple(matrices.data.shape[:2]))
 
 
@@ -429,10 +434,12 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
 
 
-def to_numpy(array: Any) -> npt.NDArray[Any]:
+def to_numpy(array: Any, name: str = "an array") -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
     if isinstance(array, np.ndarray):
         return np.asarray(array)
+    if is_jax(array):
+        return from_jax(array, name)
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
@@ -445,7 +452,7 @@ def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
     if is_torch(values):
         values = values.detach()
         values = values.float() if values.is_floating_point() and values.element_size() == 2 else values
-    array = to_numpy(values) if hasattr(values, "shape") else from_list(values, name)
+    array = to_numpy(values, name) if hasattr(values, "shape") else from_list(values, name)
     array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name} has dtype {array.dtype}; expected real numbers")

@@ -19,6 +19,7 @@ import numpy as np
 
 from levattn._core.arrays import has_cupy, is_torch, on_cuda, tensor_behind
 from levattn._core.caches import layers_of
+from levattn._core.jax import BY_NUMPY, called_by_numpy, has_jax
 
 __all__ = ["on_a_device", "where_arrays_are"]
 
@@ -46,6 +47,7 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
     The wrapper looks at the arguments and at the items of tuples. An object that holds arrays has an attribute
     ``_held_array``: an array, or another object that holds one. A generator cannot be wrapped, because it runs later.
     """
+    by_numpy = function in BY_NUMPY
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -60,6 +62,8 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
             if not can_be_there:
                 initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
                 can_be_there = initialized is not None and initialized()
+        if by_numpy and "jax" in modules and has_jax(args, options):
+            return called_by_numpy(function, args, options)  # type: ignore[no-any-return]
         if not can_be_there:
             return function(*args, **options)
         for value in args:

@@ -65,6 +65,48 @@ class Csr:
         places = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
         return Csr(indptr, self.indices[places], self.values[places], self.d)
 
+    def nonzero_rows(self) -> npt.NDArray[np.bool_]:
+        """Tell which rows have an entry that is not zero, (n,)."""
+        out = np.zeros(len(self.counts), np.bool_)
+        out[np.repeat(np.arange(len(out)), self.counts)[self.entries()[1] != 0]] = True
+        return out
+
+    def transposed(self) -> Csr:
+        """Return the columns as rows, without entries that are zero."""
+        columns, values = self.entries()
+        rows, held = np.repeat(np.arange(len(self.counts)), self.counts), np.flatnonzero(values)
+        order = held[np.argsort(columns[held], kind="stable")]
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(columns[held], minlength=self.d))])
+        return Csr(indptr, rows[order], values[order], len(self.counts))
+
+    def columns(self, places: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return some columns, in ascending order, as a dense array (1, n, k); a negative one, at the end, is zero."""
+        out = np.zeros((1, len(self.counts), len(places)), self.values.dtype)
+        columns, values = self.entries()
+        rows, known = np.repeat(np.arange(len(self.counts)), self.counts), places[places >= 0]
+        at = np.searchsorted(known, columns)
+        held = np.flatnonzero(at < len(known))
+        held = held[known[at[held]] == columns[held]]
+        out[0, rows[held], at[held]] = values[held]
+        return out
+
+    def without_zero_columns(
+        self, mask: npt.NDArray[np.bool_] | None, least: int
+    ) -> tuple[Csr, npt.NDArray[np.int64]]:
+        """Return the keys without columns that are zero in the rows of a mask (1, n), and the places of the others.
+
+        At least so many columns stay.
+        """
+        columns, values = self.entries()
+        counts = values != 0 if mask is None else (values != 0) & np.repeat(mask[0], self.counts)
+        used = np.zeros(self.d, np.bool_)
+        used[columns[counts]] = True
+        used[np.flatnonzero(~used)[: max(0, least - int(np.count_nonzero(used)))]] = True
+        number, held = np.cumsum(used) - 1, used[columns]
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(held)])[self.indptr - self.indptr[0]]
+        places = np.flatnonzero(used)
+        return Csr(indptr, number[columns[held]], values[held], len(places)), places
+
     def to_dense(self) -> npt.NDArray[Any]:
         """Return a dense (1, n, d) array, for a block of rows."""
         columns, values = self.entries()

@@ -19,6 +19,7 @@ import numpy as np
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
@@ -41,6 +42,7 @@ _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at mos
 
 
 @where_arrays_are
+@by_numpy
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the coding rate R of tokens: about the number of nats to store a token up to the distortion ε.
 
@@ -105,6 +107,7 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
 
 
 @where_arrays_are
+@by_numpy
 def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the coding rate R_c of tokens in groups, with a separate code for each group.
 
@@ -164,6 +167,7 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
 
 
 @where_arrays_are
+@by_numpy
 def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the bound R_var of the compression rate, which token statistics attention descends.
 
@@ -223,6 +227,7 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 
 
 @where_arrays_are
+@by_numpy
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the rate reduction R − R_c: the nats that a separate code for each group saves.
 
@@ -277,6 +282,7 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
 
 
 @where_arrays_are
+@by_numpy
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     r"""Return the coding rates of normalized tokens, summed over the heads.
 
@@ -334,6 +340,7 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
 
 
 @where_arrays_are
+@by_numpy
 def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> Any:
     r"""Return tokens after a gradient descent step on R_var: token statistics attention with tied outputs.
 
@@ -413,6 +420,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
 
 @where_arrays_are
+@by_numpy
 def largest_step(U: Any, eps: float, /) -> Any:
     r"""Return the largest step for which token statistics attention never raises R_var, for fixed memberships.
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -156,17 +156,13 @@ def leverage_scores(K: Any, /) -> Any:
     array([0.75, 0.75, 0.75, 0.75])
     """
     _require_dask()
-    from dask.graph_manipulation import bind
-
     K = _in_row_chunks(K)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # raises for a wrong K
     new = partial(_Reading, no_rows)
     factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, _Reading.factor)
     dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
-    # Bound to the factor, the chunks of the second pass are new tasks that wait for it. Otherwise dask would hold all
-    # of K from one pass to the next.
-    return bind(K, factor).map_blocks(
+    return _again(K, factor).map_blocks(
         _scores, factor, dtype=dtype, drop_axis=K.ndim - 1, meta=np.empty((0,) * (K.ndim - 1), dtype)
     )
 
@@ -501,6 +497,55 @@ def _in_tree(states: Any, new: Callable[[], Any], read: Callable[[Any], Any]) ->
     return whole.to_delayed().item()
 
 
+def _again(K: Any, after: Any) -> Any:
+    """Return K from new tasks that wait for `after`, a lazy value of K; dask would hold all of K until then.
+
+    Data in the graph, and chunks that a cluster holds, stay as they are.
+    """
+    import dask.array as da
+    from dask.base import clone_key
+    from dask.core import flatten
+    from dask.graph_manipulation import bind
+    from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+    try:
+        from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_legacy_task
+    except ImportError:
+        return bind(K, after, seed=after.key)
+    if not hasattr(Task, "substitute"):  # before 2024.12, where arrays have none of these tasks
+        return bind(K, after, seed=after.key)
+    new_name = cache(partial(clone_key, seed=after.key))
+
+    def renamed(key: Any) -> Any:
+        if isinstance(key, tuple) and isinstance(key[0], str):
+            return new_name(key[0]), *key[1:]
+        return new_name(key) if isinstance(key, str) else (new_name("task"), key)
+
+    def is_made(node: Any) -> bool:
+        if isinstance(node, Alias):  # one of itself, or of no task, is the future of a chunk
+            return node.target != node.key and node.target in every
+        return isinstance(node, GraphNode) and not isinstance(node, DataNode)
+
+    every = set(K.dask)
+    nodes = {
+        name: {key: convert_legacy_task(key, task, every) for key, task in layer.items()}
+        for name, layer in K.dask.layers.items()
+    }
+    new = {key: renamed(key) for layer in nodes.values() for key, node in layer.items() if is_made(node)}
+    name, waits = new_name("again"), TaskRef(after.key)
+    layers, dependencies = {**K.dask.layers, **after.dask.layers}, {**K.dask.dependencies, **after.dask.dependencies}
+    for old, layer in nodes.items():
+        tasks = {new[key]: node.substitute(new, key=new[key]) for key, node in layer.items() if key in new}
+        for key, node in layer.items():
+            if key in new and isinstance(node, Task) and not node.dependencies & new.keys():
+                tasks[new[key]] = Task(new[key], _first, tasks[new[key]], waits)
+        layers[renamed(old)] = MaterializedLayer(tasks, K.dask.layers[old].annotations)
+        dependencies[renamed(old)] = {old, *after.__dask_layers__(), *map(renamed, K.dask.dependencies[old])}
+    chunks = {(name, *key[1:]): Alias((name, *key[1:]), new.get(key, key)) for key in flatten(K.__dask_keys__())}
+    layers[name], dependencies[name] = MaterializedLayer(chunks), {K.name, renamed(K.name)}
+    return da.Array(HighLevelGraph(layers, dependencies), name, K.chunks, meta=K)
+
+
 # -- on the workers: the tasks ------------------------------------------------------------------------
 
 
@@ -525,6 +570,10 @@ def _named(part: str) -> Iterator[None]:
             yield
     except NonFiniteError as error:
         raise NonFiniteError(f"{part}: {error}") from error
+
+
+def _first(value: Any, _: Any) -> Any:
+    return value
 
 
 def _unchanged(state: Any, axis: Any, keepdims: Any) -> Any:  # noqa: ARG001 (dask passes them)

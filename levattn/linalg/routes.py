@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import on_cuda, take_entries, to_device, to_numpy
-from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor.contract import Inverses
@@ -280,10 +279,6 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     Equal rows are rounded alike, so the error of either method grows with the number of copies. So the moments of K W
     correct W once, and `precondition` finds anew a row space that is not the whole.
     """
-    if method == "svd" and isinstance(rows.keys, Csr):
-        raise ValueError(
-            "method is 'svd', which writes out all zeros of sparse K; expected 'auto', 'gram' or 'qr', which do not"
-        )
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
     largest = rows.column_maxima()

@@ -4,6 +4,10 @@ The attention that a key can receive depends only on the column space of the key
 it. So levattn factors these columns in place of the keys, as they are stored: nothing is rounded. If their number is
 the number of rows, the rows are independent. Each row then has a query that is orthogonal to all others, and score 1.
 Rows less their mean have one direction less. If n rows have n - 1 of them, each row's score is 1 - 1/n.
+
+Sparse keys are not written out, unless they are less a mean. First, a column with one entry is chosen and its row is done with, again and again:
+such columns are independent of one another and of all others, by their places alone. The rest is chosen from dense
+blocks of columns of as many rows as are left.
 """
 
 from __future__ import annotations
@@ -14,17 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device, to_numpy
+from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows
 from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 
-__all__ = ["Wide"]
+__all__ = ["Wide", "folded"]
 
 Places = npt.NDArray[np.int64]
 
 _SMALL_PIVOT = 2.0**-26  # of scaled rows; columns with smaller pivots come later
+_LARGEST_INVERSE = 2.0**5  # norm of a column of the inverse of a triangle of sparse columns
+_NUMBERS = 1 << 20  # of sparse columns that are written out together, at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +40,8 @@ class Wide:
 
     rows: the original keys.
 
-    columns: (b, n), independent columns with the same span as all columns; -1 fills up the places that are left.
+    columns: (b, n), independent columns with the same span as all columns; -1 fills up the places that are left. For
+        sparse keys there may be fewer places, and the columns are all that are not zero if these are fewer than n.
 
     independent: (b,), True for matrices whose nonzero rows are proven independent, but for the sum of rows less their
     mean.
@@ -49,10 +57,15 @@ class Wide:
     @classmethod
     def of(cls, rows: Rows, largest: Float64) -> Wide:
         """Choose the columns of finite keys; largest: (b, d), the largest entry of each column."""
-        found = [_columns(rows.item(item), largest[item]) for item in range(rows.shape[0])]
-        columns = np.full(
-            (len(found), max(rows.shape[1], 1)), -1
-        )  # the same width for all ranks, so that a batch changes no bits
+        sparse = isinstance(rows.keys, Csr)
+        if sparse and rows.shift is None:
+            found = [_sparse_columns(rows, largest[0])]
+        else:  # rows less their mean are not sparse
+            written = replace(rows, keys=rows.keys.to_dense()) if isinstance(rows.keys, Csr) else rows
+            found = [_columns(written.item(item), largest[item]) for item in range(rows.shape[0])]
+        # the same width for all ranks, so that a batch changes no bits; sparse keys have none
+        width = len(found[0][0]) if sparse else rows.shape[1]
+        columns = np.full((len(found), max(width, 1)), -1)
         for item, (some, _, _) in enumerate(found):
             columns[item, : len(some)] = some
         whole = np.array([every for _, every, _ in found], np.bool_)
@@ -75,26 +88,33 @@ class Wide:
             return 1.0
         return 1 - 1 / max(int(np.count_nonzero(self.live(self.rows.item(item)))), 1)
 
+    def among(self, rows: Rows, places: Places) -> Wide:
+        """Return the same for keys whose columns at some places are the keys here, and that are zero elsewhere."""
+        return replace(self, rows=rows, columns=np.where(self.columns >= 0, places[self.columns], -1))
+
     def held(self) -> Wide:
         """Return a copy with keys of its own."""
-        xp = array_namespace(self.rows.keys)
-        return replace(self, rows=replace(self.rows, keys=xp.asarray(self.rows.keys, copy=True)))
+        keys = self.rows.keys
+        if isinstance(keys, Csr):
+            return replace(self, rows=replace(self.rows, keys=keys.take(np.arange(len(keys.counts)))))
+        return replace(self, rows=replace(self.rows, keys=array_namespace(keys).asarray(keys, copy=True)))
 
     def picked(self, rows: Rows) -> Rows:
         """Return the chosen columns of rows of the batch."""
-        xp = array_namespace(rows.keys)
         there = self.columns >= 0
-        keys = []
-        for item, columns in enumerate(np.where(there, self.columns, 0)):
-            some = xp.take(rows.keys[item, :, :], to_device(columns, rows.keys), axis=1)
-            keys.append(
-                some if there[item].all() else xp.where(to_device(there[item], some), some, xp.zeros_like(some))
-            )
         places, scale, shift = np.where(there, self.columns, 0), rows.scale, rows.shift
         if scale is not None:
             scale = np.where(there, np.take_along_axis(scale, places, axis=1), 1.0)
         if shift is not None:
             shift = np.where(there[:, None], np.take_along_axis(shift, places[:, None], axis=2), 0.0)
+        if isinstance(rows.keys, Csr):
+            return replace(rows, keys=rows.keys.columns(self.columns[0]), scale=scale, shift=shift)
+        xp, keys = array_namespace(rows.keys), []
+        for item, columns in enumerate(np.where(there, self.columns, 0)):
+            some = xp.take(rows.keys[item, :, :], to_device(columns, rows.keys), axis=1)
+            keys.append(
+                some if there[item].all() else xp.where(to_device(there[item], some), some, xp.zeros_like(some))
+            )
         return replace(rows, keys=xp.stack(keys), scale=scale, shift=shift)
 
     def gathered(self, k: Float64, item: int) -> Float64:
@@ -115,43 +135,124 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
     Also tell whether its rows are independent, and whether float64 proves it.
     """
-    from scipy.linalg.lapack import dgetrf
-
     stored = as_read(replace(rows, shift=None))
     live = np.any(stored != 0, axis=1)
     if rows.shift is not None:  # zeros belong to the mean
         live = np.ones(len(live), np.bool_) if rows.mask is None else to_numpy(rows.mask)[0]
     stored = stored[live]
-    m, d = stored.shape
+    m = len(stored)
     if not m:
         return np.zeros(0, np.int64), True, True
     read, ones = stored, np.zeros((m, 0))
     if rows.shift is not None:  # a column of ones, independent of the centered columns, stands for the mean
         read, ones = as_read(rows)[live], np.ones((m, 1))
     most = m - ones.shape[1]
-    X = _tame(read, np.frexp(largest)[1])
+    order, likely = _pivoted(_tame(read, np.frexp(largest)[1]))
+    columns = order[:most]
+    clear = len(columns) == most and _is_regular(np.hstack([ones, read[:, columns]]))
+    if not clear:
+        vectors = Rows(np.hstack([ones, stored[:, order]]).T[None], "float64")
+        chosen = _independent(vectors, min(likely + m - most, m)) - (m - most)
+        columns = order[chosen[chosen >= 0]]
+    return np.sort(columns), len(columns) == most, clear
+
+
+def _pivoted(X: Float64) -> tuple[Places, int]:
+    """Return the columns of a matrix in an order, and how many come first, which are likely independent."""
+    from scipy.linalg.lapack import dgetrf
+
+    m, d = X.shape
+    if d < m:  # no column needs to be chosen for its row
+        small = np.abs(np.diagonal(dgetrf(X)[0])) <= _SMALL_PIVOT
+        return np.concatenate([np.flatnonzero(~small), np.flatnonzero(small)]), d - int(small.sum())
     triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
     order = np.arange(d)
     for here, there in enumerate(swaps.tolist()):
         order[[here, there]] = order[[there, here]]
     small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # rows that are dependent, or nearly so
-    del triangle, X
-    order = np.concatenate([order[:m][~small], order[:m][small], order[m:]])
-    columns = order[:most]
-    clear = _is_regular(np.hstack([ones, read[:, columns]]))
+    return np.concatenate([order[:m][~small], order[:m][small], order[m:]]), m - int(small.sum())
+
+
+def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
+    """Do the same as `_columns` for sparse keys, without all of a dense copy."""
+    present = np.arange(rows.shape[1]) if rows.mask is None else np.flatnonzero(rows.mask[0])
+    keys = rows.keys.take(present)
+    alone, left = _one_by_one(keys, largest)
+    of_columns = keys.take(left).transposed()
+    rest = np.flatnonzero(of_columns.counts)
+    vectors, exponents = of_columns.take(rest), np.frexp(largest[rest])[1]
+    m, likely = len(left), np.zeros(0, np.int64)
+    step = max(2 * m, _NUMBERS // max(m, 1))
+    for start in range(0, len(rest), step):  # the best columns so far, and others
+        tried = np.concatenate([likely, np.arange(start, min(start + step, len(rest)))])
+        order, count = _pivoted(_tame(_dense(vectors, tried), exponents[tried]))
+        likely = tried[order[:count]]
+        if len(likely) == m:
+            break
+    clear = len(likely) == m and (not m or _is_regular(_dense(vectors, likely)))
     if not clear:
-        vectors = np.hstack([ones, stored[:, order]]).T
-        chosen = _independent(vectors, min(m - int(small.sum()) + m - most, m)) - (m - most)
-        columns = order[chosen[chosen >= 0]]
-    return np.sort(columns), len(columns) == most, clear
+        order = np.concatenate([likely, np.setdiff1d(np.arange(len(rest)), likely)])
+        likely = order[_independent(Rows(vectors.take(order), rows.format), len(likely))]
+    return np.sort(np.concatenate([alone, rest[likely]])), len(likely) == m, clear
 
 
-def _independent(vectors: Float64, first: int) -> Places:
-    """Return the indices of vectors (d, m) independent of earlier ones, exactly; the `first` ones likely are."""
-    rows = Rows(vectors[None], "float64")
+def _dense(vectors: Csr, columns: Places) -> Float64:
+    """Return some sparse columns, which are rows here, as a dense matrix."""
+    return np.asarray(vectors.take(columns).to_dense()[0].T, np.float64)
+
+
+def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
+    """Return columns with a single entry in rows that earlier ones leave, and the nonzero rows that are left at last.
+
+    The columns with these rows form a triangle. If columns are scaled to entries of at most 1, columns of its inverse
+    have norms below `_LARGEST_INVERSE`.
+    """
+    n, d = keys.shape[1:]
+    of_columns = keys.transposed()
+    count, number = of_columns.counts, np.zeros(d, np.int64)
+    np.add.at(number, np.repeat(np.arange(d), of_columns.counts), of_columns.entries()[0])  # of one row, the row
+    left, norms, chosen = keys.counts > 0, np.zeros(n), [np.zeros(0, np.int64)]
+    while True:
+        alone = np.flatnonzero(count == 1)
+        some = of_columns.take(alone)
+        rows, values = some.entries()
+        sizes = np.abs(values) / np.repeat(largest[alone], some.counts)
+        starts = some.indptr[:-1]
+        pivots = np.add.reduceat(sizes * left[rows], starts) if len(alone) else np.zeros(0)
+        inverse = (1 + np.add.reduceat(sizes * norms[rows], starts)) / pivots if len(alone) else pivots
+        sound = inverse < _LARGEST_INVERSE
+        alone, inverse = alone[sound], inverse[sound]
+        done, first = np.unique(number[alone], return_index=True)
+        if not len(done):
+            return np.concatenate(chosen), np.flatnonzero(left)
+        chosen.append(alone[first])
+        left[done], norms[done] = False, inverse[first]
+        gone = keys.take(done)
+        np.subtract.at(count, gone.entries()[0], 1)
+        np.subtract.at(number, gone.entries()[0], np.repeat(done, gone.counts))
+
+
+def folded(rows: Rows, largest: Float64) -> Rows:
+    """Return dense keys with as many columns as rows whose products are those of sparse keys, up to a scale."""
+    n, d = rows.shape[1:]
+    of_columns, top = rows.keys.transposed(), np.frexp(np.max(largest, initial=0.0))[1]
+    R, step = np.zeros((0, n)), max(2 * n, _NUMBERS // n)
+    for start in range(0, d, step):
+        part = slice(start, start + step)
+        keys = np.ascontiguousarray(of_columns[:, part, :].to_dense().transpose(0, 2, 1))
+        shift = None if rows.shift is None else rows.shift[:, :, part]
+        X = np.ldexp(as_read(replace(rows, keys=keys, shift=shift)), -top)
+        R = np.asarray(np.linalg.qr(np.vstack([R, X.T]), mode="r"))
+    K = np.zeros((1, n, n))
+    K[0, :, : len(R)] = R.T
+    return Rows(K, "float64", rows.mask)
+
+
+def _independent(rows: Rows, first: int) -> Places:
+    """Return the indices of rows (1, d, m) independent of earlier ones, exactly; the `first` ones likely are."""
     span, chosen = Span.of(rows.between(0, first)), list(range(first))
     if span.rank < first:
-        span, chosen = Span.nothing(vectors.shape[1]), []
+        span, chosen = Span.nothing(rows.shape[2]), []
     while (outside := span.outside(rows)).any():
         chosen.append(int(np.argmax(outside)))
         span = span.extended(rows.between(chosen[-1], chosen[-1] + 1))

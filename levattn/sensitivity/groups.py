@@ -136,7 +136,7 @@ def as_labels(labels: Any, matrices: Matrices) -> Int64:
             labels = np.asarray(labels)
         except ValueError as error:
             raise ValueError(f"labels is a {type(labels).__name__} that makes no array ({error}). {hint}") from error
-    found = to_numpy(labels)
+    found = to_numpy(labels, "labels")
     expected = (*matrices.batch, matrices.n)
     if found.shape != expected:
         raise ValueError(f"labels has shape {found.shape}; expected {expected}, one label a key. {hint}")

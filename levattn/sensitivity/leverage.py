@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
@@ -18,7 +19,7 @@ from levattn.linalg.centered import centered
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
-from levattn.linalg.wide import Wide
+from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 
 __all__ = [
@@ -45,8 +46,12 @@ def factorize(
     mask: Any = None,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
+    scores_only: bool = False,
 ) -> Factor:
-    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto"."""
+    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto".
+
+    With `scores_only`, the factor of sparse rows that are proven to be independent has nothing but their scores.
+    """
     check_method(method)
     ridge = real_number("ridge", ridge)
     if not 0 <= ridge < math.inf:
@@ -59,14 +64,38 @@ def factorize(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
+    sparse = isinstance(matrices.data, Csr)
+    if sparse and method == "svd":
+        raise ValueError(
+            "method is 'svd', which writes out all zeros of sparse K; expected 'auto', 'gram' or 'qr', which do not"
+        )
+    if sparse and matrices.n < 2 * matrices.d:
+        least = matrices.n + 1 if matrices.n < matrices.d else 1  # wide keys stay wide
+        keys, places = matrices.data.without_zero_columns(as_mask(mask, matrices), least)
+        if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
+            made = replace(matrices, data=keys)
+            options: dict[str, Any] = {
+                "ridge": ridge * made.d / matrices.d,
+                "center": center,
+                "mask": mask,
+                "rtol": rtol,
+            }
+            factor = factorize(made, method=method, single=single, scores_only=scores_only, **options)
+            return factor if ridge else _among(factor, matrices, mask, places)
     rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space
-    if b and n < d and not isinstance(rows.keys, Csr) and ridge == 0 and rtol is None:
+    if b and n < d and rtol is None and (sparse or ridge == 0):
         largest = rows.column_maxima()
         require_finite(rows, largest)
-        wide = Wide.of(rows, largest)
-        rows = wide.picked(rows)
+        if ridge:
+            rows, ridge = folded(rows, largest), ridge * n / d
+        else:
+            wide = Wide.of(rows, largest)
+            if scores_only and sparse and not center and wide.clear.all():
+                rows = replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype))
+            else:
+                rows = wide.picked(rows)
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
@@ -74,6 +103,18 @@ def factorize(
     if wide is None:
         return factor
     return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
+
+
+def _among(factor: Factor, matrices: Matrices, mask: Any, places: npt.NDArray[np.int64]) -> Factor:
+    """Return the factor of sparse keys from the factor of their columns that are not zero."""
+    shift = factor.shift
+    if shift is not None:
+        shift, there = np.zeros((*shift.shape[:2], matrices.d)), shift
+        shift[:, :, places] = there
+    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices), shift)
+    no = np.zeros(1, np.bool_)
+    wide = Wide(rows, np.arange(len(places))[None], no, no) if factor.wide is None else factor.wide
+    return replace(factor, wide=wide.among(rows, places))
 
 
 def rows_of(matrices: Matrices, center: Any, mask: Any) -> Rows:
@@ -198,7 +239,9 @@ def leverage_scores(
     O(n d). With n < d time O(n² d) and memory O(n d), as the rank's number of columns is enough (not with `ridge` or
     `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
     every number of threads, memory layout and batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory
-    O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²).
+    O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²). With n < d
+    the time is O(nnz + n³) where most columns have few entries, and at most O(n² d) for d columns that are not zero.
+    The memory is O(nnz + n²), and O(n d) with `center`.
 
     *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. "countsketch",
     "osnap" and "srht" factor a sketch SK of the keys. If S changes squared norms of the column space by a factor
@@ -229,8 +272,11 @@ def leverage_scores(
             raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
         return matrices.wrap(_approximated(matrices, method, center, mask, sketch_size, as_seed(rng)))
     refuse_randomness(method, sketch_size, rng)
-    factor = factorize(matrices, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
+    options: dict[str, Any] = {"ridge": ridge, "center": center, "mask": mask, "rtol": rtol}
+    factor = factorize(matrices, method=method, scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
+    if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
+        scores = scores.astype(np.float64 if matrices.format == "float64" else np.float32, copy=False)
     return matrices.wrap(scores)
 
 

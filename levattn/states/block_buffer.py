@@ -252,7 +252,7 @@ def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> Any:
         payload = payload.float() if str(payload.dtype) == "torch.bfloat16" else payload  # which holds its numbers
     array = as_cupy(payload)
     if array is None:
-        array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
+        array = to_numpy(payload, "payload") if hasattr(payload, "shape") else np.asarray(payload)
     if array.shape[: len(batch) + 1] != (*batch, n):
         raise ValueError(
             f"payload has shape {array.shape}; expected {(*batch, n)} and further axes, one entry for each key"

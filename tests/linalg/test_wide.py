@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 
 import levattn
 import naive
@@ -181,6 +182,120 @@ def test_a_ridge_and_a_tolerance_see_more_than_the_column_space() -> None:
     np.testing.assert_allclose(levattn.leverage_scores(K, ridge=0.1), expected, rtol=DOUBLE)
     K[0] *= 1e-6
     assert levattn.leverage_scores(K, rtol=1e-3)[0] < 0.01
+
+
+# -- sparse keys -------------------------------------------------------------------------
+
+
+def scattered(n: int, d: int, each: int, seed: int = 0) -> np.ndarray:
+    """A few entries at random places of each row."""
+    rng = np.random.default_rng(seed)
+    K = np.zeros((n, d))
+    for row in K:
+        row[rng.choice(d, each, replace=False)] = rng.integers(1, 9, each) * rng.choice([-1.0, 1.0], each)
+    return K
+
+
+def chained(n: int) -> np.ndarray:
+    """Each row shares a column with the next one, and the last has one of its own: a triangle of n steps."""
+    return np.hstack([np.eye(n) * 3 + np.eye(n, k=1), np.zeros((n, n))])
+
+
+def among_zeros(K: np.ndarray, d: int, seed: int = 0) -> np.ndarray:
+    """The keys with columns of zeros among theirs."""
+    wide = np.zeros((len(K), d))
+    wide[:, np.sort(np.random.default_rng(seed).choice(d, K.shape[1], replace=False))] = K
+    return wide
+
+
+SPARSE = CASES | {
+    "few entries": scattered(12, 200, 3),
+    "one entry each": scattered(9, 30, 1),
+    "entries of some rows alone": np.vstack([scattered(6, 40, 2), np.repeat(scattered(2, 40, 3, 1), 3, axis=0)]),
+    "rows that are twice there": np.repeat(scattered(6, 60, 4), 2, axis=0),
+    "columns that are twice there": np.repeat(scattered(8, 9, 3), 4, axis=1),
+    "a chain": chained(10),
+    "a broken chain": np.vstack([chained(6), chained(6)[:3] + chained(6)[2:5]]),
+    "a dense row": np.vstack([np.ones((1, 50)), scattered(7, 50, 2)]),
+    "small pivots": np.vstack([np.full((1, 20), 1e12), np.eye(6, 20), np.eye(6, 20) * 2]),
+    "graded entries": graded(60, 60, scattered(10, 50, 3)),
+    "more rows than columns with entries": among_zeros(integers()[:, :5], 40),
+    "as many": among_zeros(scattered(8, 8, 3), 40),
+    "two blocks of columns": np.hstack([np.repeat(scattered(4, 200, 100), 2, axis=0), scattered(8, 30, 4)]),
+    "one more row than columns": among_zeros(scattered(41, 12, 3), 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_keys_have_the_exact_scores(kind: str, method: Any) -> None:
+    K = SPARSE[kind]
+    held, expected = strategies.csr(K), naive.leverage_exact(K)
+    if kind != "an ulp apart":
+        np.testing.assert_allclose(levattn.leverage_scores(held, method=method), expected, rtol=DOUBLE)
+    found = levattn.universal_set(held, 0.5, method=method)
+    np.testing.assert_allclose(found.scores, expected, rtol=DOUBLE)
+    assert (found.rank, found.factor.columns) == (naive.rank_exact(K), K.shape[1])
+    assert found.guarantee == "exact"
+    mask = np.random.default_rng(4).random(len(K)) < 0.7
+    dirty = strategies.csr(np.where(mask[:, None], K, np.where(K, np.nan, 0.0)))  # masked rows are not read
+    np.testing.assert_allclose(
+        levattn.universal_set(dirty, 0.5, method=method, mask=mask).scores,
+        naive.leverage_exact(K, mask=mask),
+        rtol=DOUBLE,
+    )
+
+
+@pytest.mark.parametrize("kind", ["integers", "few entries", "a chain", "more rows than columns with entries"])
+def test_sparse_keys_are_float32_and_have_witnesses(kind: str) -> None:
+    K = SPARSE[kind]
+    scores = naive.leverage_exact(K)
+    single = levattn.leverage_scores(strategies.csr(K, "float32"))
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, scores, rtol=1e-6)
+    factor = levattn.universal_set(strategies.csr(K), 0.2).factor.forget_keys()
+    Q = factor.witness(K)
+    live = np.any(K != 0, axis=1)
+    np.testing.assert_allclose(np.diag(naive.attention_exact(Q, K))[live], scores[live], rtol=1e-6)
+    np.testing.assert_allclose(factor.normalizer[0].T @ factor.normalizer[0], K.T @ K, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "integers", "few entries", "a chain", "columns that are twice there"])
+def test_sparse_keys_are_centered(kind: str) -> None:
+    K = SPARSE[kind]
+    centered = K - K.mean(axis=0)
+    found = levattn.leverage_scores(strategies.csr(K), center=True)
+    np.testing.assert_allclose(found, levattn.leverage_scores(K, center=True), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        found, naive.leverage_svd(centered / np.abs(centered).max(axis=0).clip(1e-300)), atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("method", METHODS[:3])
+@pytest.mark.parametrize(
+    "kind",
+    ["gaussian", "integers", "zeros", "few entries", "a dense row", "more rows than columns with entries", "large"],
+)
+def test_sparse_keys_have_a_ridge(kind: str, method: Any, dtype: str) -> None:
+    K, mask = SPARSE[kind], np.random.default_rng(4).random(len(SPARSE[kind])) < 0.7
+    if kind == "large" and dtype == "float32":
+        pytest.skip("beyond float32")
+    there = np.where(mask[:, None], np.ldexp(K, -np.frexp(np.abs(K).max(initial=0.0))[1]), 0.0)
+    G = there @ there.T
+    size = 1e-3 * np.trace(G) / K.shape[1]
+    expected = np.diag(G @ np.linalg.inv(G + (size or 1.0) * np.eye(len(K))))
+    found = levattn.leverage_scores(strategies.csr(K, dtype), ridge=1e-3, method=method, mask=mask)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-9 if dtype == "float64" else 1e-6, atol=1e-14)
+
+
+def test_sparse_keys_that_are_not_finite_are_refused() -> None:
+    for options in ({}, {"ridge": 0.1}, {"center": True}):
+        K = scattered(9, 300, 3)
+        K[4, np.flatnonzero(K[4])[0]] = np.inf
+        with pytest.raises(levattn.NonFiniteError, match="row 4"):
+            levattn.leverage_scores(strategies.csr(K), **options)
 
 
 # -- queries -----------------------------------------------------------------------------
@@ -374,6 +489,26 @@ def test_memory_is_that_of_a_few_copies_of_the_keys(repeated: int) -> None:
     # a d × d array would be 250 copies
     copies = {name: peak(call) / K.nbytes for name, call in calls.items()}
     assert {name: many for name, many in copies.items() if many > 16} == {}
+
+
+@pytest.mark.parametrize("repeated", [1, 2])
+def test_memory_of_sparse_keys_is_that_of_the_rows(repeated: int) -> None:
+    n, d = 100, 10**6
+    rng = np.random.default_rng(0)
+    rows, columns = np.repeat(np.arange(n // repeated), 20), rng.integers(0, d, 20 * n // repeated)
+    some = scipy.sparse.csr_array((rng.standard_normal(len(rows)), (rows, columns)), shape=(n // repeated, d))
+    K = scipy.sparse.vstack([some] * repeated, format="csr")
+    calls = {
+        "scores": lambda: levattn.leverage_scores(K),
+        "qr": lambda: levattn.leverage_scores(K, method="qr"),
+        "ridge": lambda: levattn.leverage_scores(K, ridge=0.1),
+        "centered": lambda: levattn.leverage_scores(K, center=True),
+        "set": lambda: levattn.universal_set(K, 0.1),
+    }
+    # a row of 10⁶ numbers has 8 MB, the keys written out have 800 MB
+    megabytes = {name: peak(call) / 1e6 for name, call in calls.items()}
+    assert {name: many for name, many in megabytes.items() if many > 24} == {}
+    np.testing.assert_allclose(levattn.leverage_scores(K), 1 / repeated, rtol=DOUBLE)
 
 
 def test_states_refuse_sums_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

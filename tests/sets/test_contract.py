@@ -108,7 +108,14 @@ def _laid_out(layout: str, storage: str) -> Implementation:
 
 
 METHODS = ("auto", "gram", "qr", "svd")
-NARROW = ("float16", "bfloat16", "torch-float16", "torch-bfloat16")  # small whole numbers are the same in float32
+NARROW = (
+    "float16",
+    "bfloat16",
+    "torch-float16",
+    "torch-bfloat16",
+    "jax-float16",
+    "jax-bfloat16",
+)  # small whole numbers are the same in float32
 
 TABLE = [
     *(
@@ -117,8 +124,8 @@ TABLE = [
         for method in METHODS
     ),
     *(
-        _stored(s, plain=f"{s.removeprefix('torch-')}-auto")
-        for s in ("torch-float64", "torch-float32")
+        _stored(s, plain=f"{s.partition('-')[2]}-auto")
+        for s in ("torch-float64", "torch-float32", "jax-float64", "jax-float32")
         if s in STORAGE
     ),
     *(_stored(s, plain="float32-auto") for s in NARROW if s in STORAGE),
@@ -147,7 +154,10 @@ TABLE = [
     _stored("float64", name="float64-heads", batch=True, plain="float64-auto"),
     *(
         _stored(s, name=f"{s}-heads", batch=True, plain=plain, thorough=not plain)
-        for s, plain in (("torch-bfloat16", "float32-auto"), ("strict-float64", ""), ("cupy-float32", ""))
+        for s, plain in (
+            *((s, "float32-auto") for s in ("torch-bfloat16", "jax-bfloat16")),
+            *(("strict-float64", ""), ("cupy-float32", "")),
+        )
         if s in STORAGE
     ),
     _stored("float32", name="float32-one-thread", threads=1, plain="float32-auto"),

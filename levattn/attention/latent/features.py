@@ -6,6 +6,7 @@ from typing import Any
 
 from levattn._core.arrays import is_torch
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import dense_arrays, reshaped, stack_arguments
 from levattn.attention.common.packed import cumulative, refuse_packed
@@ -18,6 +19,7 @@ _POWER = 8.0  # of the decay, as in Griffin
 
 
 @where_arrays_are
+@by_numpy
 def rg_lru(
     x: Any,
     gate_x: Any,
@@ -133,6 +135,7 @@ def rg_lru(
 
 
 @where_arrays_are
+@by_numpy
 def causal_conv(
     x: Any,
     weight: Any,

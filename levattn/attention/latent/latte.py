@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import (
     cumulative,
     dense_arrays,
@@ -21,6 +22,7 @@ __all__ = ["latte"]
 
 
 @where_arrays_are
+@by_numpy
 def latte(
     q_logits: Any,
     k_logits: Any,

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import (
     dense_arrays,
     latent_attention,
@@ -96,6 +97,7 @@ class MacchiatoState:
 
 
 @where_arrays_are
+@by_numpy
 def macchiato(
     q: Any,
     k: Any,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn._core.types import Float64
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
@@ -21,6 +22,7 @@ __all__ = ["repeated_mass"]
 
 
 @where_arrays_are
+@by_numpy
 def repeated_mass(
     q_logits: Any,
     k_logits: Any,

@@ -6,6 +6,7 @@ from typing import Any
 
 from levattn._core.checks import positive_number
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import dense_array, moved, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 
@@ -13,6 +14,7 @@ __all__ = ["rotate_values"]
 
 
 @where_arrays_are
+@by_numpy
 def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: bool = False) -> Any:
     r"""Rotate pairs of channels by angles that grow with the position.
 

@@ -12,6 +12,7 @@ import numpy as np
 from levattn._core.arrays import is_torch
 from levattn._core.checks import positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
@@ -26,6 +27,7 @@ _LEAST = 32  # rows of a block: the products of smaller blocks cost more than th
 
 
 @where_arrays_are
+@by_numpy
 def window_attention(
     q: Any,
     k: Any,

@@ -11,6 +11,7 @@ import numpy as np
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import fraction, positive_number, real_number
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn.attention.common.arguments import dense_array
@@ -62,6 +63,7 @@ class PrunedCoverage:
 
 
 @where_arrays_are
+@by_numpy
 def pruned_coverage(
     Q: Any,
     K: Any,

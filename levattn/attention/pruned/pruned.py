@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
 from levattn.attention.latent.window import check_scale
@@ -20,6 +21,7 @@ __all__ = ["pruned_attention"]
 
 
 @where_arrays_are
+@by_numpy
 def pruned_attention(
     Q: Any,
     K: Any,

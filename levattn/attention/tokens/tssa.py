@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from levattn._core.device import where_arrays_are
+from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.packed import untraced
@@ -17,6 +18,7 @@ __all__ = ["memberships", "tssa"]
 
 
 @where_arrays_are
+@by_numpy
 def tssa(
     W: Any,
     temperature: Any = 1.0,
@@ -158,6 +160,7 @@ def tssa(
 
 
 @where_arrays_are
+@by_numpy
 def memberships(
     W: Any,
     temperature: Any = 1.0,
