@@ -108,14 +108,13 @@ def test_compress_says_what_it_keeps(decoder, text, tmp_path):
 
 
 def test_the_commands_print_on_every_standard_output(program, decoder, context, text):
-    files = ("b.safetensors", "b.html")
-    check_once(
-        program, f"compress {decoder} --text {text} -o {files[0]} --budget 0.5 --html {files[1]}".split(), files
-    )
-    check_once(program, f"ask {decoder} {context} few --max-tokens 3".split(), ())
-    check_once(
-        program, f"profile {decoder} -o h.json --tasks 1 --positions 64 --html h.html".split(), ("h.json", "h.html")
-    )
+    commands = {
+        f"compress {decoder} --text {text} -o b.safetensors --budget 0.5 --html b.html": ("b.safetensors", "b.html"),
+        f"ask {decoder} {context} few --max-tokens 3": (),
+        f"profile {decoder} -o h.json --tasks 1 --positions 256 --html h.html": ("h.json", "h.html"),
+    }
+    for command, files in commands.items():
+        check_once(program, command.split(), files)
 
 
 def test_layers_that_slide_are_told_of(text, tmp_path):
