@@ -62,43 +62,45 @@ def share_blocks(
     whole = step >= _FEW  # few keys: one read, and no separate pass for the sum
     if not whole:
         step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
-    largest, lost = _largest(keys, all_keys, width), np.zeros(len(Q), np.bool_)
+    rows, complete = _read(keys, order) if whole else None, len(order) == len(all_keys)
+    largest, lost, given = np.zeros(keys.d), np.zeros(len(Q), np.bool_), keys
+    for start in range(0, len(all_keys), width):
+        some = _read(keys, all_keys[start : start + width]) if rows is None or not complete else rows
+        largest = np.maximum(largest, np.abs(some).max(axis=0))
     if isinstance(f, Power):
         Q, keys, largest, lost = _tamed(Q, keys, largest, f.p)
-    rows = to_float64(take_rows(keys.data, order), keys.format)[0] if whole else None
-    alone = rows if elsewhere is None and len(order) == len(all_keys) else None
+        rows = rows if rows is None or keys is given else _read(keys, order)
+    alone = rows if elsewhere is None and complete else None
     attention = _Attention(keys, present, f, largest, level, together)
+    noises = attention.noise(Q)
     for first in range(0, len(Q), step):
         part = slice(first, min(first + step, len(Q)))
         rest = None if elsewhere is None else elsewhere[part]
-        mine, (D, A, error) = Q[part], attention.in_float64(Q[part], alone, rest)
+        mine, noise = Q[part], noises[part]
+        D, A, error = attention.in_float64(mine, noise, alone, rest)
         vanished = attention.vanished(mine, D)
         if len(vanished):
             mine = mine.copy()
             mine[vanished] = attention.raised(mine[vanished])
-            D, A, error = attention.in_float64(mine, alone, rest)
+            noise = attention.noise(mine)
+            D, A, error = attention.in_float64(mine, noise, alone, rest)
         doubtful = np.flatnonzero(~(error <= _SURE))
-        error = np.where(error <= _SURE, 0.0, error)
+        error = np.zeros(len(mine))
         if len(doubtful):
-            few = attention.precisely(mine[doubtful], None if rest is None else rest[doubtful])
-            D[doubtful], error[doubtful] = few[0], np.where(lost[part][doubtful], np.inf, few[1])
+            D[doubtful], few = attention.precisely(mine[doubtful], None if rest is None else rest[doubtful])
+            error[doubtful] = np.where(few <= _SURE, 0.0, np.where(lost[part][doubtful], np.inf, few))
         for start in range(0, len(order), width):
             places = order[start : start + width]
-            read = to_float64(take_rows(keys.data, places), keys.format)[0] if rows is None else rows
+            read = _read(keys, places) if rows is None else rows
             if A is None or start:
-                A = attention.shares(mine, read, D)[0]
+                A = attention.shares(mine, noise, read, D)[0]
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
             yield part, places, A, error
 
 
-def _largest(keys: Matrices, places: Int64, width: int) -> Float64:
-    """Return the largest entry of each column, (d,)."""
-    largest = np.zeros(keys.d)
-    for start in range(0, len(places), width):
-        rows = to_float64(take_rows(keys.data, places[start : start + width]), keys.format)[0]
-        largest = np.maximum(largest, np.abs(rows).max(axis=0))
-    return largest
+def _read(keys: Matrices, places: Int64) -> Float64:
+    return to_float64(take_rows(keys.data, places), keys.format)[0]
 
 
 def _tamed(Q: Float64, keys: Matrices, largest: Float64, p: float) -> tuple[Float64, Matrices, Float64, Flags]:
@@ -138,37 +140,49 @@ class _Attention:
         """Whether f is a power that brings no sum into range unless its queries are rounded."""
         return isinstance(self.f, Power) and self.f.p > _STEEP
 
+    def noise(self, Q: Float64) -> Float64:
+        """Return the largest error of a product in float64, for each query; finite only if all products are."""
+        with np.errstate(over="ignore"):
+            return np.asarray(product_noise(np.abs(Q) @ self.largest, Q.shape[1]))
+
     def in_float64(
-        self, Q: Float64, alone: Float64 | None, elsewhere: Float64 | None
+        self, Q: Float64, noise: Float64, alone: Float64 | None, elsewhere: Float64 | None
     ) -> tuple[Float64, Float64 | None, Float64]:
         """Return the sums of queries, for softmax their logarithms, and errors; with all keys `alone` also shares."""
-        with np.errstate(over="ignore"):
-            noise, A = product_noise(np.abs(Q) @ self.largest, Q.shape[1]), None
+        A, n = None, self.keys.n
         if alone is None:
             D, _, change = sums(Q, self.keys, self.present, self.f)
             D = D if elsewhere is None else np.logaddexp(D, elsewhere)
         else:
-            A, D, change = self.shares(Q, alone, None, noise)
-        return D, A, np.where(self._some(Q), self._mild_error(D, change, noise), 0.0)
+            A, D, change = self.shares(Q, noise, alone, None)
+        # the bounds depend on the number of terms over their sum: of all keys, and of scores that reach the level
+        with np.errstate(over="ignore"):
+            error = 2 * mild_changes(self.f, D, max(n, (n if self.together else 1) / self.level), noise)
+            if not is_bounded_by_sums(self.f):
+                entries = change / self.level if self.together else mild_entry_change(self.f, D, self.level, noise)
+                error = error + change + entries
+        return D, A, error
 
     def shares(
-        self, Q: Float64, rows: Float64, D: Float64 | None, noise: Float64 | None = None
+        self, Q: Float64, noise: Float64, rows: Float64, D: Float64 | None
     ) -> tuple[Float64, Float64, Float64 | float]:
-        """Return scores, sums, and the relative error of the sums as far as these do not show it."""
-        f, change = self.f, 0.0
+        """Return scores, sums, and the relative error of sums found here, as far as these do not show it."""
+        f, change = self.f, None
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             Z = Q @ rows.T
-            if noise is not None and not is_bounded_by_sums(f) and np.isfinite(Z).all():
-                change = small_changes(f, Z, noise)
-            finite = np.isfinite(Z).all()
+            finite = bool(np.isfinite(noise).all() or np.isfinite(Z).all())
+            if D is None and finite and not is_bounded_by_sums(f):
+                change = small_changes(f, np.abs(Z, out=Z), noise, _SURE / 8)
             A, D = _shares(Z, D, f)
-            if not (finite and np.isfinite(A).all()):
+            if not (finite and (np.isfinite(D) | isinstance(f, Softmax)).all()):
                 sums(Q, self.keys, self.present, f)  # raises with the cause
-            return A, D, change / D if noise is not None else 0.0
+            return A, D, 0.0 if change is None else change / D + _SURE / 8
 
     def vanished(self, Q: Float64, D: Float64) -> Int64:
         """Return the queries whose powers are so small that some may be lost."""
-        return np.flatnonzero(self._some(Q) & ~(D >= _LEAST_SUM)) if isinstance(self.f, Power) else np.zeros(0, int)
+        if not isinstance(self.f, Power) or (D >= _LEAST_SUM).all():
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & ~(D >= _LEAST_SUM))
 
     def raised(self, Q: Float64) -> Float64:
         """Return queries scaled to a largest product of about 1."""
@@ -182,7 +196,7 @@ class _Attention:
     def precisely(self, Q: Float64, elsewhere: Float64 | None) -> tuple[Float64, Float64]:
         """Return the sums of queries, from products in twice the precision, and the errors of their shares."""
         if self.steep:  # such queries were rounded
-            D, _, error = self.in_float64(Q, None, None)
+            D, _, error = self.in_float64(Q, self.noise(Q), None, None)
             return D, error
         D, change, adding = uncertain_sums(Q, self.keys, self.present, self.f, precise=True)
         error = change + adding + evaluation_error(self.f, D, self.level)
@@ -197,20 +211,6 @@ class _Attention:
         if self.steep:
             return np.asarray(Q @ rows.T)
         return certain_products(Q, rows, zeros=not isinstance(self.f, Softmax))[0]
-
-    def _some(self, Q: Float64) -> Flags:
-        """Tell which queries meet any entry of a key."""
-        return np.any((Q != 0) & (self.largest > 0), axis=1)
-
-    def _mild_error(self, D: Float64, change: Float64 | float, noise: Float64) -> Float64:
-        """Bound the relative error of shares from what the sums show."""
-        n, few = self.keys.n, self.keys.n if self.together else 1
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            error = mild_changes(self.f, D, n, noise)
-            if is_bounded_by_sums(self.f):
-                return error + mild_changes(self.f, D if isinstance(self.f, Softmax) else self.level * D, few, noise)
-            error = error + change
-            return error + (error / self.level if self.together else mild_entry_change(self.f, D, self.level, noise))
 
 
 def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> tuple[Float64, Float64]:

@@ -193,7 +193,7 @@ def sums(
                 continue
             total += f(Z).sum(axis=1)
             if not known:
-                change += small_changes(f, Z, product_noise(np.abs(Q) @ here, keys.d))
+                change += small_changes(f, np.abs(Z), product_noise(np.abs(Q) @ here, keys.d))
     error = np.zeros(len(Q))
     if not known:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -201,13 +201,12 @@ def sums(
     return _result(total, top, Q, f), largest, np.where(error >= 0, error, np.inf) + (parts + 32) * UNIT
 
 
-def small_changes(f: AttentionFunction, Z: Float64, noise: Float64) -> Float64:
-    """Bound the change of ``Σ f(z)`` from errors of `noise`, (m,), except for a `_SHARE` of the sum."""
-    size = np.abs(Z)
-    few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / _SHARE))[:, None])
+def small_changes(f: AttentionFunction, size: Float64, noise: Float64, share: float = _SHARE) -> Float64:
+    """Bound the change of ``Σ f(z)``, of the sizes of z, from errors of `noise`, (m,), except for a `share` of it."""
+    few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / share))[:, None])
     at = few // size.shape[1]
     high, low = _high_and_low(f, size.ravel()[few], noise[at])
-    return np.asarray(np.bincount(at, high - low, len(Z)), np.float64)
+    return np.asarray(np.bincount(at, high - low, len(size)), np.float64)
 
 
 def uncertain_sums(
