@@ -68,7 +68,7 @@ def share_blocks(
         some = _read(keys, all_keys[start : start + width]) if rows is None or not complete else rows
         largest = np.maximum(largest, np.abs(some).max(axis=0))
     if isinstance(f, Power):
-        Q, keys, largest, lost = _tamed(Q, keys, largest, f.p)
+        Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
         rows = rows if rows is None or keys is given else _read(keys, order)
     alone = rows if elsewhere is None and complete else None
     attention = _Attention(keys, present, f, largest, level, together)
@@ -103,7 +103,9 @@ def _read(keys: Matrices, places: Int64) -> Float64:
     return to_float64(take_rows(keys.data, places), keys.format)[0]
 
 
-def _tamed(Q: Float64, keys: Matrices, largest: Float64, p: float) -> tuple[Float64, Matrices, Float64, Flags]:
+def _tamed(
+    Q: Float64, keys: Matrices, present: Flags, largest: Float64, p: float
+) -> tuple[Float64, Matrices, Float64, Flags]:
     """Return each query times a power of two, which brings the bound of its products to about 1, or less for large p.
 
     Columns of very large or very small keys are scaled as well. Also return the largest entries of the columns, and
@@ -115,7 +117,7 @@ def _tamed(Q: Float64, keys: Matrices, largest: Float64, p: float) -> tuple[Floa
     powers = np.where(fraction != 0, own + exponents, -(2**20))
     lost_key = False
     if np.abs(exponents).max(initial=0) > _TAME:
-        values = to_float64(keys.data, keys.format)
+        values = np.where(present[:, None], to_float64(keys.data, keys.format), 0.0)
         even = np.ldexp(values, -exponents)
         lost_key = bool(((values != 0) & (np.abs(even) < 2.0**-1022)).any())
         keys, largest, own = replace(keys, data=even, format="float64"), np.ldexp(largest, -exponents), powers
