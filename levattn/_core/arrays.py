@@ -36,6 +36,7 @@ __all__ = [
     "item_entries",
     "nonzero",
     "on_cuda",
+    "refuse_masked_tensor",
     "take_entries",
     "take_rows",
     "tensor_behind",
@@ -183,8 +184,17 @@ def as_tensor(array: Any) -> Any:
     return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
+def refuse_masked_tensor(tensor: Any, name: str) -> None:
+    """Raise for a tensor of torch.masked, whose mask would be lost."""
+    if type(tensor).__name__ == "MaskedTensor":
+        raise TypeError(
+            f"{name} is a MaskedTensor; expected a plain tensor. Give {name}.get_data(), and leave rows out by mask="
+        )
+
+
 def _plain_tensor(tensor: Any, name: str) -> Any:
     """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
+    refuse_masked_tensor(tensor, name)
     if tensor.is_nested:
         raise TypeError(
             f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
@@ -316,6 +326,11 @@ def _remedy(array: Any, name: str) -> str:
     if isinstance(array, str | os.PathLike):
         return f"Open a file of keys first: {name} = levattn.open_keys({os.fspath(array)!r})"
     package = type(array).__module__.partition(".")[0]
+    if package == "pandas":  # nullable columns become objects otherwise
+        return (
+            f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave rows without a number out "
+            "by mask="
+        )
     if package == "levattn" and hasattr(array, "load"):
         return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
     if package == "dask":
@@ -353,6 +368,8 @@ def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) 
     Its leading axes may have size 1, and are arbitrary if the expected shape begins with an ellipsis. `meaning` names
     the items whose flag is True.
     """
+    if isinstance(flags, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; expected a plain one. Give {name}.filled(False) or {name}.data")
     shape = tuple(flags.shape)
     leading = shape[:-1] if ... in expected else expected[:-1]
     alike = len(shape) == len(leading) + 1 and all(s in (1, e) for s, e in zip(shape, leading, strict=False))

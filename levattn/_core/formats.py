@@ -16,6 +16,12 @@ def format_of(dtype: Any, name: str, conversion: str) -> str:
     """Return the name of the format of real floats, or raise with a `conversion` as the remedy."""
     kind = dtype_name(dtype)
     if kind not in _FLOATS:
+        if kind.startswith("complex"):
+            conversion = f"{name}.real, or the real and the imaginary parts as columns"
+        elif kind.startswith(("qint", "quint")):  # of torch
+            conversion = f"{name}.dequantize()"
+        elif getattr(dtype, "names", None):
+            conversion = f"numpy.lib.recfunctions.structured_to_unstructured({name})"
         raise TypeError(
             f"{name} has dtype {dtype}; expected a real floating dtype ({', '.join(_FLOATS)}). "
             f"Convert it first, e.g. {conversion}"

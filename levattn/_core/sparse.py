@@ -133,6 +133,11 @@ def from_csr(K: Any, name: str) -> Csr:
             f"Give one row as {name}.reshape(1, -1).tocsr()"
         )
     kind = format_of(np.dtype(K.dtype), name, f"{name}.astype('float64')")
+    if kind not in ("float64", "float32"):
+        raise TypeError(
+            f"{name} is a sparse matrix of dtype {K.dtype}; expected float64 or float32 for sparse keys. Convert it "
+            f"first: {name}.astype('float32')"
+        )
     n, d = (int(size) for size in K.shape)
     if d == 0:
         raise ValueError(f"{name} has shape {(n, d)}; expected at least one column (d >= 1)")

@@ -21,7 +21,7 @@ import numpy as np
 
 from levattn._core.checks import whole_number
 
-__all__ = ["Background", "look_out_by", "num_threads", "parallel_for", "thread_limit"]
+__all__ = ["Background", "available_threads", "look_out_by", "num_threads", "parallel_for", "thread_limit"]
 
 _limit: ContextVar[int | None] = ContextVar("levattn_thread_limit", default=None)
 _PATIENCE = 10.0  # seconds
@@ -29,11 +29,15 @@ _LOOKS = 50  # of some tenths of a millisecond, in which a waiting thread looks 
 _look_out: Callable[[Any, int], object] | None = None
 
 
-def _available() -> int:
-    asked = os.environ.get("LEVATTN_NUM_THREADS")
-    if asked is not None:
+def available_threads() -> int:
+    """Return the number of threads that the environment allows, or raise; an empty variable is none."""
+    asked = os.environ.get("LEVATTN_NUM_THREADS", "").strip()
+    if asked:
         if not asked.isdecimal() or int(asked) < 1:
-            raise ValueError(f"LEVATTN_NUM_THREADS is {asked!r}; expected a whole number of at least 1")
+            raise ValueError(
+                f"LEVATTN_NUM_THREADS is {asked!r}; expected a whole number of at least 1. Unset the environment "
+                "variable to use every core"
+            )
         return int(asked)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -42,15 +46,15 @@ def _available() -> int:
 
 def num_threads() -> int:
     """Return the number of threads that the next kernel may use."""
-    return _limit.get() or _available()
+    return _limit.get() or available_threads()
 
 
 def thread_limit(n: SupportsIndex) -> AbstractContextManager[None]:
     """Limit the CPU kernels to `n` threads inside a ``with`` block.
 
     The limit holds for the current thread (or task) only. Without it the kernels use every core that the
-    process may run on, or the number in the environment variable ``LEVATTN_NUM_THREADS``. Results do not
-    depend on the number of threads, to the last bit.
+    process may run on, or the number in the environment variable ``LEVATTN_NUM_THREADS`` unless that is empty. Results
+    do not depend on the number of threads, to the last bit.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ import numpy as np
 
 from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.sparse import Csr
+from levattn._core.threads import available_threads
 
 if TYPE_CHECKING:
     from levattn._kernels.factor.contract import FactorKernels
@@ -78,6 +79,7 @@ def __getattr__(name: str) -> Any:
     # pickle looks for names, such as "torch", in every module
     if file not in _FILES or not task or find_spec(f"levattn._kernels.{task}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    available_threads()  # a wrong number in the environment is an error at the first use, not at the first large call
     for found in (file, "definition"):
         path = f"levattn._kernels.{task}.{found}"
         if find_spec(path) is not None:

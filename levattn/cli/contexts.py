@@ -123,13 +123,13 @@ def compress_text(asked: Compression) -> None:
     rows = cache.table()
     sliding = len({row["layer"] for row in rows if row["slides"]})
     sizes = {"positions": count, "bytes": cache.nbytes, "dense_bytes": cache.dense_nbytes, "seconds": seconds}
-    if sliding:
-        report(f"{sliding} of {len(cache.layers)} layers slide and keep their window, which the budget does not count")
     if asked.html is not None:
         facts = dict(_facts(sizes))
         shares = HeatMap.of(rows, "share", "Share of its bytes that each head keeps", ".3f", top=1.0)
         text = _kept(cache, message, tokenizer)
         write_page(asked.html, f"{asked.text.name}, compressed", facts, [shares], rows, _KEPT_HEADS, text)
+    if sliding:
+        report(f"{sliding} of {len(cache.layers)} layers slide and keep their window, which the budget does not count")
     if asked.as_json:
         outcome = {"file": str(asked.output), "model": type(model).__name__, "budget": asked.budget}
         print_json("levattn.compress/1", {**outcome, "chunk": asked.chunk, **sizes, "heads": rows})

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import levattn
+from levattn.cli.streams import encodable, forget
 from levattn.io.common import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "CLOSED",
     "INTERRUPTED",
-    "NO_SPACE",
     "VACUOUS",
     "VACUOUS_IN_GENERAL",
     "WRONG_COMMAND_LINE",
@@ -43,14 +44,15 @@ _VACUOUS = "vacuous: the bound{} is not below n, so the theorem alone does not p
 VACUOUS = _VACUOUS.format(" rank/ε")
 VACUOUS_IN_GENERAL = _VACUOUS.format("")
 _PIPE_WIDTH = 1000
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_REMEDIES = dict.fromkeys(NO_SPACE, "no space left on the disk; free some, or write elsewhere") | {
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = dict.fromkeys(_NO_SPACE, "no space left on the disk; free some, or write elsewhere") | {
     errno.EACCES: "no permission; choose another place or change its permissions",
     errno.EPERM: "no permission; choose another place or change its permissions",
     errno.EROFS: "no permission, as the disk is read-only; choose another place",
     errno.ENOENT: "no such file or folder; check the path",
     errno.ENOTDIR: "no such file or folder; check the path",
     errno.EISDIR: "is a folder; name a file",
+    errno.EBADF: "standard output is closed; open it, as with > FILE",
 }
 
 
@@ -61,8 +63,12 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 def report(message: str) -> None:
-    """Write one line on standard error."""
-    sys.stderr.write(f"levattn: {printable(' '.join(message.split()))}\n")
+    """Write one line on standard error, if it takes it: the exit status does not depend on that."""
+    try:
+        sys.stderr.write(f"levattn: {printable(' '.join(message.split()))}\n")
+        sys.stderr.flush()
+    except OSError:
+        forget(sys.stderr)
 
 
 def of_system(error: OSError) -> str:
@@ -104,7 +110,10 @@ def new_console() -> "Console":
     from rich.console import Console
 
     class Output(Console):
-        """A console that leaves a closed pipe to the program, which sets the exit status."""
+        """A console that leaves a closed pipe to the program, and lays out what standard output can show."""
+
+        def render_str(self, text: str, **options: Any) -> "Text":
+            return super().render_str(encodable(text), **options)
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
@@ -119,7 +128,8 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> "
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # fits thirteen columns into 80 characters
+    lines = box.Box(encodable(str(box.SIMPLE_HEAD)), ascii=True)  # else rich has another box for encodings not UTF
+    table = Table(box=lines, padding=0, show_edge=False)  # fits thirteen columns into 80 characters
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     fields = [column.partition(":") for column in columns.values()]

@@ -1,12 +1,10 @@
 """Shared code of all commands: the help of the program, one line for each error, and the exit status."""
 
-import io
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +12,8 @@ from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperCommand, TyperGroup
 
 import levattn
-from levattn.cli.output import CLOSED, INTERRUPTED, NO_SPACE, WRONG_COMMAND_LINE, fail, of_system, report
+from levattn.cli.output import CLOSED, INTERRUPTED, WRONG_COMMAND_LINE, fail, of_system, report
+from levattn.cli.streams import encodable, forget, is_broken, prepare_streams
 
 __all__ = ["Command", "new_app"]
 
@@ -58,6 +57,10 @@ LEVATTN_NUM_THREADS sets the number of threads, by default one for each core.
 class Command(TyperCommand):
     """A command whose help lists its options under headings: the `rich_help_panel` of each."""
 
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, as standard output can show it."""
+        return encodable(super().get_help(ctx))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options of the help."""
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -80,12 +83,17 @@ class Command(TyperCommand):
 class _Program(TyperGroup):
     """All commands. An error is one line on standard error."""
 
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, as standard output can show it."""
+        return encodable(super().get_help(ctx))
+
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line, and end the process with its status."""
         alone = extra.pop("standalone_mode", True)
         extra["standalone_mode"] = False
         if not alone:
             return super().main(*args, **extra)
+        prepare_streams()
         try:
             with _errors_in_one_line(), _warnings_in_one_line(), _notes_in_one_line():
                 status = super().main(*args, **extra)
@@ -94,6 +102,11 @@ class _Program(TyperGroup):
             command = "levattn" if error.ctx is None else error.ctx.command_path
             fail(f"{message}{' See' if message.endswith('?') else '; see'} {command} --help", WRONG_COMMAND_LINE)
         sys.exit(status if isinstance(status, int) else 0)
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Read the command line, and show the help or the version; a closed pipe must not reach typer."""
+        with _errors_in_one_line():
+            return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command; catch Ctrl-C here, before typer ends the process in silence."""
@@ -146,16 +159,20 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
+    except SystemExit:  # with a status of its own
+        if is_broken(sys.stdout):
+            forget(sys.stdout)
+        raise
     except BrokenPipeError:
-        _forget_output()
+        forget(sys.stdout)
         sys.exit(CLOSED)
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
     except MemoryError:
         fail("not enough memory; give a smaller file or fewer --tokens")
     except OSError as error:
-        if error.filename is None and error.errno in NO_SPACE:  # perhaps standard output itself
-            _forget_output()
+        if is_broken(sys.stdout):
+            forget(sys.stdout)
         fail(of_system(error))
     except (ValueError, ImportError) as error:
         fail(str(error))
@@ -196,11 +213,3 @@ def _notes_in_one_line() -> Iterator[None]:
     finally:
         log.removeHandler(notes)
         log.setLevel(level)
-
-
-def _forget_output() -> None:
-    """Drop the buffered standard output, because Python would try to write it at exit, and report an error."""
-    with suppress(io.UnsupportedOperation):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

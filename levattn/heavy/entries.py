@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices
+from levattn._core.arrays import Matrices, to_float64
 from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
-from levattn.heavy.normalizers import LEAST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
+from levattn.heavy.normalizers import LEAST, LOWEST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
 from levattn.sensitivity.lift import lifted_sums
 from levattn.sensitivity.sums import (
@@ -59,9 +60,17 @@ def of_other_function(
         largest = np.max(np.abs(even), axis=1, initial=0.0)
         powers = np.where(largest > 0, powers, 0) + taken
         fraction, exponent = np.frexp(Q)
+        top, tiny = np.max(exponent, axis=1, initial=0), np.where(exponents < -_LARGEST_SHARE, exponents, 0)
+        if tiny.any() and (powers < top - _LARGEST_POWER).any():
+            # no query is large enough for such keys: they grow, without rounding, and the queries shrink
+            with np.errstate(over="ignore"):  # of keys that take no part
+                keys = replace(keys, data=np.ldexp(to_float64(keys.data, keys.format), -tiny), format="float64")
+            selected, exponent = np.ldexp(selected, -tiny), exponent + tiny
+            top = np.max(np.where(fraction != 0, exponent, LOWEST), axis=1, initial=LOWEST)
+            universal = replace(universal, _lift=None)  # which is of the keys as they were
         least = np.min(np.where(fraction != 0, exponent, 1 << 20), axis=1, initial=1 << 20)
         powers = np.clip(least + 1021, powers - int(_LARGEST_SHARE / max(f.p, 1)), powers)  # no entry loses digits
-        powers = np.maximum(powers, np.max(exponent, axis=1, initial=0) - _LARGEST_POWER)
+        powers = np.maximum(powers, top - _LARGEST_POWER)
         given, Q = Q, np.ldexp(fraction, exponent - powers[:, None])
         lost = flushed(given, Q)
     D, error, precise = _other_sums(Q, selected, keys, universal, epsilon, f)

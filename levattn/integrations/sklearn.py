@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
@@ -135,7 +136,8 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Raises
         ------
         TypeError, ValueError
-            If `epsilon` is not a number in (0, 1], or X is not a dense array of finite numbers.
+            If `epsilon` is not a number in (0, 1], or X is not a dense array of finite numbers. The estimator stays as
+            it was.
         """
         return self._take(X, StreamingUniversalSet(self.epsilon), least=1, reset=True)
 
@@ -170,15 +172,21 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self._take(X, stream, least=0, reset=False)
 
     def _take(self, X: Any, stream: StreamingUniversalSet, *, least: int, reset: bool) -> LeverageScorer:
-        """Add at least `least` rows to a stream, a new one if `reset`."""
-        X = validate_data(self, X, reset=reset, dtype=_DTYPES, ensure_min_samples=least)
-        dtype = X.dtype if reset else self._seen.dtype
-        if not np.can_cast(X.dtype, dtype):
-            raise TypeError(
-                f"X has dtype {X.dtype}; expected {dtype} as in the earlier chunks. Convert this chunk, or start with "
-                f"a chunk of {X.dtype}"
-            )
-        self._seen = _Seen(stream.update(X.astype(dtype, copy=False)), dtype)
+        """Add at least `least` rows to a stream, a new one if `reset`; an error leaves the estimator as it was."""
+        before = vars(self).copy()
+        try:
+            X = validate_data(self, X, reset=reset, dtype=_DTYPES, ensure_min_samples=least)
+            dtype = X.dtype if reset else self._seen.dtype
+            if not np.can_cast(X.dtype, dtype):
+                raise TypeError(
+                    f"X has dtype {X.dtype}; expected {dtype} as in the earlier chunks. Convert this chunk, or start "
+                    f"with a chunk of {X.dtype}"
+                )
+            self._seen = _Seen(stream.update(X.astype(dtype, copy=False)), dtype)
+        except BaseException:  # scikit-learn notes names and numbers of columns before it looks at the rows
+            vars(self).clear()
+            vars(self).update(before)
+            raise
         return self
 
     def merge(self, other: LeverageScorer) -> LeverageScorer:
@@ -318,6 +326,14 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     @property
     def _n_features_out(self) -> int:
         return self.rank_
+
+    def __copy__(self) -> LeverageScorer:
+        """Return a copy with a stream of its own."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        if self.__sklearn_is_fitted__():
+            other._seen = deepcopy(self._seen)
+        return other
 
     def __sklearn_is_fitted__(self) -> bool:
         """Tell whether the estimator has seen rows."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_mask, as_matrices, take_rows, to_device, to_float64, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
@@ -16,16 +16,18 @@ from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.io.source import loaded
-from levattn.linalg.factor import Factor, upper_form
+from levattn.linalg.factor import UNIT, Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import Queries, as_queries, right_svd
 from levattn.sensitivity.shares import share_blocks
+from levattn.sensitivity.sums import certain_products
 
 __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
 
 ExpectedMethod = Literal["auto", "normal", "mean"]
 _STEP, _FIRST, _LAST = 0.125, -40.0, 100.0  # of the quadrature, in log t
 _SAMPLES = 1024
+_CANCELLED = 1e-9  # estimated error of the same from which on products are in twice the precision
 _SINGLE_PRODUCTS = 2.0**-23  # largest estimated error, of the norm of all scores' roots, for products in float32
 
 
@@ -53,7 +55,8 @@ def expected_scores(
     possible query; expected scores are for the queries of this distribution.
 
     **Guarantee.** Under the assumed distribution the score is exact ("normal" for x²) or the exact mean over the
-    sample ("mean"). "normal" for other functions gives a mean over draws with a standard error of at most
+    sample ("mean"), up to 1e-9: where products of a sample and the keys cancel in float64, they are computed in twice
+    the precision. "normal" for other functions gives a mean over draws with a standard error of at most
     :math:`\tfrac12 / \sqrt{\mathtt{samples}}`, which may err either way. The guarantee does not cover other queries.
     By Markov's inequality, at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε. So for
     any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys, whatever d
@@ -118,8 +121,9 @@ def expected_scores(
     leverage scores; with float32 keys errors are below 1e-6 of the largest score. The scale of K and of the queries
     changes nothing. For whitened queries (their second moment is the inverse of KᵀK) the scores are the leverage
     scores divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys
-    give scores of 0. If the queries have condition number κ, a sample loses about κ units of rounding, and moments
-    lose κ². Beyond 10⁷ moments do not resolve the small directions of the queries.
+    give scores of 0. Products of a sample and the keys in which more than some seven digits cancel are all computed,
+    O(n m d), with O(n m) memory (not with `rotary`, whose rotation rounds the queries). Moments of queries with
+    condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the small directions of the queries.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
     long. Memory O(n + m d) and 32 MiB.
@@ -163,8 +167,7 @@ def expected_scores(
         return matrices.wrap(_of_squares(matrices, known, mask))
     require_sample(known, function, draws=draws)
     count = _SAMPLES if samples is None else whole_number("samples", samples)
-    seed, given = as_seed(rng), as_mask(mask, matrices)
-    present = np.ones(matrices.data.shape[:2], np.bool_) if given is None else to_numpy(given)
+    seed, present = as_seed(rng), _presence(mask, matrices)
     out = np.zeros(present.shape)
     for item in range(len(out)):
         parts = (known.normal_draws(item, count, seed),) if draws else known.turned_samples(item)
@@ -199,7 +202,10 @@ def mean_shares(
     With ε it is the mean of ``min(A/ε, 1)⁴``, which measures how often and how nearly a key gets ε.
     """
     total = np.zeros(keys.n)
-    for _, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
+    level = 1.0 if epsilon is None else epsilon
+    for _, places, A, _ in share_blocks(
+        Q, keys, present, f, elsewhere=elsewhere, level=level, together=epsilon is None
+    ):
         if epsilon is not None:
             A /= epsilon
             np.minimum(A, 1.0, out=A)
@@ -216,13 +222,45 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     b, d = int(matrices.data.shape[0]), matrices.d
     W = np.zeros((b, d, d))
     arithmetic: list[Arithmetic] = []
+    again: dict[int, Float64] = {}
     for item in range(b):
         W[item], cancellation = _weighted_basis(factor, item, known.root(item), known.powers)
+        if UNIT * cancellation > _CANCELLED and known.sample is not None and known.positions == 1:
+            again[item] = _of_products(known.sample[item], matrices.item(item), _presence(mask, matrices)[item])
         quick = factor.arithmetic[item] == "single" and kernels.SINGLE_UNIT * cancellation <= _SINGLE_PRODUCTS
         arithmetic.append("single" if quick else "double")
     for one in dict.fromkeys(arithmetic):
         items = np.array([item for item in range(b) if arithmetic[item] == one], np.int64)
         kernels.sqnorms(rows, items, W[items], out, arithmetic=one, ceiling=1.0)
+    for item, scores in again.items():
+        out[item, :] = to_device(scores.astype(str(out.dtype).rpartition(".")[2]), out)
+    return out
+
+
+def _presence(mask: Any, matrices: Matrices) -> Flags:
+    """Return flags (b, n) of the keys that take part, in main memory."""
+    given = as_mask(mask, matrices)
+    return np.ones(matrices.data.shape[:2], np.bool_) if given is None else to_numpy(given)
+
+
+def _of_products(Q: Float64, keys: Matrices, present: Flags) -> Float64:
+    """Return the scores (n,) of x² for centered normal queries with the second moment of a sample.
+
+    The products of queries and keys are in twice the precision, so that it does not matter how far they cancel.
+    """
+    places, out = np.flatnonzero(present), np.zeros(keys.n)
+    K = to_float64(take_rows(keys.data, places), keys.format)[0]
+    exponents = np.frexp(np.abs(K).max(axis=0, initial=0.0))[1]
+    fraction, own = np.frexp(np.where(K.any(axis=0), Q, 0.0))
+    own = np.where(fraction != 0, own + exponents, -(2**20))
+    even = np.ldexp(fraction, own - own.max(initial=-(2**20)))
+    Z = certain_products(even, np.ldexp(K, -exponents))[0]
+    largest = np.abs(Z).max(initial=0.0)
+    if largest > 0:
+        U, roots, _ = np.linalg.svd((Z / largest).T, full_matrices=False)
+        kept = roots > 2.0**-50 * roots[0]
+        shares = roots[kept] ** 2 / np.sum(roots**2)
+        out[places] = np.minimum(np.square(U[:, kept]) @ (shares * quadratic_weights(shares)), 1.0)
     return out
 
 
@@ -245,7 +283,7 @@ def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> tup
         roots, V = right_svd(N @ even)
     kept = roots > 2.0**-50 * roots.max(initial=0.0)
     if not kept.any():
-        return np.zeros((d, d)), 0.0
+        return np.zeros((d, d)), np.inf if (np.abs(N) @ np.abs(even)).any() else 0.0
     total = float(np.sum(roots**2))
     shares = roots[kept] ** 2 / total
     w = quadratic_weights(shares)

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from levattn._core.arrays import Matrices, take_rows, to_float64
+from levattn._core.checks import TIE
 from levattn._core.types import Flags, Float64, Int64
 from levattn.functions import AttentionFunction, Power, Softmax
-from levattn.sensitivity.sums import BLOCK_ENTRIES, sums
+from levattn.linalg.factor import UNIT
+from levattn.sensitivity.sums import (
+    BLOCK_ENTRIES,
+    blocks_of,
+    certain_products,
+    evaluation_error,
+    is_bounded_by_sums,
+    mild_changes,
+    mild_entry_change,
+    product_noise,
+    small_changes,
+    sums,
+    uncertain_sums,
+)
 
 __all__ = ["share_blocks"]
 
 _QUERIES, _FEW = 256, 16  # queries of a block, and the fewest of a block with all keys
+_SURE = TIE / 2  # relative error of shares that changes no answer
+_TAME = 500  # largest power of two in the columns of keys that meet queries as they are
+_LEAST_SUM = 2.0**-900  # of powers: terms of a smaller sum may have vanished
+_STEEP = 900  # power from which on no power of two brings a sum into range
 
 
 def share_blocks(
@@ -23,12 +42,19 @@ def share_blocks(
     f: AttentionFunction | Softmax,
     order: Int64 | None = None,
     elsewhere: Float64 | None = None,
-) -> Iterator[tuple[slice, Int64, Float64]]:
-    """Yield blocks of the attention of queries (m, d): the queries, the keys, and their scores.
+    *,
+    level: float = 1.0,
+    together: bool = True,
+) -> Iterator[tuple[slice, Int64, Float64, Float64]]:
+    """Yield blocks of the attention of queries (m, d): the queries, the keys, their scores, and errors of the queries.
 
     The keys are one matrix, (1, n, d), and come in the given order, or ascending; absent keys have no scores. A query
     that gives f = 0 to all keys attends to none. For powers the products are scaled to at most 1. For softmax,
     `elsewhere` (m,) holds the logarithms of the sums of each query over other keys.
+
+    Products are in float64. Where their rounding could change a score of at least `level`, or scores that reach it
+    `together`, by more than `_SURE`, relative, they are as in twice the precision. The error is 0 unless such scores
+    remain uncertain. Then it bounds their relative error, and is infinite if nothing is known.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
@@ -36,52 +62,176 @@ def share_blocks(
     whole = step >= _FEW  # few keys: one read, and no separate pass for the sum
     if not whole:
         step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
-    rows = to_float64(take_rows(keys.data, order), keys.format)[0] if whole else None
+    rows, complete = _read(keys, order) if whole else None, len(order) == len(all_keys)
+    largest, lost, given = np.zeros(keys.d), np.zeros(len(Q), np.bool_), keys
+    for start in range(0, len(all_keys), width):
+        some = _read(keys, all_keys[start : start + width]) if rows is None or not complete else rows
+        largest = np.maximum(largest, np.abs(some).max(axis=0))
     if isinstance(f, Power):
-        Q = _tamed(Q, keys, all_keys, width)
+        Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
+        rows = rows if rows is None or keys is given else _read(keys, order)
+    alone = rows if elsewhere is None and complete else None
+    attention = _Attention(keys, present, f, largest, level, together)
+    noises = attention.noise(Q)
     for first in range(0, len(Q), step):
         part = slice(first, min(first + step, len(Q)))
-        alone = whole and elsewhere is None and len(order) == len(all_keys)
-        D = None if alone else sums(Q[part], keys, present, f)[0][:, None]
-        if D is not None and elsewhere is not None:
-            D = np.logaddexp(D, elsewhere[part, None])
+        rest = None if elsewhere is None else elsewhere[part]
+        mine, noise = Q[part], noises[part]
+        D, A, error = attention.in_float64(mine, noise, alone, rest)
+        vanished = attention.vanished(mine, D)
+        if len(vanished):
+            mine = mine.copy()
+            mine[vanished] = attention.raised(mine[vanished])
+            noise = attention.noise(mine)
+            D, A, error = attention.in_float64(mine, noise, alone, rest)
+        doubtful = np.flatnonzero(~(error <= _SURE))
+        error = np.zeros(len(mine))
+        if len(doubtful):
+            D[doubtful], few = attention.precisely(mine[doubtful], None if rest is None else rest[doubtful])
+            error[doubtful] = np.where(few <= _SURE, 0.0, np.where(lost[part][doubtful], np.inf, few))
         for start in range(0, len(order), width):
             places = order[start : start + width]
-            read = to_float64(take_rows(keys.data, places), keys.format)[0] if rows is None else rows
-            with np.errstate(over="ignore", invalid="ignore"):
-                Z = Q[part] @ read.T
-                finite = np.isfinite(Z).all()
-                A = _shares(Z, D, f)
-            if not (finite and np.isfinite(A).all()):
-                sums(Q[part], keys, present, f)  # raises with the cause
-            yield part, places, A
+            read = _read(keys, places) if rows is None else rows
+            if A is None or start:
+                A = attention.shares(mine, noise, read, D)[0]
+            if len(doubtful):
+                A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
+            yield part, places, A, error
 
 
-def _tamed(Q: Float64, keys: Matrices, places: Int64, width: int) -> Float64:
-    """Return each query times a power of two, which brings the bound of its products to about 1."""
-    largest = np.zeros(Q.shape[1])
-    for start in range(0, len(places), width):
-        rows = to_float64(take_rows(keys.data, places[start : start + width]), keys.format)[0]
-        largest = np.maximum(largest, np.abs(rows).max(axis=0))
-    queries, own = np.frexp(np.where(largest > 0, Q, 0.0))
-    powers = np.where(queries != 0, own + np.maximum(np.frexp(largest)[1], -1000), -(2**20))
-    return np.asarray(np.ldexp(queries, own - powers.max(axis=1, keepdims=True, initial=-(2**20))))
+def _read(keys: Matrices, places: Int64) -> Float64:
+    return to_float64(take_rows(keys.data, places), keys.format)[0]
 
 
-def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> Float64:
-    """Return scores from products and sums D (m, 1), for softmax their logarithms; without D, from sums of these.
+def _tamed(
+    Q: Float64, keys: Matrices, present: Flags, largest: Float64, p: float
+) -> tuple[Float64, Matrices, Float64, Flags]:
+    """Return each query times a power of two, which brings the bound of its products to about 1, or less for large p.
 
-    The products may be overwritten.
+    Columns of very large or very small keys are scaled as well. Also return the largest entries of the columns, and
+    flags of the queries that lost digits.
+    """
+    there = largest > 0
+    exponents = np.where(there, np.frexp(largest)[1], 0)
+    fraction, own = np.frexp(np.where(there, Q, 0.0))
+    powers = np.where(fraction != 0, own + exponents, -(2**20))
+    lost_key = False
+    if np.abs(exponents).max(initial=0) > _TAME:
+        values = np.where(present[:, None], to_float64(keys.data, keys.format), 0.0)
+        even = np.ldexp(values, -exponents)
+        lost_key = bool(((values != 0) & (np.abs(even) < 2.0**-1022)).any())
+        keys, largest, own = replace(keys, data=even, format="float64"), np.ldexp(largest, -exponents), powers
+    room = min(0, int(1000 / p) - int(np.ceil(np.log2(max(Q.shape[1], 1)))))  # else the sum of powers may overflow
+    Q = np.ldexp(fraction, own - powers.max(axis=1, keepdims=True, initial=-(2**20)) + room)
+    return Q, keys, largest, ((fraction != 0) & (np.abs(Q) < 2.0**-1022)).any(axis=1) | lost_key
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The scores of queries among the keys: sums, shares and errors of a few queries at a time."""
+
+    keys: Matrices
+    present: Flags
+    f: AttentionFunction | Softmax
+    largest: Float64  # entries of the columns, (d,)
+    level: float
+    together: bool
+
+    @property
+    def steep(self) -> bool:
+        """Whether f is a power that brings no sum into range unless its queries are rounded."""
+        return isinstance(self.f, Power) and self.f.p > _STEEP
+
+    def noise(self, Q: Float64) -> Float64:
+        """Return the largest error of a product in float64, for each query; finite only if all products are."""
+        with np.errstate(over="ignore"):
+            return np.asarray(product_noise(np.abs(Q) @ self.largest, Q.shape[1]))
+
+    def in_float64(
+        self, Q: Float64, noise: Float64, alone: Float64 | None, elsewhere: Float64 | None
+    ) -> tuple[Float64, Float64 | None, Float64]:
+        """Return the sums of queries, for softmax their logarithms, and errors; with all keys `alone` also shares."""
+        A, n = None, self.keys.n
+        if alone is None:
+            D, _, change = sums(Q, self.keys, self.present, self.f)
+            D = D if elsewhere is None else np.logaddexp(D, elsewhere)
+        else:
+            A, D, change = self.shares(Q, noise, alone, None)
+        # the bounds depend on the number of terms over their sum: of all keys, and of scores that reach the level
+        with np.errstate(over="ignore"):
+            error = 2 * mild_changes(self.f, D, max(n, (n if self.together else 1) / self.level), noise)
+            if not is_bounded_by_sums(self.f):
+                entries = change / self.level if self.together else mild_entry_change(self.f, D, self.level, noise)
+                error = error + change + entries
+        return D, A, error
+
+    def shares(
+        self, Q: Float64, noise: Float64, rows: Float64, D: Float64 | None
+    ) -> tuple[Float64, Float64, Float64 | float]:
+        """Return scores, sums, and the relative error of sums found here, as far as these do not show it."""
+        f, change = self.f, None
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            Z = Q @ rows.T
+            finite = bool(np.isfinite(noise).all() or np.isfinite(Z).all())
+            if D is None and finite and not is_bounded_by_sums(f):
+                change = small_changes(f, np.abs(Z, out=Z), noise, _SURE / 8)
+            A, D = _shares(Z, D, f)
+            if not (finite and (np.isfinite(D) | isinstance(f, Softmax)).all()):
+                sums(Q, self.keys, self.present, f)  # raises with the cause
+            return A, D, 0.0 if change is None else change / D + _SURE / 8
+
+    def vanished(self, Q: Float64, D: Float64) -> Int64:
+        """Return the queries whose powers are so small that some may be lost."""
+        if not isinstance(self.f, Power) or (D >= _LEAST_SUM).all():
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & ~(D >= _LEAST_SUM))
+
+    def raised(self, Q: Float64) -> Float64:
+        """Return queries scaled to a largest product of about 1."""
+        top = np.zeros(len(Q))
+        for rows in blocks_of(self.keys, self.present, Q):
+            top = np.maximum(top, np.abs(certain_products(Q, rows)[0]).max(axis=1))
+        if self.steep:
+            return np.asarray(Q / np.where(top > 0, top, 1.0)[:, None])
+        return np.asarray(np.ldexp(Q, np.minimum(np.where(top > 0, -np.frexp(top)[1], 0), _TAME)[:, None]))
+
+    def precisely(self, Q: Float64, elsewhere: Float64 | None) -> tuple[Float64, Float64]:
+        """Return the sums of queries, from products in twice the precision, and the errors of their shares."""
+        if self.steep:  # such queries were rounded
+            D, _, error = self.in_float64(Q, self.noise(Q), None, None)
+            return D, error
+        D, change, adding = uncertain_sums(Q, self.keys, self.present, self.f, precise=True)
+        error = change + adding + evaluation_error(self.f, D, self.level)
+        if isinstance(self.f, Softmax):  # of each term
+            error = 2 * error + 2 * UNIT * np.abs(np.where(np.isneginf(D), 0.0, D))
+        else:
+            error = np.where((D == 0) & (change == 0), 0.0, error + change / self.level)
+        return D if elsewhere is None else np.logaddexp(D, elsewhere), error
+
+    def precise_products(self, Q: Float64, rows: Float64) -> Float64:
+        """Return products in twice the precision; with powers too steep for it, in float64."""
+        if self.steep:
+            return np.asarray(Q @ rows.T)
+        return certain_products(Q, rows, zeros=not isinstance(self.f, Softmax))[0]
+
+
+def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> tuple[Float64, Float64]:
+    """Return scores from products and sums D (m,), for softmax their logarithms; without D, from sums of these.
+
+    Also return the sums. The products may be overwritten.
     """
     if isinstance(f, Softmax):
-        Z -= Z.max(axis=1, keepdims=True) if D is None else D
+        top = Z.max(axis=1, initial=-np.inf) if D is None else D
+        Z -= top[:, None]
         A = np.exp(Z, out=Z)
         if D is None:
-            A /= A.sum(axis=1, keepdims=True)
-        return A
+            total = A.sum(axis=1)
+            A /= total[:, None]
+            top = top + np.log(total)
+        return A, top
     A = f(Z)
-    D = A.sum(axis=1, keepdims=True) if D is None else D
-    D = np.where(np.isfinite(D), D, np.nan)  # no share is known where the sum overflowed
-    A = np.divide(A, np.where(D == 0, 1.0, D), out=Z)
-    A[D[:, 0] == 0] = 0.0
-    return A
+    D = A.sum(axis=1) if D is None else D
+    divisor = np.where(np.isfinite(D), D, np.nan)[:, None]  # no share is known where the sum overflowed
+    A = np.divide(A, np.where(divisor == 0, 1.0, divisor), out=Z)
+    A[D == 0] = 0.0
+    return A, D

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,12 +20,15 @@ from levattn.linalg.span import zero_products
 __all__ = [
     "BLOCK_ENTRIES",
     "LEAST_POSITIVE",
+    "blocks_of",
     "certain_products",
     "entry_change",
     "evaluation_error",
+    "is_bounded_by_sums",
     "mild_changes",
     "mild_entry_change",
     "product_noise",
+    "small_changes",
     "sums",
     "uncertain_sums",
 ]
@@ -79,7 +83,7 @@ def _floor(f: AttentionFunction | Softmax) -> float:
     return 32 * LEAST_POSITIVE * max(1.0, scale_of(f) ** 2, float(f(np.ones(1))[0]))
 
 
-def _is_known(f: AttentionFunction | Softmax) -> bool:
+def is_bounded_by_sums(f: AttentionFunction | Softmax) -> bool:
     """Tell whether `mild_changes` bounds the change of a sum from the rounding of the products."""
     return isinstance(f, Softmax) or type(f) in _SLOPES or (isinstance(f, Power) and f.p >= 1)
 
@@ -174,8 +178,8 @@ def sums(
     one.
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
-    largest, parts, known = np.zeros(keys.d), 0, _is_known(f)
-    for rows in _blocks(keys, present, _step(Q)):
+    largest, parts, known = np.zeros(keys.d), 0, is_bounded_by_sums(f)
+    for rows in blocks_of(keys, present, Q):
         with np.errstate(over="ignore", invalid="ignore"):
             Z = Q @ rows.T
         if not np.isfinite(Z).all():
@@ -189,7 +193,7 @@ def sums(
                 continue
             total += f(Z).sum(axis=1)
             if not known:
-                change += _small_changes(f, Z, product_noise(np.abs(Q) @ here, keys.d))
+                change += small_changes(f, np.abs(Z), product_noise(np.abs(Q) @ here, keys.d))
     error = np.zeros(len(Q))
     if not known:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -197,13 +201,12 @@ def sums(
     return _result(total, top, Q, f), largest, np.where(error >= 0, error, np.inf) + (parts + 32) * UNIT
 
 
-def _small_changes(f: AttentionFunction, Z: Float64, noise: Float64) -> Float64:
-    """Bound the change of ``Σ f(z)`` from errors of `noise`, (m,), except for a `_SHARE` of the sum."""
-    size = np.abs(Z)
-    few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / _SHARE))[:, None])
+def small_changes(f: AttentionFunction, size: Float64, noise: Float64, share: float = _SHARE) -> Float64:
+    """Bound the change of ``Σ f(z)``, of the sizes of z, from errors of `noise`, (m,), except for a `share` of it."""
+    few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / share))[:, None])
     at = few // size.shape[1]
     high, low = _high_and_low(f, size.ravel()[few], noise[at])
-    return np.asarray(np.bincount(at, high - low, len(Z)), np.float64)
+    return np.asarray(np.bincount(at, high - low, len(size)), np.float64)
 
 
 def uncertain_sums(
@@ -216,7 +219,7 @@ def uncertain_sums(
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     parts = 0
-    for rows in _blocks(keys, present, _step(Q)):
+    for rows in blocks_of(keys, present, Q):
         Z, noise = _products(Q, rows, f, precise=precise)
         if not np.isfinite(Z).all():
             _refuse_overflow(rows, f)
@@ -245,7 +248,9 @@ def _step(Q: Float64) -> int:
     return int(max(16, BLOCK_ENTRIES // max(Q.shape)))
 
 
-def _blocks(keys: Matrices, present: npt.NDArray[np.bool_], step: int) -> Any:
+def blocks_of(keys: Matrices, present: npt.NDArray[np.bool_], Q: Float64) -> Iterator[Float64]:
+    """Yield the keys in float64, in blocks for these queries."""
+    step = _step(Q)
     for start in range(0, keys.n, step):
         part = slice(start, min(start + step, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]

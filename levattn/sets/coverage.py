@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _DRAWS = 1024  # normal queries beside the given ones
+_SMALL = 2.0**-16  # the scores left out of a set of a given size are as certain as one of this
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,32 @@ class Covered:
 
         By mass a query needs that share of its attention to these keys, without its attention elsewhere.
         """
-        found = np.zeros(len(Q))
+        found, doubt = np.zeros(len(Q)), np.zeros(len(Q))  # what rounding leaves uncertain counts as a need
         if self.size is not None:
-            for part, _, A in share_blocks(Q, keys, present, f, order[self.size :], elsewhere):
-                found[part] = np.maximum(found[part], A.max(axis=1, initial=0.0))
-            return found
+            for part, _, A, error in share_blocks(
+                Q, keys, present, f, order[self.size :], elsewhere, level=_SMALL, together=False
+            ):
+                found[part], doubt[part] = np.maximum(found[part], A.max(axis=1, initial=0.0)), 2 * error
+            return np.where(doubt < 1, np.minimum(found + doubt * np.maximum(found, _SMALL), 1.0), 1.0)
         rank = np.empty(len(present), np.int32 if len(present) < 2**31 else np.int64)
         rank[order] = np.arange(1, len(order) + 1, dtype=rank.dtype)
         if self.epsilon is not None:
-            for part, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
-                heavy = np.where(self.epsilon * (1 - TIE) <= A, rank[places], 0)
+            level = self.epsilon
+            for part, places, A, error in share_blocks(
+                Q, keys, present, f, elsewhere=elsewhere, level=level, together=False
+            ):
+                least = level * (1 - np.maximum(TIE, 2 * error))
+                heavy = np.where(least[:, None] <= A, rank[places], 0)
                 found[part] = np.maximum(found[part], heavy.max(axis=1, initial=0))
             return found
-        held = np.zeros(len(Q))
-        for part, _, A in share_blocks(Q, keys, present, f, order):
+        held, mass = np.zeros(len(Q)), self.mass or 0.0
+        for part, _, A, error in share_blocks(Q, keys, present, f, order, level=mass):
             so_far = held[part][:, None] + np.cumsum(A, axis=1)
-            found[part] += np.count_nonzero(so_far < (self.mass or 0.0) * (1 - TIE), axis=1)
-            held[part] = so_far[:, -1]
-        return np.where(held > 0, np.minimum(found + 1, len(order)), 0.0)  # a query that attends to no key needs none
+            least = mass * (1 - TIE) * (1 + 2 * error)
+            found[part] += np.count_nonzero(so_far < least[:, None], axis=1)
+            held[part], doubt[part] = so_far[:, -1], error
+        # a query that attends to no key needs none
+        return np.where((held > 0) | (doubt > 0), np.minimum(found + 1, len(order)), 0.0)
 
 
 def least_queries(coverage: float) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices
+from levattn._core.arrays import Matrices, is_torch
 from levattn._core.caches import layers_of
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
@@ -114,6 +114,8 @@ class _Together:
 
 def as_source(K: Any) -> Source | None:
     """Return the source of the chunks of K, None where K is an array; raise where K gives chunks only once."""
+    if is_torch(K):  # a nested tensor cannot be asked for its shape
+        return None
     if isinstance(K, KeySource):
         return Source(lambda start: K.between(start, K.n) if K.n else [K.load()], K.n, _named(K), K)
     if type(K).__module__.startswith("dask."):

@@ -447,6 +447,30 @@ def compositions(rng: Generator) -> Float:
     return K
 
 
+def cancelling(rng: Generator) -> Made:
+    """Large whole numbers in two columns alike, queries for which they cancel, and small columns that decide."""
+    n, d = int(rng.integers(5, 30)), int(rng.integers(2, 5))
+    bits = int(rng.integers(20, 50))
+    pairs = np.repeat(rng.integers(2 ** (bits - 1), 2**bits, (n, 1)), 2, axis=1)
+    small = rng.integers(-3, 4, (n, d - 1))
+    small[rng.integers(n)] *= 4
+    K = np.hstack([pairs, small]) * 2.0 ** rng.integers(-20, 21, d + 1)
+    if rng.random() < 0.2:  # beyond what powers of products hold, or products of other functions
+        K = K * 2.0 ** float(rng.choice([-1040, -600, 600, 900]))
+
+    def queries(K: Float) -> Float:
+        x = rng.integers(2 ** (bits - 1), 2**bits, len(K))
+        e = rng.integers(1, 4, (len(K), d - 1)) * rng.choice([1, 1, 1, 0], (len(K), d - 1))
+        _, powers = np.frexp(np.abs(K).max(axis=0))
+        Q = np.hstack([np.stack([x, -x], axis=1), e]).astype(np.float64)
+        Q[rng.random(len(K)) < 0.1, 0] += 1  # some do not cancel
+        ratio = K[0, 1] / K[0, 0] if K[0, 0] else 1.0
+        Q[:, 1] /= ratio if np.isfinite(ratio) and ratio else 1.0
+        return np.ldexp(Q, np.where(np.arange(d + 1) < 2, 0, np.clip(powers[0] - powers - bits, -900, 900)))
+
+    return Made(K, queries=queries)
+
+
 FAMILIES: dict[str, Callable[[Generator], Any]] = {
     f.__name__: f
     for f in (
@@ -471,10 +495,11 @@ FAMILIES: dict[str, Callable[[Generator], Any]] = {
         long,
         offsets,
         compositions,
+        cancelling,
     )
 }
 LARGE = ("many", "wide", "copies", "long")  # a case of which takes as long as a dozen others
-_UNMIXED = ("mixed", "ties", "heads", "resonances", "offsets", "compositions", *LARGE)
+_UNMIXED = ("mixed", "ties", "heads", "resonances", "cancelling", "offsets", "compositions", *LARGE)
 
 
 def _made(family: str, rng: Generator) -> Made:

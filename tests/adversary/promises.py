@@ -279,3 +279,58 @@ def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float, error: 
                 continue
             heavy = over >= Decimal(epsilon) * total
             yield from _entries_of_a_query(i, over, total, heavy, found[i], epsilon, float(error[i]))
+
+
+# -- sample queries ---------------------------------------------------------------------------------------------------
+
+DECIDED = Fraction(1, 2**80)  # of the largest product that its factors allow: twice the precision holds the others
+MEAN = 1e-8  # error of a mean of attention
+
+
+def _attention(truth: Truth, f: Function | None) -> Iterator[list[Fraction]]:
+    """What each query gives each key; f is None for x²."""
+    with localcontext(DIGITS):
+        rows = zip(*truth.attention(), strict=True) if f is None else truth.shares(f)
+        for over, total in rows:
+            under = Fraction(total if f else int(total)) or Fraction(1)
+            yield [Fraction(x if f else int(x)) / under for x in over]
+
+
+def covered_holds(truth: Truth, f: Function | None, found: Any, place: int) -> Iterator[Breach]:
+    """As many queries of the sample as the coverage asks for find their keys in the set."""
+    chosen, covered, low, high = np.asarray(found.mask), 0, Fraction(1 - TIE), Fraction(1 + TIE)
+    for A in _attention(truth, f):
+        left = max((a for a, held in zip(A, chosen, strict=True) if not held), default=Fraction(0))
+        if found.mass is not None:
+            held = sum(a for a, held in zip(A, chosen, strict=True) if held)
+            covered += not any(A) or held >= Fraction(found.mass) * low
+        elif found.by_size:
+            covered += left <= Fraction(float(found.epsilon)) * high
+        else:
+            covered += left < Fraction(float(found.epsilon))
+    if covered < place:
+        yield Breach("coverage", f"{place} of {len(truth.Q)} queries that find their keys", str(covered))
+
+
+def mean_holds(
+    truth: Truth, f: Function | None, found: Any, error: float, *, homogeneous: bool = True
+) -> Iterator[Breach]:
+    """The scores are the mean attention of the queries, if twice the precision decides their products.
+
+    Sums of functions that are not homogeneous must be in the range of float64 as well.
+    """
+    if f is not None and not homogeneous:
+        with localcontext(DIGITS):
+            if any(total and not RANGE[0] < total < RANGE[1] for _, total in truth.shares(f)):
+                return
+    Z, exponents = truth.products
+    for q, z, exponent in zip(truth.Q.tolist(), Z, exponents, strict=True):
+        sizes = (sum(abs(Fraction(a) * Fraction(b)) for a, b in zip(q, k, strict=True)) for k in truth.K.tolist())
+        size, top = max(sizes, default=Fraction(0)), max(map(abs, z), default=0)
+        if 0 < fraction(int(top), int(exponent)) < DECIDED * size:
+            return
+    mean = np.mean([[float(a) for a in A] for A in _attention(truth, f)], axis=0)
+    off = np.abs(np.asarray(found, np.float64) - mean)
+    if not (off <= max(error, MEAN)).all():
+        worst = int(np.argmax(np.where(off <= MEAN, 0, 1) + np.nan_to_num(off)))
+        yield Breach("mean attention", f"{mean[worst]!r} of key {worst}", repr(float(found[worst])))

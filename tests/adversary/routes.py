@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -579,6 +581,34 @@ def judge_softmax(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.bounded(witness, np.asarray(found.mask), found.scores, case.epsilon, case.mask)
 
 
+# -- sample queries ---------------------------------------------------------------------------------------------------
+
+_WISHES = ("epsilon", "mass", "size")
+
+
+def covering(Q, K, epsilon, mask, seed, wish, f=2):
+    wishes = {"epsilon": epsilon, "size": seed % (len(K) + 1), "mass": (0.5, 0.9, 0.99)[seed % 3]}
+    order = np.random.default_rng(seed).random(len(K)).astype("float32")
+    options = {"queries": Q, "coverage": 0.8, "scores": order, "mask": mask, wish: wishes[wish]}
+    return levattn.universal_set(K, f=function(f), **options)
+
+
+def judge_covered(case: Case, truth: Truth, result: Any, *, f: str | None = None) -> Iterator[Breach]:
+    place = math.ceil((len(case.queries) + 1) * result.coverage * (1 - promises.TIE))
+    yield from promises.covered_holds(truth, FUNCTIONS[f] if f else None, result, place)
+
+
+def expected(Q, K, mask, f=2):
+    return levattn.expected_scores(K, Q, mask=mask, f=function(f), method="mean")
+
+
+def judge_expected(case: Case, truth: Truth, result: Any, *, f: str | None = None) -> Iterator[Breach]:
+    error = 0.0 if case.storage == "float64" else promises.SINGLE
+    homogeneous = f is None or f.startswith("Power")
+    own = FUNCTIONS[f] if f else None
+    yield from promises.mean_holds(truth, own, np.asarray(result), error, homogeneous=homogeneous)
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -711,6 +741,19 @@ ROUTES: dict[str, Route] = {
         *_of_functions("stream merged", merged, judge_function_stream, turn(0, 4), least=True),
         *_of_functions("dask", in_dask, judge_function_stream, _no_mask, turn(0, 8), least=True),
         *_of_functions("heavy", heavy_of_function, judge_function_heavy),
+        *_each("coverage", covering, judge_covered, "wish", _WISHES, 3),
+        Route("expected", expected, judge_expected, (_few, turn(0, 2))),
+        *(
+            Route(
+                f"coverage by {wish} {f}",
+                covering,
+                partial(judge_covered, f=f),
+                (_usual, _few, turn(i, 15)),
+                (("wish", wish), ("f", f)),
+            )
+            for i, (f, wish) in enumerate(itertools.product(FUNCTIONS, _WISHES))
+        ),
+        *_of_functions("expected", expected, judge_expected, _few),
         Route("set Softmax", of_softmax, judge_softmax, (turn(0, 2),)),
         Route("torch group", universal_set_of_ranks, judge_stream, (turn(1, 8),)),
         Route("dask", in_dask, judge_stream, (_no_mask, turn(0, 8))),

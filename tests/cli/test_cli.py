@@ -829,6 +829,16 @@ def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("two_layers")
+def test_demo_prints_on_every_standard_output(program: Any) -> None:
+    found = program("demo", "--out", "drawn", encoding="ascii")
+    assert (found.status, found.stderr) == (0, "")
+    assert b"epsilon = 0.1" in found.stdout
+    found = program("demo", "--out", "drawn", out=None)
+    assert (found.status, found.stderr.count("\n")) == (1, 1)
+    assert sorted(path.name for path in Path("drawn").iterdir()) == ["demo.png", "demo.svg"]
+
+
+@pytest.mark.usefixtures("two_layers")
 def test_demo_fails_loudly_if_an_entry_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstration, "_missed", lambda *_: 1)
     result = run("demo", "--json", "--out", tmp_path)

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_cli import assert_as_documented, assert_columns_explained, refused, run, shown_help  # noqa: E402
 from test_cli_models import SIZES, WORDS, saved  # noqa: E402
+from test_streams import check_once  # noqa: E402
 
 from levattn.cli import contexts, page  # noqa: E402
 from levattn.integrations import transformers as ours  # noqa: E402
@@ -104,6 +105,16 @@ def test_compress_says_what_it_keeps(decoder, text, tmp_path):
     assert_as_documented(found | {"heads": found["heads"]})
     assert found["positions"] == 40
     assert found["bytes"] <= 0.5 * found["dense_bytes"]
+
+
+def test_the_commands_print_on_every_standard_output(program, decoder, context, text):
+    commands = {
+        f"compress {decoder} --text {text} -o b.safetensors --budget 0.5 --html b.html": ("b.safetensors", "b.html"),
+        f"ask {decoder} {context} few --max-tokens 3": (),
+        f"profile {decoder} -o h.json --tasks 1 --positions 256 --html h.html": ("h.json", "h.html"),
+    }
+    for command, files in commands.items():
+        check_once(program, command.split(), files)
 
 
 def test_layers_that_slide_are_told_of(text, tmp_path):

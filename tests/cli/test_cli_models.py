@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from test_cli import assert_as_documented, assert_columns_explained, refused, run, shown_help  # noqa: E402
+from test_streams import check_once  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 WORDS = ["the", "keys", "of", "a", "head", "are", "few", "and", "many", "more"]
@@ -93,6 +94,13 @@ def test_inspect_prints_a_table(decoder, encoder, text):
     without_heavy = run("inspect", encoder, "--text", text, "--tokens", "40", "--epsilon", "1").stdout
     rows = [line.split() for line in without_heavy.splitlines() if line.startswith("    0")]
     assert [row[-2:] for row in rows] == [["0", "-"]] * 4
+
+
+@pytest.mark.parametrize("command", ["inspect", "prune-report"])
+def test_the_commands_print_on_every_standard_output(program, encoder, text, command):
+    files = ("a.svg",) if command == "inspect" else ("a.svg", "a.html")
+    places = [word for name in files for word in ("--plot" if name == "a.svg" else "--html", name)]
+    check_once(program, [command, str(encoder), "--text", str(text), "--tokens", "40", *places], files)
 
 
 @pytest.mark.skipif(not INTERFACE, reason="RoBERTa of this transformers goes past the attention interface")

@@ -5,7 +5,10 @@ Empty matrices, one row, zero rows and rank 0 are no errors: they have defined r
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -196,6 +199,67 @@ def test_tensors_without_dense_numbers() -> None:
         fails(lambda given=mask: levattn.leverage_scores(GOOD, mask=given), TypeError, r"\bmask\b", *words)
 
 
+@needs_torch
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")  # prototypes of torch warn
+def test_odd_tensors_are_refused_with_the_way_out(function: str) -> None:
+    import torch
+    from torch.masked import masked_tensor
+
+    from levattn.attention import pruned_attention
+
+    K = torch.from_numpy(GOOD)
+    masked = masked_tensor(K, K > 0)
+    for tensor, words in (
+        (torch.nested.nested_tensor([K, K[:5]]), ("nested", "to_padded_tensor", "mask=")),
+        (K.to_sparse_csr(), ("sparse_csr", r"K\.to_dense\(\)")),
+        (torch.eye(4).to_sparse_bsr((2, 2)), ("sparse_bsr", r"K\.to_dense\(\)")),
+        (torch.quantize_per_tensor(K.float(), 0.1, 0, torch.qint8), ("qint8", r"K\.dequantize\(\)")),
+        (K.to(torch.complex64), ("complex64", r"K\.real")),
+        (masked, ("MaskedTensor", r"K\.get_data\(\)", "mask=")),
+    ):
+        fails(lambda given=tensor: FUNCTIONS[function](given), TypeError, r"\bK\b", *words)
+    fails(lambda: FUNCTIONS[function](GOOD, mask=masked > 0), TypeError, "mask is a MaskedTensor", "get_data")
+    fails(lambda: pruned_attention(masked, K, K, budget=3), TypeError, "Q is a MaskedTensor", "get_data")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_odd_arrays_are_refused_with_the_way_out(function: str) -> None:
+    call = FUNCTIONS[function]
+    columns = [(name, float) for name in "abc"]
+    table = np.zeros(12, columns)
+    unstructured = r"numpy\.lib\.recfunctions\.structured_to_unstructured\(K\)"
+    for given in (table, table.view(np.recarray)):
+        fails(lambda given=given: call(given), TypeError, r"\bK\b", unstructured)
+    flags = np.ma.masked_array(np.ones(12, bool), np.arange(12) < 3)
+    fails(lambda: call(GOOD, mask=flags), TypeError, "mask is a masked array", r"mask\.filled\(False\)")
+    plain, again = call(GOOD), call(GOOD.view(np.matrix))  # which is an array
+    for name in ("scores", "normalizers"):
+        np.testing.assert_array_equal(getattr(again, name, 0), getattr(plain, name, 0))
+
+
+def test_the_remedy_for_tables_makes_numbers() -> None:
+    pandas = pytest.importorskip("pandas")
+    plain = pandas.DataFrame(GOOD)
+    nullable = plain.astype("Float64")
+    for table in (plain, nullable, nullable.mask(plain > 0)):
+        fails(lambda given=table: levattn.leverage_scores(given), TypeError, r"K\.to_numpy\('float64', na_value=")
+        found = table.to_numpy("float64", na_value=np.nan)
+        known = ~np.isnan(found).any(axis=1)
+        assert levattn.leverage_scores(found, mask=known).shape == (12,)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "longdouble", "int64", "complex128"])
+def test_sparse_keys_of_other_formats(dtype: str) -> None:
+    import scipy.sparse
+
+    K = scipy.sparse.csr_array(GOOD)
+    K.data = K.data.astype(dtype)
+    for call in (levattn.leverage_scores, lambda given: levattn.universal_set(given, 0.1)):
+        remedy = r"K\.real" if dtype == "complex128" else r"K\.astype\('float(32|64)'\)"
+        fails(lambda call=call: call(K), TypeError, r"\bK\b", "float64", "float32", remedy)
+
+
 # -- other arguments ----------------------------------------------------------------------
 
 
@@ -314,6 +378,23 @@ def test_whole_numbers_of_numpy_limit_threads(limit: Any) -> None:
     with levattn.thread_limit(limit):
         assert num_threads() == int(limit)
         assert type(num_threads()) is int
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_number_of_threads_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEVATTN_NUM_THREADS", raising=False)
+    all_cores = num_threads()
+    monkeypatch.setenv("LEVATTN_NUM_THREADS", value)
+    assert num_threads() == all_cores
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_a_wrong_number_of_threads_is_an_error_of_the_first_call(value: str) -> None:
+    code = "import numpy, levattn; levattn.leverage_scores(numpy.eye(3))"
+    environment = os.environ | {"LEVATTN_NUM_THREADS": value}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert f"ValueError: LEVATTN_NUM_THREADS is {value!r}; expected a whole number" in done.stderr
 
 
 def test_a_failed_call_leaves_the_input_alone() -> None:

@@ -56,6 +56,18 @@ def test_the_scale_of_queries_and_keys_changes_nothing(of_queries: float, of_key
     np.testing.assert_allclose(scaled.captured_mass, plain.captured_mass, rtol=1e-9)
 
 
+@pytest.mark.parametrize("p", [1, 4, 30, 100])
+@pytest.mark.parametrize("scale", [2.0**-1066, 2.0**-1030, 2.0**-600, 2.0**900])
+def test_the_scale_of_keys_changes_no_entry_of_other_powers(p: float, scale: float) -> None:
+    rng = np.random.default_rng(5)
+    K, Q = rng.integers(-9, 10, (40, 4)) * 1.0, rng.integers(-9, 10, (30, 4)) * 1.0
+    K[7] *= 16
+    plain, found = (levattn.heavy_attention(Q, keys, 0.2, f=p) for keys in (K, K * scale))
+    np.testing.assert_allclose(found.entries.toarray(), plain.entries.toarray(), rtol=1e-9)
+    np.testing.assert_allclose(found.captured_mass, plain.captured_mass, rtol=1e-9)
+    assert (found.error < 1e-9).all()
+
+
 def test_a_set_by_size_does_not_hold_the_ties_at_its_epsilon() -> None:
     K = np.eye(3)
     universal = levattn.universal_set(K, size=1)

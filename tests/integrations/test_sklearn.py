@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import pickle
@@ -258,6 +259,45 @@ def test_an_error_leaves_the_estimator_as_it_was() -> None:
     for bad in (X[:, :2], np.full((1, 4), np.nan)):
         with pytest.raises(ValueError, match=r"2 features|NaN"):
             scorer.partial_fit(bad)
+    assert_same(scorer, LeverageScorer().fit(X), X)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+@pytest.mark.parametrize("method", ["fit", "partial_fit"])
+@pytest.mark.parametrize("bad", ["nan", "names", "empty", "object", "epsilon"])
+@pytest.mark.filterwarnings("ignore:X does not have valid feature names")
+def test_a_failed_fit_leaves_all_attributes(bad: str, method: str, fitted: bool) -> None:
+    pandas = pytest.importorskip("pandas")
+    X = pandas.DataFrame(with_outliers(10), columns=list("abcd"))
+    scorer = LeverageScorer().fit(X) if fitted else LeverageScorer()
+    given: dict[str, Any] = {
+        "nan": np.full((3, 5), np.nan),
+        "names": X.rename(columns={"a": 7}),
+        "empty": np.zeros((0, 0)),
+        "object": np.array([["a"] * 3], object),
+        "epsilon": X,
+    }
+    if bad == "epsilon":
+        scorer.epsilon = 2.0
+    before = vars(scorer).copy()
+    with pytest.raises((ValueError, TypeError)):
+        getattr(scorer, method)(given[bad])
+    assert vars(scorer).keys() == before.keys()
+    assert all(vars(scorer)[name] is before[name] for name in before)
+    scorer.epsilon = 0.05
+    assert_same(scorer.fit(X), LeverageScorer().fit(X), X)
+
+
+def test_a_copy_has_a_stream_of_its_own() -> None:
+    X = with_outliers(40)
+    scorer = LeverageScorer().partial_fit(X[:20])
+    branch, unfitted = copy.copy(scorer), copy.copy(LeverageScorer(0.3))
+    assert (unfitted.epsilon, hasattr(unfitted, "n_features_in_")) == (0.3, False)
+    assert_same(branch, scorer, X)
+    scorer.partial_fit(X[20:])
+    assert branch.n_samples_seen_ == 20
+    assert_same(branch, LeverageScorer().fit(X[:20]), X)
+    branch.partial_fit(X[30:])
     assert_same(scorer, LeverageScorer().fit(X), X)
 
 

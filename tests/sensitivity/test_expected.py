@@ -547,3 +547,20 @@ def test_float32_keys_err_by_less_than_a_millionth_of_the_largest_score(d: int, 
     for Q in (rng.standard_normal((200, 1)) * V[:, -1], rng.standard_normal((200, d))):
         scores, exact = levattn.expected_scores(K, Q), levattn.expected_scores(K.astype(float), Q)
         assert np.abs(scores - exact).max() <= 1e-6 * exact.max()
+
+
+@pytest.mark.parametrize("storage", ["float64", "float32"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_normal_scores_of_products_that_cancel_are_those_of_the_exact_products(storage: str, masked: bool) -> None:
+    rng = np.random.default_rng(8)
+    bits = 2**28 if storage == "float64" else 2**22
+    c, x = rng.integers(bits, 2 * bits, 12), rng.integers(bits, 2 * bits, 40)
+    K = np.stack([c, c, rng.integers(-3, 4, 12)], axis=1).astype(storage)
+    Q = np.stack([x, -x, rng.integers(1, 4, 40)], axis=1).astype(np.float64)
+    mask = rng.random(12) < 0.7 if masked else None
+    # what is normal in the space of the queries is so in the space of their products, of which all are exact
+    exact = [[sum(int(a) * int(b) for a, b in zip(k, q, strict=True)) for q in Q.tolist()] for k in K.tolist()]
+    expected = levattn.expected_scores(np.array(exact, np.float64), np.eye(40), mask=mask)
+    found = levattn.expected_scores(K, Q, mask=mask)
+    np.testing.assert_allclose(found, expected, rtol=1e-6 if storage == "float32" else 1e-9, atol=1e-12)
+    assert found.sum() == pytest.approx(1, rel=1e-6)

@@ -404,3 +404,97 @@ def test_bad_input_is_refused(name: str) -> None:
     arguments: dict[str, Any] = {"K": KEYS, "epsilon": 0.1} | changed
     with pytest.raises(error, match=message):
         levattn.universal_set(arguments.pop("K"), arguments.pop("epsilon"), **arguments)
+
+
+# -- products that cancel, and powers beyond the range of float64 ----------------------------
+
+
+def cancelling(seed: int) -> tuple[naive.Float, naive.Float]:
+    """Whole numbers: only what is left of products near 2^61 decides, and key 7 gets the most."""
+    rng = rng_of(9, seed)
+    c, x = rng.integers(2**29, 2**30, 12), rng.integers(2**29, 2**30, 60)
+    small = rng.integers(-3, 4, 12)
+    small[7] = 12
+    K, Q = np.stack([c, c, small], axis=1), np.stack([x, -x, rng.integers(1, 4, 60)], axis=1)
+    return K.astype(np.float64), Q.astype(np.float64)
+
+
+def exactly(K: naive.Float, Q: naive.Float, f: Any) -> naive.Float:
+    """The attention of queries with whole keys, or with keys whose products are whole, from exact products."""
+    rows = []
+    for q in Q:
+        z = [abs(sum(Fraction(a) * Fraction(b) for a, b in zip(q, k, strict=True))) for k in K]
+        top = max(z)
+        if not top:
+            rows.append([0.0] * len(z))
+        elif isinstance(f, levattn.Softmax):
+            signed = [sum(Fraction(a) * Fraction(b) for a, b in zip(q, k, strict=True)) for k in K]
+            rows.append([math.exp(max(float(s - max(signed)), -700.0)) for s in signed])
+        elif isinstance(f, float | int):
+            rows.append([float(s / top) ** f for s in z])
+        else:
+            rows.append(f(np.array([float(s) for s in z])).tolist())
+    A = np.array(rows)
+    return np.asarray(A / np.where(A.sum(axis=1) > 0, A.sum(axis=1), 1.0)[:, None])
+
+
+@pytest.mark.parametrize("wish", [{"epsilon": 0.3}, {"mass": 0.6}, {"size": 1}], ids=str)
+@pytest.mark.parametrize("f", [1, 2, 4, 100, 0.5, levattn.Huber(), levattn.Fair(), SOFTMAX], ids=str)
+def test_sets_hold_the_keys_of_queries_whose_products_cancel(f: Any, wish: dict[str, Any]) -> None:
+    for seed in range(2):
+        K, Q = cancelling(seed)
+        A = exactly(K, Q, f)
+        found = covering(K, Q, f=f, **wish)
+        assert found.mask[7] or A[:, 7].mean() < wish.get("epsilon", 0.0)
+        place = least_place(30, 0.8)
+        left = np.sort(A[:, ~as_bool(found.mask)].max(axis=1, initial=0.0))[::-1]
+        if "epsilon" in wish:
+            assert (left >= 0.3).sum() <= len(Q) - place
+        elif "size" in wish:
+            assert (left > found.epsilon * (1 + 1e-9)).sum() <= len(Q) - place
+        if "size" not in wish:
+            following = levattn.AdaptiveCoverage(K, found)
+            held = A[0, following.indices]
+            enough = held.sum() >= 0.6 if "mass" in wish else (A[0] >= 0.3).sum() == (held >= 0.3).sum()
+            assert following.update(Q[:1]).tolist() == [enough]
+        np.testing.assert_allclose(levattn.expected_scores(K, Q, f=f, method="mean"), A.mean(axis=0), atol=1e-8)
+
+
+def least_place(m: int, coverage: float) -> int:
+    return math.ceil((m + 1) * coverage)
+
+
+def test_needs_are_those_of_exact_products() -> None:
+    for f, (wish, count) in zip((2, 4, 100, 0.5, SOFTMAX), [*WISHES.items(), *WISHES.items()][:5], strict=True):
+        K, Q = cancelling(3)
+        scores = rng_of(10).standard_normal(12)
+        order, A = order_of(scores), exactly(K, Q, f)
+        exact = np.sort(needs_of(A, order, count))
+        found = covering(K, Q, f=f, scores=scores, **count)
+        assert (found.needs >= exact * (1 - 1e-9)).all()
+        np.testing.assert_allclose(found.needs, exact, rtol=1e-6, atol=1e-9, err_msg=wish)
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 2, 7.5, 100, 1000])
+@pytest.mark.parametrize("scale", [2.0**-1040, 2.0**-600, 1.0, 2.0**900])
+def test_no_scale_and_no_power_changes_a_need(p: float, scale: float) -> None:
+    rng = rng_of(11)
+    K, Q = rng.integers(-9, 10, (20, 4)) * 1.0, rng.integers(-9, 10, (40, 4)) * 1.0
+    K[:, 3] *= 2.0**20  # a column of another size
+    Q[:, 3] *= 2.0**-20
+    scores = rng_of(12).standard_normal(20)
+    order, A = order_of(scores), exactly(K, Q, p)
+    for name, wish in WISHES.items():
+        found = covering(K * scale, Q, f=p, scores=scores, **wish)
+        np.testing.assert_allclose(found.needs, np.sort(needs_of(A, order, wish)), rtol=1e-9, err_msg=name)
+    found = levattn.expected_scores(K * scale, Q, f=p, method="mean")
+    np.testing.assert_allclose(found, A.mean(axis=0), rtol=1e-9, atol=1e-14)
+
+
+def test_a_query_whose_products_no_arithmetic_decides_needs_all_keys() -> None:
+    """Beyond twice the precision nothing is known: 2^160 cancels, and what is left is 1 or 2."""
+    K = np.array([[2.0**80, 2.0**80, 1.0], [2.0**80, 2.0**80, 2.0], [1.0, 0.0, 0.0]])
+    Q = np.tile([2.0**80, -(2.0**80), 1.0], (9, 1))
+    for wish in ({"epsilon": 0.3}, {"mass": 0.6}):
+        found = covering(K, Q, scores=np.array([3.0, 2.0, 1.0]), **wish)
+        assert found.mask.tolist() == [True, True, True]

@@ -11,7 +11,17 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy, with_shape
+from levattn._core.arrays import (
+    as_cupy,
+    check_flags,
+    from_list,
+    is_torch,
+    on_cuda,
+    refuse_masked_tensor,
+    to_device,
+    to_numpy,
+    with_shape,
+)
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
@@ -74,6 +84,7 @@ def dense_array(name: str, array: Any) -> Any:
     if isinstance(array, list | tuple):
         return from_list(array, name)
     if is_torch(array):
+        refuse_masked_tensor(array, name)
         if array.is_nested or array.layout is not sys.modules["torch"].strided:
             raise TypeError(
                 f"{name} is a nested or sparse torch tensor; expected a dense tensor. Convert it first: "

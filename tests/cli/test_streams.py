@@ -1,0 +1,186 @@
+"""The program on every standard output: any encoding, closed, full, a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+import levattn
+from levattn.cli.streams import PLAIN, encodable
+
+HOME = Path(__file__).parents[2]
+DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+CLOSED = "levattn: standard output is closed; open it, as with > FILE\n"
+FULL = "levattn: no space left on the disk; free some, or write elsewhere\n"
+
+# Every command that needs no model, and the files that it makes; the tests of models have the others.
+HELPED = ("demo", "universal-set", "inspect", "prune-report", "profile", "compress", "ask", "warmup", "completion")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "--help": (),
+    "": (),
+    "--version": (),
+    **{f"{name} --help": () for name in HELPED},
+    "completion bash": (),
+    "universal-set keys.npy --epsilon 0.1 -o set.npz": ("set.npz",),
+    "universal-set keys.npy --epsilon 0.1 --json -o set.npz --plot set.svg": ("set.npz", "set.svg"),
+    "universal-set two.npz --tensor a --tensor b --epsilon 0.1": (),
+    "universal-set keys.npy --epsilon 0.1 --function softmax:1": (),
+}
+ENCODINGS = {"cp1252": "strict", "latin-1": "strict", "ascii": "strict", "POSIX": "surrogateescape"}
+BLANK = dict.fromkeys(map(ord, "-\n"), " ")  # lines of tables are as wide as their headings
+
+
+def check_encodings(program: Any, arguments: list[str], files: tuple[str, ...]) -> None:
+    """Compare what a command prints in each encoding with what it prints in UTF-8."""
+    expected = program(*arguments)
+    assert (expected.status, expected.stderr) == (0, "")
+    check_made(files)
+    for name, errors in ENCODINGS.items():
+        encoding = "ascii" if name == "POSIX" else name
+        found = program(*arguments, encoding=encoding, errors=errors)
+        assert (found.status, found.stderr) == (0, "")
+        check_made(files)
+        shown, said = found.stdout.decode(encoding), expected.stdout.decode("utf-8")
+        if "--json" in arguments:
+            assert json.loads(shown).keys() == json.loads(said).keys()
+            continue
+        held = bytes(range(256)).decode(encoding, "ignore")
+        for character, plain in PLAIN.items():
+            said = said if character in held else said.replace(character, plain)
+        lines = [text for text in zip(shown.splitlines(), said.splitlines(), strict=True) if "seconds" not in text[0]]
+        words = (" ".join(text).translate(BLANK).split() for text in zip(*lines, strict=True))
+        assert next(words) == next(words)
+
+
+def check_ends(program: Any, arguments: list[str], files: tuple[str, ...], errors: tuple[Any, ...] = ("err",)) -> None:
+    """Check the status and the error line where standard output takes nothing; files are made all the same."""
+    for out, status, line in ((None, 1, CLOSED), ("/dev/full", 1, FULL), ("broken", 141, "")):
+        for err in errors:
+            assert program(*arguments, out=out, err=err) == (status, b"", line if err == "err" else "")
+            check_made(files)
+
+
+def check_once(program: Any, arguments: list[str], files: tuple[str, ...]) -> None:
+    """Check a slow command in ASCII, and where standard output is closed."""
+    found = program(*arguments, encoding="ascii")
+    assert found.status == 0, found.stderr
+    assert found.stdout.isascii()
+    assert b"\\u" not in found.stdout + found.stderr.encode()
+    check_made(files)
+    found = program(*arguments, encoding="ascii", out=None)
+    assert (found.status, found.stderr.splitlines()[-1] + "\n") == (1, CLOSED)
+    check_made(files)
+
+
+def check_made(files: tuple[str, ...]) -> None:
+    """Check that the files are there and whole, and remove them for the next run."""
+    for name in files:
+        if name.endswith(".npz"):
+            with np.load(name) as found:
+                assert found["mask"].all()
+        assert Path(name).stat().st_size
+        Path(name).unlink()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_prints_in_every_encoding(command: str, program: Any) -> None:
+    check_encodings(program, command.split(), COMMANDS[command])
+
+
+@DEVICE
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_where_standard_output_takes_nothing(command: str, program: Any) -> None:
+    errors = ("err", None, "/dev/full", "broken") if command == "--help" else ("err",)
+    check_ends(program, command.split(), COMMANDS[command], errors)
+
+
+@DEVICE
+def test_standard_error_that_takes_nothing_does_not_change_the_status(program: Any) -> None:
+    for err in (None, "/dev/full", "broken"):
+        assert program("universal-set", "keys.npy", err=err).status == 0
+        assert program("universal-set", "nothing.npy", err=err).status == 1
+        assert program("universal-set", "--size", "x", err=err).status == 2
+
+
+def test_errors_are_readable_in_every_encoding(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("ε is −∞ ≥ κ² for é")
+
+    monkeypatch.setattr(levattn, "open_keys", refuse)
+    found = program("universal-set", "keys.npy", encoding="ascii")
+    assert found == (1, b"", "levattn: epsilon is -inf >= kappa^2 for \\xe9\n")
+
+
+def test_names_of_files_that_no_encoding_holds(program: Any) -> None:
+    name = os.fsdecode(b"\xe9\xff.npz")
+    try:
+        np.savez(name, a=np.eye(3), b=np.eye(3))
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    for encoding in ("utf-8", "ascii"):
+        found = program("universal-set", name, "--tensor", "a", "--tensor", "b", encoding=encoding)
+        assert (found.status, found.stderr) == (0, "")
+        assert rb"\udce9" in found.stdout
+        found = program("universal-set", name, "--tensor", "a", "--json", encoding=encoding)
+        assert json.loads(found.stdout)["file"] == name
+
+
+def test_replacements_are_aligned_and_cover_what_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert encodable("ε          a\nκ  b\n² c") == "epsilon    a\nkappa  b\n^2 c"
+    assert all(plain.isascii() and plain for plain in PLAIN.values())
+    package = HOME / "levattn"
+    drawn = {"plots", "data", "_kernels", "datasets.py"}  # pictures are no text
+    said = {
+        character
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in drawn and path.name != "streams.py"
+        for text in texts_of(path.read_text(encoding="utf-8"))
+        for character in text
+        if not character.isascii()
+    }
+    assert said <= PLAIN.keys()
+
+
+def texts_of(source: str) -> Iterator[str]:
+    """All texts of a module but its docstrings."""
+    tree = ast.parse(source)
+    lonely = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lonely:
+            yield node.value
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the shell of POSIX")
+def test_processes_with_closed_streams_and_a_posix_locale(tmp_path: Path) -> None:
+    np.save(tmp_path / "keys.npy", np.eye(3))
+    levattn.universal_set(np.eye(3), 0.1)
+    posix = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = f"'{sys.executable}' -m levattn universal-set keys.npy --epsilon 0.1 -o set.npz"
+    for redirected, status, line in ((">&- <&-", 1, CLOSED), ("", 0, "")):
+        done = subprocess.run(
+            ["/bin/sh", "-c", f"{command} {redirected}"],
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+            env=os.environ | posix | {"PYTHONPATH": str(HOME)},
+        )
+        assert (done.returncode, done.stderr.decode()) == (status, line)
+        assert (b"epsilon |U|" in done.stdout) == (status == 0)
+        with np.load(tmp_path / "set.npz") as found:
+            assert found["mask"].all()
+        (tmp_path / "set.npz").unlink()
