@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "has_cupy",
     "is_torch",
     "item_entries",
+    "memory_of_tensor",
     "nonzero",
     "on_cuda",
     "take_entries",
@@ -182,6 +184,30 @@ def as_tensor(array: Any) -> Any:
     return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
+class _Memory(ctypes.c_char * 2**62):  # larger than any array: the sizes of an array bound what is read
+    """Memory that an array reads; it keeps the tensor alive."""
+
+    __slots__ = ("tensor",)
+
+
+@cache
+def _kind_of_numbers(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype of numpy with the name of a dtype of torch."""
+    return np.dtype(str(dtype).rpartition(".")[2])
+
+
+def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
+    """Return a dense tensor in main memory as a numpy array on the same memory, without its gradient.
+
+    ``tensor.numpy()`` would do the same, but it forbids for good to resize the memory, as FSDP does with parameters.
+    """
+    kind = _kind_of_numbers(tensor.dtype)
+    memory = _Memory.from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    strides = None if tensor.is_contiguous() else [step * kind.itemsize for step in tensor.stride()]
+    return np.ndarray(tensor.shape, kind, memory, 0, strides)
+
+
 def _plain_tensor(tensor: Any, name: str) -> Any:
     """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
     if tensor.is_nested:
@@ -298,7 +324,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
     if is_torch(array) and _in_main_memory(array):
         torch = sys.modules["torch"]
         words = array.view(torch.uint16) if array.element_size() == 2 else array
-        return words.numpy(), kind, torch.from_numpy
+        return memory_of_tensor(words), kind, torch.from_numpy
 
     def to_library(result: Any) -> Any:
         return to_device(result, array) if isinstance(result, np.ndarray) else result
@@ -418,6 +444,8 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
         array = array_api_compat.to_device(array, "cpu")
+        if _in_main_memory(array) and not array.is_conj() and not array.is_neg() and not array.requires_grad:
+            return memory_of_tensor(array)
     return np.asarray(array)
 
 

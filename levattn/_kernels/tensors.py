@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
-from levattn._core.arrays import as_cupy, as_tensor
+from levattn._core.arrays import as_cupy, as_tensor, memory_of_tensor
 from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
 
@@ -100,10 +100,9 @@ def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
             return None
         if tensor.layout is not torch.strided or tensor.is_neg() or is_wrapped(tensor):
             return None
-        learns = tensor.requires_grad
-        if learns and followed:
+        if followed and tensor.requires_grad:
             return None
-        found.append((tensor.detach() if learns else tensor).numpy())
+        found.append(memory_of_tensor(tensor))
     return None if has_tangent(tensor for tensor in tensors if tensor is not None) else tuple(found)
 
 
@@ -124,7 +123,7 @@ def memory_of(tensor: Any) -> Any:
     if tensor.ndim and tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
     if tensor.device.type == "cpu":
-        return tensor.numpy()
+        return memory_of_tensor(tensor)
     shared = as_cupy(tensor)
     return tensor if shared is None else shared
 
@@ -137,8 +136,13 @@ def tensor_of(array: Any) -> Any:
 
 
 def bounds_of(offsets: Any, T: int) -> Any:
-    """Return offsets in main memory; check offsets given as a tensor, because torch traced the call before."""
-    return check_offsets(offsets.cpu().numpy(), T) if isinstance(offsets, torch.Tensor) else offsets
+    """Return offsets in main memory, those of one sequence for None.
+
+    Offsets given as a tensor are checked here, because torch traced the call before.
+    """
+    if offsets is None:
+        return np.array([0, T], np.int64)
+    return check_offsets(memory_of(offsets.cpu()), T) if isinstance(offsets, torch.Tensor) else offsets
 
 
 def without_autocast(like: Any) -> Any:

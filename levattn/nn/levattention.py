@@ -279,7 +279,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
 def check_selection(options: dict[str, Any], **others: Any) -> None:
     """Raise for options that `pruned_attention` would refuse for any keys."""
     check_type("scores", options.get("scores", "residual"), str, "the name of a kind of scores")
-    pruned_attention(*torch.zeros(3, 0, 1), **options, **others)
+    pruned_attention(*torch.zeros(3, 0, 1, device="cpu"), **options, **others)  # numbers, whatever the default device
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_c
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
-from levattn.attention.common.packed import cumulative, untraced
+from levattn.attention.common.packed import cumulative, given_bounds, untraced
 from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
 
@@ -246,9 +246,7 @@ def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: 
 
     offsets: the result of `cumulative`. Gradients of torch reach Q, K, V, gate and gate_value.
     """
-    if offsets is None:
-        offsets = np.array([0, Q.shape[1]], np.int64)
-    return kernels_for("latent", Q).forward(LatentArguments(Q, K, V, offsets, **options))
+    return kernels_for("latent", Q).forward(LatentArguments(Q, K, V, given_bounds(offsets, Q.shape[1]), **options))
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:

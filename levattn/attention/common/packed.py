@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._core.arrays import from_list, to_numpy
 from levattn._core.checks import check_offsets, shown
 
-__all__ = ["compiling", "cumulative", "refuse_packed", "untraced"]
+__all__ = ["compiling", "cumulative", "given_bounds", "refuse_packed", "untraced"]
 
 
 def compiling() -> bool:
@@ -55,6 +55,14 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
             "the number of packed positions"
         )
     return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
+
+
+def given_bounds(bounds: Any, T: int) -> Any:
+    """Return bounds for kernels, those of one sequence for None, which it stays while torch traces the call.
+
+    An array would make T a constant of the graph; the operator knows T when it runs.
+    """
+    return np.array([0, T], np.int64) if bounds is None and not compiling() else bounds
 
 
 def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
