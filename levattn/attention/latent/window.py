@@ -216,7 +216,7 @@ def _in_runs(
         results = []
         for (low, high), slab_q, slab_k, slab_v, flags in zip(cuts, queries, *others, strict=True):
             step = min(block, high - low)
-            sees = _sees(xp, rows[low:high], lowest[low:high], window, step)
+            sees = _sees(xp, *(xp.reshape(x[low:high], (-1, step)) for x in (rows, lowest)), window)
             results.append(_slice(xp, slab_q, slab_k, slab_v, flags, sees, step, scale, softcap))
         outputs.append(results[0] if len(results) == 1 else xp.concat(results, axis=2))
     return outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
@@ -233,11 +233,11 @@ def _at_once(
         return _slice(xp, q, k, V, mask, sees[None, ...], T, scale, softcap)
     pad = sys.modules["torch"].nn.functional.pad
     block = 1 if T == 1 else max(_LEAST, window // 2)
-    more = -(-T // block) * block - T  # rows to fill the last block, which are dropped
+    more = 2 * block  # rows that are dropped: torch makes graphs of their own for no padding, and for a single block
     k, V = (pad(x, (0, 0, window - 1, more))[:, U - T :, :] for x in (k, V))
     mask = None if mask is None else pad(mask, (window - 1, more))[:, U - T :]
-    rows = xp.arange(U - T, U + more, device=device_of(q))
-    sees = _sees(xp, rows, pad(lowest, (0, more)), window, block)
+    rows, lowest = xp.arange(U - T, U + more, device=device_of(q)), pad(lowest, (0, more))
+    sees = _sees(xp, rows.unfold(0, block, block), lowest.unfold(0, block, block), window)
     return _slice(xp, pad(q, (0, 0, 0, more)), k, V, mask, sees, block, scale, softcap)[:, :, :T, :]
 
 
@@ -285,9 +285,9 @@ def _slabs(xp: Any, x: Any, axis: int, skipped: int, lead: int, cuts: list[tuple
             yield slab
 
 
-def _sees(xp: Any, rows: Any, lowest: Any, window: int, step: int) -> Any:
-    """Tell which positions of its slab each row of a block sees, (N, step, step + window − 1)."""
-    rows, lowest = (xp.reshape(x, (-1, step, 1)) for x in (rows, lowest))
+def _sees(xp: Any, rows: Any, lowest: Any, window: int) -> Any:
+    """Tell which positions of its slab each row of a block (N, step) sees, (N, step, step + window − 1)."""
+    step, rows, lowest = rows.shape[1], rows[..., None], lowest[..., None]
     base = rows[:, :1, :] - (window - 1)
     place = xp.arange(step + window - 1, dtype=xp.int32, device=device_of(rows))
     least, most = (xp.astype(x - base, xp.int32) for x in (lowest, rows))
@@ -309,8 +309,10 @@ def _slice(
 ) -> Any:
     """Return the output (b, g, n, D) of some blocks of rows."""
     b, g, n, d = q.shape
-    count, size = n // step, sees.shape[-1]
-    q = xp.reshape(xp.permute_dims(xp.reshape(q, (b, g, count, step, d)), (0, 2, 1, 3, 4)), (b, count, g * step, d))
+    size = sees.shape[-1]
+    q = q.unfold(2, step, step).movedim(-1, 3) if compiling() else xp.reshape(q, (b, g, n // step, step, d))
+    count = q.shape[2]
+    q = xp.reshape(xp.permute_dims(q, (0, 2, 1, 3, 4)), (b, count, g * step, d))
     k, V = _blocks(xp, k, step, size), _blocks(xp, V, step, size)
     sees = sees[None, ...]
     if mask is not None:
@@ -324,7 +326,7 @@ def _slice(
         else _explicit(xp, q, k, V, sees, scale, softcap)
     )
     Y = xp.reshape(Y, (b, count, g, step, V.shape[-1]))
-    return xp.reshape(xp.permute_dims(Y, (0, 2, 1, 3, 4)), (b, g, n, V.shape[-1]))
+    return xp.reshape(xp.permute_dims(Y, (0, 2, 1, 3, 4)), (b, g, count * step, V.shape[-1]))
 
 
 def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap: float | None) -> Any:
