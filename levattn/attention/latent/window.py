@@ -233,11 +233,11 @@ def _at_once(
         return _slice(xp, q, k, V, mask, sees[None, ...], T, scale, softcap)
     pad = sys.modules["torch"].nn.functional.pad
     block = 1 if T == 1 else max(_LEAST, window // 2)
-    more = 2 * block  # rows that are dropped: torch makes graphs of their own for no padding, and for a single block
+    more = (T // block + 2) * block - T  # rows that are dropped: torch makes other graphs for none, and for one block
     k, V = (pad(x, (0, 0, window - 1, more))[:, U - T :, :] for x in (k, V))
     mask = None if mask is None else pad(mask, (window - 1, more))[:, U - T :]
     rows, lowest = xp.arange(U - T, U + more, device=device_of(q)), pad(lowest, (0, more))
-    sees = _sees(xp, rows.unfold(0, block, block), lowest.unfold(0, block, block), window)
+    sees = _sees(xp, rows.unflatten(0, (-1, block)), lowest.unflatten(0, (-1, block)), window)
     return _slice(xp, pad(q, (0, 0, 0, more)), k, V, mask, sees, block, scale, softcap)[:, :, :T, :]
 
 
@@ -310,9 +310,8 @@ def _slice(
     """Return the output (b, g, n, D) of some blocks of rows."""
     b, g, n, d = q.shape
     size = sees.shape[-1]
-    q = q.unfold(2, step, step).movedim(-1, 3) if compiling() else xp.reshape(q, (b, g, n // step, step, d))
-    count = q.shape[2]
-    q = xp.reshape(xp.permute_dims(q, (0, 2, 1, 3, 4)), (b, count, g * step, d))
+    count = n // step
+    q = xp.reshape(xp.permute_dims(xp.reshape(q, (b, g, count, step, d)), (0, 2, 1, 3, 4)), (b, count, g * step, d))
     k, V = _blocks(xp, k, step, size), _blocks(xp, V, step, size)
     sees = sees[None, ...]
     if mask is not None:
