@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import sys
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
+from levattn._core.memory import memory_of_tensor, plain_tensor, without_wrappers
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "has_cupy",
     "is_torch",
     "item_entries",
-    "memory_of_tensor",
     "nonzero",
     "on_cuda",
     "take_entries",
@@ -184,51 +183,6 @@ def as_tensor(array: Any) -> Any:
     return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
-class _Memory(ctypes.c_char * 2**62):  # larger than any array: the sizes of an array bound what is read
-    """Memory that an array reads; it keeps the tensor alive."""
-
-    __slots__ = ("tensor",)
-
-
-@cache
-def _kind_of_numbers(dtype: Any) -> np.dtype[Any]:
-    """Return the dtype of numpy with the name of a dtype of torch."""
-    return np.dtype(str(dtype).rpartition(".")[2])
-
-
-def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
-    """Return a dense tensor in main memory as a numpy array on the same memory, without its gradient.
-
-    ``tensor.numpy()`` would do the same, but it forbids for good to resize the memory, as FSDP does with parameters.
-    """
-    kind = _kind_of_numbers(tensor.dtype)
-    memory = _Memory.from_address(tensor.data_ptr())
-    memory.tensor = tensor
-    strides = None if tensor.is_contiguous() else [step * kind.itemsize for step in tensor.stride()]
-    return np.ndarray(tensor.shape, kind, memory, 0, strides)
-
-
-def _plain_tensor(tensor: Any, name: str) -> Any:
-    """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
-    if tensor.is_nested:
-        raise TypeError(
-            f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
-            f"torch.nested.to_padded_tensor({name}, 0.0), and leave the padding out by mask="
-        )
-    layout = str(tensor.layout)
-    if layout != "torch.strided":
-        raise TypeError(
-            f"{name} is a torch tensor of layout {layout}; expected a dense one (torch.strided). "
-            f"Convert it first: {name}.to_dense()"
-        )
-    if tensor.is_meta:
-        raise TypeError(
-            f"{name} is a torch tensor on the device meta, which has a shape but no numbers; expected a tensor that "
-            "holds data. Compute it on a real device first, such as device='cpu'"
-        )
-    return tensor.detach().resolve_neg()
-
-
 def from_list(values: Any, name: str) -> npt.NDArray[Any]:
     """Return nested lists as a numpy array; raise if they form no array."""
     try:
@@ -299,7 +253,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
     if isinstance(array, list | tuple):
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
     elif is_torch(array):
-        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
+        array, conversion = plain_tensor(array, name), f"{name}.to(torch.float64)"
     known = isinstance(array, np.ndarray) or is_torch(array)
     if not known:
         known = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
@@ -323,7 +277,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         return shared.view(np.uint16) if shared.dtype.itemsize == 2 else shared, kind, to_cupy
     if is_torch(array) and _in_main_memory(array):
         torch = sys.modules["torch"]
-        words = array.view(torch.uint16) if array.element_size() == 2 else array
+        words = without_wrappers(array.view(torch.uint16)) if array.element_size() == 2 else array
         return memory_of_tensor(words), kind, torch.from_numpy
 
     def to_library(result: Any) -> Any:
@@ -373,7 +327,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     if mask is None:
         return None
     if is_torch(mask):
-        mask = _plain_tensor(mask, "mask")
+        mask = plain_tensor(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
         mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)

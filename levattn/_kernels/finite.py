@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import array_namespace, memory_of_tensor
+from levattn._core.arrays import array_namespace
+from levattn._core.memory import memory_of_tensor
 
 __all__ = ["surely_finite"]
 

@@ -20,6 +20,7 @@ from levattn._core.arrays import to_numpy
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stack_arguments
+from levattn.attention.common.packed import reads_numbers
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
@@ -40,6 +41,7 @@ _LEAST = 1e-140  # of ε and of steps
 _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at most about 1e145 eps. Scale {0} down"
 
 
+@reads_numbers
 @where_arrays_are
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the coding rate R of tokens: about the number of nats to store a token up to the distortion ε.
@@ -104,6 +106,7 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     return _scalar(_rate(Z, namespace_of(Z).sum(present, axis=1)), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the coding rate R_c of tokens in groups, with a separate code for each group.
@@ -163,6 +166,7 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
     return _scalar(_compression(Z, Pi), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the bound R_var of the compression rate, which token statistics attention descends.
@@ -222,6 +226,7 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
     return _scalar(_variational(Z, Pi, U), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the rate reduction R − R_c: the nats that a separate code for each group saves.
@@ -276,6 +281,7 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     return _scalar(_not_negative(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi)), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     r"""Return the coding rates of normalized tokens, summed over the heads.
@@ -333,6 +339,7 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     return _scalar(xp.sum(xp.reshape(rates, (b, h)), axis=1), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> Any:
     r"""Return tokens after a gradient descent step on R_var: token statistics attention with tied outputs.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from levattn.nn.checks import check_input, refuse_bidirectional
+from levattn.nn.checks import check_input, refuse_bidirectional, refuse_repeated
 
 __all__ = ["Cache", "Layer", "Module", "Recurrent"]
 
@@ -87,6 +87,7 @@ class Layer(Module, Generic[C]):
         check_input(self.dim, x, mask, offsets, cache, self._cache_class)
         if cache is not None:
             refuse_bidirectional(self.causal)
+            refuse_repeated()
         return self._combined(self._attended(x, mask, offsets, cache).transpose(1, 2).flatten(-2))
 
     @abstractmethod

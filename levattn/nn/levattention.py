@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from levattn._core.checks import check_type
@@ -279,7 +280,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
 def check_selection(options: dict[str, Any], **others: Any) -> None:
     """Raise for options that `pruned_attention` would refuse for any keys."""
     check_type("scores", options.get("scores", "residual"), str, "the name of a kind of scores")
-    pruned_attention(*torch.zeros(3, 0, 1, device="cpu"), **options, **others)  # numbers, whatever the default device
+    pruned_attention(*np.zeros((3, 0, 1)), **options, **others)  # numpy's have numbers in any mode of torch
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:

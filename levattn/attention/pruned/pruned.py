@@ -8,6 +8,7 @@ from typing import Any, Literal
 from levattn._core.device import where_arrays_are
 from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
+from levattn.attention.common.packed import reads_numbers
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall
@@ -19,6 +20,7 @@ from levattn.functions import Power
 __all__ = ["pruned_attention"]
 
 
+@reads_numbers
 @where_arrays_are
 def pruned_attention(
     Q: Any,
