@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from levattn._core.checks import check_type
+from levattn._kernels.tensors import has_tangent
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
 from levattn.nn.base import Layer
@@ -286,8 +287,8 @@ def check_selection(options: dict[str, Any], **others: Any) -> None:
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:
     """Return the attention of Q (B, H, T, d) to all keys; options do not include a selection."""
     causal, T = options["causal"], K.shape[2]
-    if options["f"] == "softmax" and "mask" not in options:
-        grouped = Q.shape[1] != K.shape[1]
+    if options["f"] == "softmax" and "mask" not in options and not has_tangent((Q, K, V)):
+        grouped = bool(Q.shape[1] != K.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=grouped)
     # Causal: one chunk, in which a row reads all positions up to its own.
     return pruned_attention(Q, K, V, size=0 if causal else T, chunk=max(T, 1) if causal else None, **options)

@@ -273,8 +273,15 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     def _combined(self, Y: Any) -> Any:
         if self.out is not None:
             return self.out(Y)
-        weight = self.project.weight  # quantize_dynamic replaces it by a method
-        return Y @ (weight if isinstance(weight, torch.Tensor) else weight().dequantize())
+        weight = self.project.weight
+        if not isinstance(weight, torch.Tensor):  # quantize_dynamic replaces it by a method
+            weight = weight().dequantize()
+        if type(weight).__name__ == "DTensor" and type(Y) is torch.Tensor:
+            raise ValueError(
+                "project was sharded alone, and the tied output reads its weight after project has run; expected both "
+                "together: fully_shard(layer), not fully_shard(layer.project). Or make the layer with output='untied'"
+            )
+        return Y @ weight
 
     def _bias(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
         """Return the biases of the tokens' positions, (h, T) or (B, h, T), or None."""

@@ -315,13 +315,14 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     axes = max(len(shape) for shape in shapes.values())
     batch = []
     for axis in range(-axes, 0):
-        sizes = {shape[axis] for shape in shapes.values() if len(shape) >= -axis} - {1}
-        if len(sizes) > 1:
+        # no set, whose entries torch would make constants of a graph
+        sizes = [size for shape in shapes.values() if len(shape) >= -axis and (size := shape[axis]) != 1]
+        if any(size != sizes[0] for size in sizes[1:]):
             shown = ", ".join(f"{shape} of {name}" for name, shape in shapes.items())
             raise ValueError(
                 f"the leading axes {shown} do not broadcast; expected equal sizes, or 1, along each, from the last"
             )
-        batch.append(sizes.pop() if sizes else 1)
+        batch.append(sizes[0] if sizes else 1)
     return tuple(batch)
 
 

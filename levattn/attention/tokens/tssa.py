@@ -7,7 +7,7 @@ from typing import Any, Literal
 from levattn._core.device import where_arrays_are
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.common.packed import untraced
+from levattn.attention.common.packed import reads_numbers, untraced
 from levattn.attention.common.space import as_given, plain_arrays
 from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, token_state_after
@@ -157,6 +157,7 @@ def tssa(
     return _answer(*arguments)
 
 
+@reads_numbers
 @where_arrays_are
 def memberships(
     W: Any,
