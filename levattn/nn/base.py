@@ -127,7 +127,8 @@ class Recurrent(Layer[C]):
             If `x` or `mask` is not a tensor, `cache` is of another class, or offsets are not whole numbers.
         ValueError
             If shapes do not match, options of the call exclude each other, or a layer with a cache is not causal. Also
-            if a sequence has more positions than the position biases of the layer.
+            if a sequence has more positions than the position biases of the layer, or if ``torch.utils.checkpoint``
+            repeats a call with a cache.
         """
         return self._called(x, mask, offsets, cache)
 

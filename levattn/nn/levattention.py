@@ -240,7 +240,8 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         TypeError
             If `x` or `mask` is not a tensor, or `cache` is not a `LevAttentionCache`.
         ValueError
-            If shapes do not match, or there is a cache and the layer is dense or not causal.
+            If shapes do not match, or there is a cache and the layer is dense or not causal. Also if
+            ``torch.utils.checkpoint`` repeats a call with a cache.
         """
         return self._called(x, mask, None, cache)
 

@@ -316,7 +316,7 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     batch = []
     for axis in range(-axes, 0):
         # no set, whose entries torch would make constants of a graph
-        sizes = [size for shape in shapes.values() if len(shape) >= -axis and (size := shape[axis]) != 1]
+        sizes = [shape[axis] for shape in shapes.values() if len(shape) >= -axis and shape[axis] != 1]
         if any(size != sizes[0] for size in sizes[1:]):
             shown = ", ".join(f"{shape} of {name}" for name, shape in shapes.items())
             raise ValueError(

@@ -89,6 +89,9 @@ def window_attention(
     Later positions change no bit of a row. The array library computes the products, and its rounding depends on the
     shapes of the factors. So rows agree only to rounding for another T, and in torch with a softcap for other batches.
 
+    While ``torch.compile`` or ``torch.export`` traces a call, it takes all blocks at once, in one graph for all
+    lengths beyond the window. Memory is then O(T W) where torch's kernel writes logits.
+
     Gradients can be differentiated again with a softcap, and without one inside
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. The other kernels of torch have first derivatives only.
     Forward mode works everywhere.

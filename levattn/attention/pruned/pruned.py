@@ -164,6 +164,9 @@ def pruned_attention(
     logits at a time (2²⁶ for tensors on a device). Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of
     O(s (d + D) + d²).
 
+    The selection reads numbers. So ``torch.compile`` leaves the call to Python, and ``torch.func.vmap``,
+    ``torch.export`` and tensors without numbers are refused. ``torch.func.grad`` and jvp work.
+
     The guarantee of universal sets (`levattn.universal_set`) holds for abs(x)^p and thresholds. For softmax a
     selection is a heuristic whatever its scores. The certificate bounds the loss, and the summaries carry most of the
     mass that dropping the keys would lose.
