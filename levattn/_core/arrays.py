@@ -18,6 +18,7 @@ import numpy.typing as npt
 from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
 from levattn._core.jax import from_jax, is_jax, to_jax
+from levattn._core.memory import memory_of_tensor, plain_tensor, without_wrappers
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
     "item_entries",
     "nonzero",
     "on_cuda",
-    "refuse_masked_tensor",
     "take_entries",
     "take_rows",
     "tensor_behind",
@@ -184,36 +184,6 @@ def as_tensor(array: Any) -> Any:
     return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
-def refuse_masked_tensor(tensor: Any, name: str) -> None:
-    """Raise for a tensor of torch.masked, whose mask would be lost."""
-    if type(tensor).__name__ == "MaskedTensor":
-        raise TypeError(
-            f"{name} is a MaskedTensor; expected a plain tensor. Give {name}.get_data(), and leave rows out by mask="
-        )
-
-
-def _plain_tensor(tensor: Any, name: str) -> Any:
-    """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
-    refuse_masked_tensor(tensor, name)
-    if tensor.is_nested:
-        raise TypeError(
-            f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
-            f"torch.nested.to_padded_tensor({name}, 0.0), and leave the padding out by mask="
-        )
-    layout = str(tensor.layout)
-    if layout != "torch.strided":
-        raise TypeError(
-            f"{name} is a torch tensor of layout {layout}; expected a dense one (torch.strided). "
-            f"Convert it first: {name}.to_dense()"
-        )
-    if tensor.is_meta:
-        raise TypeError(
-            f"{name} is a torch tensor on the device meta, which has a shape but no numbers; expected a tensor that "
-            "holds data. Compute it on a real device first, such as device='cpu'"
-        )
-    return tensor.detach().resolve_neg()
-
-
 def from_list(values: Any, name: str) -> npt.NDArray[Any]:
     """Return nested lists as a numpy array; raise if they form no array."""
     try:
@@ -284,7 +254,7 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
     if isinstance(array, list | tuple):
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
     elif is_torch(array):
-        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
+        array, conversion = plain_tensor(array, name), f"{name}.to(torch.float64)"
     elif is_jax(array):
         conversion = f"{name}.astype('float32')"
     known = isinstance(array, np.ndarray) or is_torch(array) or is_jax(array)
@@ -312,8 +282,8 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         return shared.view(np.uint16) if shared.dtype.itemsize == 2 else shared, kind, to_cupy
     if is_torch(array) and _in_main_memory(array):
         torch = sys.modules["torch"]
-        words = array.view(torch.uint16) if array.element_size() == 2 else array
-        return words.numpy(), kind, torch.from_numpy
+        words = without_wrappers(array.view(torch.uint16)) if array.element_size() == 2 else array
+        return memory_of_tensor(words), kind, torch.from_numpy
 
     def to_library(result: Any) -> Any:
         return to_device(result, array) if isinstance(result, np.ndarray) else result
@@ -388,7 +358,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     if mask is None:
         return None
     if is_torch(mask):
-        mask = _plain_tensor(mask, "mask")
+        mask = plain_tensor(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
         mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
@@ -461,6 +431,8 @@ def to_numpy(array: Any, name: str = "an array") -> npt.NDArray[Any]:
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
         array = array_api_compat.to_device(array, "cpu")
+        if _in_main_memory(array) and not array.is_conj() and not array.is_neg() and not array.requires_grad:
+            return memory_of_tensor(array)
     return np.asarray(array)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import array_namespace
+from levattn._core.memory import memory_of_tensor
 
 __all__ = ["surely_finite"]
 
@@ -25,7 +26,7 @@ def surely_finite(*arrays: Any) -> bool:
             return False
         if arrays[0].device.type != "cpu":  # wait for the device once
             return bool(torch.isfinite(sum(array.detach().sum() for array in arrays)))
-        arrays = tuple(array.detach().resolve_neg().numpy() for array in arrays)
+        arrays = tuple(memory_of_tensor(array.detach().resolve_neg()) for array in arrays)
     with np.errstate(over="ignore", invalid="ignore"):
         if isinstance(arrays[0], np.ndarray):  # a sum of squares: BLAS is faster than np.sum
             return all(math.isfinite(np.vdot(array, array)) for array in arrays)

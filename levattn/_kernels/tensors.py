@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import get_unwrapped
+from torch._C._functorch import is_batchedtensor as is_batched
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
 from levattn._core.arrays import as_cupy, as_tensor
 from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
+from levattn._core.memory import memory_of_tensor
 
 __all__ = [
     "bounds_of",
     "follows_definition",
     "has_kernels",
     "has_tangent",
+    "hidden_by",
     "in_memory",
     "is_plain",
     "is_transformed",
@@ -34,6 +39,7 @@ __all__ = [
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARED = (torch.float32, torch.float64)
+_REASON = "levattn reads numbers of tensors or keeps a state here; compile without fullgraph=True"
 
 
 def has_kernels(tensor: Any) -> bool:
@@ -60,9 +66,27 @@ def has_tangent(tensors: Iterable[Any]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
+def hidden_by(tensors: Iterable[Any]) -> str | None:
+    """Return what keeps the numbers of tensors from a call that must read them, or None."""
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch.jit.is_tracing():  # it would record what was read as constants
+        return "torch.jit.trace"
+    for tensor in tensors:
+        while is_wrapped(tensor):
+            if is_batched(tensor):
+                return "torch.func.vmap"
+            tensor = get_unwrapped(tensor)
+        if tensor.is_meta:
+            return "the device meta"
+        if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+            return "FakeTensorMode"
+    return None
+
+
 def is_plain(tensors: tuple[Any, ...]) -> bool:
     """Tell whether tensors are plain numbers in memory, for which the operator would add nothing."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     if has_tangent(given):
@@ -88,7 +112,7 @@ def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
     Return None otherwise. A None in place of a tensor stays None.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     followed = torch.is_grad_enabled()
     found: list[Any] = []
@@ -100,10 +124,9 @@ def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
             return None
         if tensor.layout is not torch.strided or tensor.is_neg() or is_wrapped(tensor):
             return None
-        learns = tensor.requires_grad
-        if learns and followed:
+        if followed and tensor.requires_grad:
             return None
-        found.append((tensor.detach() if learns else tensor).numpy())
+        found.append(memory_of_tensor(tensor))
     return None if has_tangent(tensor for tensor in tensors if tensor is not None) else tuple(found)
 
 
@@ -124,7 +147,7 @@ def memory_of(tensor: Any) -> Any:
     if tensor.ndim and tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
     if tensor.device.type == "cpu":
-        return tensor.numpy()
+        return memory_of_tensor(tensor)
     shared = as_cupy(tensor)
     return tensor if shared is None else shared
 
@@ -137,8 +160,13 @@ def tensor_of(array: Any) -> Any:
 
 
 def bounds_of(offsets: Any, T: int) -> Any:
-    """Return offsets in main memory; check offsets given as a tensor, because torch traced the call before."""
-    return check_offsets(offsets.cpu().numpy(), T) if isinstance(offsets, torch.Tensor) else offsets
+    """Return offsets in main memory, those of one sequence for None.
+
+    Offsets given as a tensor are checked here, because torch traced the call before.
+    """
+    if offsets is None:
+        return np.array([0, T], np.int64)
+    return check_offsets(memory_of(offsets.cpu()), T) if isinstance(offsets, torch.Tensor) else offsets
 
 
 def without_autocast(like: Any) -> Any:
@@ -147,15 +175,16 @@ def without_autocast(like: Any) -> Any:
 
 
 @where_arrays_are
-def _called(function: Any, *arguments: Any) -> Any:
-    """Return ``function(*arguments)``; torch's compiler leaves the call to Python, because states are no tensors."""
-    return function(*arguments)
+def _called(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Return the result of a call that torch's compiler leaves to Python."""
+    return function(*arguments, **options)
 
 
 def __getattr__(name: str) -> Any:
     """Make `untraced` on first use, because importing torch's compiler takes a second."""
     if name == "untraced":
-        globals()[name] = torch.compiler.disable(_called)
+        reason = {"reason": _REASON} if "reason" in signature(torch.compiler.disable).parameters else {}
+        globals()[name] = torch.compiler.disable(_called, **reason)
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -21,6 +21,7 @@ from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stack_arguments
+from levattn.attention.common.packed import reads_numbers
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
@@ -41,6 +42,7 @@ _LEAST = 1e-140  # of ε and of steps
 _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at most about 1e145 eps. Scale {0} down"
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -106,6 +108,7 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     return _scalar(_rate(Z, namespace_of(Z).sum(present, axis=1)), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -166,6 +169,7 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
     return _scalar(_compression(Z, Pi), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -226,6 +230,7 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
     return _scalar(_variational(Z, Pi, U), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -281,6 +286,7 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     return _scalar(_not_negative(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi)), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
@@ -339,6 +345,7 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     return _scalar(xp.sum(xp.reshape(rates, (b, h)), axis=1), call.batch)
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> Any:

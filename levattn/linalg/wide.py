@@ -5,9 +5,9 @@ it. So levattn factors these columns in place of the keys, as they are stored: n
 the number of rows, the rows are independent. Each row then has a query that is orthogonal to all others, and score 1.
 Rows less their mean have one direction less. If n rows have n - 1 of them, each row's score is 1 - 1/n.
 
-Sparse keys are not written out, unless they are less a mean. First, a column with one entry is chosen and its row is done with, again and again:
-such columns are independent of one another and of all others, by their places alone. The rest is chosen from dense
-blocks of columns of as many rows as are left.
+Sparse keys are not written out, unless they are less a mean. First, a column with one entry is chosen and its row is
+done with, again and again. The places of the entries prove that such columns are independent. The rest is chosen from
+dense blocks of columns, with as many rows as are left.
 """
 
 from __future__ import annotations

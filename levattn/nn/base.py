@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from levattn.nn.checks import check_input, refuse_bidirectional
+from levattn.nn.checks import check_input, refuse_bidirectional, refuse_repeated
 
 __all__ = ["Cache", "Layer", "Module", "Recurrent"]
 
@@ -87,6 +87,7 @@ class Layer(Module, Generic[C]):
         check_input(self.dim, x, mask, offsets, cache, self._cache_class)
         if cache is not None:
             refuse_bidirectional(self.causal)
+            refuse_repeated()
         return self._combined(self._attended(x, mask, offsets, cache).transpose(1, 2).flatten(-2))
 
     @abstractmethod
@@ -126,7 +127,8 @@ class Recurrent(Layer[C]):
             If `x` or `mask` is not a tensor, `cache` is of another class, or offsets are not whole numbers.
         ValueError
             If shapes do not match, options of the call exclude each other, or a layer with a cache is not causal. Also
-            if a sequence has more positions than the position biases of the layer.
+            if a sequence has more positions than the position biases of the layer, or if ``torch.utils.checkpoint``
+            repeats a call with a cache.
         """
         return self._called(x, mask, offsets, cache)
 

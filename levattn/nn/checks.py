@@ -13,6 +13,7 @@ __all__ = [
     "check_sequence",
     "projection",
     "refuse_bidirectional",
+    "refuse_repeated",
     "split_in_heads",
 ]
 
@@ -32,6 +33,15 @@ def refuse_bidirectional(causal: bool) -> None:
     """Raise unless a layer is causal and can decode."""
     if not causal:
         raise ValueError("the layer has causal=False, so it cannot decode position by position; make it causal=True")
+
+
+def refuse_repeated() -> None:
+    """Raise for a call with a cache within a backward pass, in which torch's checkpoints repeat calls."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            "cache was given within a backward pass, where torch.utils.checkpoint repeats the call and would advance "
+            "the cache again; expected no cache in a checkpoint. Call the layer with its cache outside the checkpoint"
+        )
 
 
 def projection(dim: int, width: int, *, bias: bool = False, std: float | None = None, **factory: Any) -> Any:

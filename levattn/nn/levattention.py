@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from levattn._core.checks import check_type
+from levattn._kernels.tensors import has_tangent
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
 from levattn.nn.base import Layer
@@ -238,7 +240,8 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         TypeError
             If `x` or `mask` is not a tensor, or `cache` is not a `LevAttentionCache`.
         ValueError
-            If shapes do not match, or there is a cache and the layer is dense or not causal.
+            If shapes do not match, or there is a cache and the layer is dense or not causal. Also if
+            ``torch.utils.checkpoint`` repeats a call with a cache.
         """
         return self._called(x, mask, None, cache)
 
@@ -279,14 +282,14 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
 def check_selection(options: dict[str, Any], **others: Any) -> None:
     """Raise for options that `pruned_attention` would refuse for any keys."""
     check_type("scores", options.get("scores", "residual"), str, "the name of a kind of scores")
-    pruned_attention(*torch.zeros(3, 0, 1), **options, **others)
+    pruned_attention(*np.zeros((3, 0, 1)), **options, **others)  # numpy's have numbers in any mode of torch
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:
     """Return the attention of Q (B, H, T, d) to all keys; options do not include a selection."""
     causal, T = options["causal"], K.shape[2]
-    if options["f"] == "softmax" and "mask" not in options:
-        grouped = Q.shape[1] != K.shape[1]
+    if options["f"] == "softmax" and "mask" not in options and not has_tangent((Q, K, V)):
+        grouped = bool(Q.shape[1] != K.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=grouped)
     # Causal: one chunk, in which a row reads all positions up to its own.
     return pruned_attention(Q, K, V, size=0 if causal else T, chunk=max(T, 1) if causal else None, **options)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from levattn._core.checks import positive_number, whole_number
+from levattn._kernels.tensors import hidden_by
 from levattn.attention import tssa
 from levattn.attention.common.packed import compiling, cumulative, untraced
 from levattn.attention.tokens.arguments import Membership, check_form, decay_rates
@@ -270,7 +271,17 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         return self._continued(partial(tssa, W, temperature, **options), x.shape[1], offsets, cache)
 
     def _combined(self, Y: Any) -> Any:
-        return Y @ self.project.weight if self.out is None else self.out(Y)
+        if self.out is not None:
+            return self.out(Y)
+        weight = self.project.weight
+        if not isinstance(weight, torch.Tensor):  # quantize_dynamic replaces it by a method
+            weight = weight().dequantize()
+        if type(weight).__name__ == "DTensor" and type(Y) is torch.Tensor:
+            raise ValueError(
+                "project was sharded alone, and the tied output reads its weight after project has run; expected both "
+                "together: fully_shard(layer), not fully_shard(layer.project). Or make the layer with output='untied'"
+            )
+        return Y @ weight
 
     def _bias(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
         """Return the biases of the tokens' positions, (h, T) or (B, h, T), or None."""
@@ -284,7 +295,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         places = _places(x, mask, offsets) + (before if isinstance(before, int) else before[:, None])
         if mask is not None:
             places = torch.where(mask, places, 0)
-        if not compiling() and places.numel():  # a compiled graph checks the index below instead
+        if not compiling() and places.numel() and hidden_by([places]) is None:  # else torch checks the index below
             self._refuse_longer(int(places.max()) + 1)
         found = self.position_bias[:, places]
         return found if found.ndim == 2 else found.transpose(0, 1)

@@ -7,6 +7,8 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from levattn._core.arrays import to_numpy
+
 __all__ = ["held_as", "same_decay"]
 
 
@@ -15,7 +17,7 @@ def held_as(name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray) and array.dtype == np.float64:
         return array
     if array_api_compat.is_torch_array(array) and array.device.type == "cpu":
-        array = array.detach().numpy()
+        array = to_numpy(array.detach())
     if not array_api_compat.is_array_api_obj(array) or str(array.dtype).rpartition(".")[2] != "float64":
         kind = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{name} is of {kind}; expected an array of float64, as the attributes of a state are")

@@ -319,13 +319,17 @@ def test_torch_func_leaves_out_what_is_masked_whatever_it_holds() -> None:
     assert db.isfinite().all()
 
 
-def test_leverage_scores_are_refused_within_torch_func() -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_leverage_scores_have_gradients_within_torch_func_and_nothing_else() -> None:
     def loss(W: Any) -> Any:
-        return tssa(W, membership="leverage", causal=False).sum()
+        return tssa(W, membership="leverage", causal=False).square().sum()
 
-    for transformed in (torch.func.grad(loss), torch.func.vmap(loss)):
-        with pytest.raises(NotImplementedError, match=r"'leverage' within torch\.func"):
-            transformed(tokens().detach())
+    W = tokens().detach()
+    (expected,) = grad(loss(leaf := W.clone().requires_grad_()), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(W), expected)
+    for transformed in (torch.func.vmap(loss), lambda W: torch.func.jvp(loss, (W,), (W,))):
+        with pytest.raises(NotImplementedError, match=r"'leverage' under .*expected another membership"):
+            transformed(W)
 
 
 # -- the compiler, and tensors that are not plain numbers -------------------------------------

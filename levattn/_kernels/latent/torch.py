@@ -36,7 +36,8 @@ _NOTHING = (None, None, None)
 def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `LatentArguments`.
 
-    offsets: a numpy array, or a tensor while torch compiles. state: arrays that numpy or CuPy hold, or tensors.
+    offsets: a numpy array, or a tensor while torch compiles; None for one sequence. state: arrays that numpy or CuPy
+    hold, or tensors.
     """
     tensors = (x.Q, x.K, x.V, x.gate, x.gate_value)
     if follows_definition(tensors):
@@ -128,7 +129,7 @@ def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, gate_value: Any
 
 ATTENTION, ATTENTION_BACKWARD = make_attention(
     "latent_attention",
-    "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? gate_value, Tensor? mask, Tensor offsets, Tensor? m, "
+    "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? gate_value, Tensor? mask, Tensor? offsets, Tensor? m, "
     "Tensor? s, Tensor? S, bool causal, SymInt ahead",
     5,
     (_forward, _like_output),

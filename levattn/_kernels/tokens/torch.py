@@ -150,7 +150,7 @@ def _like_gradients(_dY: Any, W: Any, temperature: Any, offset: Any, *_others: A
 
 STATISTICS, STATISTICS_BACKWARD = make_attention(
     "token_statistics_attention",
-    "Tensor W, Tensor temperature, Tensor? offset, Tensor? mask, Tensor offsets, Tensor? decay, Tensor? A, "
+    "Tensor W, Tensor temperature, Tensor? offset, Tensor? mask, Tensor? offsets, Tensor? decay, Tensor? A, "
     "Tensor? n, Tensor? M, Tensor? N, bool causal, int logits, bool mean, float least, float ridge, float c, "
     "float gain",
     3,

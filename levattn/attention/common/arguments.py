@@ -17,15 +17,15 @@ from levattn._core.arrays import (
     from_list,
     is_torch,
     on_cuda,
-    refuse_masked_tensor,
     to_device,
     to_numpy,
     with_shape,
 )
 from levattn._core.formats import format_of
+from levattn._core.memory import refuse_masked_tensor
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
-from levattn.attention.common.packed import cumulative, untraced
+from levattn.attention.common.packed import cumulative, given_bounds, untraced
 from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
 
@@ -257,9 +257,7 @@ def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: 
 
     offsets: the result of `cumulative`. Gradients of torch reach Q, K, V, gate and gate_value.
     """
-    if offsets is None:
-        offsets = np.array([0, Q.shape[1]], np.int64)
-    return kernels_for("latent", Q).forward(LatentArguments(Q, K, V, offsets, **options))
+    return kernels_for("latent", Q).forward(LatentArguments(Q, K, V, given_bounds(offsets, Q.shape[1]), **options))
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:
@@ -328,13 +326,14 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     axes = max(len(shape) for shape in shapes.values())
     batch = []
     for axis in range(-axes, 0):
-        sizes = {shape[axis] for shape in shapes.values() if len(shape) >= -axis} - {1}
-        if len(sizes) > 1:
+        # no set, whose entries torch would make constants of a graph
+        sizes = [shape[axis] for shape in shapes.values() if len(shape) >= -axis and shape[axis] != 1]
+        if any(size != sizes[0] for size in sizes[1:]):
             shown = ", ".join(f"{shape} of {name}" for name, shape in shapes.items())
             raise ValueError(
                 f"the leading axes {shown} do not broadcast; expected equal sizes, or 1, along each, from the last"
             )
-        batch.append(sizes.pop() if sizes else 1)
+        batch.append(sizes[0] if sizes else 1)
     return tuple(batch)
 
 

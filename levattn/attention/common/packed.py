@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import from_list, to_numpy
+from levattn._core.arrays import from_list, is_torch, to_numpy
 from levattn._core.checks import check_offsets, shown
 
-__all__ = ["compiling", "cumulative", "refuse_packed", "untraced"]
+__all__ = ["compiling", "cumulative", "given_bounds", "reads_numbers", "refuse_packed", "untraced"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def compiling() -> bool:
@@ -22,13 +26,38 @@ def compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
-def untraced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, run by Python even under torch's compiler, because states are not tensors."""
+def untraced(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the result of a call, run by Python even under torch's compiler, because states are not tensors."""
     if not compiling():
-        return function(*arguments)
+        return function(*arguments, **options)
     from levattn._kernels import tensors
 
-    return tensors.untraced(function, *arguments)
+    return tensors.untraced(function, *arguments, **options)
+
+
+def reads_numbers(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function that reads numbers refuse tensors without any, and be left to Python by torch's compiler."""
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        if sys.modules.get("torch") is None:
+            return function(*args, **options)
+        return untraced(_read, function, *args, **options)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _read(function: Any, *args: Any, **options: Any) -> Any:
+    if given := [value for value in (*args, *options.values()) if is_torch(value)]:
+        from levattn._kernels.tensors import hidden_by
+
+        if (what := hidden_by(given)) is not None:
+            raise NotImplementedError(
+                f"{function.__name__} was called under {what}, and reads numbers of its arrays, which tensors do not "
+                "show there; expected a call without it, on tensors that hold numbers. Leading axes are a batch, in "
+                "place of vmap"
+            )
+    return function(*args, **options)
 
 
 def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
@@ -55,6 +84,14 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
             "the number of packed positions"
         )
     return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
+
+
+def given_bounds(bounds: Any, T: int) -> Any:
+    """Return bounds for kernels, those of one sequence for None, which it stays while torch traces the call.
+
+    An array would make T a constant of the graph; the operator knows T when it runs.
+    """
+    return np.array([0, T], np.int64) if bounds is None and not compiling() else bounds
 
 
 def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:

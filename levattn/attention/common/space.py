@@ -10,7 +10,17 @@ import numpy as np
 
 from levattn._core.arrays import array_namespace, is_torch
 
-__all__ = ["as_given", "changed", "device_of", "namespace_of", "plain_arrays", "running_counts", "without_gradient"]
+__all__ = [
+    "as_given",
+    "changed",
+    "device_of",
+    "empty_output",
+    "followable",
+    "namespace_of",
+    "plain_arrays",
+    "running_counts",
+    "without_gradient",
+]
 
 _Record = TypeVar("_Record")
 
@@ -59,6 +69,25 @@ def device_of(array: Any) -> Any:
 def without_gradient(array: Any) -> Any:
     """Return an array detached from gradients of torch."""
     return array.detach() if is_torch(array) else array
+
+
+def followable(array: Any) -> Any:
+    """Copy a tensor that torch made in inference mode, because outside it torch cannot save it for a gradient."""
+    if is_torch(array):
+        torch = sys.modules["torch"]
+        if not torch.compiler.is_compiling() and array.is_inference() and not torch.is_inference_mode_enabled():
+            return array.clone()
+    return array
+
+
+def empty_output(q: Any, K: Any, V: Any) -> Any:
+    """Return the output (b, g, T, D) of attention without rows, of q (b, g, T, d), K (b, n, d) and V (b, n, D).
+
+    It is a product of all three, so that gradients of torch, all zero, have a way to them.
+    """
+    xp = namespace_of(q)
+    Y = xp.matmul(xp.matmul(q, xp.matrix_transpose(K)[:, None, :, :]), V[:, None, :, :])
+    return xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
 
 
 def running_counts(flags: Any) -> Any:

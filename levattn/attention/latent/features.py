@@ -10,7 +10,7 @@ from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import dense_arrays, reshaped, stack_arguments
 from levattn.attention.common.packed import cumulative, refuse_packed
-from levattn.attention.common.space import device_of, namespace_of, running_counts
+from levattn.attention.common.space import device_of, followable, namespace_of, running_counts
 
 __all__ = ["causal_conv", "rg_lru"]
 
@@ -101,6 +101,7 @@ def rg_lru(
     bounds = cumulative(offsets, lengths, T)
     refuse_packed(bounds, state, return_state)
     X, Gx, Ga, speed, before = given.stacks
+    before = followable(before)
     if before is not None and before.shape[1] != C + 1:
         raise ValueError(f"state has {before.shape[1]} numbers along its last axis; expected C + 1 = {C + 1}")
     xp = namespace_of(X)

@@ -15,12 +15,13 @@ from levattn._core.jax import by_numpy
 from levattn._core.types import Float64
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
-from levattn.attention.common.packed import cumulative
+from levattn.attention.common.packed import cumulative, reads_numbers
 from levattn.attention.common.space import without_gradient
 
 __all__ = ["repeated_mass"]
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def repeated_mass(

@@ -16,8 +16,8 @@ from levattn._core.jax import by_numpy
 from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
-from levattn.attention.common.packed import cumulative
-from levattn.attention.common.space import device_of, namespace_of, running_counts
+from levattn.attention.common.packed import compiling, cumulative
+from levattn.attention.common.space import device_of, empty_output, namespace_of, running_counts
 
 __all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
 
@@ -90,6 +90,9 @@ def window_attention(
 
     Later positions change no bit of a row. The array library computes the products, and its rounding depends on the
     shapes of the factors. So rows agree only to rounding for another T, and in torch with a softcap for other batches.
+
+    While ``torch.compile`` or ``torch.export`` traces a call, it takes all blocks at once, in one graph for all
+    lengths beyond the window. Memory is then O(T W) where torch's kernel writes logits.
 
     Gradients can be differentiated again with a softcap, and without one inside
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. The other kernels of torch have first derivatives only.
@@ -172,8 +175,8 @@ def windowed(
     (b, g, T, _), U = q.shape, k.shape[1]
     device = device_of(q)
     if not b * g * T:
-        return xp.zeros((b, g, T, V.shape[-1]), dtype=V.dtype, device=device), None
-    window = min(window, U)
+        return empty_output(q, k, V), None
+    window = window if compiling() else min(window, U)
     rows = xp.arange(U - T, U, device=device)
     begins = xp.zeros_like(rows)
     if offsets is not None:
@@ -189,7 +192,21 @@ def windowed(
         good = xp.isfinite(V)
         spoilt = _any_in_window(xp, ~(good & whole), lowest)[:, None, :, :] | ~asks
         q, k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((asks, q), (whole, k), (good, V)))
+    if compiling():
+        Y = _at_once(xp, q, k, V, mask, (rows, lowest), window, scale, softcap)
+    else:
+        Y = _in_runs(xp, q, k, V, mask, (rows, lowest), window, scale, softcap)
+    Y = xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
+    if spoilt is not None:
+        Y = xp.where(spoilt, xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
+    return (Y if seen is None else xp.where(seen[:, None, :, None], Y, xp.zeros_like(Y))), seen
 
+
+def _in_runs(
+    xp: Any, q: Any, k: Any, V: Any, mask: Any, places: tuple[Any, Any], window: int, scale: float, softcap: Any
+) -> Any:
+    """Return the output (b, g, T, D) of rows at some places, each from the lowest position that it sees."""
+    (b, g, T, _), U, (rows, lowest) = q.shape, k.shape[1], places
     block = max(1, min(T, max(_LEAST, window // 2)))
     pairs = g * block * (block + window - 1)
     held = _PAIRS if isinstance(q, np.ndarray) else _MANY_PAIRS
@@ -204,14 +221,29 @@ def windowed(
         results = []
         for (low, high), slab_q, slab_k, slab_v, flags in zip(cuts, queries, *others, strict=True):
             step = min(block, high - low)
-            sees = _sees(xp, rows[low:high], lowest[low:high], window, step)
+            sees = _sees(xp, *(xp.reshape(x[low:high], (-1, step)) for x in (rows, lowest)), window)
             results.append(_slice(xp, slab_q, slab_k, slab_v, flags, sees, step, scale, softcap))
         outputs.append(results[0] if len(results) == 1 else xp.concat(results, axis=2))
-    Y = outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
-    Y = xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
-    if spoilt is not None:
-        Y = xp.where(spoilt, xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
-    return (Y if seen is None else xp.where(seen[:, None, :, None], Y, xp.zeros_like(Y))), seen
+    return outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
+
+
+def _at_once(
+    xp: Any, q: Any, k: Any, V: Any, mask: Any, places: tuple[Any, Any], window: int, scale: float, softcap: Any
+) -> Any:
+    """Return the same while torch traces the call: without loops, which would make T a constant of the graph."""
+    T, U, (rows, lowest) = q.shape[2], k.shape[1], places
+    if window >= U:
+        place = xp.arange(U, device=device_of(q))
+        sees = (place >= lowest[:, None]) & (place <= rows[:, None])
+        return _slice(xp, q, k, V, mask, sees[None, ...], T, scale, softcap)
+    pad = sys.modules["torch"].nn.functional.pad
+    block = 1 if T == 1 else max(_LEAST, window // 2)
+    more = (T // block + 2) * block - T  # rows that are dropped: torch makes other graphs for none, and for one block
+    k, V = (pad(x, (0, 0, window - 1, more))[:, U - T :, :] for x in (k, V))
+    mask = None if mask is None else pad(mask, (window - 1, more))[:, U - T :]
+    rows, lowest = xp.arange(U - T, U + more, device=device_of(q)), pad(lowest, (0, more))
+    sees = _sees(xp, rows.unflatten(0, (-1, block)), lowest.unflatten(0, (-1, block)), window)
+    return _slice(xp, pad(q, (0, 0, 0, more)), k, V, mask, sees, block, scale, softcap)[:, :, :T, :]
 
 
 def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
@@ -258,9 +290,9 @@ def _slabs(xp: Any, x: Any, axis: int, skipped: int, lead: int, cuts: list[tuple
             yield slab
 
 
-def _sees(xp: Any, rows: Any, lowest: Any, window: int, step: int) -> Any:
-    """Tell which positions of its slab each row of a block sees, (N, step, step + window − 1)."""
-    rows, lowest = (xp.reshape(x, (-1, step, 1)) for x in (rows, lowest))
+def _sees(xp: Any, rows: Any, lowest: Any, window: int) -> Any:
+    """Tell which positions of its slab each row of a block (N, step) sees, (N, step, step + window − 1)."""
+    step, rows, lowest = rows.shape[1], rows[..., None], lowest[..., None]
     base = rows[:, :1, :] - (window - 1)
     place = xp.arange(step + window - 1, dtype=xp.int32, device=device_of(rows))
     least, most = (xp.astype(x - base, xp.int32) for x in (lowest, rows))
@@ -270,7 +302,7 @@ def _sees(xp: Any, rows: Any, lowest: Any, window: int, step: int) -> Any:
 def _blocks(xp: Any, slab: Any, step: int, size: int) -> Any:
     """Return the overlapping parts of an array (b, n, ...) that begin `step` apart, (b, N, size, ...)."""
     count = (slab.shape[1] - size) // step + 1
-    if count == 1:
+    if not compiling() and count == 1:
         return slab[:, None, ...]
     if is_torch(slab):
         return slab.unfold(1, size, step).movedim(-1, 2)
@@ -282,7 +314,8 @@ def _slice(
 ) -> Any:
     """Return the output (b, g, n, D) of some blocks of rows."""
     b, g, n, d = q.shape
-    count, size = n // step, sees.shape[-1]
+    size = sees.shape[-1]
+    count = n // step
     q = xp.reshape(xp.permute_dims(xp.reshape(q, (b, g, count, step, d)), (0, 2, 1, 3, 4)), (b, count, g * step, d))
     k, V = _blocks(xp, k, step, size), _blocks(xp, V, step, size)
     sees = sees[None, ...]
@@ -297,7 +330,7 @@ def _slice(
         else _explicit(xp, q, k, V, sees, scale, softcap)
     )
     Y = xp.reshape(Y, (b, count, g, step, V.shape[-1]))
-    return xp.reshape(xp.permute_dims(Y, (0, 2, 1, 3, 4)), (b, g, n, V.shape[-1]))
+    return xp.reshape(xp.permute_dims(Y, (0, 2, 1, 3, 4)), (b, g, count * step, V.shape[-1]))
 
 
 def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap: float | None) -> Any:

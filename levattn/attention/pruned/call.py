@@ -13,7 +13,7 @@ from levattn._core.arrays import is_torch, to_numpy
 from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn.attention.common.arguments import Stacks, dense_array, reshaped, stack_arguments
 from levattn.attention.common.heads import Heads
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, followable, namespace_of
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
 __all__ = ["Piece", "PrunedCall", "at_places", "by_items"]
@@ -140,7 +140,7 @@ class PrunedCall:
 
     def as_computed(self, part: PrunedPart) -> PrunedPart:
         """Convert the arrays of a part of a state to the library of this call."""
-        return converted(part, self.torch.memory_of) if self.in_memory else part
+        return converted(part, self.torch.memory_of if self.in_memory else followable)
 
 
 def by_items(attend: Callable[[slice], Any], like: Any, *, worth: bool) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, as_one_batch, mapped
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.common.space import empty_output, namespace_of, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
@@ -180,8 +180,7 @@ def _stepped(
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
         part = converted(replace(part, largest=largest), _alone)
     if not pieces:
-        Y = xp.zeros((*q.shape[:3], V.shape[-1]), dtype=q.dtype, device=device_of(q))
-        return (Y, *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
+        return (empty_output(q, K, V), *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
     if len(pieces) == 1:
         return pieces[0], part
     whole = [

@@ -9,6 +9,7 @@ from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
+from levattn.attention.common.packed import reads_numbers
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall
@@ -20,6 +21,7 @@ from levattn.functions import Power
 __all__ = ["pruned_attention"]
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def pruned_attention(
@@ -163,6 +165,9 @@ def pruned_attention(
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query. Memory O(m D + n (d + D)), and 2²²
     logits at a time (2²⁶ for tensors on a device). Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of
     O(s (d + D) + d²).
+
+    The selection reads numbers. So ``torch.compile`` leaves the call to Python, and ``torch.func.vmap``,
+    ``torch.export`` and tensors without numbers are refused. ``torch.func.grad`` and jvp work.
 
     The guarantee of universal sets (`levattn.universal_set`) holds for abs(x)^p and thresholds. For softmax a
     selection is a heuristic whatever its scores. The certificate bounds the loss, and the summaries carry most of the

@@ -27,7 +27,7 @@ from levattn.attention.common.arguments import (
     reshaped,
     stack_arguments,
 )
-from levattn.attention.common.packed import untraced
+from levattn.attention.common.packed import given_bounds, untraced
 from levattn.attention.common.space import changed, device_of, namespace_of, without_gradient
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
@@ -131,7 +131,7 @@ def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, 
         stack,
         theta,
         offset,
-        np.array([0, T], np.int64) if bounds is None else bounds,
+        given_bounds(bounds, T),
         bool(causal),
         "diagonal" if name == "diag_leverage" else "norm" if name == "norm" else "none",
         normalize == "mean" and name == "diag_leverage",
@@ -195,7 +195,7 @@ def _temperatures(temperature: Any, W: Any) -> Any:
     """Return temperatures as an array with an axis of heads, in the library of W."""
     h = W.shape[-3]
     if isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool):
-        if not math.isfinite(temperature):
+        if not abs(temperature) < math.inf:  # which torch's compiler can trace
             raise ValueError(f"temperature is {temperature!r}; expected a finite number")
         xp = namespace_of(W)
         kind = "float64" if is_wide(W) else "float32"  # the dtype of the computation, also for halves

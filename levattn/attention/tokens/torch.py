@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from levattn._kernels.tensors import is_transformed
+from levattn._kernels.tensors import has_tangent, hidden_by
 from levattn.sensitivity.leverage import leverage_scores
 
 __all__ = ["leverage"]
@@ -14,10 +14,13 @@ __all__ = ["leverage"]
 
 def leverage(W: Any, mask: Any) -> Any:
     """Return the leverage scores (b, h, T) of the tokens (b, h, T, d) that `mask` (b, 1, T) flags."""
-    if is_transformed(W):
+    what = hidden_by([W] if mask is None else [W, mask])
+    if what is None and has_tangent([W]):
+        what = "forward-mode differentiation"
+    if what is not None:
         raise NotImplementedError(
-            "membership is 'leverage' within torch.func (vmap, grad or another); expected a call without torch.func, "
-            "which these scores do not support. Or give your own scores as membership"
+            f"membership is 'leverage' under {what}, where these scores cannot be computed; expected another "
+            "membership, or your own scores as membership"
         )
     there = None if mask is None else mask.expand(W.shape[:3])
     return _Leverage.apply(W, there) if torch.is_grad_enabled() and W.requires_grad else _scores(W, there)
@@ -31,9 +34,12 @@ class _Leverage(torch.autograd.Function):  # type: ignore[misc]
     """Leverage scores, with the gradient ``2 (I − P) diag(e) W⁺ᵀ``, where P projects to the columns of W."""
 
     @staticmethod
-    def forward(ctx: Any, W: Any, mask: Any) -> Any:
-        ctx.save_for_backward(W, mask)
+    def forward(W: Any, mask: Any) -> Any:
         return _scores(W, mask)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:  # noqa: ARG004 (torch names it)
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.common.packed import untraced
+from levattn.attention.common.packed import reads_numbers, untraced
 from levattn.attention.common.space import as_given, plain_arrays
 from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, token_state_after
@@ -159,6 +159,7 @@ def tssa(
     return _answer(*arguments)
 
 
+@reads_numbers
 @where_arrays_are
 @by_numpy
 def memberships(

@@ -1,0 +1,84 @@
+"""Tensors of torch as numbers in memory; torch itself is not imported."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["memory_of_tensor", "plain_tensor", "refuse_masked_tensor", "without_wrappers"]
+
+
+class _Memory(ctypes.c_char * 2**62):  # larger than any array: the sizes of an array bound what is read
+    """Memory that an array reads; it keeps the tensor alive."""
+
+    __slots__ = ("tensor",)
+
+
+@cache
+def _kind_of_numbers(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype of numpy with the name of a dtype of torch."""
+    return np.dtype(str(dtype).rpartition(".")[2])
+
+
+def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
+    """Return a dense tensor in main memory as a numpy array on the same memory, without its gradient.
+
+    ``tensor.numpy()`` would do the same, but it forbids for good to resize the memory, as FSDP does with parameters.
+    """
+    kind = _kind_of_numbers(tensor.dtype)
+    memory = _Memory.from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    strides = None if tensor.is_contiguous() else [step * kind.itemsize for step in tensor.stride()]
+    return np.ndarray(tensor.shape, kind, memory, 0, strides)
+
+
+def refuse_masked_tensor(tensor: Any, name: str) -> None:
+    """Raise for a tensor of torch.masked, whose mask would be lost."""
+    if type(tensor).__name__ == "MaskedTensor":
+        raise TypeError(
+            f"{name} is a MaskedTensor; expected a plain tensor. Give {name}.get_data(), and leave rows out by mask="
+        )
+
+
+def plain_tensor(tensor: Any, name: str) -> Any:
+    """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
+    refuse_masked_tensor(tensor, name)
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
+            f"torch.nested.to_padded_tensor({name}, 0.0), and leave the padding out by mask="
+        )
+    layout = str(tensor.layout)
+    if layout != "torch.strided":
+        raise TypeError(
+            f"{name} is a torch tensor of layout {layout}; expected a dense one (torch.strided). "
+            f"Convert it first: {name}.to_dense()"
+        )
+    if tensor.is_meta:
+        raise TypeError(
+            f"{name} is a torch tensor on the device meta, which has a shape but no numbers; expected a tensor that "
+            "holds data. Compute it on a real device first, such as device='cpu'"
+        )
+    tensor = without_wrappers(tensor.detach().resolve_neg())
+    if sys.modules["torch"]._C._functorch.is_batchedtensor(tensor) or type(tensor).__name__ in (
+        "FakeTensor",
+        "FunctionalTensor",
+    ):
+        raise TypeError(
+            f"{name} is a torch tensor within torch.func.vmap, torch.export or FakeTensorMode, which hold its numbers "
+            f"back; expected a tensor that holds data. Call without them: leading axes of {name} are a batch"
+        )
+    return tensor
+
+
+def without_wrappers(tensor: Any) -> Any:
+    """Return the numbers that torch.func.grad or jvp follow, which a call reads without a gradient."""
+    wrappers = sys.modules["torch"]._C._functorch
+    while wrappers.is_gradtrackingtensor(tensor):
+        tensor = wrappers.get_unwrapped(tensor)
+    return tensor
