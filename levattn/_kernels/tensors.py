@@ -20,6 +20,7 @@ __all__ = [
     "follows_definition",
     "has_kernels",
     "has_tangent",
+    "in_main_memory",
     "in_memory",
     "is_plain",
     "is_transformed",
@@ -81,6 +82,15 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling() or any(map(is_transformed, given)) or has_tangent(given):
         return False
     return is_plain(given) and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def in_main_memory(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether tensors are plain numbers in main memory, followed by a gradient or not."""
+    if torch.compiler.is_compiling():
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    plain = all(type(x) in _PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested for x in given)
+    return plain and not any(map(is_transformed, given)) and not has_tangent(given)
 
 
 def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
