@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
 from torch.autograd import forward_ad
 
 from levattn._core.arrays import as_cupy, as_tensor
@@ -90,7 +91,8 @@ def in_main_memory(tensors: tuple[Any, ...]) -> bool:
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     plain = all(type(x) in _PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested for x in given)
-    return plain and not any(map(is_transformed, given)) and not has_tangent(given)
+    # batches of gradients, as is_grads_batched makes them, are no wrappers
+    return plain and not any(is_wrapped(x) or is_batched(x) for x in given) and not has_tangent(given)
 
 
 def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
