@@ -23,6 +23,13 @@ def softmax(logits):
     return E / E.sum()
 
 
+def seen_by(t, low, mask=None):
+    """The positions from low to t that take part; none for a masked position, which has no place."""
+    if mask is None:
+        return list(range(low, t + 1))
+    return [s for s in range(low, t + 1) if mask[s]] if mask[t] else []
+
+
 def window_matrix(q, k, window, scale=None, softcap=None, mask=None, offsets=None):
     """The weights (T, T) of softmax attention in a window."""
     T = len(q)
@@ -30,7 +37,7 @@ def window_matrix(q, k, window, scale=None, softcap=None, mask=None, offsets=Non
     scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
     for low, high in bounds_of(T, offsets):
         for t in range(low, high):
-            seen = [s for s in range(max(low, t - window + 1), t + 1) if mask is None or mask[s]]
+            seen = seen_by(t, low, mask)[-window:]
             logits = [float(q[t] @ k[s]) * scale for s in seen]
             if softcap is not None:
                 logits = [softcap * math.tanh(x / softcap) for x in logits]
@@ -44,7 +51,8 @@ def latent_matrices(K, delay=0, mask=None, offsets=None):
     P = np.zeros((L, T, T))
     for low, high in bounds_of(T, offsets):
         for t in range(low, high):
-            seen = [s for s in range(low, t - delay + 1) if mask is None or mask[s]]
+            seen = seen_by(t, low, mask)
+            seen = seen[: max(len(seen) - delay, 0)]
             for i in range(L):
                 P[i, t, seen] = softmax([K[s, i] for s in seen])
     return P
@@ -77,7 +85,10 @@ def repeated_mass(Q, K, gate, window, mask=None, offsets=None):
     T = len(Q)
     nothing = np.zeros((T, 1))
     _, others = macchiato_parts(nothing, nothing, Q, K, gate, window, mask=mask, offsets=offsets)
-    return np.array([sum(others[t, s] for s in range(max(0, t - window + 1), t + 1)) for t in range(T)])
+    near = [
+        s for low, high in bounds_of(T, offsets) for s in (seen_by(t, low, mask)[-window:] for t in range(low, high))
+    ]
+    return np.array([sum(others[t, s] for s in near[t]) for t in range(T)])
 
 
 def rotate(V, positions, base=10000.0, inverse=False):

@@ -12,6 +12,7 @@ import torch
 from torch._C._functorch import get_unwrapped
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
 from torch.autograd import forward_ad
 
 from levattn._core.arrays import as_cupy, as_tensor
@@ -25,6 +26,7 @@ __all__ = [
     "has_kernels",
     "has_tangent",
     "hidden_by",
+    "in_main_memory",
     "in_memory",
     "is_plain",
     "is_transformed",
@@ -105,6 +107,16 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling() or any(map(is_transformed, given)) or has_tangent(given):
         return False
     return is_plain(given) and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def in_main_memory(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether tensors are plain numbers in main memory, followed by a gradient or not."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    plain = all(type(x) in _PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested for x in given)
+    # batches of gradients, as is_grads_batched makes them, are no wrappers
+    return plain and not any(is_wrapped(x) or is_legacy_batched(x) for x in given) and not has_tangent(given)
 
 
 def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:

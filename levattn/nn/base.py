@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from levattn.nn.checks import check_input, refuse_bidirectional, refuse_repeated
+from levattn.nn.checks import check_input, check_positions, refuse_bidirectional, refuse_repeated
 
 __all__ = ["Cache", "Layer", "Module", "Recurrent"]
 
@@ -20,6 +20,7 @@ class Cache:
         self.position = 0
         self.state: Any = None
         self.feature: Any = None
+        self._taken_part: Any = 0  # how many positions of each sequence: one number, or (B, 1)
 
     def numbers(self) -> int:
         """Return the number of floats in the cache, over all sequences.
@@ -82,16 +83,21 @@ class Layer(Module, Generic[C]):
         refuse_bidirectional(self.causal)
         return self._cache_class()
 
-    def _called(self, x: Any, mask: Any, offsets: Any, cache: C | None) -> Any:
+    def _called(self, x: Any, mask: Any, offsets: Any, cache: C | None, positions: Any = None) -> Any:
         """Check a call, and return the attention of a batch of sequences."""
         check_input(self.dim, x, mask, offsets, cache, self._cache_class)
+        check_positions(x, positions, read=self._reads_positions())
         if cache is not None:
             refuse_bidirectional(self.causal)
             refuse_repeated()
-        return self._combined(self._attended(x, mask, offsets, cache).transpose(1, 2).flatten(-2))
+        return self._combined(self._attended(x, mask, offsets, cache, positions).transpose(1, 2).flatten(-2))
+
+    def _reads_positions(self) -> bool:
+        """Tell whether the layer reads the positions of a call."""
+        return False
 
     @abstractmethod
-    def _attended(self, x: Any, mask: Any, offsets: Any, cache: Any) -> Any:
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: Any, positions: Any) -> Any:
         """Return the outputs of the heads for a checked call, (B, H, T, D)."""
 
     @abstractmethod
@@ -102,8 +108,13 @@ class Layer(Module, Generic[C]):
 class Recurrent(Layer[C]):
     """A layer whose cache has the same number of floats for any number of positions."""
 
-    def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, cache: C | None = None) -> Any:
+    def forward(
+        self, x: Any, *, mask: Any = None, offsets: Any = None, cache: C | None = None, positions: Any = None
+    ) -> Any:
         """Return the attention of a batch of sequences.
+
+        Masked positions have no place, wherever they are: the other rows, and the rows of later calls with the cache,
+        equal the rows of the sequence without them. So prompts may be padded on either side.
 
         Parameters
         ----------
@@ -115,6 +126,9 @@ class Recurrent(Layer[C]):
             Starts of packed sequences, which do not see each other, from 0 to T.
         cache : LatteCache, MacchiatoCache or TokenStatisticsCache, optional
             A cache from `new_cache`: the input continues the positions in the cache, and the call updates it.
+        positions : tensor of shape (T,) or (B, T), optional
+            Positions for rotations (`vapor`, `rope`) and position biases. The default counts the positions of each
+            sequence that take part, from 0 on, or from the number in the cache.
 
         Returns
         -------
@@ -124,13 +138,13 @@ class Recurrent(Layer[C]):
         Raises
         ------
         TypeError
-            If `x` or `mask` is not a tensor, `cache` is of another class, or offsets are not whole numbers.
+            If an argument is not a tensor, `cache` is of another class, or offsets are not whole numbers.
         ValueError
             If shapes do not match, options of the call exclude each other, or a layer with a cache is not causal. Also
-            if a sequence has more positions than the position biases of the layer, or if ``torch.utils.checkpoint``
-            repeats a call with a cache.
+            if a sequence has more positions than the position biases of the layer, if no part of the layer reads the
+            given positions, or if ``torch.utils.checkpoint`` repeats a call with a cache.
         """
-        return self._called(x, mask, offsets, cache)
+        return self._called(x, mask, offsets, cache, positions)
 
     def state_size(self) -> int:
         """Return the number of floats in a cache for each sequence; with a window, once the window is full.

@@ -10,6 +10,7 @@ from levattn._core.checks import check_type, whole_number
 
 __all__ = [
     "check_input",
+    "check_positions",
     "check_sequence",
     "projection",
     "refuse_bidirectional",
@@ -72,3 +73,21 @@ def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any, kind: typ
         )
     if cache is not None and offsets is not None:
         raise ValueError("cache and offsets were both given; expected one of them: a cache is for unpacked sequences")
+
+
+def check_positions(x: Any, positions: Any, *, read: bool) -> None:
+    """Raise unless positions match the input; `read`: whether the layer reads them."""
+    if positions is None:
+        return
+    if not read:
+        raise ValueError(
+            "positions was given and no part of the layer reads positions; leave it out, or make the layer with "
+            "vapor, rope or position biases"
+        )
+    check_type("positions", positions, torch.Tensor, "a tensor of torch")
+    if tuple(positions.shape) not in (tuple(x.shape[1:2]), tuple(x.shape[:2])):
+        raise ValueError(
+            f"positions has shape {tuple(positions.shape)}; expected {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
+        )
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise TypeError(f"positions has dtype {positions.dtype}; expected whole numbers")

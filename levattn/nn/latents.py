@@ -38,15 +38,22 @@ class LatentLayer(Recurrent[CacheType]):
     def _state_size(self) -> int:
         return self.heads * self.latents * (self.head_dim + 2) + feature_size(self.feature)
 
-    def _attended(self, x: Any, mask: Any, offsets: Any, cache: CacheType | None) -> Any:
-        T, start, memory = x.shape[1], 0, None
+    def _reads_positions(self) -> bool:
+        return self.vapor or self.rope
+
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: CacheType | None, positions: Any) -> Any:
+        T, before, memory = x.shape[1], 0, None
         if cache is not None:
-            start, memory = cache.position, cache.feature
-        positions = torch.arange(start, start + T, device=x.device) if self.vapor or self.rope else None
+            before, memory = cache._taken_part, cache.feature
+        if positions is None and self._reads_positions():
+            positions = before + torch.arange(T, device=x.device)
+            if mask is not None:  # only those that take part count
+                positions = before + (mask.cumsum(1) - 1).clamp(min=0)
         h, memory = run_feature(self.feature, x, offsets, memory, mask)
-        mask = None if mask is None else mask[:, None, :]
-        Y = self._continued(partial(self._mixed(x, h, positions), mask=mask), T, offsets, cache)
+        flags = None if mask is None else mask[:, None, :]
+        Y = self._continued(partial(self._mixed(x, h, positions), mask=flags), T, offsets, cache)
         if cache is not None:
+            cache._taken_part = before + (T if mask is None else mask.sum(1, keepdim=True))
             cache.feature = None if memory is None else memory.detach()
         return self._rotated(Y, positions) if self.vapor else Y
 
@@ -62,7 +69,8 @@ class LatentLayer(Recurrent[CacheType]):
         return self.Wo(Y)
 
     def _rotated(self, X: Any, positions: Any, *, inverse: bool = False) -> Any:
-        return rotate_values(X, positions, base=self.base, inverse=inverse)
+        places = positions if positions.ndim == 1 else positions[:, None, :]
+        return rotate_values(X, places, base=self.base, inverse=inverse)
 
     @staticmethod
     def _in_heads(X: Any, width: int) -> Any:

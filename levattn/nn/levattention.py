@@ -221,6 +221,8 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     def forward(self, x: Any, *, mask: Any = None, cache: LevAttentionCache | None = None) -> Any:
         """Return the attention of a batch of sequences.
 
+        Masked positions have no place, as in the other layers: other rows equal those of the sequence without them.
+
         Parameters
         ----------
         x : tensor of shape (B, T, C)
@@ -245,7 +247,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         """
         return self._called(x, mask, None, cache)
 
-    def _attended(self, x: Any, mask: Any, _offsets: Any, cache: LevAttentionCache | None) -> Any:
+    def _attended(self, x: Any, mask: Any, _offsets: Any, cache: LevAttentionCache | None, _positions: Any) -> Any:
         G, d = self.kv_heads, self.head_dim
         parts = self.qkv(x).split([self.dim, G * d, G * d], dim=-1)
         Q, K, V = (X.unflatten(-1, (-1, d)).transpose(1, 2) for X in parts)

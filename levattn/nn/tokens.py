@@ -255,7 +255,10 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     def _state_size(self) -> int:
         return (2 if self.membership == "diag_leverage" else 1) * (self.dim + self.heads)
 
-    def _attended(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
+    def _reads_positions(self) -> bool:
+        return self.position_bias is not None
+
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None, positions: Any) -> Any:
         options: dict[str, Any] = {
             "membership": self.membership,
             "normalize": self.normalize,
@@ -263,7 +266,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
             "decay": self.decay,
             "c": self.c,
             "step": self.step,
-            "bias": self._bias(x, mask, offsets, cache),
+            "bias": self._bias(x, mask, offsets, cache) if positions is None else self._bias_at(positions, mask),
             "mask": mask,
         }
         W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, without a copy
@@ -292,10 +295,17 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         if mask is None and offsets is None and isinstance(before, int):
             self._refuse_longer(before + T)
             return self.position_bias[:, before : before + T]
-        places = _places(x, mask, offsets) + (before if isinstance(before, int) else before[:, None])
+        return self._bias_at(
+            _places(x, mask, offsets) + (before if isinstance(before, int) else before[:, None]), mask
+        )
+
+    def _bias_at(self, places: Any, mask: Any) -> Any:
+        """Return the biases at given positions."""
         if mask is not None:
             places = torch.where(mask, places, 0)
         if not compiling() and places.numel() and hidden_by([places]) is None:  # else torch checks the index below
+            if int(places.min()) < 0:
+                raise ValueError(f"positions has {int(places.min())}; expected whole numbers of at least 0")
             self._refuse_longer(int(places.max()) + 1)
         found = self.position_bias[:, places]
         return found if found.ndim == 2 else found.transpose(0, 1)

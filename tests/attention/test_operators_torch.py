@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from operator_table import LATTE, MEMORIES, MIXTURES, TSSA, TSSA_EVERYWHERE, WINDOWS, Operator, T
+from operator_table import LATTE, MEMORIES, MIXTURES, TSSA, TSSA_EVERYWHERE, WINDOWS, Operator, T, of_forms
 
 from differences import assert_gradients
 from levattn.attention import latte, rotate_values, tssa
+from levattn.states import SoftmaxState
 
 torch = pytest.importorskip("torch")
 
@@ -111,6 +112,54 @@ def test_padding_has_no_gradient_whatever_it_holds(name: str) -> None:
         assert not Y[:, :, ~mask].any()
     nothing = grad(run(*arrays, mask=flags(30, *range(30))).sum(), arrays, allow_unused=True)
     assert not any(gradient.any() for gradient in nothing if gradient is not None)
+
+
+FORMS: dict[str, Operator] = {**of_forms(causal=True), **of_forms(causal=False)}
+REFILLED: dict[str, Callable[[], Any]] = {
+    "mask": lambda: np.arange(23) % 5 != 3,
+    "offsets": lambda: np.array([0, 9, 23]),
+    "lengths": lambda: np.array([9, 14]),
+}
+
+
+WITH_OPTION: list[tuple[str, str]] = [
+    *((name, "mask") for name in ALL | FORMS if name != "rotate_values"),
+    *((name, option) for name in ALL for option in ("offsets", "lengths") if name != "rotate_values"),
+]
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(("name", "option"), WITH_OPTION)
+def test_an_array_of_numpy_may_be_refilled_before_backward(name: str, option: str) -> None:
+    operator = (ALL | FORMS)[name]
+    arrays = operator.leaves(23)
+
+    def gradients(refill: bool) -> Any:
+        given = REFILLED[option]()
+        Y = operator.run(*arrays, **{option: given})
+        if refill:
+            given[...] = given[::-1].copy() if option == "mask" else 0
+        return grad(Y.square().sum(), arrays, allow_unused=True)
+
+    for one, other in zip(gradients(False), gradients(True), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_arrays_of_a_state_may_be_refilled_before_backward(library: str) -> None:
+    operator = LATTE["latte"]
+    arrays = operator.leaves(9)
+    _, earlier = operator.run(*operator.arrays(7, seed=1), return_state=True)
+
+    def gradients(refill: bool) -> Any:
+        parts = [np.array(part) for part in (earlier.m, earlier.s, earlier.S)]
+        parts = [torch.from_numpy(part) for part in parts] if library == "torch" else parts
+        Y = operator.run(*arrays, state=SoftmaxState.from_arrays(*parts))
+        for part in parts if refill else ():
+            part[...] = 1
+        return grad(Y.square().sum(), arrays)
+
+    assert all(torch.equal(one, other) for one, other in zip(gradients(False), gradients(True), strict=True))
 
 
 @pytest.mark.parametrize("name", ["latte", *MIXTURES, *MEMORIES, *TSSA])

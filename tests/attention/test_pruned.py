@@ -571,6 +571,31 @@ def mixture(arrays: Any, t: int, exact: list[int], clusters: Any, power: float |
 
 
 @needs_torch
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_differentiated_again_and_come_in_batches(causal: bool) -> None:
+    leaves = [torch.from_numpy(X).requires_grad_() for X in heads(31, 24, batch=(2,))]
+    options: dict[str, Any] = {"size": 5, "summaries": 4, "window": 2, "causal": causal}
+    direction = torch.from_numpy(np.random.default_rng(31).standard_normal((2, 4, 24, 3)))
+
+    @torch.enable_grad()  # type: ignore[untyped-decorator]
+    def gradients(q: Any, k: Any, V: Any, again: bool = True) -> Any:
+        V = V if V.requires_grad else V.requires_grad_()
+        return torch.autograd.grad(pruned_attention(q, k, V, **options), (q, k, V), direction, create_graph=again)
+
+    for one, other in zip(gradients(*leaves), gradients(*leaves, again=False), strict=True):
+        np.testing.assert_allclose(one.detach(), other, atol=1e-12)
+    # values have no part in the selection, and in no weight of a summary
+    q, k, V = leaves
+    assert_gradients(lambda V: torch.cat([x.flatten() for x in gradients(q, k, V)]), [V])
+    Y = pruned_attention(*leaves, **options)
+    rows = torch.stack([torch.ones_like(Y), Y.detach()])
+    together = torch.autograd.grad(Y, leaves, rows, is_grads_batched=True, retain_graph=True)
+    for i, row in enumerate(rows):
+        for one, other in zip(together, torch.autograd.grad(Y, leaves, row, retain_graph=True), strict=True):
+            np.testing.assert_allclose(one[i], other, atol=1e-12)
+
+
+@needs_torch
 def test_gradients_go_through_masks_and_groups() -> None:
     leaves = [torch.from_numpy(X).requires_grad_() for X in heads(27, 16, batch=(2,))]
     mask = np.random.default_rng(28).random((2, 1, 16)) > 0.3

@@ -419,6 +419,22 @@ def test_gradients_in_torch_are_those_of_finite_differences(n: int, d: int, size
 
 
 @needs_torch
+@pytest.mark.parametrize("name", TABLE)
+def test_a_mask_of_numpy_may_be_refilled_before_backward(name: str) -> None:
+    import torch
+
+    Z, Pi, U = (torch.from_numpy(array) for array in problem(21, 7, 3))
+    z, found = Z.requires_grad_(), []
+    for refill in (False, True):
+        mask = np.arange(7) != 2
+        rate = TABLE[name][0](z, Pi, U, 0.5, mask=mask)
+        if refill:
+            mask[...] = ~mask
+        found.append(torch.autograd.grad(rate, z)[0])
+    assert torch.equal(*found)
+
+
+@needs_torch
 def test_gradients_at_memberships_of_zero_and_masked_tokens_are_finite() -> None:
     import torch
 

@@ -13,7 +13,7 @@ from levattn import thread_limit
 from levattn._kernels import tasks
 from levattn._kernels.pruned import cpu as pruned_cpu
 from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries, differentiable, mapped
 from levattn.attention import pruned_attention
 from libraries import needs_torch
 
@@ -106,6 +106,55 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is shared out even where it is small."""
     monkeypatch.setattr(tasks, "_THREAD_WORK", 0)
     monkeypatch.setattr(tasks, "_RUN_WORK", 1)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "labeled": {},
+    "apart": {"labeled": False},
+    "counted": {"counted": True},
+    "grouped": {"g": 3},
+    "no summaries": {"R": 0, "labeled": False},
+    "dropped": {"R": 0},
+    "no window": {"window": 0},
+    "nothing kept": {"s": 0},
+    "one query": {"m": 1, "n": 5, "window": 9},
+    "keys beyond": {"m": 48, "n": 61},
+    "several panels": {"m": 200, "n": 200, "d": 64, "D": 40, "s": 70, "R": 33, "window": 50},
+    "several parts": {"m": 1300, "n": 1300, "b": 1, "g": 2, "d": 16, "D": 24, "s": 40, "R": 20, "window": 30},
+}
+
+
+def gradients_by_definition(x: PrunedArguments, dY: Any) -> Any:
+    import torch
+
+    held = mapped(x, lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    leaves = [array.requires_grad_() for array in differentiable(held) if array is not None]
+    found = torch.autograd.grad(definition.mixture(held)[0], leaves, torch.from_numpy(dY), materialize_grads=True)
+    return [part.numpy() for part in found]
+
+
+@needs_torch
+@over_dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_mixtures_are_those_of_the_definition(dtype: str, shape: str) -> None:
+    x = mixture(dtype, **SHAPES[shape])
+    dY = np.random.default_rng(1).standard_normal((*x.q.shape[:3], x.values.shape[2])).astype(dtype)
+    found = pruned_cpu.mixture_gradients(x, dY)
+    found = [part for part, array in zip(found, differentiable(x), strict=True) if array is not None]
+    for one, other in zip(found, gradients_by_definition(x, dY), strict=True):
+        close(one, other, TOLERANCE[dtype] * max(1.0, float(np.abs(other).max(initial=0.0))))
+
+
+@pytest.mark.parametrize("shape", ["labeled", "several parts"])
+def test_gradients_of_mixtures_have_the_same_bits_on_any_number_of_threads(shape: str, small_tasks: None) -> None:
+    x = mixture("float32", **SHAPES[shape])
+    dY = np.random.default_rng(1).standard_normal((*x.q.shape[:3], x.values.shape[2])).astype("float32")
+    found = []
+    for threads in (1, 3):
+        with thread_limit(threads):
+            found.append(pruned_cpu.mixture_gradients(x, dY))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @over_dtypes

@@ -69,13 +69,81 @@ def test_padding_changes_nothing(form: str) -> None:
     layer, X = layer_and_input(form)
     padded = torch.randn(2, 25, C, dtype=X.dtype)
     mask = torch.ones(2, 25, dtype=torch.bool)
-    within = slice(8, 13) if form.startswith("tokens") else slice(0, 5)  # elsewhere places count
+    within = slice(0, 5) if form.startswith(COUNTING) else slice(8, 13)
     mask[0, :3] = mask[0, 20:] = mask[1, within] = mask[1, 22:] = False
     padded[mask] = X.flatten(0, 1)
     expected = layer(X).flatten(0, 1)
     close(layer(padded, mask=mask)[mask], expected)
     if getattr(layer, "causal", True):
         close(decoded(layer, padded, [2, 7, 16], mask)[0][mask], expected)
+
+
+# Where a prompt of 5 and one of 9 positions lie among 12
+PADDINGS: dict[str, tuple[list[int], list[int]]] = {
+    "left": (list(range(7, 12)), list(range(3, 12))),
+    "right": (list(range(5)), list(range(9))),
+    "gaps": ([1, 2, 5, 6, 10], [0, 1, 2, 4, 5, 6, 7, 9, 11]),
+}
+# whose own feature reads zeros at masked positions, after positions that take part
+COUNTING = "latte, memory"
+CELLS = [(form, padding) for form in ALL for padding in PADDINGS if padding == "left" or not form.startswith(COUNTING)]
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(("form", "padding"), CELLS)
+def test_padded_prompts_and_steps_after_them_equal_each_sequence_alone(form: str, padding: str) -> None:
+    layer, X = layer_and_input(form)
+    padded, mask = torch.full((2, 12, C), 7.0, dtype=X.dtype), torch.zeros(2, 12, dtype=torch.bool)
+    for b, places in enumerate(PADDINGS[padding]):
+        mask[b, places], padded[b, places] = True, X[b, : len(places)]
+    cache = layer.new_cache() if getattr(layer, "causal", True) else None
+    Y = layer(padded, mask=mask, cache=cache)
+    more = torch.randn(2, 4, C, dtype=X.dtype)
+    steps = [] if cache is None else [layer(more[:, t : t + 1], cache=cache) for t in range(4)]
+    for b, places in enumerate(PADDINGS[padding]):
+        alone = X[b : b + 1, : len(places)]
+        if cache is not None:
+            alone = torch.cat([alone, more[b : b + 1]], 1)
+        found = torch.cat([Y[b, places], *(step[b] for step in steps)])
+        close(found, layer(alone)[0])
+    if cache is not None and not form.startswith(COUNTING):  # masked steps between others
+        flags = torch.tensor([[True, False, True], [False, True, True]])
+        Y = layer(X[:, :3], mask=flags, cache=cache)
+        for b, places in enumerate(PADDINGS[padding]):
+            parts = X[b : b + 1, : len(places)], more[b : b + 1], X[b : b + 1, :3][:, flags[b]]
+            close(Y[b, flags[b]], layer(torch.cat(parts, 1))[0, -2:])
+
+
+POSITIONED = ["latte, vapor", "macchiato, rotated", "tokens, positions"]
+
+
+@pytest.mark.parametrize("form", POSITIONED)
+def test_positions_may_be_given(form: str) -> None:
+    layer, X = layer_and_input(form)
+    close(layer(X, positions=torch.arange(T)), layer(X))
+    each = torch.stack([torch.arange(T), torch.arange(T) + 3])
+    Y = layer(X, positions=each)
+    for b in range(2):
+        close(Y[b], layer(X[b : b + 1], positions=each[b])[0])
+    spread = 3 * torch.arange(T) if form != "tokens, positions" else torch.arange(T).flip(0)
+    assert not torch.allclose(layer(X, positions=spread), layer(X))
+    cache = layer.new_cache()
+    steps = [layer(X[:, t : t + 1], positions=spread[t : t + 1], cache=cache) for t in range(T)]
+    close(torch.cat(steps, 1), layer(X, positions=spread))
+    for given, error, message in (
+        (torch.arange(T)[1:], ValueError, "positions has shape"),
+        (torch.arange(T).double(), TypeError, "positions has dtype torch.float64"),
+        (list(range(T)), TypeError, "positions is of type list"),
+    ):
+        with pytest.raises(error, match=message):
+            layer(X, positions=given)
+
+
+def test_positions_that_nothing_reads_are_refused() -> None:
+    for form in ("latte", "macchiato", "tokens"):
+        layer, X = layer_and_input(form)
+        with pytest.raises(ValueError, match="positions was given and no part of the layer reads positions"):
+            layer(X, positions=torch.arange(T))
 
 
 @over_all

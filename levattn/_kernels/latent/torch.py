@@ -76,13 +76,16 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
 
 
 def _state_of(x: LatentArguments) -> State | None:
-    """Return the arrays of a state as tensors on the device of the call, on the same memory where possible."""
+    """Return the arrays of a state as tensors on the device of the call; those of numpy in memory of their own.
+
+    A backward pass may read them after the caller has refilled the arrays that the state holds.
+    """
     if x.state is None:
         return None
     found = []
     for part in x.state:
         if isinstance(part, np.ndarray):
-            part = torch.from_numpy(np.require(part, requirements=["C", "W"]))
+            part = torch.from_numpy(part.copy())
         elif not isinstance(part, torch.Tensor):
             part = as_tensor(part)
         found.append(part.to(x.Q.device))

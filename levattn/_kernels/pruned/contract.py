@@ -16,10 +16,12 @@ __all__ = [
     "SPREAD_ROUNDING",
     "TILT",
     "PrunedArguments",
+    "PrunedGradients",
     "PrunedKernels",
     "RenewalArguments",
     "Summaries",
     "as_one_batch",
+    "differentiable",
     "mapped",
 ]
 
@@ -202,3 +204,16 @@ class PrunedKernels(Protocol):
 
         `room`: as above. With it results are valid until the call after the next.
         """
+
+
+class PrunedGradients(Protocol):
+    """The gradients of a mixture by softmax, where kernels compute them."""
+
+    def mixture_gradients(self, x: PrunedArguments, dY: Any, /) -> tuple[Any, ...]:
+        """Return the gradients of `differentiable`, from that of the outputs."""
+
+
+def differentiable(x: PrunedArguments) -> tuple[Any, ...]:
+    """Return the arrays that may have gradients: queries, keys and values: kept, in summaries and all."""
+    sums = (None, None) if x.summaries is None else (x.summaries.keys, x.summaries.values)
+    return (x.q, x.kept_keys, x.kept_values, *sums, x.keys, x.values)

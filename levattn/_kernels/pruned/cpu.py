@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import clusters, definition
+from levattn._kernels.pruned.backward import mixture_back_tasks
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
 from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots, whole_vectors
@@ -17,9 +19,22 @@ from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
-__all__ = ["at_once", "cluster", "levels", "merged", "mixture", "places", "radii", "renewed", "row_moments"]
+__all__ = [
+    "at_once",
+    "cluster",
+    "levels",
+    "merged",
+    "mixture",
+    "mixture_gradients",
+    "places",
+    "radii",
+    "renewed",
+    "row_moments",
+]
 
 _FEW = 64  # rows whose moments need no kernel
+_STRETCHES = 8  # blocks of positions that are worth sums of gradients of their own
+_MOST_PARTS = 8  # of an item, with such sums
 
 
 def at_once(_: Any, __: float | None) -> int:
@@ -29,60 +44,172 @@ def at_once(_: Any, __: float | None) -> int:
 
 def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
-    taken = partial(_taken, {} if room is None else room)
-    b, g, m, d = x.q.shape
-    D, kind, s = x.values.shape[2], x.q.dtype, x.kept_keys.shape[1]
+    room = {} if room is None else room
+    b, g, m, _ = x.q.shape
+    D, kind = x.values.shape[2], x.q.dtype
     Y, rest = np.empty((b, g, m, D), kind) if into is None else into, np.empty((b, g, m), kind)
     if not Y.size:
         return Y, rest
-    size = kind.itemsize
-    # in float64 as in streams, so that a stream without summaries needs no other compiled kernel
-    held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
-    R = held.weight.shape[1]
-    key_panels = taken("keys", (b, _panels(whole_vectors(x.q, s) + R, size), d, _width(size)), kind)
-    slots = key_panels.shape[1] * key_panels.shape[3]
-    value_panels = taken("values", (b, _panels(D, size), slots, key_panels.shape[3]), kind)
-    bias = np.empty((b, slots), kind)
-    count = np.full(b, s) if x.kept_count is None else np.asarray(x.kept_count, np.int64)
-    kept = (np.ascontiguousarray(array) for array in (x.kept_keys, x.kept_values))
-    weight, means, values, offset, members = (np.ascontiguousarray(array) for array in vars(held).values())
-    sums = weight, means, values, offset, members
-    packed = partial(pack_slots, *kept, count, *sums, x.power is not None, key_panels, value_panels, bias)
-    share(packed, b, float(b) * slots * (d + D))
-    edges = np.array([x.first, x.last], np.int64)
-    tall = min(TILE_ROWS, m)
-    many = max(1, min(g, TILE_ROWS // tall))
-    begins = np.arange(0, m, tall)
-    spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
-    widest = max(0, int(spans.max()))
-    read = [_readable(array) for array in (x.q, x.keys, x.values)]
-    read.append(Y)
-    views, like = np.stack([_view(array) for array in read]), np.empty(1, kind)
-    role = np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64)
-    n = x.keys.shape[1] if widest else 0
-    near = taken("near", (b, _panels(n, size), d, _width(size)), kind)
-    near_values = taken("near values", (b, value_panels.shape[1], near.shape[1] * near.shape[3], near.shape[3]), kind)
-    share(partial(pack_near, like, views, (n, D), role, near, near_values), b * near.shape[1], float(b) * n * (d + D))
+    call = _Call.of(x)
+    key_panels, value_panels, bias = call.slot_panels(room)
+    near, near_values = call.near_panels(room)
     arguments = (
-        like,
-        views,
-        (s, tall, many, widest),
+        call.like,
+        np.stack([*map(_view, call.read), _view(Y)]),
+        (x.kept_keys.shape[1], call.tall, call.many, call.widest),
         0.0 if x.power is None else float(x.power),
         key_panels,
         value_panels,
         bias,
         near,
         near_values,
-        np.stack([weight, offset, members], axis=1).astype(np.float64),
-        edges,
-        role,
-        np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
+        *call.figures,
         D,
         rest,
     )
-    work = float(b) * g * m * (slots + widest) * (d + D)
-    share(partial(mixture_tasks, *arguments), b * len(begins) * -(-g // many), work)
+    share(partial(mixture_tasks, *arguments), b * -(-m // call.tall) * -(-g // call.many), call.work(bias))
     return Y, rest
+
+
+def mixture_gradients(x: PrunedArguments, dY: Any) -> tuple[Any, ...]:
+    """Return the gradients of queries, kept keys and values, summaries' keys and values, keys and values.
+
+    Those of a mixture by softmax, whose outputs have the gradient `dY` (b, g, m, D).
+    """
+    b, g, m, d = x.q.shape
+    (n, D), s, kind = x.values.shape[1:], x.kept_keys.shape[1], x.q.dtype
+    call, dq = _Call.of(x), np.zeros_like(x.q, order="C")
+    R, size = call.held.weight.shape[1], kind.itemsize
+    keys, values = np.zeros((b, n, d), kind), np.zeros((b, n, D), kind)
+    stretches = -(-m // call.tall)
+    parts = max(1, min(stretches // _STRETCHES, _MOST_PARTS))  # whatever the number of threads, for the same bits
+    cuts = [min(m, call.tall * (stretches * i // parts)) for i in range(parts + 1)]
+    width, edges = _width(size), call.figures[1]
+    begins = edges[0, cuts[:-1]] // width * width if x.q.size else np.zeros(parts, np.int64)
+    rows = np.zeros(parts + 1, np.int64)
+    if x.q.size and call.widest:
+        ends = np.maximum(begins, edges[1, np.array(cuts[1:]) - 1])
+        rows[1:] = np.cumsum(ends - begins + width + TILE_ROWS)
+    dY, room = _readable(dY), {"turned": {}}
+    key_panels, _, bias = call.slot_panels(room)
+    value_panels, key_rows, _ = call.slot_panels(room["turned"], turned=True)
+    near_keys, _ = call.near_panels(room)
+    near_values, near_rows = call.near_panels(room["turned"], turned=True)
+    deep, high = (width * _panels(columns, size) for columns in (d, D))
+    slots = bias.shape[1] + TILE_ROWS
+    found = tuple(np.zeros((b, parts, slots, columns), kind) for columns in (deep, high))
+    found += tuple(np.zeros((b, int(rows[-1]), columns), kind) for columns in (deep, high))
+    arguments = (
+        call.like,
+        np.stack([_view(call.read[0]), _view(dY), _view(dq)]),
+        (s, call.tall, call.many, call.widest, g, m, parts),
+        (key_panels, key_rows, value_panels),
+        (near_keys, near_rows, near_values),
+        bias,
+        *call.figures,
+        np.stack([begins, rows[:-1]]),
+        found,
+    )
+    if x.q.size:
+        share(partial(mixture_back_tasks, *arguments), b * parts, 2.5 * call.work(bias))
+    first = whole_vectors(x.q, s)
+    there = call.held.count > 0.5
+    inverse = np.where(there, 1 / np.where(there, call.held.weight, 1), 0)[..., None]
+    of_slots = [array.sum(1)[..., :columns] for array, columns in zip(found[:2], (d, D), strict=True)]
+    for total, side in zip((keys, values), found[2:], strict=True):
+        for i in range(parts):
+            low, count = begins[i], rows[i + 1] - rows[i]
+            here = min(count, n - low)
+            total[:, low : low + here] += side[:, rows[i] : rows[i] + here, : total.shape[2]]
+    return (
+        dq,
+        *(array[:, :s] for array in of_slots),
+        *((array[:, first : first + R] * inverse).astype(call.held.keys.dtype) for array in of_slots),
+        keys,
+        values,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A mixture as its kernels read it.
+
+    `read`: queries, keys and values. `tall`, `many`: positions and heads of a block. `widest`: the most near keys of a
+    block. `figures`: of summaries, edges of near keys, roles and log-weights.
+    """
+
+    x: PrunedArguments
+    like: Any
+    held: Summaries
+    read: tuple[Any, ...]
+    tall: int
+    many: int
+    widest: int
+    figures: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, x: PrunedArguments) -> _Call:
+        """Return the call with these arguments."""
+        b, g, m, d = x.q.shape
+        D, kind = x.values.shape[2], x.q.dtype
+        # in float64 as in streams, so that a stream without summaries needs no other compiled kernel
+        held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
+        held = Summaries(*map(np.ascontiguousarray, vars(held).values()))
+        edges = np.array([x.first, x.last], np.int64)
+        tall = max(1, min(TILE_ROWS, m))
+        begins = np.arange(0, m, tall)
+        spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
+        figures = (
+            np.stack([held.weight, held.offset, held.count], axis=1).astype(np.float64),
+            edges,
+            np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64),
+            np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
+        )
+        read, widest = tuple(map(_readable, (x.q, x.keys, x.values))), max(0, int(spans.max(initial=0)))
+        return cls(x, np.empty(1, kind), held, read, tall, max(1, min(g, TILE_ROWS // tall)), widest, figures)
+
+    def slot_panels(self, room: dict[str, Any], *, turned: bool = False) -> tuple[Any, Any, Any]:
+        """Return kept keys and means of summaries as columns, their values as rows, and what to add to the logits.
+
+        If `turned`, values are columns, and keys are rows.
+        """
+        x, kind, held = self.x, self.like.dtype, self.held
+        (b, s), size = x.kept_keys.shape[:2], kind.itemsize
+        pairs = [(x.kept_keys, x.kept_values), (held.keys, held.values)]
+        (columns, rows), means = [pair[::-1] if turned else pair for pair in pairs]
+        taken, d, D = partial(_taken, room), columns.shape[2], rows.shape[2]
+        panels = taken("keys", (b, _panels(whole_vectors(x.q, s) + means[0].shape[1], size), d, _width(size)), kind)
+        slots = panels.shape[1] * panels.shape[3]
+        row_panels = taken("values", (b, _panels(D, size), slots, panels.shape[3]), kind)
+        bias = np.empty((b, slots), kind)
+        count = np.full(b, s) if x.kept_count is None else np.asarray(x.kept_count, np.int64)
+        kept = map(np.ascontiguousarray, (columns, rows))
+        sums = held.weight, *means, held.offset, held.count
+        packed = partial(pack_slots, *kept, count, *sums, x.power is not None, panels, row_panels, bias)
+        share(packed, b, float(b) * slots * (d + D))
+        return panels, row_panels, bias
+
+    def near_panels(self, room: dict[str, Any], *, turned: bool = False) -> tuple[Any, Any]:
+        """Return keys that may be near as columns, and their values as rows; the other way round if `turned`."""
+        kind, size = self.like.dtype, self.like.itemsize
+        q, columns, rows = self.read
+        if turned:
+            columns, rows = rows, columns
+        (b, _, d), D = columns.shape, rows.shape[2]
+        n = columns.shape[1] if self.widest else 0
+        panels = _taken(room, "near", (b, _panels(n, size), d, _width(size)), kind)
+        row_panels = _taken(
+            room, "near values", (b, _panels(D, size), panels.shape[1] * _width(size), _width(size)), kind
+        )
+        views, role = np.stack([*map(_view, (q, columns, rows))]), self.figures[2]
+        packed = partial(pack_near, self.like, views, (n, D), role, panels, row_panels)
+        share(packed, b * panels.shape[1], float(b) * n * (d + D))
+        return panels, row_panels
+
+    def work(self, bias: Any) -> float:
+        """Return the multiply-adds of the outputs."""
+        numbers = bias.shape[1] + self.widest
+        return float(math.prod(self.x.q.shape[:3])) * numbers * (self.x.q.shape[3] + self.x.values.shape[2])
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:

@@ -22,7 +22,17 @@ from levattn._kernels.pruned.panels import (
 from levattn._kernels.pruned.simd import exponentials, raised
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = ["mixture_tasks", "pack_near", "pack_slots", "whole_vectors"]
+__all__ = [
+    "fill_block",
+    "forget",
+    "mixture_tasks",
+    "pack_near",
+    "pack_slots",
+    "put_right",
+    "row_weights",
+    "take_out",
+    "whole_vectors",
+]
 
 
 @helper
@@ -113,7 +123,7 @@ def pack_near(like, views, sizes, role, key_panels, value_panels, first, last):
 
 
 @helper
-def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
+def take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
     """Take the near keys low to high out of summaries in a row of logits; return the number of changed summaries.
 
     The rest of a summary has the logit of one key, which counts as many times as its weight says. `sums`: weight,
@@ -150,7 +160,7 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
 
 
 @helper
-def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
+def put_right(row, begin, near, low, high, role, weight, sums, touched, room):
     """Turn weights of summaries without near keys into weights of whole summaries, less the shares of near keys."""
     marks, which, after, gone = room
     for t in range(touched):
@@ -161,8 +171,52 @@ def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
         c = role[j]
         if c >= 0:
             row[near + j] -= weight[j] * gone[0, marks[c]]
+
+
+@helper
+def forget(touched, room):
+    """Take the marks of a row away, before the next row."""
+    marks, which, _, _ = room
     for t in range(touched):
         marks[which[t]] = -1
+
+
+@helper
+def fill_block(bias, near, start, end, padded, role, log_weight, nothing, shift, names, weight, logs):
+    """Write what a block adds to its logits, and the roles and weights of its near keys.
+
+    `bias`, `role`, `log_weight`: of one item.
+    """
+    for j in range(near):
+        shift[j] = bias[j]
+    for j in range(padded):
+        absent = start + j >= end
+        if len(role) and not absent:
+            names[j] = role[start + j]
+            absent = names[j] == -2
+        if len(log_weight) and start + j < end:
+            logs[j] = log_weight[start + j]
+            weight[j] = np.exp(logs[j])
+        shift[near + j] = nothing if absent else 0.0
+
+
+@helper
+def row_weights(row, shift, begin, near, touched, room):
+    """Replace logits of a row by exponentials relative to the largest; return their sum, and that over summaries."""
+    size = row.itemsize
+    lanes = VECTOR_BYTES // size
+    at = address(row)
+    top = raised(row, at, address(shift), len(row) // lanes)
+    if top == -np.inf:
+        top = row.dtype.type(0)
+    total = exponentials(row, at, top, begin // lanes)
+    share = exponentials(row, at + begin * size, top, (near - begin) // lanes)
+    for t in range(touched):
+        c = begin + room[1][t]
+        more = row[c] * (room[2][t] - 1)
+        row[c] += more
+        share += more
+    return total + (share + exponentials(row, at + near * size, top, (len(row) - near) // lanes)), share
 
 
 @helper
@@ -218,7 +272,6 @@ def mixture_tasks(
     `edges`: first and last of the near keys. `role`, `log_weight`: (b, n), or without rows.
     """
     size = like.itemsize
-    lanes = VECTOR_BYTES // size
     kept, tall, many, widest = sizes
     _, heads, m = rest.shape
     width, d, R = key_panels.shape[3], key_panels.shape[2], sums.shape[2]
@@ -250,17 +303,8 @@ def mixture_tasks(
             source = as_pointer(row_at_view(q_view, item, head + i // positions, low + i % positions), like)
             for k in range(d):
                 rows_q[i, k] = source[k]
-        for j in range(near):
-            shift[j] = bias[item, j]
-        for j in range(padded):
-            absent = start + j >= end
-            if len(role) and not absent:
-                names[j] = role[item, start + j]
-                absent = names[j] == -2
-            if len(log_weight) and start + j < end:
-                logs[j] = log_weight[item, start + j]
-                weight[j] = np.exp(logs[j])
-            shift[near + j] = nothing if absent else 0.0
+        roles, log_weights = role[item if len(role) else 0], log_weight[item if len(log_weight) else 0]
+        fill_block(bias[item], near, start, end, padded, roles, log_weights, nothing, shift, names, weight, logs)
         whole = whole_tiles(rows)
         panels_at, count, to_at, step = address(key_panels[item]), near // width, l_at, d * width * size
         for _ in range(2):  # in a loop, so that the call is compiled once
@@ -276,28 +320,18 @@ def mixture_tasks(
                 row[j] = nothing
             touched = 0
             if len(role) and R:
-                touched = _take_out(
+                touched = take_out(
                     row, shift, begin, near, one, other, names, weight, logs, sums[item], power != 0, room
                 )
-            row_at = l_at + i * full * size
             if power:
                 total, share = _powers(row, shift, begin, near, power, sums[item], touched, room)
             else:
-                top = raised(like, row_at, address(shift), (near + padded) // lanes)
-                if top == -np.inf:
-                    top = like.dtype.type(0)
-                total = exponentials(like, row_at, top, begin // lanes)
-                share = exponentials(like, row_at + begin * size, top, (near - begin) // lanes)
-                for t in range(touched):
-                    c = begin + room[1][t]
-                    more = row[c] * (room[2][t] - 1)
-                    row[c] += more
-                    share += more
-                total += share + exponentials(like, row_at + near * size, top, padded // lanes)
+                total, share = row_weights(row, shift, begin, near, touched, room)
             inverse[i] = 1 / total if total != 0 else 0.0
             rest[item, head + i // positions, position] = share * inverse[i]
             if touched:
-                _put_right(row, begin, near, one, other, names, weight, sums[item], touched, room)
+                put_right(row, begin, near, one, other, names, weight, sums[item], touched, room)
+                forget(touched, room)
         panels_at, step, n, from_at = address(value_panels[item]), near * width * size, near, l_at
         for part in range(2):
             multiply_panels(

@@ -32,7 +32,9 @@ __all__ = [
     "approach",
     "exponentials",
     "length_squared",
+    "logit_gradients",
     "matrix_tile",
+    "mean_of",
     "nearest",
     "raised",
     "squared",
@@ -124,6 +126,26 @@ def exponentials(v, like, x, top, vectors):
         v.store(value, x, at)
         b.store(b.fadd(b.load(total), value), total)
     return across(b, b.load(total), "sum")
+
+
+@vector_code(returns="number", numbers="factor")
+def mean_of(v, like, weights, values, factor, vectors):
+    """Multiply a row of weights by a factor, and return the sum of their products with values."""
+    b, total = v.b, cgutils.alloca_once_value(v.b, v.constant(0.0))
+    times = v.splat(factor)
+    with v.each(vectors) as at:
+        weight = b.fmul(v.load(weights, at), times)
+        v.store(weight, weights, at)
+        b.store(fma(b, weight, v.load(values, at), b.load(total)), total)
+    return across(b, b.load(total), "sum")
+
+
+@vector_code(numbers="center")
+def logit_gradients(v, like, weights, products, center, vectors):
+    """Replace products x of a row by ``weight (x − center)``."""
+    b, less = v.b, v.splat(center)
+    with v.each(vectors) as at:
+        v.store(b.fmul(v.load(weights, at), b.fsub(v.load(products, at), less)), products, at)
 
 
 @vector_code(returns="integer")

@@ -365,7 +365,9 @@ def moved(array: Any, like: Any) -> Any:
         return array.to(like.device)
     if on_cuda(like) and (shared := as_cupy(array)) is not None:
         return shared
-    return to_device(to_numpy(array), like)
+    found = to_numpy(array)
+    # a backward pass of torch may read it after the caller has refilled the array
+    return to_device(found.copy() if is_torch(like) else found, like)
 
 
 def _flags(mask: Any, U: int, like: Any) -> Any:

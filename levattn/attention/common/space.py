@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, TypeVar
 
@@ -16,8 +17,10 @@ __all__ = [
     "device_of",
     "empty_output",
     "followable",
+    "masked_first",
     "namespace_of",
     "plain_arrays",
+    "rows_of_items",
     "running_counts",
     "without_gradient",
 ]
@@ -88,6 +91,32 @@ def empty_output(q: Any, K: Any, V: Any) -> Any:
     xp = namespace_of(q)
     Y = xp.matmul(xp.matmul(q, xp.matrix_transpose(K)[:, None, :, :]), V[:, None, :, :])
     return xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
+
+
+def rows_of_items(X: Any, which: Any) -> Any:
+    """Return some rows of each item of an array (b, ..., n, C), by their numbers (b, m): (b, ..., m, C)."""
+    xp = namespace_of(X)
+    *batch, n, C = X.shape
+    b, m = which.shape
+    each = math.prod(batch) // b if b else 1
+    first = n * xp.arange(b * each, device=device_of(X))
+    flat = xp.reshape(first, (b, each, 1)) + which[:, None, :]
+    found = xp.take(xp.reshape(X, (b * each * n, C)), xp.reshape(flat, (-1,)), axis=0)
+    return xp.reshape(found, (*batch, m, C))
+
+
+def masked_first(mask: Any, offsets: Any = None) -> Any:
+    """Return the order (b, n) of positions that puts those with a false flag before the others of their sequence.
+
+    So those that take part are next to one another. `offsets`: as `cumulative` returns it.
+    """
+    xp = namespace_of(mask)
+    rank = xp.astype(mask, xp.int64)
+    if offsets is not None:
+        device = device_of(mask)
+        ends, rows = xp.asarray(offsets, device=device), xp.arange(mask.shape[1], device=device)
+        rank = rank + 2 * xp.searchsorted(ends[1:], rows, side="right")
+    return xp.argsort(rank, axis=1, stable=True)
 
 
 def running_counts(flags: Any) -> Any:

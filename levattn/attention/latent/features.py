@@ -10,7 +10,7 @@ from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import dense_arrays, reshaped, stack_arguments
 from levattn.attention.common.packed import cumulative, refuse_packed
-from levattn.attention.common.space import device_of, followable, namespace_of, running_counts
+from levattn.attention.common.space import device_of, followable, namespace_of, rows_of_items, running_counts
 
 __all__ = ["causal_conv", "rg_lru"]
 
@@ -220,8 +220,8 @@ def causal_conv(
     if given.mask is not None:
         X = xp.where(given.mask[..., None], X, xp.zeros_like(X))
         order = xp.argsort(xp.astype(~given.mask, xp.int32), axis=1, stable=True)  # unmasked positions first
-        X = _rows(xp, X, order)
-        places = _rows(xp, places[..., None], order)[..., 0]
+        X = rows_of_items(X, order)
+        places = rows_of_items(places[..., None], order)[..., 0]
     if before is None:
         before = xp.zeros((b, width - 1, C), dtype=X.dtype, device=device)
     all_ = xp.concat([before, X], axis=1)
@@ -236,7 +236,7 @@ def causal_conv(
         out = out + add[:, None, :]
     if given.mask is not None:
         ranks = running_counts(given.mask)[:, 1:] - 1
-        out = _rows(xp, out, xp.where(given.mask, ranks, xp.zeros_like(ranks)))
+        out = rows_of_items(out, xp.where(given.mask, ranks, xp.zeros_like(ranks)))
         out = xp.where(given.mask[..., None], out, xp.zeros_like(out))
     out = given.give_back(out)
     if not return_state:
@@ -244,7 +244,7 @@ def causal_conv(
     tail = all_[:, T:, :]
     if given.mask is not None:
         counts = xp.sum(xp.astype(given.mask, xp.int64), axis=1, keepdims=True)
-        tail = _rows(xp, all_, counts + xp.arange(width - 1, device=device))
+        tail = rows_of_items(all_, counts + xp.arange(width - 1, device=device))
     return out, _detached(given.give_back(tail))
 
 
@@ -260,14 +260,6 @@ def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:
         return (rows - begins)[None, :]
     counts = running_counts(mask)
     return counts[:, 1:] - xp.take(counts, begins, axis=1) - 1
-
-
-def _rows(xp: Any, X: Any, which: Any) -> Any:
-    """Return some rows of each item of (b, n, C), by their numbers (b, m)."""
-    b, n, C = X.shape
-    flat = which + n * xp.arange(b, device=device_of(X))[:, None]
-    found = xp.take(xp.reshape(X, (b * n, C)), xp.reshape(flat, (-1,)), axis=0)
-    return xp.reshape(found, (b, which.shape[1], C))
 
 
 def _sigmoid(xp: Any, x: Any) -> Any:

@@ -19,7 +19,7 @@ from levattn.attention.common.arguments import (
 )
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative, refuse_packed
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.common.space import device_of, masked_first, namespace_of, rows_of_items, without_gradient
 from levattn.attention.latent.window import check_scale, check_softcap, windowed
 from levattn.states import SoftmaxState
 
@@ -132,9 +132,10 @@ def macchiato(
     then get weight from both parts, and `repeated_mass` says how much. With "exclusive" latents see only the
     positions :math:`s \le t - W` before the window, and no position gets weight twice.
 
-    A component that sees no position takes no part in the softmax: a latent, or a window whose positions are all
-    masked. If no component is left, the row is zero. A logit of −inf in `gate` leaves the window out of a row. With
-    +inf only the window counts, and the row equals the row of `window_attention` exactly.
+    A component that sees no position takes no part in the softmax. If no component is left, the row is zero. Masked
+    positions have no place: other rows equal those of the sequence without them, and their own rows are zero. A logit
+    of −inf in `gate` leaves the window out of a row. With +inf only the window counts, and the row equals the row of
+    `window_attention` exactly.
 
     Parameters
     ----------
@@ -160,8 +161,7 @@ def macchiato(
     softcap : float, optional
         Products x of queries and keys, scaled, become c tanh(x/c) with this c > 0.
     mask : array of bool, shape (..., G, T), optional
-        True for a position that may be seen; leading axes are broadcast. Keys, values and logits of the others are not
-        used.
+        True for a position that takes part; leading axes are broadcast. Nothing of the others is used.
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
         Where packed sequences begin, ending with T, or how long they are. No sequence sees another.
     state : MacchiatoState, optional
@@ -223,9 +223,14 @@ def macchiato(
     given = stack_arguments(of_queries | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, lengths, q.shape[-2])
     refuse_packed(bounds, state, return_state)
-    queries, *logits, keys, values = given.stacks
+    stacks, present, order = given.stacks, given.mask, None
+    if present is not None:
+        order = masked_first(present, bounds)
+        stacks = tuple(rows_of_items(x, order) for x in stacks)
+        present = rows_of_items(present[..., None], order)[..., 0]
+    queries, *logits, keys, values = stacks
     Q, K, gates = (_spread(x, heads.group) for x in logits)
-    seen = new = _Positions(keys, values, K, given.mask)
+    seen = new = _Positions(keys, values, K, present)
     latents, batch = None, heads.leading(given.batch)
     if state is not None:
         _check_state(state, window, overlap, given.batch, new)
@@ -236,6 +241,10 @@ def macchiato(
     ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
     before = state_stacks(latents, batch, None, K, values)
     Y = _mixed(Q, read, gates[..., 0], near, some, ahead=ahead, offsets=bounds, state=before)
+    if present is not None:
+        xp = namespace_of(Y)
+        Y = xp.where(present[:, None, :, None], Y, xp.zeros_like(Y))
+        Y = rows_of_items(Y, xp.argsort(order, axis=1))
     result = heads.joined(given.give_back(Y))
     if not return_state:
         return result
@@ -312,7 +321,15 @@ def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
         xp.ones(array.shape[:2], dtype=xp.bool, device=device_of(array)) if mask is None else mask
         for mask, array in ((state.mask, state.V), (new.mask, new.V))
     )
-    return _Positions(k, V, logits, xp.concat(list(flags), axis=1))
+    mask = xp.concat(list(flags), axis=1)
+    if new.mask is None:  # masked positions of a ring are its first
+        return _Positions(k, V, logits, mask)
+    order, b = masked_first(mask), mask.shape[0]
+    if logits.shape[1] == mask.shape[1]:
+        split = reshaped(logits, (b, logits.shape[0] // max(b, 1), *logits.shape[1:]))
+        logits = reshaped(rows_of_items(split, order), tuple(logits.shape))
+    k, V, flags = (rows_of_items(x, order) for x in (k, V, mask[..., None]))
+    return _Positions(k, V, logits, flags[..., 0])
 
 
 def _ring_and_latents(

@@ -54,7 +54,7 @@ def repeated_mass(
     window : int
         W, at least 1.
     mask : array of bool, shape (..., G, T), optional
-        True for a position that may be seen.
+        True for a position that takes part. The others have no place, and their rows are zero.
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
         Where packed sequences begin, ending with T, or how long they are.
 
@@ -105,12 +105,11 @@ def repeated_mass(
     out = np.zeros(Q.shape[:-1])
     for item, sees in enumerate(flags):
         for low, high in pairwise(ends):
-            mask_ = sees[low:high]
-            logits = np.where(mask_[:, None], K[item, low:high].astype(np.float64), -np.inf)
-            share = _share(logits, window)
+            there = low + np.flatnonzero(sees[low:high])  # the others have no place
+            share = _share(K[item, there].astype(np.float64), window)
             for head in range(Q.shape[1]):
-                rows = item, head, slice(low, high)
-                out[rows] = _repeated(Q[rows], share, gates[rows], mask_, window)
+                rows = item, head, there
+                out[rows] = _repeated(Q[rows], share, gates[rows])
     out = out.reshape(*given.batch, *out.shape[1:])
     return heads.joined(to_device(out, q_logits), 1)
 
@@ -128,15 +127,10 @@ def _repeated(
     Q: npt.NDArray[Any],
     share: tuple[Float64, npt.NDArray[np.bool_]],
     gate: npt.NDArray[Any],
-    mask: npt.NDArray[np.bool_],
-    window: int,
 ) -> Float64:
     """Return the repeated weight (T,) of one sequence, from the result of `_share`."""
     weights, live = share
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
-    places = np.arange(len(mask))
-    some = counts[1:] > counts[np.maximum(places - window + 1, 0)]
-    gate = np.where(some, gate.astype(np.float64), -np.inf)[:, None]
+    gate = gate.astype(np.float64)[:, None]
     alone = gate == np.inf
     logits = np.concatenate([np.where(alone, 0.0, gate), np.where(live & ~alone, Q, -np.inf)], axis=-1)
     top = logits.max(axis=-1, keepdims=True)

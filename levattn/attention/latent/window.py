@@ -17,7 +17,14 @@ from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import compiling, cumulative
-from levattn.attention.common.space import device_of, empty_output, namespace_of, running_counts
+from levattn.attention.common.space import (
+    device_of,
+    empty_output,
+    masked_first,
+    namespace_of,
+    rows_of_items,
+    running_counts,
+)
 
 __all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
 
@@ -46,9 +53,10 @@ def window_attention(
     .. math:: y_t = \sum_{s \in (t-W, t]} p(s|t) V_s, \qquad
        p(s|t) = \mathrm{softmax}_s\; \phi(\text{scale}\, \langle q_t, k_s \rangle),
 
-    over the unmasked positions of the window, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c`` and
+    over the window, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c`` and
     :math:`\phi(x) = x` without. It is exact: with a window of at least T it is causal softmax attention. Weights of a
-    row sum to 1; a row whose window holds no position is zero. NaN and infinite numbers affect only the rows that see
+    row sum to 1. Masked positions have no place: other rows equal those of the sequence without them, and their own
+    rows are zero. NaN and infinite numbers affect only the rows that see
     them. Such a number in a value makes its channel NaN in these rows, and such a number in a key all channels.
 
     Parameters
@@ -68,7 +76,7 @@ def window_attention(
     softcap : float, optional
         The bound c > 0 of the logits.
     mask : array of bool, shape (..., G, T), optional
-        True for a position that may be seen; leading axes are broadcast. Keys and values of the others are not used.
+        True for a position that takes part; leading axes are broadcast. Nothing of the others is used.
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
         Where packed sequences begin, ending with T, or how long they are. No sequence sees another.
 
@@ -117,18 +125,17 @@ def window_attention(
     q, k, V = dense_arrays({"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")})
     heads = heads_of(q, k, V)
     given = stack_arguments(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
-    stack_q, stack_k, stack_v = given.stacks
-    Y, _ = windowed(
-        stack_q,
-        stack_k,
-        stack_v,
-        window=window,
-        scale=check_scale(scale, q.shape[-1]),
-        softcap=softcap,
-        mask=given.mask,
-        offsets=cumulative(offsets, lengths, q.shape[-2]),
-    )
-    return heads.joined(given.give_back(Y))
+    bounds = cumulative(offsets, lengths, q.shape[-2])
+    options: dict[str, Any] = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
+    if given.mask is None:
+        Y, _ = windowed(*given.stacks, **options, offsets=bounds)
+        return heads.joined(given.give_back(Y))
+    order = masked_first(given.mask, bounds)
+    stacks = (rows_of_items(x, order) for x in given.stacks)
+    mask = rows_of_items(given.mask[..., None], order)[..., 0]
+    Y, _ = windowed(*stacks, **options, mask=mask, offsets=bounds)
+    back = namespace_of(order).argsort(order, axis=1)
+    return heads.joined(given.give_back(rows_of_items(Y, back)))
 
 
 def check_scale(scale: Any, d: int) -> float:

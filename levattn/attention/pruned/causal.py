@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
+from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, as_one_batch, mapped
 from levattn.attention.common.space import empty_output, namespace_of, without_gradient
@@ -156,8 +157,11 @@ def _stepped(
     `q`: (b, g, T, d). `scores`: (b, T), if given. `into`: an array that may take the output.
     """
     xp, T, rule = namespace_of(q), K.shape[1], walk.rule
-    read = [K, V, scores]
-    if part.recent.shape[1]:
+    read, cut = [K, V, scores], None
+    if is_torch(q) and any(array.requires_grad for array in (q, K, V)):
+        # the gradient of each slice has the size of the whole array, so slices would take time T²
+        cut = _cut(rule, part.positions, (q, K, V))
+    elif part.recent.shape[1]:
         held = part.recent, part.recent_values, part.recent_scores
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first recent row
@@ -168,11 +172,17 @@ def _stepped(
         length = min(T - low, rule.until_selection(part.positions))
         count = walk.together(part, q, V, length, T - low)
         high = low + count * length
-        recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
-        rows = [array if array is None else array[:, recent, ...] for array in read]
+        if cut is None:
+            queries = q[:, :, low:high, :]
+            recent = slice(part.positions - part.recent.shape[1] - begin, part.positions - begin + high - low)
+            rows = [array if array is None else array[:, recent, ...] for array in read]
+        else:
+            queries, *new = (xp.concat(list(islice(array, count)), axis=-2) for array in cut)
+            rows = [xp.concat(pair, axis=1) for pair in zip((part.recent, part.recent_values), new, strict=True)]
+            rows.append(None if scores is None else xp.concat([part.recent_scores, scores[:, low:high]], axis=1))
         to = None if into is None else into[:, :, low:high, :]
         last = high == T and not walk.goes_on
-        piece, part = _run(walk, part, q[:, :, low:high, :] * walk.factor, rows, count, last, checks, room, to)
+        piece, part = _run(walk, part, queries * walk.factor, rows, count, last, checks, room, to)
         pieces.append(piece)
         low = high
     checks.settle()
@@ -187,6 +197,15 @@ def _stepped(
         None if into is not None and not i else list(arrays) for i, arrays in enumerate(zip(*pieces, strict=True))
     ]
     return tuple(into if arrays is None else xp.concat(arrays, axis=2) for arrays in whole), part
+
+
+def _cut(rule: SelectionRule, begin: int, arrays: tuple[Any, ...]) -> list[Any]:
+    """Return the parts of tensors (..., T, d) between selections; their first row is at position `begin`."""
+    T, sizes = arrays[0].shape[-2], []
+    while sum(sizes) < T:
+        at = sum(sizes)
+        sizes.append(min(T - at, rule.until_selection(begin + at)))
+    return [iter(array.split(sizes, -2)) for array in arrays]
 
 
 def _alone(array: Any) -> Any:

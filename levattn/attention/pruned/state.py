@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.pruned.contract import Summaries, mapped
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.choice import Sums
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.slots import Slots
@@ -143,7 +143,7 @@ def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> P
     none, no_values = K[:, :0, :], V[:, :0, :]
     no_scores = None if scores is None else scores[:, :0]
     places = xp.zeros((K.shape[0], 0), dtype=xp.int64, device=device_of(K))
-    sums = Sums.of(none)
+    sums = Sums.of(without_gradient(none))
     of_keys = sums if rule.kind == "leverage" or rule.power is not None else replace(sums, second=None)
     zeros = xp.zeros((K.shape[0],), dtype=V.dtype, device=device_of(V))
     return PrunedPart(
