@@ -1,0 +1,112 @@
+"""States that threads may share: they take one change at a time, and a copy is a branch of its own.
+
+A state replaces what it holds and never changes it, apart from memory beyond the rows that it counts. So what a
+`snapshot` holds stays as it is, and a change costs other threads nothing but the wait for its lock.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+__all__ = ["State", "lock_of", "locked", "locked_with", "twin"]
+
+_process = object()  # another one in a forked process, whose other threads cannot give back their locks
+_making = threading.Lock()
+
+
+class State:
+    """What changes as data come in; threads may share it, and processes may copy it.
+
+    Methods that change it are `locked`. Those that read several attributes take the lock, or a snapshot.
+    """
+
+    __slots__ = ("_lock",)
+
+    def snapshot(self) -> Self:
+        """Return what the state holds now, for reading: it shares memory with the state.
+
+        Returns
+        -------
+        state
+            Of the same type.
+        """
+        with lock_of(self):
+            return twin(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to pickle or copy, all of one time."""
+        with lock_of(self):
+            held = vars(self.snapshot())
+            return {name: value.snapshot() if isinstance(value, State) else value for name, value in held.items()}
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
+
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def twin(value: T) -> T:
+    """Return an object of the same type with the same attributes, but for the lock of a state."""
+    other = object.__new__(type(value))
+    vars(other).update(vars(value))
+    return other
+
+
+def lock_of(state: State) -> AbstractContextManager[Any]:
+    """Return the lock of a state, which a thread may take again while it holds it."""
+    try:
+        process, lock = state._lock
+    except AttributeError:
+        return _new_lock(state)
+    return lock if process is _process else _new_lock(state)  # type: ignore[no-any-return]
+
+
+def _new_lock(state: State) -> AbstractContextManager[Any]:
+    with _making:
+        process, lock = getattr(state, "_lock", (None, None))
+        if process is not _process:
+            lock = threading.RLock()
+            state._lock = _process, lock
+    return lock  # type: ignore[return-value]
+
+
+def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a method of a state wait for the calls of other threads."""
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **options: P.kwargs) -> R:
+        with lock_of(self):
+            return method(self, *args, **options)
+
+    return call
+
+
+def locked_with(method: Callable[[S, S], R]) -> Callable[[S, S], R]:
+    """Make a method wait for the calls of other threads on its state and on another one."""
+
+    @wraps(method)
+    def call(self: S, other: S) -> R:
+        first, second = sorted((self, other if isinstance(other, State) else self), key=id)  # alike in all threads
+        with lock_of(first), lock_of(second):
+            return method(self, other)
+
+    return call
+
+
+def _begin_anew() -> None:
+    global _process, _making
+    _process, _making = object(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
