@@ -1,7 +1,7 @@
 """States that threads may share: they take one change at a time, and a copy is a branch of its own.
 
 A state replaces what it holds and never changes it, apart from memory beyond the rows that it counts. So what a
-`snapshot` holds stays as it is, and a change costs other threads nothing but the wait for its lock.
+`_snapshot` holds stays as it is, and a change costs other threads nothing but the wait for its lock.
 """
 
 from __future__ import annotations
@@ -23,39 +23,33 @@ _making = threading.Lock()
 class State:
     """What changes as data come in; threads may share it, and processes may copy it.
 
-    Methods that change it are `locked`. Those that read several attributes take the lock, or a snapshot.
+    Methods that change it are `locked`. Those that read several attributes take the lock, or a `_snapshot`.
     """
 
     __slots__ = ("_lock",)
 
-    def snapshot(self) -> Self:
-        """Return what the state holds now, for reading: it shares memory with the state.
-
-        Returns
-        -------
-        state
-            Of the same type.
-        """
+    def _snapshot(self) -> Self:
+        """Return what the state holds now, for reading: it shares memory with the state."""
         with lock_of(self):
             return twin(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle or copy, all of one time."""
         with lock_of(self):
-            held = vars(self.snapshot())
-            return {name: value.snapshot() if isinstance(value, State) else value for name, value in held.items()}
+            held = vars(self._snapshot())
+            return {name: value._snapshot() if isinstance(value, State) else value for name, value in held.items()}
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
 
 
-S = TypeVar("S", bound=State)
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
+StateType = TypeVar("StateType", bound=State)
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+Twin = TypeVar("Twin")
 
 
-def twin(value: T) -> T:
+def twin(value: Twin) -> Twin:
     """Return an object of the same type with the same attributes, but for the lock of a state."""
     other = object.__new__(type(value))
     vars(other).update(vars(value))
@@ -80,22 +74,22 @@ def _new_lock(state: State) -> AbstractContextManager[Any]:
     return lock  # type: ignore[return-value]
 
 
-def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def locked(method: Callable[Concatenate[StateType, Given], Found]) -> Callable[Concatenate[StateType, Given], Found]:
     """Make a method of a state wait for the calls of other threads."""
 
     @wraps(method)
-    def call(self: S, /, *args: P.args, **options: P.kwargs) -> R:
+    def call(self: StateType, /, *args: Given.args, **options: Given.kwargs) -> Found:
         with lock_of(self):
             return method(self, *args, **options)
 
     return call
 
 
-def locked_with(method: Callable[[S, S], R]) -> Callable[[S, S], R]:
+def locked_with(method: Callable[[StateType, StateType], Found]) -> Callable[[StateType, StateType], Found]:
     """Make a method wait for the calls of other threads on its state and on another one."""
 
     @wraps(method)
-    def call(self: S, other: S) -> R:
+    def call(self: StateType, other: StateType) -> Found:
         first, second = sorted((self, other if isinstance(other, State) else self), key=id)  # alike in all threads
         with lock_of(first), lock_of(second):
             return method(self, other)

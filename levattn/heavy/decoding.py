@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_float64
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
-from levattn._core.state import State, locked, twin
+from levattn._core.state import State, lock_of, locked, twin
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.heavy.entries import heavy_places
@@ -144,7 +144,7 @@ class CausalUniversalSet(State):
 
     def __repr__(self) -> str:
         """Return the figures on one line."""
-        state = self.snapshot()
+        state = self._snapshot()
         form = state._form
         shape = "no key yet" if form is None else f"n={state.n}, held={state.held}, batch={form.batch}, d={form.d}"
         return f"CausalUniversalSet(epsilon={self.epsilon:.6g}, {shape})"
@@ -165,7 +165,6 @@ class CausalUniversalSet(State):
         """Number of keys that are held now, of all matrices."""
         return sum(map(len, self._judged)) + self._recent * len(self._judged)
 
-    @locked
     @where_arrays_are
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
         """Append keys.
@@ -191,11 +190,12 @@ class CausalUniversalSet(State):
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. After any error the state is as before.
         """
-        if mask is None and self._put_few(K, payload):
-            return self
-        new = twin(self)
-        new._append(K, mask, payload)
-        vars(self).update(vars(new))  # all at once
+        with lock_of(self):
+            if mask is None and self._put_few(K, payload):
+                return self
+            new = twin(self)
+            new._append(K, mask, payload)
+            vars(self).update(vars(new))  # all at once
         return self
 
     def _put_few(self, K: Any, payload: Any) -> bool:
@@ -310,7 +310,7 @@ class CausalUniversalSet(State):
         NonFiniteError
             If the queries hold NaN or infinity.
         """
-        state = self.snapshot()
+        state = self._snapshot()
         form = state._form
         if form is None:
             raise ValueError("there were no keys yet; expected at least one update, if only with 0 rows")

@@ -98,14 +98,14 @@ class AdaptiveCoverage(State):
     def _held_array(self) -> Any:
         return self._keys.data
 
-    def snapshot(self) -> AdaptiveCoverage:
+    def _snapshot(self) -> AdaptiveCoverage:
         """Return a branch of its own, which shares the keys."""
         with lock_of(self):
             other = twin(self)
             other._needs = self._needs.copy()  # `update` inserts into the list
         return other
 
-    __copy__ = snapshot
+    __copy__ = _snapshot
 
     @property
     @locked

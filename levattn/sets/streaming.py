@@ -279,7 +279,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     def __repr__(self) -> str:
         """Return the figures on one line; nothing is computed for it."""
-        state = self.snapshot()
+        state = self._snapshot()
         stream = state._stream
         shape = "no chunk yet" if stream is None else f"n={state.n}, batch={stream.batch}, d={stream.d}"
         return f"StreamingUniversalSet(epsilon={self.epsilon:.6g}, f={self.f!r}, {shape})"

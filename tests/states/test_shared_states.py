@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,8 @@ from strategies import Float
 
 MOMENT = 0.01  # seconds for a call that may have to wait for the stopped one
 PATIENCE = 30.0
-PLACES = 12  # lines at which a call is stopped
-TRACED = tuple(os.sep + os.path.join("levattn", part) + os.sep for part in ("sets", "states", "heavy", "sketch"))
+PLACES = 6  # lines at which a call is stopped
+TRACED = "sets", "states", "heavy", "sketch"
 D = 3
 
 
@@ -44,10 +46,6 @@ def stream_figures(state: Any) -> Any:
     found = state.result()
     rest = levattn.StreamingUniversalSet.from_bytes(state.to_bytes())
     return found.n, state.n, found.indices.tolist(), found.payload.tolist(), found.scores.tolist(), rest.n, state.held
-
-
-def streamed(state: Any, number: int, n: int = 40) -> None:
-    state.update(chunk(number, n), payload=np.full(n, number))
 
 
 def causal_figures(state: Any) -> Any:
@@ -78,7 +76,13 @@ class Kind:
     each: int = 40  # the count of a chunk
 
 
-STREAM = Kind(lambda: levattn.StreamingUniversalSet(0.3), streamed, stream_figures, lambda state: state.n)
+def of_stream(epsilon: float, n: int = 40, **options: Any) -> Kind:
+    def add(state: Any, number: int) -> None:
+        state.update(chunk(number, n), payload=np.full(n, number))
+
+    return Kind(
+        lambda: levattn.StreamingUniversalSet(epsilon, **options), add, stream_figures, lambda state: state.n, n
+    )
 
 
 def of_moments(**options: Any) -> Kind:
@@ -91,14 +95,10 @@ def of_moments(**options: Any) -> Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "stream": STREAM,
-    "stream-blocks": Kind(STREAM.new, lambda s, i: streamed(s, i, BLOCK + 7), stream_figures, STREAM.count, BLOCK + 7),
-    "stream-lift": Kind(
-        lambda: levattn.StreamingUniversalSet(0.5, f=4), lambda s, i: streamed(s, i, 5), stream_figures, STREAM.count, 5
-    ),
-    "stream-block-bound": Kind(
-        lambda: levattn.StreamingUniversalSet(1.0, f=levattn.Huber(2.0)), streamed, stream_figures, STREAM.count
-    ),
+    "stream": of_stream(0.3),
+    "stream-blocks": of_stream(0.3, BLOCK + 7),
+    "stream-lift": of_stream(0.5, 5, f=4),
+    "stream-block-bound": of_stream(1.0, f=levattn.Huber(2.0)),
     "moments": of_moments(),
     "moments-diagonal": of_moments(diagonal=True),
     "moments-decayed": of_moments(decay=0.5),
@@ -138,8 +138,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda state: pickle.loads(pickle.dumps(state)),
-    "bytes": lambda state: type(state).from_bytes(state.to_bytes()) if hasattr(state, "to_bytes") else copy.copy(state),
+    "bytes": lambda state: type(state).from_bytes(state.to_bytes()),
 }
+
+
+OF_BYTES = ("causal", "adaptive")  # have none
 
 
 def with_chunks(kind: Kind, *numbers: int) -> Any:
@@ -161,6 +164,8 @@ def told(kind: Kind, *numbers: int) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_copy_is_a_branch_of_its_own(name: str, how: str) -> None:
     kind = KINDS[name]
+    if how == "bytes" and name in OF_BYTES:
+        return
     for before in ((), (1,), (1, 2)):
         for first in (True, False):
             state = with_chunks(kind, *before)
@@ -210,7 +215,7 @@ def stopped(call: Callable[[], Any], at: int, meanwhile: Callable[[], Any] | Non
         return of_line
 
     def of_call(frame: Any, event: str, argument: Any) -> Any:
-        return of_line if any(part in frame.f_code.co_filename for part in TRACED) else None
+        return of_line if Path(frame.f_code.co_filename).parent.name in TRACED else None
 
     def traced() -> Any:
         sys.settrace(of_call)
@@ -242,14 +247,15 @@ READS: dict[str, Callable[[Kind, Any], Any]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_read_loses_no_chunk_and_sees_whole_ones(name: str, read: str) -> None:
     kind = KINDS[name]
+    if read == "bytes" and name in OF_BYTES:
+        return
     before, after = (READS[read](kind, with_chunks(kind, *numbers)) for numbers in ((1,), (1, 2)))
     whole = told(kind, 1, 2)
-    calls: tuple[Callable[[Any], Any], ...] = lambda state: READS[read](kind, state), lambda state: kind.add(state, 2)
+    calls: tuple[Callable[[Any], Any], ...] = partial(READS[read], kind), lambda state: kind.add(state, 2)
     for turn in (0, 1):
-        sample = with_chunks(kind, 1)
-        for at in places(lambda calls=calls, sample=sample: calls[turn](sample), turn):
+        for at in places(partial(calls[turn], with_chunks(kind, 1)), turn):
             state = with_chunks(kind, 1)
-            one, other, _ = stopped(lambda s=state: calls[turn](s), at, lambda s=state: calls[1 - turn](s))
+            one, other, _ = stopped(partial(calls[turn], state), at, partial(calls[1 - turn], state))
             assert (one, other)[turn] in (before, after), (turn, at)
             assert kind.figures(state) == whole, (turn, at)
 
@@ -258,10 +264,9 @@ def test_a_read_loses_no_chunk_and_sees_whole_ones(name: str, read: str) -> None
 def test_each_chunk_of_two_threads_counts_once(name: str) -> None:
     kind = KINDS[name]
     orders = told(kind, 1, 2, 3), told(kind, 1, 3, 2)
-    sample = with_chunks(kind, 1)
-    for at in places(lambda: kind.add(sample, 2), 2):
+    for at in places(partial(kind.add, with_chunks(kind, 1), 2), 2):
         state = with_chunks(kind, 1)
-        stopped(lambda s=state: kind.add(s, 2), at, lambda s=state: kind.add(s, 3))
+        stopped(partial(kind.add, state, 2), at, partial(kind.add, state, 3))
         assert kind.figures(state) in orders, at
 
 
@@ -290,7 +295,7 @@ def test_many_threads_update_and_read(name: str) -> None:
             kind.figures(state)
 
     with hasty():
-        reader, writers = Aside(read), [Aside(lambda first=first: write(first)) for first in (2, 8, 14, 20)]
+        reader, writers = Aside(read), [Aside(partial(write, first)) for first in (2, 8, 14, 20)]
         for thread in (reader, *writers):
             thread.start()
         for thread in writers:
@@ -321,7 +326,6 @@ def test_states_that_take_in_one_another_do_not_wait_for_ever(name: str) -> None
 def test_a_process_forked_during_an_update_has_the_state_before_or_after(name: str) -> None:
     kind = KINDS[name]
     wanted = told(kind, 1, 3), told(kind, 1, 2, 3)
-    sample = with_chunks(kind, 1)
 
     def forked(state: Any) -> int:
         child = os.fork()
@@ -335,7 +339,7 @@ def test_a_process_forked_during_an_update_has_the_state_before_or_after(name: s
                 os._exit(2)
         return os.waitpid(child, 0)[1]
 
-    for at in places(lambda: kind.add(sample, 2), 3)[::3]:
+    for at in places(partial(kind.add, with_chunks(kind, 1), 2), 3)[::2]:
         state = with_chunks(kind, 1)
-        _, status, _ = stopped(lambda s=state: kind.add(s, 2), at, lambda s=state: forked(s))
+        _, status, _ = stopped(partial(kind.add, state, 2), at, partial(forked, state))
         assert status == 0, at
