@@ -204,7 +204,7 @@ def captured_holds(truth: Truth, mass: Any, epsilon: float, error: Any) -> Itera
 
 
 def certificate_holds(
-    weights: Float, V: Float, noise: Float, output: Any, certificate: Any, step: float
+    weights: Float, V: Float, noise: Float, output: Any, certificate: Any, step: float = 2.0**-1074
 ) -> Iterator[Breach]:
     """Dense attention lies within the bounds of a `PrunedCertificate`, up to a noise (m,) of the weights.
 
