@@ -1,7 +1,7 @@
 """States that threads may share: they take one change at a time, and a copy is a branch of its own.
 
-A state replaces what it holds and never changes it, apart from memory beyond the rows that it counts. So what a
-`_snapshot` holds stays as it is, and a change costs other threads nothing but the wait for its lock.
+A state replaces what it holds and never changes it, apart from memory beyond the rows that it counts. So a
+`_snapshot` stays as it is while the state goes on.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class State:
     """
 
     __slots__ = ("_lock",)
+    _lock: tuple[object, AbstractContextManager[Any]]  # and the process that made it
 
     def _snapshot(self) -> Self:
         """Return what the state holds now, for reading: it shares memory with the state."""
@@ -62,16 +63,14 @@ def lock_of(state: State) -> AbstractContextManager[Any]:
         process, lock = state._lock
     except AttributeError:
         return _new_lock(state)
-    return lock if process is _process else _new_lock(state)  # type: ignore[no-any-return]
+    return lock if process is _process else _new_lock(state)
 
 
 def _new_lock(state: State) -> AbstractContextManager[Any]:
     with _making:
-        process, lock = getattr(state, "_lock", (None, None))
-        if process is not _process:
-            lock = threading.RLock()
-            state._lock = _process, lock
-    return lock  # type: ignore[return-value]
+        if getattr(state, "_lock", (None,))[0] is not _process:
+            state._lock = _process, threading.RLock()
+        return state._lock[1]
 
 
 def locked(method: Callable[Concatenate[StateType, Given], Found]) -> Callable[Concatenate[StateType, Given], Found]:

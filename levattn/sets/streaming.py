@@ -247,7 +247,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     partial sums. But keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
     are *all* held. They count as 1, and `result` warns (`RankWarning`). Small chunks wait, up to 9 MiB of rows and
     payload, until the state can process several blocks together or is read. If more than one thread may be used, it
-    processes them in the background, while the next 9 MiB wait. A block bound has 2/ε sums, and takes time O(n d²/ε).
+    processes them in the background, while the next 9 MiB wait. Threads may share a state: each chunk counts once, and
+    reads see whole chunks. A block bound has 2/ε sums, and takes time O(n d²/ε).
     For an even power p, D = C(d + p/2 − 1, p/2) takes the place of d.
 
     References

@@ -162,6 +162,7 @@ def values_at_the_ends_of_the_range() -> Iterator[Case]:
     V /= np.abs(V).max()
     for largest in (5e-324, 1e-320, 2.0**-1060, 2.0**-1021, 1e-163, 1e160, 3.6e306, 1.7e308):
         yield case(K, Q, 0.3, V * largest)
+    yield case(K, Q, 0.3, np.full((60, 2), 7e306))  # whose sums are beyond it
     for largest in (2.0**-149, 1e-40, 1e-20, 1e20, 1e37, 3.4e38):
         yield case(np.float32(K), np.float32(Q), 0.3, np.float32(V * largest), storage="float32")
 
