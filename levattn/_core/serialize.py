@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type
+from levattn._core.state import State
 
 __all__ = ["MOST_ROWS", "StoredState", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
 
@@ -118,7 +119,7 @@ def counts(array: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.in
     return array
 
 
-class StoredState:
+class StoredState(State):
     """A state that is stored as bytes: it splits into fields and arrays, and is made from them again.
 
     A class of states gives the name of its bytes, and the version of their form.
@@ -215,6 +216,3 @@ class StoredState:
             Later updates of either state do not change the other.
         """
         return copy.copy(self)
-
-    def __copy__(self) -> Self:
-        return copy.deepcopy(self)

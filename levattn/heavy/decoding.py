@@ -12,6 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_float64
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
+from levattn._core.state import State, lock_of, locked, twin
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.heavy.entries import heavy_places
@@ -83,7 +84,7 @@ class HeavyKeys:
     error: Float64
 
 
-class CausalUniversalSet:
+class CausalUniversalSet(State):
     r"""The keys of a growing prefix that can still receive an attention score of at least ε, for f(x) = x².
 
     Append keys one at a time or in chunks. At any time, ask for the heavy entries of a query over all keys so far.
@@ -143,11 +144,13 @@ class CausalUniversalSet:
 
     def __repr__(self) -> str:
         """Return the figures on one line."""
-        form = self._form
-        shape = "no key yet" if form is None else f"n={self.n}, held={self.held}, batch={form.batch}, d={form.d}"
+        state = self._snapshot()
+        form = state._form
+        shape = "no key yet" if form is None else f"n={state.n}, held={state.held}, batch={form.batch}, d={form.d}"
         return f"CausalUniversalSet(epsilon={self.epsilon:.6g}, {shape})"
 
     @property
+    @locked
     def n(self) -> int:
         """Number of rows so far, including masked rows."""
         return self._first + self._recent
@@ -157,6 +160,7 @@ class CausalUniversalSet:
         return None if self._form is None else self._form.format
 
     @property
+    @locked
     def held(self) -> int:
         """Number of keys that are held now, of all matrices."""
         return sum(map(len, self._judged)) + self._recent * len(self._judged)
@@ -186,14 +190,12 @@ class CausalUniversalSet:
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. After any error the state is as before.
         """
-        if mask is None and self._put_few(K, payload):
-            return self
-        saved = dict(self.__dict__)
-        try:
-            self._append(K, mask, payload)
-        except BaseException:
-            self.__dict__.update(saved)
-            raise
+        with lock_of(self):
+            if mask is None and self._put_few(K, payload):
+                return self
+            new = twin(self)
+            new._append(K, mask, payload)
+            vars(self).update(vars(new))  # all at once
         return self
 
     def _put_few(self, K: Any, payload: Any) -> bool:
@@ -223,7 +225,7 @@ class CausalUniversalSet:
         return True
 
     def _append(self, K: Any, mask: Any, payload: Any) -> None:
-        """Append keys; if it raises, the caller restores the state."""
+        """Append keys; if it raises, the state is void, but not a twin of before."""
         matrices, rows = in_main_memory(K, mask)
         b, m, d = rows.shape
         payloads = () if payload is None else (payload_of(payload, matrices.batch, m),)
@@ -261,7 +263,7 @@ class CausalUniversalSet:
             np.concatenate([room[:, :first], new], axis=1)
             for room, new in zip((self._keys, *self._beside), (keys, *beside), strict=True)
         )
-        # the old arrays belong to the state that an error restores
+        # the old arrays belong to twins of this state
         self._keys, self._beside = np.empty_like(self._keys), tuple(map(np.empty_like, self._beside))
         self._fold(keys, beside)
 
@@ -308,7 +310,8 @@ class CausalUniversalSet:
         NonFiniteError
             If the queries hold NaN or infinity.
         """
-        form = self._form
+        state = self._snapshot()
+        form = state._form
         if form is None:
             raise ValueError("there were no keys yet; expected at least one update, if only with 0 rows")
         queries, rows = in_main_memory(Q, name="Q")
@@ -319,7 +322,7 @@ class CausalUniversalSet:
             )
         Q64 = to_float64(rows.keys, rows.format)
         require_finite_queries(np.asarray(np.isfinite(Q64).all(axis=(0, 2))))
-        found = tuple(self._heavy(item, Q64[item]) for item in range(len(Q64)))
+        found = tuple(state._heavy(item, Q64[item]) for item in range(len(Q64)))
         return found if form.batch else found[0]
 
     def _units(self, item: int, recent: Float64) -> tuple[Float64 | None, npt.NDArray[np.int32], Any]:

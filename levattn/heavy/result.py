@@ -22,7 +22,7 @@ from levattn.heavy.normalizers import LEAST, LOWEST
 from levattn.linalg.centered import means
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
-from levattn.sensitivity.sums import BLOCK_ENTRIES
+from levattn.sensitivity.sums import BLOCK_ENTRIES, LEAST_POSITIVE
 from levattn.sets.result import UniversalSet, flag_counts
 from levattn.sets.views import span
 from levattn.states.block_buffer import matrices_in_memory
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Figures", "HeavyAttention", "PreciseQueries", "Products"]
 
+_LARGE = 2.0**1020
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 
 
@@ -194,13 +195,19 @@ class HeavyAttention:
         if isinstance(products, Causal):
             output, bound = self._causal_output(products, everything, compensate is not None)
             return values.give_back(output), bound
-        power = int(np.frexp(largest)[1])  # taken out of the values, so that squares stay in range
-        scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
+        # powers are taken out of the values, so that squares stay in range: by a factor that is in range as well, and
+        # at once from values so large that their differences might overflow
+        above = 8 if largest > _LARGE else 0
+        if above:
+            everything = replace(everything, keys=everything.keys * 2.0**-above)
+        power = max(int(np.frexp(largest)[1]) - above, -1020)
+        scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -power)))
         output, bound, error = self._output(products, values, scaled, compensate is not None)
         rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
         xp = array_namespace(output)
         with np.errstate(over="ignore"):
-            output, bound = xp.ldexp(output, power), to_numpy(xp.ldexp(bound * (1 + TIE) + rounding, power))
+            output, bound = xp.ldexp(output, power + above), xp.ldexp(bound * (1 + TIE) + rounding, power + above)
+        bound = _in_range(output, to_numpy(bound + (values.d * LEAST_POSITIVE if largest > 0 else 0.0)))
         if array_namespace(values.data) is not xp:
             output = to_numpy(output)
         return values.give_back(output), bound
@@ -246,26 +253,30 @@ class HeavyAttention:
             rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
             scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # with one shape, BLAS sums in one order
             scores[: len(here)] = chunk.scores
-            output[part] = (scores @ np.vstack([chosen, here, rest]))[: len(here)]
+            with np.errstate(over="ignore", invalid="ignore"):
+                output[part] = (scores @ np.vstack([chosen, here, rest]))[: len(here)]
             error = np.minimum(4 * chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
             error = np.where(chunk.live, error + 16 * UNIT * chunk.scores.shape[1], 0.0)
             residual = self.residual_mass[part]
             r = np.where(chunk.live, residual + error, 0.0)
-            sizes = _norms(here)
-            rounding = (error + 16 * UNIT * d) * np.maximum(np.maximum.accumulate(sizes), before.largest)
+            if compensate:
+                left = before.count - int(causal.present[kept].sum())
+                mean = (before.total - np.ldexp(chosen, -before.power).sum(axis=0)) / max(left, 1)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    output[part] += residual[:, None] * np.ldexp(mean, before.power)
+                spread = before.largest + float(_norms(mean[None])[0])
+                variance = _variance(causal.epsilon, r, residual - error, left)
+                distance = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
+            else:
+                distance = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centered=False))
             with np.errstate(over="ignore"):
-                if compensate:
-                    left = before.count - int(causal.present[kept].sum())
-                    mean = (before.total - chosen.sum(axis=0)) / max(left, 1)
-                    output[part] += residual[:, None] * mean
-                    spread = before.largest + float(_norms(mean[None])[0])
-                    variance = _variance(causal.epsilon, r, residual - error, left)
-                    distance = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
-                else:
-                    norm = before.norm(centered=False)
-                    distance = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * norm)
-                bound[part] = distance * (1 + TIE) + rounding
-            before.add(here, sizes, int(causal.present[part].sum()))
+                sizes = np.maximum(np.maximum.accumulate(_norms(here)), np.ldexp(before.largest, before.power))
+                rounding = (error + 16 * UNIT * d) * sizes
+                # a product that leaves the range is off by a step, whatever the size of the values
+                steps = np.where(sizes > 0, (chunk.scores.shape[1] + 2) * d * LEAST_POSITIVE, 0.0)
+                total = np.ldexp(distance * (1 + TIE), before.power) + rounding + steps
+            bound[part] = _in_range(output[part], total)
+            before.add(here, int(causal.present[part].sum()))
         return output, bound
 
 
@@ -275,37 +286,44 @@ def _spread(count: int, epsilon: float) -> float:
 
 
 class _Before:
-    """Figures of the values before a chunk, for the bounds of causal attention."""
+    """Figures of the values before a chunk, divided by 2^power, for the bounds of causal attention.
+
+    No square and no sum of values leaves the range, and later values do not decide the unit.
+    """
 
     def __init__(self, d: int) -> None:
-        self.count = 0
+        self.count, self.power = 0, LOWEST
         self.total, self.largest = np.zeros(d), 0.0
-        self._squares, self._power = np.zeros((d, d)), LOWEST  # Σ v vᵀ, of values divided by 2^power
+        self._squares = np.zeros((d, d))  # Σ v vᵀ
         self._chunks = 0
 
-    def add(self, V: Float64, sizes: Float64, count: int) -> None:
-        """Add the values of `count` keys, with their norms."""
+    def add(self, V: Float64, count: int) -> None:
+        """Add the values of `count` keys."""
         self.count, self._chunks = self.count + count, self._chunks + 1
-        self.total = self.total + V.sum(axis=0)
-        self.largest = max(self.largest, float(sizes.max(initial=0.0)))
-        if self.largest > 0:
-            power = max(self._power, int(np.frexp(np.abs(V).max(initial=0.0))[1]) if sizes.max() > 0 else LOWEST)
-            V = np.ldexp(V, -power)
-            self._squares = np.ldexp(self._squares, 2 * (self._power - power)) + V.T @ V
-            self._power = power
+        largest = np.abs(V).max(initial=0.0)
+        power = max(self.power, int(np.frexp(largest)[1]) if largest > 0 else LOWEST)
+        V, change = np.ldexp(V, -power), self.power - power
+        self.total = np.ldexp(self.total, change) + V.sum(axis=0)
+        self.largest = max(float(np.ldexp(self.largest, change)), float(_norms(V).max(initial=0.0)))
+        self._squares = np.ldexp(self._squares, 2 * change) + V.T @ V
+        self.power = power
 
     def norm(self, *, centered: bool) -> float:
-        """Return a bound of the 2-norm of the values, or of their differences from their mean."""
+        """Return a bound of the 2-norm of the values so divided, or of their differences from their mean."""
         if not self.largest > 0:
             return 0.0
         squares = self._squares
         if centered:
-            total = np.ldexp(self.total, -self._power)
-            squares = squares - np.outer(total, total) / self.count
+            squares = squares - np.outer(self.total, self.total) / self.count
         trace = float(np.trace(self._squares)) * (2 * self._chunks + 2 * CHUNK + 64 * len(squares)) * UNIT  # rounding
         rows = np.abs(squares).sum(axis=1).max()  # bounds the largest eigenvalue
         largest = np.linalg.eigvalsh(squares)[-1] if len(squares) <= _FEW_COLUMNS else rows
-        return float(np.ldexp(np.sqrt(max(largest, 0.0) + trace), self._power))
+        return float(np.sqrt(max(largest, 0.0) + trace))
+
+
+def _in_range(output: Any, bound: Float64) -> Float64:
+    """Return the bounds of outputs (m, d), infinite where the output has left the range."""
+    return np.where(to_numpy(array_namespace(output).isfinite(output)).all(axis=1), bound, np.inf)
 
 
 def _norms(A: Float64) -> Float64:

@@ -10,6 +10,7 @@ import numpy as np
 from levattn._core.arrays import as_matrices, to_float64, to_numpy
 from levattn._core.checks import check_type, real_number
 from levattn._core.device import where_arrays_are
+from levattn._core.state import State, lock_of, locked, twin
 from levattn._core.types import Flags, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function
@@ -19,7 +20,7 @@ from levattn.sets.result import UniversalSet, require_set_of
 __all__ = ["AdaptiveCoverage"]
 
 
-class AdaptiveCoverage:
+class AdaptiveCoverage(State):
     r"""The keys that the next query needs, adjusted after each query to reach the coverage in the long run.
 
     A set with coverage promises nothing for queries that are not exchangeable with the given ones, such as the later
@@ -97,7 +98,17 @@ class AdaptiveCoverage:
     def _held_array(self) -> Any:
         return self._keys.data
 
+    def _snapshot(self) -> AdaptiveCoverage:
+        """Return a branch of its own, which shares the keys."""
+        with lock_of(self):
+            other = twin(self)
+            other._needs = self._needs.copy()  # `update` inserts into the list
+        return other
+
+    __copy__ = _snapshot
+
     @property
+    @locked
     def size(self) -> int:
         """The number of keys that the next query gets."""
         if self._level >= 1:
@@ -106,10 +117,12 @@ class AdaptiveCoverage:
         return 0 if place < 0 else len(self._order) if place >= len(self._needs) else int(self._needs[place])
 
     @property
+    @locked
     def indices(self) -> Int64:
         """Ascending indices of these keys, int64 (size,)."""
         return np.sort(self._order[: self.size])
 
+    @locked
     @where_arrays_are
     def update(self, Q: Any, elsewhere: Any = None) -> Flags:
         """Adjust the set after queries that have been served, one after the other.
@@ -151,8 +164,10 @@ class AdaptiveCoverage:
         for i, need in enumerate(needs.reshape(len(heads), given.n).max(axis=0, initial=0).tolist()):
             covered[i] = need <= self.size
             level = self._level + self._rate * (self._wish.coverage - covered[i])
-            self._level = max(level, -self._rate)  # queries that need no key would lower it without end
+            seen, missed = self.seen + 1, self.missed + (not covered[i])
+            # the least value, because queries that need no key would lower the level without end
+            level = max(level, -self._rate)
+            # no interrupt and no fork comes between these lines, which run no code of Python's
+            self._level, self.seen, self.missed = level, seen, missed
             insort(self._needs, need)
-        self.seen += given.n
-        self.missed += int(np.count_nonzero(~covered))
         return covered

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, whole
+from levattn._core.state import lock_of, locked, locked_with
 from levattn._core.types import Float64, Int64
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
@@ -246,7 +247,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     partial sums. But keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
     are *all* held. They count as 1, and `result` warns (`RankWarning`). Small chunks wait, up to 9 MiB of rows and
     payload, until the state can process several blocks together or is read. If more than one thread may be used, it
-    processes them in the background, while the next 9 MiB wait. A block bound has 2/ε sums, and takes time O(n d²/ε).
+    processes them in the background, while the next 9 MiB wait. Threads may share a state: each chunk counts once, and
+    reads see whole chunks. A block bound has 2/ε sums, and takes time O(n d²/ε).
     For an even power p, D = C(d + p/2 − 1, p/2) takes the place of d.
 
     References
@@ -278,8 +280,9 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     def __repr__(self) -> str:
         """Return the figures on one line; nothing is computed for it."""
-        stream = self._stream
-        shape = "no chunk yet" if stream is None else f"n={self.n}, batch={stream.batch}, d={stream.d}"
+        state = self._snapshot()
+        stream = state._stream
+        shape = "no chunk yet" if stream is None else f"n={state.n}, batch={stream.batch}, d={stream.d}"
         return f"StreamingUniversalSet(epsilon={self.epsilon:.6g}, f={self.f!r}, {shape})"
 
     @property
@@ -297,12 +300,14 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         stream = self._settled()
         return 0 if stream is None else stream.held
 
+    @locked
     def _settled(self) -> CandidateStore | None:
-        """Return the store of the chunks so far, after all whole blocks."""
+        """Return the store of the chunks so far, after all whole blocks; it stays as it is."""
         if self._stream is not None:
             self._stream = self._stream.settled()
         return self._stream
 
+    @locked
     @where_arrays_are
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> StreamingUniversalSet:
         """Add a chunk of keys.
@@ -356,6 +361,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         self._stream, self._spans, self._next_row = stream, spans, stop
         return self
 
+    @locked_with
     def merge(self, other: StreamingUniversalSet) -> StreamingUniversalSet:
         """Add the rows of another state, none of which this state may have.
 
@@ -430,7 +436,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         RankWarning
             If keys are rank-deficient up to rounding, and count as 1 in a set for x² that is larger than rank/ε.
         """
-        stream = self._settled()
+        with lock_of(self):
+            stream, n = self._settled(), self.n
         if stream is None:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
         by, selected, counted = stream.judge()
@@ -442,7 +449,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         return StreamedSet(
             items=tuple(selected),
             batch=stream.batch,
-            n=self.n,
+            n=n,
             present=stream.present.reshape(stream.batch),
             epsilon=self.epsilon,
             guarantee="exact" if square and not counted else "superset",
@@ -452,6 +459,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             certificate=(stream.candidates.running.certificate,),
         )
 
+    @locked
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return rows, sums and candidates, as docs/design.md describes them; see `StoredState`."""
         if not self._saved_as:

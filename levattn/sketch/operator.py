@@ -14,6 +14,7 @@ from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.serialize import StoredState, shaped, whole
+from levattn._core.state import locked, locked_with
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
@@ -203,6 +204,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
     def _held_array(self) -> Any:
         return self._sums
 
+    @locked
     @where_arrays_are
     def update(self, K: Any, row_start: int | None = None, mask: Any = None) -> SketchedRows:
         """Add a chunk of rows.
@@ -241,6 +243,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         self._take(sums, matrices.n, int(start) + matrices.n)
         return self
 
+    @locked_with
     @where_arrays_are
     def merge(self, other: SketchedRows) -> SketchedRows:
         """Add the rows of another state, which must be other rows.
@@ -291,6 +294,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         shape = (*self.batch, *self._sums.shape[1:])
         return (self._sums * self.sketch.distribution.scale).reshape(shape)
 
+    @locked
     @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the sums and the parameters of their sketch; see `StoredState`."""

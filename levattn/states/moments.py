@@ -13,6 +13,7 @@ from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy, w
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
+from levattn._core.state import locked, locked_with, twin
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
 from levattn.states.block_buffer import present_rows, readable
@@ -169,6 +170,7 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums.rows = most
         return self
 
+    @locked
     @where_arrays_are
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
         """Add a chunk of keys.
@@ -227,8 +229,9 @@ class Moments(StoredState, name="Moments", version=2):
                 f"and d = {self.d}"
             )
         present = present_rows(rows)
-        self._sums.add(rows, weights, present)
-        self.count = self.count + present.reshape(self.batch)
+        sums = twin(self._sums)
+        sums.add(rows, weights, present)
+        self._sums, self.count = sums, self.count + present.reshape(self.batch)
 
     @where_arrays_are
     def read(self) -> Any:
@@ -254,6 +257,7 @@ class Moments(StoredState, name="Moments", version=2):
         """
         return self._sums.factor()
 
+    @locked_with
     def merge(self, other: Moments) -> Moments:
         """Add the rows of another state; where sums decay, after the rows of this one.
 
@@ -273,8 +277,9 @@ class Moments(StoredState, name="Moments", version=2):
             If the states were made for different shapes or forms, or saw keys of different dtypes.
         """
         self.check(other)
-        self._sums.merge(other._sums, other.count.reshape(-1))  # type: ignore[arg-type]
-        self.count = self.count + other.count
+        sums = twin(self._sums)
+        sums.merge(other._sums, other.count.reshape(-1))  # type: ignore[arg-type]
+        self._sums, self.count = sums, self.count + other.count
         return self
 
     def check(self, other: Any) -> None:
@@ -302,6 +307,7 @@ class Moments(StoredState, name="Moments", version=2):
             )
         self._sums.check(other._sums)
 
+    @locked
     @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return the sums and the numbers of keys; see `StoredState`."""
@@ -350,11 +356,9 @@ def followed(moments: Moments, diagonal: Any, weight: Any, count: int | npt.NDAr
     known = moments._sums
     if not isinstance(known, RunningSums):
         raise AssertionError("expected running sums, got sums in blocks")
-    other, sums = object.__new__(Moments), object.__new__(RunningSums)
-    vars(other).update(vars(moments), count=moments.count + count, _sums=sums)
-    vars(sums).update(
-        vars(known), rows=known.rows + count if isinstance(count, int) else int(other.count.max(initial=0))
-    )
+    other, sums = twin(moments), twin(known)
+    other._sums, other.count = sums, moments.count + count
+    sums.rows = known.rows + count if isinstance(count, int) else int(other.count.max(initial=0))
     sums.held = with_shape(diagonal, (-1, moments.d)), with_shape(weight, (-1,))
     return other
 

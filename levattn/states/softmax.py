@@ -12,6 +12,7 @@ from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.formats import decode_half
 from levattn._core.serialize import StoredState, shaped, whole
+from levattn._core.state import locked, twin
 from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.states.common import held_as
@@ -99,10 +100,11 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         return self._sums()[2]
 
     def _sums(self) -> State:
-        if self._held is None:
+        held = self._held
+        if held is None:
             s = np.zeros((*self.batch, self.latents))
             return np.full_like(s, -np.inf), s, np.zeros((*s.shape, self.d))
-        return self._held
+        return held
 
     @classmethod
     def from_arrays(cls, m: Any, s: Any, S: Any) -> SoftmaxState:
@@ -205,8 +207,10 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         mine, theirs = (self.batch, self.latents, self.d), (other.batch, other.latents, other.d)
         if mine != theirs:
             raise ValueError(f"other has (batch, latents, d) = {theirs}; expected {mine}, as here")
-        return self if other._held is None else self._join(other._held)
+        held = other._held
+        return self if held is None else self._join(held)
 
+    @locked
     def _join(self, other: State) -> SoftmaxState:
         if self._held is None:
             self._held = other
@@ -234,17 +238,15 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         return S / xp.where(s == 0, xp.ones_like(s), s)[..., None]
 
     def __copy__(self) -> SoftmaxState:
-        other = SoftmaxState(self.latents, self.d, self.batch)
-        other._held = self._held  # arrays are never written to
-        return other
+        return twin(self)  # arrays are never written to
 
     @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the three sums, or no array; see `StoredState`."""
         fields: dict[str, Any] = {"latents": self.latents, "d": self.d, "batch": list(self.batch)}
-        fields["empty"] = self._held is None
-        held = {} if self._held is None else dict(zip("msS", map(to_numpy, self._held), strict=True))
-        return fields, held
+        held = self._held
+        fields["empty"] = held is None
+        return fields, {} if held is None else dict(zip("msS", map(to_numpy, held), strict=True))
 
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, Any]) -> SoftmaxState:
@@ -270,8 +272,8 @@ def held_sums(state: SoftmaxState) -> State | None:
 
 def with_sums(state: SoftmaxState, held: State) -> SoftmaxState:
     """Return the state of sums that continue the sums of another, without a copy or a check."""
-    other = object.__new__(SoftmaxState)
-    other.latents, other.d, other.batch, other._held = state.latents, state.d, state.batch, held
+    other = twin(state)
+    other._held = held
     return other
 
 

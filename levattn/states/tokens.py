@@ -8,6 +8,7 @@ from typing import Any
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState
+from levattn._core.state import locked, locked_with
 from levattn.states.common import same_decay
 from levattn.states.moments import Moments
 
@@ -81,6 +82,7 @@ class TokenState(StoredState, name="TokenState", version=1):
                 )
         self.norms, self.tokens = norms, tokens
 
+    @locked_with
     @where_arrays_are
     def merge(self, other: TokenState) -> TokenState:
         """Add the tokens of another state; where sums decay, after the tokens of this one.
@@ -140,6 +142,7 @@ class TokenState(StoredState, name="TokenState", version=1):
         held = [part for part in self._all if part is not None]
         return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)
 
+    @locked
     @where_arrays_are
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parts of both moments; see `StoredState`."""

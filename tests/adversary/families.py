@@ -67,12 +67,14 @@ def stored(values: Any, storage: str, layout: str) -> Any:
 class Made:
     """Keys of a family that names more than them: an ε, and queries that its keys are hostile to.
 
-    epsilon: None to draw one. queries: of keys as they are stored; they take the first places.
+    epsilon: None to draw one. queries: of keys as they are stored; they take the first places. values: None to draw
+    them.
     """
 
     keys: Float
     epsilon: float | None = None
     queries: Callable[[Float], Float] = lambda K: np.zeros((0, K.shape[1]))
+    values: Float | None = None
 
 
 LAYOUTS = ("C", "F", "strided", "reversed")
@@ -471,6 +473,36 @@ def cancelling(rng: Generator) -> Made:
     return Made(K, queries=queries)
 
 
+def edges(rng: Generator) -> Made:
+    """Values from the least number to the largest: of one size, of a size for each key, column or number."""
+    n, d = int(rng.choice([1, 3, 12, 30, 40, 300], p=[0.1, 0.2, 0.3, 0.2, 0.15, 0.05])), int(rng.integers(1, 5))
+    K = rng.standard_normal((n, d)) if rng.random() < 0.6 else _small(rng, n, d)
+    if rng.random() < 0.5:
+        K = K * rng.choice([0.1, 1.0, 3.0, 10.0], (n, 1))
+    V = rng.standard_normal((n, 2)) if rng.random() < 0.5 else rng.integers(-9, 10, (n, 2)) / 9
+    sizes = [
+        5e-324,
+        1e-320,
+        2.0**-1060,
+        2.0**-1030,
+        1e-300,
+        1e-163,
+        1e-40,
+        1e-20,
+        1.0,
+        1e19,
+        1e38,
+        1e160,
+        1e300,
+        3e306,
+    ]
+    shape = [(), (n, 1), (1, 2), (n, 2)][int(rng.choice(4, p=[0.55, 0.15, 0.15, 0.15]))]
+    V = V * rng.choice([*sizes, 1.7e308], shape)
+    if rng.random() < 0.2:
+        V[:] = V[0]
+    return Made(K, epsilon=float(rng.choice([0.05, 0.1, 0.3, 0.5, 1.0])), values=V)
+
+
 FAMILIES: dict[str, Callable[[Generator], Any]] = {
     f.__name__: f
     for f in (
@@ -496,10 +528,11 @@ FAMILIES: dict[str, Callable[[Generator], Any]] = {
         offsets,
         compositions,
         cancelling,
+        edges,
     )
 }
 LARGE = ("many", "wide", "copies", "long")  # a case of which takes as long as a dozen others
-_UNMIXED = ("mixed", "ties", "heads", "resonances", "cancelling", "offsets", "compositions", *LARGE)
+_UNMIXED = ("mixed", "ties", "heads", "resonances", "cancelling", "edges", "offsets", "compositions", *LARGE)
 
 
 def _made(family: str, rng: Generator) -> Made:
@@ -577,7 +610,7 @@ def case(family: str, seed: int) -> Case:
             seed=seed,
             keys=K,
             queries=Q,
-            values=rounded(_values(rng, n), storage),
+            values=rounded(_values(rng, n) if made.values is None else made.values, storage),
             epsilon=min(max(epsilon, 1e-9), 1.0),
             mask=mask,
             storage=storage,

@@ -188,7 +188,7 @@ def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: boo
             return
         true = [fraction(x, exponent) / under[i] if under[i] else Fraction(0) for x in over[i]]
         square = sum(((Fraction(float(o)) - t) ** 2 for o, t in zip(output[i], true, strict=True)), Fraction(0))
-        if square > Fraction(float(bound[i])) ** 2 * (1 + Fraction(1, 10**12)) + Fraction(1, 2**2100):
+        if square > Fraction(float(bound[i])) ** 2 * (1 + Fraction(1, 10**12)):
             row = [float(x) if abs(x) < 10**300 else "large" for x in true]
             yield Breach("output beyond its bound", f"{row} in row {i} within {bound[i]:.3g}", str(output[i].tolist()))
             return
@@ -206,10 +206,12 @@ def captured_holds(truth: Truth, mass: Any, epsilon: float, error: Any) -> Itera
             return
 
 
-def certificate_holds(weights: Float, V: Float, noise: Float, output: Any, certificate: Any) -> Iterator[Breach]:
+def certificate_holds(
+    weights: Float, V: Float, noise: Float, output: Any, certificate: Any, step: float = 2.0**-1074
+) -> Iterator[Breach]:
     """Dense attention lies within the bounds of a `PrunedCertificate`, up to a noise (m,) of the weights.
 
-    weights: of each query and the keys that are there; V: their values.
+    weights: of each query and the keys that are there; V: their values. `step`: the least number of their storage.
     """
     share = weights / weights.sum(axis=1, keepdims=True)
     kept = np.asarray(certificate.kept)
@@ -221,7 +223,8 @@ def certificate_holds(weights: Float, V: Float, noise: Float, output: Any, certi
     size = np.abs(V).max(initial=0.0)
     off = np.linalg.norm(np.asarray(output, np.float64) / (size or 1.0) - share @ (V / (size or 1.0)), axis=1)
     bound = np.asarray(certificate.error_bound, np.float64) / (size or 1.0)
-    for i in np.flatnonzero(~(off <= bound * (1 + 1e-5) + noise)):
+    least = len(V) * V.shape[1] * step / (size or 1.0)
+    for i in np.flatnonzero(~(off <= bound * (1 + 1e-5) + noise + least) & ~np.isinf(bound)):
         yield Breach("output beyond its bound", f"within {bound[i]:.3g} in row {i}", f"off by {off[i]:.3g}")
         return
 

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -511,7 +512,80 @@ def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     coarse = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(case.storage, unit)
     logits = (np.abs(case.queries) @ np.abs(case.keys[there]).T).max(axis=1)
     noise = 64 * case.keys.shape[1] * (1 + logits) * unit + 8 * coarse
-    yield from promises.certificate_holds(weights, case.values[there], noise, output, kept)
+    step = 2.0 ** {"float64": -1074, "float32": -149, "float16": -24, "bfloat16": -133}[case.storage]
+    yield from promises.certificate_holds(weights, case.values[there], noise, output, kept, step)
+
+
+def pruned_causal(Q, K, V, mask, seed):
+    from levattn.attention import pruned_attention
+
+    return pruned_attention(
+        *(a_query_each(Q, K), K, V),
+        size=1 + seed % 3,
+        summaries=1 + seed % 2,
+        window=seed % 2,
+        chunk=1 + seed % 4,
+        causal=True,
+        scale=0.5,
+        mask=mask,
+        return_certificate=True,
+    )
+
+
+def judge_pruned_causal(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    """Each row as the last of its prefix; which keys it attends is not told."""
+    output, certificate = result
+    there = np.ones(len(case.keys), bool) if case.mask is None else case.mask
+    Q = a_query_each(case.queries, case.keys)
+    for i in np.flatnonzero(there):
+        before = np.flatnonzero(there[: i + 1])
+        own = dataclasses.replace(
+            case, keys=case.keys[before], queries=Q[i : i + 1], values=case.values[before], mask=None
+        )
+        bounds = {"error_bound": np.asarray(certificate.error_bound)[i : i + 1]}
+        bounds |= {"captured_lower": np.zeros(1), "captured_upper": np.ones(1), "kept": np.ones(len(before), bool)}
+        row = dataclasses.replace(certificate, **bounds)
+        yield from judge_pruned(own, truth, (np.asarray(output)[i : i + 1], row))
+
+
+def covered(Q, K, V, seed):
+    """The error found for a query that is repeated, and the outputs for one more of it."""
+    from levattn.attention import pruned_attention, pruned_coverage
+    from levattn.exceptions import NonFiniteError
+
+    q = Q[:1]
+    options = {"summaries": seed % 3, "scale": 0.5}
+    try:
+        found = pruned_coverage(q.repeat(20, axis=0), K, V, coverage=0.8, budget=0.5, **options)
+    except NonFiniteError:  # of outputs
+        return None
+    more = {"queries": found.queries, "window": 0, **options}
+    return found, pruned_attention(q, K, V, budget=float(found.budget), **more)
+
+
+def judge_covered(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    if result is None:
+        return
+    found, output = result
+    bound = float(found.error)
+    if not bound >= 0:
+        yield Breach("error with a coverage", "a number of at least 0", str(bound))
+        return
+    if np.isinf(bound):
+        return
+    output = np.asarray(output, np.float64)[0]
+    weights = Truth(case.present, case.queries[:1]).softmax(0.5)[0]
+    share = [Fraction(float(x)) for x in weights / weights.sum()]
+    dense = [
+        sum((s * Fraction(float(v)) for s, v in zip(share, column, strict=True)), Fraction(0))
+        for column in case.values.T
+    ]
+    size = sum((y * y for y in dense), Fraction(0))
+    apart = sum(((Fraction(float(x)) - y) ** 2 for x, y in zip(output, dense, strict=True)), Fraction(0))
+    if apart > Fraction(bound) ** 2 * size * (1 + Fraction(1, 10**9)) + Fraction(8 * len(dense), 2**2148):
+        yield Breach(
+            "error with a coverage", f"at least {float(apart / size) ** 0.5 if size else np.inf:.17g}", f"{bound:.17g}"
+        )
 
 
 # -- other functions --------------------------------------------------------------------------------------------------
@@ -622,10 +696,9 @@ def _square(case: Case) -> bool:
 
 
 def _tame(case: Case) -> bool:
-    """Numbers whose products have squares that float32 holds: what is beyond them is refused."""
-    arrays = case.queries, case.keys, case.values
-    sizes = [max(1.0, float(np.abs(x).max(initial=0.0))) for x in arrays]
-    return sizes[0] * sizes[1] < 1e15 and sizes[2] < 1e15
+    """Products whose squares float32 holds: what is beyond them is refused."""
+    sizes = [max(1.0, float(np.abs(x).max(initial=0.0))) for x in (case.queries, case.keys)]
+    return sizes[0] * sizes[1] < 1e15
 
 
 def _plain_numbers(case: Case) -> bool:
@@ -735,6 +808,8 @@ ROUTES: dict[str, Route] = {
         Route("heavy countsketch", by_countsketch, judge_entries, (_countable, turn(0, 7))),
         Route("groups", grouped, judge_groups, (turn(0, 2),)),
         Route("pruned", pruned, judge_pruned, (_few, _tame, turn(0, 3))),
+        Route("pruned causal", pruned_causal, judge_pruned_causal, (_few, _tame, turn(1, 3))),
+        Route("pruned coverage", covered, judge_covered, (_few, _tame, _no_mask, turn(2, 3))),
         *_of_functions("set", by_epsilon, judge_function),
         *_of_functions("size", by_size, judge_function_size),
         *_of_functions("stream", in_chunks, judge_function_stream, turn(1, 2), least=True),

@@ -155,6 +155,25 @@ def the_only_key_that_a_query_meets() -> Iterator[Case]:
     yield case([[0, 0, 1], [far, -far, 6e-163]], [[-1.0, -1, 1]], 0.1, np.full((2, 1), 7.0))
 
 
+def values_at_the_ends_of_the_range() -> Iterator[Case]:
+    """Of one size, from the least number to the largest."""
+    rng = np.random.default_rng(0)
+    K, Q, V = rng.standard_normal((60, 3)), rng.standard_normal((60, 3)), rng.standard_normal((60, 2))
+    V /= np.abs(V).max()
+    for largest in (5e-324, 1e-320, 2.0**-1060, 2.0**-1021, 1e-163, 1e160, 3.6e306, 1.7e308):
+        yield case(K, Q, 0.3, V * largest)
+    yield case(K, Q, 0.3, np.full((60, 2), 7e306))  # whose sums are beyond it
+    for largest in (2.0**-149, 1e-40, 1e-20, 1e20, 1e37, 3.4e38):
+        yield case(np.float32(K), np.float32(Q), 0.3, np.float32(V * largest), storage="float32")
+
+
+def a_query_that_is_repeated() -> Iterator[Case]:
+    """In float32, where a batch rounds otherwise than a query alone."""
+    for seed in range(30):
+        K, Q, V = np.random.default_rng(seed).standard_normal((3, 40, 4)).astype(np.float32)
+        yield case(3 * K, Q, 0.3, V[:, :2], storage="float32", seed=seed)
+
+
 FOUND: list[tuple[Callable[[], Iterator[Case]], list[str]]] = [
     (
         alone_in_a_column_beside_rank_deficiency,
@@ -172,6 +191,19 @@ FOUND: list[tuple[Callable[[], Iterator[Case]], list[str]]] = [
     (rows_graded_beyond_the_precision, ["set auto", "set qr", "stream", "size auto", "two passes"]),
     (two_keys_of_a_direction, ["set Power(0.5)"]),
     (a_query_nearly_orthogonal_to_the_keys, [*QUERIES]),
+    (
+        values_at_the_ends_of_the_range,
+        [
+            "heavy",
+            "heavy of a set",
+            "heavy of two passes",
+            "heavy causal",
+            "pruned",
+            "pruned causal",
+            "pruned coverage",
+        ],
+    ),
+    (a_query_that_is_repeated, ["pruned coverage"]),
     (
         columns_at_the_ends_of_the_range,
         [f"{name} {method}" for name in ("set", "size", "scores") for method in METHODS],

@@ -199,6 +199,22 @@ def test_padded_questions_and_beams() -> None:
     assert torch.equal(model.generate(question(), past_key_values=whole, num_beams=3, **GREEDY), dense)
 
 
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, CompressedCache.copy])
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_copy_of_a_cache_goes_its_own_way(how: Callable[[Any], Any], asked_before: bool) -> None:
+    model = base("Gemma3")
+    cache = compress(model, context(), budget=1.0)
+    if asked_before:
+        logits(model, cache, question())
+    before = cache.get_seq_length()
+    first = how(cache)
+    other = how(cache)
+    wanted = logits(model, first, torch.tensor([[7, 8]]))
+    logits(model, cache, torch.tensor([[9, 4, 2]]))
+    assert other.get_seq_length() == before
+    assert torch.equal(logits(model, other, torch.tensor([[7, 8]])), wanted)
+
+
 def test_forks_share_the_context_and_go_on_by_themselves() -> None:
     model = base()
     cache = compress(model, context(), budget=CUT)

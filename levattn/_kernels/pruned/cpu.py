@@ -255,13 +255,14 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     """Return R summaries, each of the items (b, n) with its label and weights times exp(log_weight)."""
     kind, factor = items.keys.dtype, np.exp(log_weight)
     weight, offset = _level_sums(labels, items.weight, factor, R)[0], items.offset + log_weight * items.weight
-    return Summaries(
-        weight=weight.astype(kind),
-        keys=_row_sums(items.keys, labels, factor, R).astype(kind),
-        values=_row_sums(items.values, labels, factor, R).astype(kind),
-        offset=_level_sums(labels, offset, factor, R)[0].astype(kind),
-        count=_level_sums(labels, items.count, np.ones_like(factor), R)[0].astype(kind),
-    )
+    with np.errstate(over="ignore"):  # outputs show it
+        return Summaries(
+            weight=weight.astype(kind),
+            keys=_row_sums(items.keys, labels, factor, R).astype(kind),
+            values=_row_sums(items.values, labels, factor, R).astype(kind),
+            offset=_level_sums(labels, offset, factor, R)[0].astype(kind),
+            count=_level_sums(labels, items.count, np.ones_like(factor), R)[0].astype(kind),
+        )
 
 
 def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any, Any, Summaries, Any] | None:

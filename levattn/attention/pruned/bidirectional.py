@@ -15,7 +15,7 @@ from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
-from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
+from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
 from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.functions import Power
@@ -75,7 +75,7 @@ def _spread(
         if not certified:
             return (y,), flags
         still = mapped(x, without_gradient)
-        return (y, *_bounds(still, without_gradient(rest), _value_radius(rule, still.values))), flags
+        return with_bounds(y, _bounds(still, without_gradient(rest), _value_radius(rule, still.values))), flags
 
     found = by_items(attend, q, worth=q.shape[2] >= _MANY)
     if len(found) == 1:

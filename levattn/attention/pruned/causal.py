@@ -14,7 +14,7 @@ from levattn._kernels.pruned.contract import PrunedArguments, as_one_batch, mapp
 from levattn.attention.common.space import empty_output, namespace_of, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
-from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
+from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
 from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.renewal import Known, known_after, selected_anew
 from levattn.attention.pruned.rule import SelectionRule
@@ -259,7 +259,8 @@ def _run(
     if walk.certified:
         radii, most = zip(*bounds, strict=True)
         radius = None if radii[0] is None else xp.concat(radii, axis=0)
-        found = (Y, *bounded(mapped(x, without_gradient), radius, without_gradient(rest), xp.concat(most, axis=0)))
+        figures = bounded(mapped(x, without_gradient), radius, without_gradient(rest), xp.concat(most, axis=0))
+        found = with_bounds(Y, figures)
     return tuple(_side_by_side(array, count) for array in found), part
 
 

@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import TILT, PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.choice import means_of
 
-__all__ = ["PrunedCertificate", "bounded", "longest_of"]
+__all__ = ["PrunedCertificate", "bounded", "longest_of", "with_bounds"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +30,7 @@ class PrunedCertificate:
         as the farthest member. It says little for large queries.
     error_bound : array of shape (..., H, m)
         Bound of the Euclidean distance to the output of dense attention, to rounding. It is the diameter of the values
-        times the weight of the keys that were not attended exactly. Infinite where logits or values overflow.
+        times the weight of the keys that were not attended exactly. Infinite where logits, values or outputs overflow.
     kept : array of bool, shape (..., G, n), or None
         The selected keys and the first keys. None for causal attention, where the set depends on the position.
     slots : array of int64, shape (m,)
@@ -106,7 +108,8 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tu
     least_rest = xp.clip(xp.where(known, least_rest, xp.zeros_like(rest)), 0.0, 1.0)
     # The keys that are left out have a share ρ and a mean value r, and their summaries ρ' ≤ ρ and r'. So outputs
     # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the other keys: by at most ρ diameters.
-    error = most_rest * 2 * value_radius[:, None, None]
+    with np.errstate(over="ignore"):
+        error = most_rest * 2 * value_radius[:, None, None]
     least = xp.full((), xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
     error = xp.where((value_radius > 0)[:, None, None], xp.maximum(error, least), error)  # the product may underflow
     return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
@@ -120,4 +123,12 @@ def longest_of(*stacks: Any) -> Any:
         return xp.sum(X, axis=(1, 2))
     top = xp.max(xp.abs(X), axis=(1, 2))
     scaled = X / xp.where(top > 0, top, xp.ones_like(top))[:, None, None]  # keeps the largest squares in range
-    return top * xp.sqrt(xp.max(xp.sum(scaled * scaled, axis=-1), axis=1))
+    with np.errstate(over="ignore"):
+        return top * xp.sqrt(xp.max(xp.sum(scaled * scaled, axis=-1), axis=1))
+
+
+def with_bounds(Y: Any, figures: tuple[Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Return outputs (b, g, m, D) with the results of `bounded`; an output that left the range has no finite bound."""
+    xp = namespace_of(Y)
+    lower, upper, error = figures
+    return Y, lower, upper, xp.where(xp.all(xp.isfinite(Y), axis=-1), error, xp.full_like(error, math.inf))

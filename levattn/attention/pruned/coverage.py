@@ -14,14 +14,24 @@ from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
+from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.arguments import dense_array
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.pruned import pruned_attention
+from levattn.attention.pruned.rule import exponent_of
 from levattn.exceptions import NonFiniteError
 from levattn.sets.coverage import conformal_place, split_queries
 
 __all__ = ["PrunedCoverage", "pruned_coverage"]
 
+# of a dtype, the least relative and the least absolute difference
+_DIGITS = {
+    "float64": (2.0**-52, 2.0**-1074),
+    "float32": (2.0**-23, 2.0**-149),
+    "bfloat16": (2.0**-7, 2.0**-133),
+    "float16": (2.0**-10, 2.0**-24),
+}
 _BUDGETS = (0.03, 0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7)
 
 
@@ -80,8 +90,9 @@ def pruned_coverage(
     r"""The error of pruned attention at a budget, or the least budget for an error, with a coverage.
 
     The error of a query is :math:`\|\hat y - y\| / \|y\|`, where ŷ is its output with pruned and y with dense
-    attention. Of several heads of queries that share keys, the largest error counts. A random half of the queries
-    selects and summarizes keys. The other half sets the bound, by conformal prediction.
+    attention, raised by what rounding may have taken from it. Of several heads of queries that share keys, the largest
+    error counts. A random half of the queries selects and summarizes keys. The other half sets the bound, by conformal
+    prediction.
 
     **Guarantee.** Let a new query be exchangeable with the given queries. Call `pruned_attention` with
     ``budget=float(found.budget[g])``, ``queries=found.queries``, ``window=0`` and the same options. On head g of the
@@ -163,8 +174,12 @@ def pruned_coverage(
     options |= {"window": 0, "queries": sample}
     dense = pruned_attention(tests, K, V, budget=1.0, **options)
     groups = max(array.shape[-3] if array.ndim > 2 else 1 for array in (K, V))
+    rounding = _rounding(tests, K, V, dense.dtype, options)
     errors = np.stack(
-        [_errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups) for share in shares]
+        [
+            _errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups, rounding[share == 1])
+            for share in shares
+        ]
     )
     last = conformal_place(len(test), coverage) - 1
     if error is None:
@@ -189,15 +204,57 @@ def _rows(Q: Any, places: Any) -> Any:
     return xp.take(Q, xp.asarray(places, device=device_of(Q)), axis=-2)
 
 
-def _errors(pruned: Any, dense: Any, groups: int) -> Float64:
-    """Return the relative error of each query, (..., G, m), the largest of the heads that share keys."""
-    xp = namespace_of(dense)
-    mine, true = (to_numpy(xp.astype(without_gradient(array), xp.float64)) for array in (pruned, dense))
+def _rounding(Q: Any, K: Any, V: Any, dtype: Any, options: dict[str, Any]) -> tuple[Float64, Float64]:
+    """Return a bound (..., H, m) of the rounding of outputs, as `bounded` reckons it, and zeros for dense ones.
+
+    Sums are off by some units, and exponentials by as many as their exponents are large. Dense outputs are themselves
+    what they are compared with.
+    """
+    q, *sizes = (lengths(_float64(array)) for array in (Q, K, V))
+    if options.get("mask") is not None:
+        there = to_numpy(dense_array("mask", options["mask"]))
+        sizes = [np.where(there, each, 0.0) for each in sizes]
+    key, value = (np.max(each, axis=-1, keepdims=True, initial=0.0) for each in sizes)
+    if q.ndim > 1:  # a line for each head of the queries
+        key, value = (
+            np.repeat(each, q.shape[-2] // each.shape[-2], axis=-2) if each.ndim > 1 else each for each in (key, value)
+        )
+    power = exponent_of(options.get("f", "softmax"))
+    unit, step = _DIGITS["float64" if _name_of(dtype) == "float64" else "float32"]
+    with np.errstate(over="ignore"):
+        exponents = abs(check_scale(options.get("scale"), Q.shape[-1])) * q * key if power is None else power
+        found = np.where(value > 0, unit * (64 + 8 * exponents) * value + step * (V.shape[-2] + 2) * V.shape[-1], 0.0)
+    found = np.broadcast_to(found, q.shape)
+    return found, np.zeros_like(found)
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _float64(array: Any) -> Float64:
+    return np.asarray(to_numpy(namespace_of(array).astype(without_gradient(array), namespace_of(array).float64)))
+
+
+def _errors(pruned: Any, dense: Any, groups: int, rounding: Float64) -> Float64:
+    """Return the relative error of each query, (..., G, m), the largest of the heads that share keys.
+
+    `rounding`: of outputs (..., H, m). An error counts as if the rounding of both outputs had made it smaller.
+    """
+    mine, true = map(_float64, (pruned, dense))
     if not (np.isfinite(mine).all() and np.isfinite(true).all()):
         raise NonFiniteError("outputs are NaN or infinite; give finite values V, within the range of their dtype")
-    size, apart = np.linalg.norm(true, axis=-1), np.linalg.norm(mine - true, axis=-1)
+    # no difference, norm or rounding overflows
+    unit = np.where(np.maximum(np.abs(mine), np.abs(true)).max(axis=-1, initial=0.0) > 1, 2.0**-600, 1.0)
+    mine, true = mine * unit[..., None], true * unit[..., None]
+    size, apart = lengths(true), lengths(mine - true)
+    rounding = rounding * unit
+    name = _name_of(dense.dtype)
+    if name not in ("float64", "float32"):
+        own, step = _DIGITS[name]
+        rounding = np.where(rounding > 0, rounding + own * size + step * unit * true.shape[-1], 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        errors = np.where(apart > 0, apart / size, 0.0)
+        errors = np.where(apart + rounding > 0, (apart + 2 * rounding) / np.maximum(size - rounding, 0.0), 0.0)
     if errors.ndim == 1:
         return np.asarray(errors)
     *lead, heads, m = errors.shape

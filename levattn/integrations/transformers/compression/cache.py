@@ -98,6 +98,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         fork.context_length = self.context_length
         return fork
 
+    __copy__ = copy
+
     def so_far(self) -> tuple[Any, Any]:
         """Return the tokens that were read or generated, (B, n), and a mask of the tokens that are no padding.
 

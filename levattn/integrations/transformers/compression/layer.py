@@ -101,6 +101,8 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         layer.tail = self.tail.copy()
         return layer
 
+    __copy__ = copy
+
     def reset(self) -> None:
         """Forget the positions after the context."""
         self.tail = Tail()

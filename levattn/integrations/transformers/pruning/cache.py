@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from levattn._core.state import twin
 from levattn.attention import PrunedState
 from levattn.attention.pruned.state import picked
 from levattn.integrations.transformers.cache import StateLayer, refuse_crop, replaced
@@ -68,6 +69,12 @@ class _Following:
                 "pruned model has filled. Give an empty DynamicCache"
             )
         return self.progress
+
+    def __copy__(self) -> Any:
+        """Return a branch of its own: states are replaced, but progress is updated."""
+        other = twin(self)
+        other.progress = None if self.progress is None else replace(self.progress)
+        return other
 
     def _select(self, indices: Any) -> None:
         """Take the states of the sequences with these numbers."""
