@@ -563,7 +563,7 @@ def covered(Q, K, V, seed):
     return found, pruned_attention(q, K, V, budget=float(found.budget), **more)
 
 
-def judge_covered(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+def judge_error_found(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     if result is None:
         return
     found, output = result
@@ -809,7 +809,7 @@ ROUTES: dict[str, Route] = {
         Route("groups", grouped, judge_groups, (turn(0, 2),)),
         Route("pruned", pruned, judge_pruned, (_few, _tame, turn(0, 3))),
         Route("pruned causal", pruned_causal, judge_pruned_causal, (_few, _tame, turn(1, 3))),
-        Route("pruned coverage", covered, judge_covered, (_few, _tame, _no_mask, turn(2, 3))),
+        Route("pruned coverage", covered, judge_error_found, (_few, _tame, _no_mask, turn(2, 3))),
         *_of_functions("set", by_epsilon, judge_function),
         *_of_functions("size", by_size, judge_function_size),
         *_of_functions("stream", in_chunks, judge_function_stream, turn(1, 2), least=True),
