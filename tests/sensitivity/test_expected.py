@@ -13,9 +13,11 @@ import pytest
 import levattn
 import naive
 import strategies
+from levattn._core.arrays import as_matrices
 from levattn.exceptions import NonFiniteError
 from levattn.sensitivity import shares
 from levattn.sensitivity.expected import quadratic_weights
+from levattn.sensitivity.queries import as_queries
 from levattn.states import Moments
 from libraries import over_storages, stored
 from strategies import STORAGE, as_float64, stores
@@ -547,3 +549,16 @@ def test_float32_keys_err_by_less_than_a_millionth_of_the_largest_score(d: int, 
     for Q in (rng.standard_normal((200, 1)) * V[:, -1], rng.standard_normal((200, d))):
         scores, exact = levattn.expected_scores(K, Q), levattn.expected_scores(K.astype(float), Q)
         assert np.abs(scores - exact).max() <= 1e-6 * exact.max()
+
+
+def test_moments_far_from_zero_keep_the_covariance() -> None:
+    """The moment of queries and ones has the covariance of the queries, however far their mean is from zero."""
+    rng = np.random.default_rng(5)
+    Q = np.rint(8 * rng.standard_normal((400, 3)) @ rng.standard_normal((3, 3)))
+    exact = np.cov(Q.T, bias=True)
+    K = as_matrices(rng.standard_normal((5, 3)), "K")
+    for offset in (0.0, 1e4, 1e8):  # sums of 96 bits hold no more
+        ones = np.hstack([Q + offset, np.ones((400, 1))])
+        found = as_queries(Moments(4).update(ones[:100]).update(ones[100:]), K)
+        np.testing.assert_allclose(found.covariance[0], exact, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(found.mean[0], Q.mean(axis=0) + offset, rtol=1e-12)
