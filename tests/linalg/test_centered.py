@@ -184,3 +184,18 @@ def test_sketches_of_centered_keys_see_no_offset(method: str) -> None:
     exact = naive.leverage_exact(keys, center=True)
     found = levattn.universal_set(keys + 2.0**50, 0.002, **options)
     assert set(np.flatnonzero(exact >= 0.002)) <= set(found.indices.tolist())
+
+
+@stores("float64", "float16", "bfloat16", "torch-float32", "strict-float32", "cupy-float16")
+def test_masks_that_begin_anywhere(storage: str) -> None:
+    """The first row that takes part is another one in each matrix; what is left out may be anything."""
+    rng = _rng("begin")
+    keys = np.stack([_steps(30, 3) + 64, _steps(30, 3) - 32, _steps(30, 3), _steps(30, 3)])
+    mask = rng.random((4, 30)) < 0.7
+    mask[np.arange(4), :4] = np.triu(np.ones((4, 4), bool))
+    mask[3] = False
+    exact = np.stack([naive.leverage_exact(one, center=True, mask=keep) for one, keep in zip(keys, mask, strict=True)])
+    keys[~mask] = np.inf
+    flags = STORAGE[storage](mask.astype(np.float64)) > 0
+    scores = as_float64(levattn.leverage_scores(STORAGE[storage](keys), center=True, mask=flags))
+    np.testing.assert_allclose(scores, exact, rtol=1e-10 if "64" in storage else 1e-6, atol=1e-25)
