@@ -17,10 +17,10 @@ __all__ = ["centered", "means"]
 
 
 def centered(rows: Rows) -> Rows:
-    """Return the rows, which have no shift yet, less the mean of those that take part.
+    """Return rows that have no shift yet, less the mean of all rows that take part.
 
-    A row that takes part is the origin of the sums. It is as far from the mean as the norm of a centered column at
-    most. So the error of the mean is below n 2⁻¹⁰⁵ of that norm, however large the mean is.
+    A row that takes part is the origin of the sums. It is no farther from the mean than the norm of the centered
+    column. So the error of the mean is below n 2⁻¹⁰⁵ of that norm, however large the mean is.
     """
     shift, in_range = means(rows)
     if not in_range:
