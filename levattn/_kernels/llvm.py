@@ -318,7 +318,7 @@ def vector_code(*, returns: str = "nothing", numbers: str = "", literals: str = 
 def combine(v, like, source, others, n, target, how):
     """Write `n` numbers like `like` at `source`, changed by the float64 numbers at `others`, to `target`.
 
-    If `how` is 0, subtract the first `n` of `others`, and then the next; if 1, multiply by them; if 2, multiply all
+    If `how` is 0, subtract the first `n` of `others`, and then the next. If 1, multiply by them. If 2, multiply all
     numbers by the first of them. If 3, also subtract this last product from the numbers at `target`. Each result is
     rounded to the precision of `like`.
     """

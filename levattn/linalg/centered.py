@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.arrays import on_cuda, to_device, to_float64, to_numpy
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.linalg.reading import require_finite
@@ -17,10 +17,10 @@ __all__ = ["centered", "means"]
 
 
 def centered(rows: Rows) -> Rows:
-    """Return the rows, which have no shift yet, less the mean of those that take part.
+    """Return rows that have no shift yet, less the mean of all rows that take part.
 
-    A row that takes part is the origin of the sums. It is as far from the mean as the norm of a centered column at
-    most. So the error of the mean is below n 2⁻¹⁰⁵ of that norm, however large the mean is.
+    A row that takes part is the origin of the sums. It is no farther from the mean than the norm of the centered
+    column. So the error of the mean is below n 2⁻¹⁰⁵ of that norm, however large the mean is.
     """
     shift, in_range = means(rows)
     if not in_range:
@@ -46,10 +46,14 @@ def means(rows: Rows) -> tuple[Float64, bool]:
 def _rows_at(rows: Rows, places: npt.NDArray[np.int64]) -> Float64:
     """Return one row of each matrix, with its scale, (b, d); zeros in place of a masked row."""
     at = int(places[0])
-    if np.any(places != at):
-        return np.concatenate([_rows_at(rows.item(i), places[i : i + 1]) for i in range(len(places))])
-    some = rows.between(at, at + 1)
-    found = to_float64(some.keys, rows.format)[:, 0]
-    if some.mask is not None:
-        found = np.where(to_numpy(some.mask), found, 0.0)
+    if np.all(places == at):
+        found = to_float64(rows.keys[:, at : at + 1, :], rows.format)[:, 0]
+    elif isinstance(rows.keys, np.ndarray) or on_cuda(rows.keys):
+        which = (to_device(x, rows.keys) for x in (np.arange(len(places)), places))
+        found = to_float64(rows.keys[tuple(which)], rows.format)
+    else:  # the standard has no such index
+        each = (rows.keys[i : i + 1, at : at + 1, :] for i, at in enumerate(places.tolist()))
+        found = np.concatenate([to_float64(one, rows.format)[:, 0] for one in each])
+    if rows.mask is not None:
+        found = np.where(to_numpy(rows.mask)[np.arange(len(places)), places][:, None], found, 0.0)
     return found if rows.scale is None else found * rows.scale

@@ -275,12 +275,12 @@ class Factor:
         for item in self.null_directions:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_null_directions(item, out, ceiling)
-        alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
-        for item in np.flatnonzero(alone).tolist() if self.wide is not None else ():
-            live = self.wide.live(self.rows.item(item))
-            self._set(out, item, live, self.wide.score(item))
-            self._set(out, item, ~live, 0.0)
-            counted[item] = False
+        if self.wide is not None:
+            for item in np.flatnonzero(self.wide.clear if numerical else self.wide.independent).tolist():
+                live = self.wide.live(self.rows.item(item))
+                self._set(out, item, live, self.wide.score(item))
+                self._set(out, item, ~live, 0.0)
+                counted[item] = False
         return out, counted
 
     def _set(self, out: Any, item: int, which: npt.NDArray[np.bool_], value: float) -> bool:

@@ -198,7 +198,9 @@ def leverage_scores(
         on ridge scores may miss keys. The sum of the scores is then the effective dimension.
     center : bool, default False
         Subtracts the mean of the keys first, which suits softmax: a common shift does not change it. The result is the
-        exact scores of the centered keys, and with 1/n added an *over-estimate* of the scores of K.
+        exact scores of the centered keys, and with 1/n added an *over-estimate* of the scores of K. The mean is held
+        in three parts, so scores are the same however far the keys lie from zero. They sum to the rank of the
+        centered keys, at most n - 1.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others are removed: their score is 0 and their values are not read.
         Leading axes of size 1 are repeated.

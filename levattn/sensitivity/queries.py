@@ -13,6 +13,7 @@ from levattn._core.arrays import Matrices, as_matrices, as_numbers, to_float64, 
 from levattn._core.types import Float64, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
+from levattn.states.moments import apart_from_last
 
 __all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "right_svd", "symmetric_root"]
 
@@ -194,8 +195,9 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         raise ValueError(
             f"queries are Moments of d = {moments.d}; expected the last column to be of ones, because K has one less"
         )
-    center = G[:, :-1, -1]
-    return Queries(None, center, G[:, :-1, :-1], G[:, :-1, :-1] - _squares(center), np.zeros(keys.d, np.int64))
+    covariance = apart_from_last(moments) / weight.reshape(-1, 1, 1)
+    covariance = _for_items(covariance.reshape(*moments.batch, keys.d, keys.d), 2, moments.batch, keys)
+    return Queries(None, G[:, :-1, -1], G[:, :-1, :-1], covariance, np.zeros(keys.d, np.int64))
 
 
 def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:

@@ -78,6 +78,18 @@ class BlockSums:
         with np.errstate(over="ignore"):
             return np.array(moments.scaled(-exponents).in_main_memory().high)
 
+    def apart_from_last(self) -> Float64:
+        """Return the moment of all columns but the last, less their projections to it, in the digits of the sums."""
+        moments, exponents = self._total()
+        moments, powers = moments.in_main_memory(), exponents[:, :-1]
+        out = np.zeros((self._b, self._d - 1, self._d - 1))
+        for item, G in enumerate(moments.high):
+            B = np.eye(self._d)
+            B[-1, :-1] = -G[:-1, -1] / G[-1, -1]
+            H = moments.in_basis(item, B)  # what the rounding of B leaves on the last column is small
+            out[item] = H[:-1, :-1] - np.outer(H[:-1, -1], H[:-1, -1]) / H[-1, -1]
+        return np.asarray(np.ldexp(out, powers[:, :, None] + powers[:, None, :]))
+
     def weight(self) -> Float64:
         """Return the sum of the weights."""
         return self._weight.copy()

@@ -14,13 +14,14 @@ from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._core.state import locked, locked_with, twin
+from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
 from levattn.states.block_buffer import present_rows, readable
 from levattn.states.blocks import BlockSums, RunningSums
 from levattn.states.common import held_as, same_decay
 
-__all__ = ["Moments", "flat_sums", "followed"]
+__all__ = ["Moments", "apart_from_last", "flat_sums", "followed"]
 
 
 class Moments(StoredState, name="Moments", version=2):
@@ -346,6 +347,14 @@ def flat_sums(moments: Moments) -> tuple[Any, Any]:
         raise TypeError("the state holds no running sums; expected one with diagonal=True")
     total, weight = moments._sums.sums()
     return total, weight
+
+
+def apart_from_last(moments: Moments) -> Float64:
+    """Return the second moment (b, d − 1, d − 1) of all columns but the last, less their projections to it."""
+    if isinstance(moments._sums, BlockSums):
+        return moments._sums.apart_from_last()
+    G = to_numpy(moments.read()).reshape(-1, moments.d, moments.d)
+    return np.asarray(G[:, :-1, :-1] - G[:, :-1, -1:] * (G[:, -1:, :-1] / G[:, -1:, -1:]))
 
 
 def followed(moments: Moments, diagonal: Any, weight: Any, count: int | npt.NDArray[np.int64]) -> Moments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 
 import levattn
 import naive
+from levattn._core.arrays import as_matrices
+from levattn._kernels import Rows
+from levattn.linalg.centered import means
 from strategies import STORAGE, Float, as_float64, stores
 
 METHODS = ("auto", "gram", "qr", "svd")
@@ -184,3 +188,47 @@ def test_sketches_of_centered_keys_see_no_offset(method: str) -> None:
     exact = naive.leverage_exact(keys, center=True)
     found = levattn.universal_set(keys + 2.0**50, 0.002, **options)
     assert set(np.flatnonzero(exact >= 0.002)) <= set(found.indices.tolist())
+
+
+@stores("float64", "float16", "bfloat16", "torch-float32", "strict-float32", "cupy-float16")
+def test_masks_that_begin_anywhere(storage: str) -> None:
+    """The first row that takes part is another one in each matrix; what is left out may be anything."""
+    rng = _rng("begin")
+    keys = np.stack([_steps(30, 3) + 64, _steps(30, 3) - 32, _steps(30, 3), _steps(30, 3)])
+    mask = rng.random((4, 30)) < 0.7
+    mask[np.arange(4), :4] = np.triu(np.ones((4, 4), bool))
+    mask[3] = False
+    exact = np.stack([naive.leverage_exact(one, center=True, mask=keep) for one, keep in zip(keys, mask, strict=True)])
+    keys[~mask] = np.inf
+    flags = STORAGE[storage](mask.astype(np.float64)) > 0
+    scores = as_float64(levattn.leverage_scores(STORAGE[storage](keys), center=True, mask=flags))
+    np.testing.assert_allclose(scores, exact, rtol=1e-10 if "64" in storage else 1e-6, atol=1e-25)
+
+
+@stores("float64", "float32", "strict-float64", "cupy-float64", "torch-bfloat16")
+def test_parts_of_the_mean_are_nearest_to_what_is_left(storage: str) -> None:
+    """Blocks of rows, some of them incomplete, with a mean that no float holds."""
+    keys = _rng("parts").standard_normal((5000, 3)) * [1.0, 1e-3, 1e5] + [0.0, 1e9, 3.0]
+    matrices = as_matrices(STORAGE[storage](keys), "K")
+    parts, in_range = means(Rows(matrices.data, matrices.format))
+    assert in_range
+    for c, column in enumerate(as_float64(STORAGE[storage](keys)).T):
+        left = sum(map(Fraction, column), Fraction(0)) / len(column)
+        norm = max(abs(Fraction(x) - left) for x in column)
+        for part in parts[0, :, c]:
+            assert abs(left - Fraction(part)) <= Fraction(np.spacing(abs(part))) / 2 + norm / 2**90
+            left -= Fraction(part)
+        assert abs(left) <= norm / 2**90
+
+
+def test_bounds_of_softmax_and_of_outputs_do_not_grow_with_an_offset() -> None:
+    rng = _rng("bounds")
+    keys, values = np.rint(8 * rng.standard_normal((300, 4))) / 8, np.rint(8 * rng.standard_normal((300, 2)))
+    shapes = (None, np.diag([1.0, 2, 1, 0.5]), np.eye(4) + 0.5 * np.eye(4)[::-1])
+    for f in (levattn.Softmax(1.0, shape) for shape in shapes):
+        plain, moved = (levattn.sensitivities(keys + offset, f).upper for offset in (0.0, 1e12))
+        np.testing.assert_allclose(moved, plain, rtol=1e-6)
+    found = levattn.heavy_attention(rng.standard_normal((5, 4)), keys, 0.2)
+    plain, moved = (found.apply(values + offset, compensate="mean") for offset in (0.0, 2.0**20))
+    np.testing.assert_allclose(moved[0], plain[0] + 2.0**20, rtol=1e-12)
+    assert np.all(moved[1] <= plain[1] * 1.01 + 1e-5)

@@ -13,9 +13,11 @@ import pytest
 import levattn
 import naive
 import strategies
+from levattn._core.arrays import as_matrices
 from levattn.exceptions import NonFiniteError
 from levattn.sensitivity import shares
 from levattn.sensitivity.expected import quadratic_weights
+from levattn.sensitivity.queries import as_queries
 from levattn.states import Moments
 from libraries import over_storages, stored
 from strategies import STORAGE, as_float64, stores
@@ -564,3 +566,16 @@ def test_normal_scores_of_products_that_cancel_are_those_of_the_exact_products(s
     found = levattn.expected_scores(K, Q, mask=mask)
     np.testing.assert_allclose(found, expected, rtol=1e-6 if storage == "float32" else 1e-9, atol=1e-12)
     assert found.sum() == pytest.approx(1, rel=1e-6)
+
+
+def test_moments_far_from_zero_keep_the_covariance() -> None:
+    """The moment of queries and ones has the covariance of the queries, however far their mean is from zero."""
+    rng = np.random.default_rng(5)
+    Q = np.rint(8 * rng.standard_normal((400, 3)) @ rng.standard_normal((3, 3)))
+    exact = np.cov(Q.T, bias=True)
+    K = as_matrices(rng.standard_normal((5, 3)), "K")
+    for offset in (0.0, 1e4, 1e8):  # sums of 96 bits hold no more
+        ones = np.hstack([Q + offset, np.ones((400, 1))])
+        found = as_queries(Moments(4).update(ones[:100]).update(ones[100:]), K)
+        np.testing.assert_allclose(found.covariance[0], exact, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(found.mean[0], Q.mean(axis=0) + offset, rtol=1e-12)

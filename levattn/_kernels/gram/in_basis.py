@@ -92,7 +92,7 @@ def _split_bits(d):
 def _multiply_split(view, item, start, rows, n, scale, panels, highs, lows, high, product, in_basis):
     """Write the first `n` rows (which change) times a basis split by `_split_basis` to `in_basis`.
 
-    They are rows from `start` on of a matrix, and what they lost of it by a shift is added.
+    They are rows from `start` on of a matrix. The rounding errors of a shift are added.
 
     Products of the leading bits of keys and basis, and their sums, have no rounding (Ozaki, Ogita, Oishi and Rump
     2012). The rest is smaller by the number of these bits, so each entry is rounded about once, whatever cancels.

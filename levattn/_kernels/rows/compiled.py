@@ -189,7 +189,7 @@ def load_rows(view, item, start, stop, X):
 
 @helper
 def load_rests(view, item, start, stop, X):
-    """Write what `load_rows` loses of shifted rows in float64 by rounding to the top of X, 0 where masked."""
+    """Write the rounding errors of `load_rows` for shifted rows in float64 to the top of X, 0 where masked."""
     d = view[COLUMNS]
     for r in range(start, stop):
         row = X[r - start]

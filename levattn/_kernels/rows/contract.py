@@ -32,9 +32,9 @@ class Rows:
     - format: the type of the stored numbers.
     - mask: (b, n) bool, True where a key takes part.
     - scale: (b, d) float64, a C array, for each column: a power of two.
-    - shift: (b, 3, d) float64, a C array: three parts of each column's mean, each at most half a unit in the last
+    - shift: (b, 3, d) float64, a C array: three parts of each column's mean. Each is at most half a unit in the last
       place of the part before. Rows are read less the first part, and then the second: both differences have a
-      relative error of 2⁻⁵³ at most. Products that are compensated add what this loses, and the third part.
+      relative error of 2⁻⁵³ at most. Compensated products add these errors and the third part.
     - weights: (b, n) float64, for each row.
     """
 

@@ -42,7 +42,7 @@ def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:
 
 
 def lost_rests(rows: Rows, item: int, start: int, stop: int) -> Any:
-    """Return what the shift of `transformed_rows` loses by rounding, or None without a shift."""
+    """Return the rounding errors of the shift of `transformed_rows`, or None without a shift."""
     if rows.shift is None:
         return None
     xp = array_namespace(rows.keys)
@@ -110,8 +110,7 @@ def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
                 pair = tuple(xp.where(keep, x, xp.zeros_like(x)) for x in pair)
             blocks.append([to_numpy(x) for x in summed_in_pairs(*pair)])
         if blocks:
-            high, low = (np.stack(x) for x in zip(*blocks, strict=True))
-            out[:, item] = summed_in_pairs(high, low)
+            out[:, item] = summed_in_pairs(*(np.stack(part) for part in zip(*blocks, strict=True)))
     return out[0], out[1]
 
 
