@@ -300,7 +300,7 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
     ImportError
         If dask is not installed.
     FileNotFoundError, KeyFileError
-        As in `levattn.open_keys`; while computing also if a file changed since it was opened.
+        As in `levattn.open_keys`; while computing also if the size or the time of a file changed since it was opened.
     TypeError, ValueError
         As in `levattn.open_keys`, if `source` is neither a source nor paths.
 
