@@ -597,7 +597,7 @@ def _scores(K: Any, known: tuple[Factor, list[RowDigest]], block_id: Any = None)
         if now.rows != before.rows or now.difference(before, whole=True) is not None:
             raise ValueError(
                 f"chunk {block_id[-1]} of the rows of K held other keys when it was computed again; expected the same "
-                "keys each time. Hold them by K = K.persist(), or give what makes them a seed"
+                "keys each time. Hold them by K = K.persist(), or make them with a seed"
             )
         scores, _ = factor.on(rows).scores(numerical=True)
         return matrices.wrap(scores)

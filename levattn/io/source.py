@@ -355,10 +355,10 @@ def open_keys(
 
 
 def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
-    """Return what tells a change of the files of a source: the record of the same contents is the same.
+    """Return a record of the files of a source that is another one after any change.
 
-    None where the system does not tell every change: of zarr stores, and of files so new that another change might
-    bring them the same time. `wait` until they are older, if that takes no longer than the time of most systems.
+    None where the system does not tell every change. This holds for zarr stores, and for files so new that another
+    change might bring them the same time. `wait` until they are older, if that takes no longer than a tick.
     """
     found: list[Any] = [source._first, *source.shape, source.dtype.name]
     for index, shard in enumerate(source._shards):

@@ -141,8 +141,8 @@ def universal_set(
         both passes together, None where it is not known.
     checkpoint : path-like, optional
         For chunks: a file that saves, now and then, the progress of the passes; it is removed in the end. The passes
-        resume from an existing file, with the same result. They refuse a file of another run or of other keys, whichever
-        rows changed. The same keys may lie in another file, or come in other chunks.
+        resume from an existing file, with the same result. They refuse a file of another run or of other keys,
+        whichever rows changed. The same keys may lie in another file, or come in other chunks.
     checkpoint_rows : int, optional
         Rows from one checkpoint to the next, about; 2²² if left out.
 
@@ -184,12 +184,12 @@ def universal_set(
     the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
     Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
-    *Chunks* must be the same keys each time they are read. For files the system tells: size, times, inode and device,
-    compared before and after each pass. With a checkpoint, and for zarr stores, files written within the last moment
-    and all other chunks, a digest of all bytes tells, 64 bits for each 2048 rows. A change made without regard to its
-    fixed constants, of one bit or of all rows, goes unnoticed with a probability of about 2⁻³². The digest takes about
-    as long as reading memory once: a tenth of the time of the passes for d = 64, more for fewer columns. Moreover, the
-    scores must add up to the rank, within their errors.
+    *Chunks* must be the same keys each time they are read. For files the system tells: their size, times, inode and
+    device are compared. A digest of all bytes tells for other chunks, for zarr stores, for files that are new, and
+    with a checkpoint. It has 64 bits for each 2048 rows. A change made without regard to its fixed constants, of one
+    bit or of all rows, goes unnoticed with a probability of about 2⁻³². The digest takes about as long as reading
+    memory once: a tenth of the time of the passes for d = 64, more for fewer columns. Moreover, the scores must add up
+    to the rank, within their errors.
 
     *With queries*: time O(n d² + m n d), memory O(n + m d) and 32 MiB. The guarantee holds in the mean over the draw
     of the queries and of the new one. The share that a single set reaches scatters about it by √(c(1 − c)/m') for m'
