@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -74,10 +75,13 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line; an empty path would stand for the current folder."""
-        if not ctx.resilient_parsing and any(not arg or (arg.startswith("--") and arg.endswith("=")) for arg in args):
-            raise typer.BadParameter("an argument is empty, perhaps an unset variable; expected a value", ctx=ctx)
-        return super().parse_args(ctx, args)
+        """Read the command line; an empty path must not stand for the current folder."""
+        empty = any(not arg or (arg.startswith("--") and arg.endswith("=")) for arg in args)
+        rest = super().parse_args(ctx, args)
+        values = [each for value in ctx.params.values() for each in (value if isinstance(value, list) else [value])]
+        if empty and Path() in values:
+            raise typer.BadParameter("a path is empty, perhaps an unset variable; expected a value", ctx=ctx)
+        return rest
 
 
 class _Program(TyperGroup):

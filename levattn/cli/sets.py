@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from levattn.cli.output import (
     table_of,
 )
 from levattn.io import replace_file
+from levattn.io.source import loaded
 from levattn.sets.views import saved_arrays
 
 __all__ = ["Request", "SetMethod", "find_sets", "read_from_pipe"]
@@ -160,34 +161,35 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
 
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
-    keys = source if request.in_passes else source.load()
-    groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-    return levattn.universal_set(
-        keys,
-        request.epsilon,
-        size=request.size,
-        f=request.function.f,
-        method=request.method,
-        center=request.center,
-        groups=groups,
-        progress=True if request.in_passes and sys.stderr.isatty() else None,
-        checkpoint=request.checkpoint,
-    )
+    with nullcontext(source) if request.in_passes else loaded(source) as keys:
+        groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
+        return levattn.universal_set(
+            keys,
+            request.epsilon,
+            size=request.size,
+            f=request.function.f,
+            method=request.method,
+            center=request.center,
+            groups=groups,
+            progress=True if request.in_passes and sys.stderr.isatty() else None,
+            checkpoint=request.checkpoint,
+        )
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
     """Return the set for queries like the queries in a file; errors of that file name it."""
     queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
     try:
-        return levattn.universal_set(
-            source.load(),
-            request.epsilon,
-            size=request.size,
-            f=request.function.f,
-            queries=queries.load(),
-            coverage=request.coverage,
-            mass=request.mass,
-        )
+        with loaded(queries) as sample:
+            return levattn.universal_set(
+                source,
+                request.epsilon,
+                size=request.size,
+                f=request.function.f,
+                queries=sample,
+                coverage=request.coverage,
+                mass=request.mass,
+            )
     except ValueError as error:
         if not str(error).startswith("queries "):
             raise

@@ -296,7 +296,7 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
     ImportError
         If dask is not installed.
     FileNotFoundError, KeyFileError
-        As in `levattn.open_keys`; while computing also if a file changed since it was opened.
+        As in `levattn.open_keys`; while computing also if the size or the time of a file changed since it was opened.
     TypeError, ValueError
         As in `levattn.open_keys`, if `source` is neither a source nor paths.
 
@@ -646,7 +646,7 @@ def _scores(K: Any, known: tuple[Factor, list[RowDigest]], block_id: Any = None)
         if now.rows != before.rows or now.difference(before, whole=True) is not None:
             raise ValueError(
                 f"chunk {block_id[-1]} of the rows of K held other keys when it was computed again; expected the same "
-                "keys each time. Hold them by K = K.persist(), or give what makes them a seed"
+                "keys each time. Hold them by K = K.persist(), or make them with a seed"
             )
         scores, _ = factor.on(rows).scores(numerical=True)
         return matrices.wrap(scores)

@@ -78,7 +78,8 @@ class KeySource:
     Raises
     ------
     KeyFileError
-        While reading, if the data are damaged, or if a file or the number of files changed since the opening.
+        While reading, if the data are damaged, or if a file or the number of files changed since the opening. A file
+        has changed if its size, time, inode or device differ; no such figure tells a change of a zarr store.
 
     Notes
     -----
@@ -92,7 +93,11 @@ class KeySource:
 
     A ``.npy``, ``.safetensors`` or ``.parquet`` file must not be cut while it is read. Its size is checked before
     each chunk. But if it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
-    every mapped file. Copy a file that may be cut first. Replacing it as a whole, by a rename, does no harm.
+    every mapped file. Copy a file that may be cut first. Replacing it as a whole, by a rename, does no harm to an
+    iteration in progress; the next one raises.
+
+    A source in another process knows the sizes and the times of its files, not their inodes. So another machine may
+    read copies, if these keep the times (``cp -p``, ``rsync -t``).
 
     Examples
     --------
@@ -193,8 +198,8 @@ class KeySource:
         -------
         numpy.ndarray, shape (..., n, d)
             A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order.
-            Its numbers are read when they are used, and the file must not be cut until then. Otherwise an array in
-            memory.
+            Its numbers are read when they are used, and the file must not be cut or changed until then. Otherwise an
+            array in memory.
 
         Raises
         ------
@@ -350,10 +355,10 @@ def open_keys(
 
 
 def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
-    """Return what tells a change of the files of a source: the record of the same contents is the same.
+    """Return a record of the files of a source that is another one after any change.
 
-    None where the system does not tell every change: of zarr stores, and of files so new that another change might
-    bring them the same time. `wait` until they are older, if that takes no longer than the time of most systems.
+    None where the system does not tell every change. This holds for zarr stores, and for files so new that another
+    change might bring them the same time. `wait` until they are older, if that takes no longer than a tick.
     """
     found: list[Any] = [source._first, *source.shape, source.dtype.name]
     for index, shard in enumerate(source._shards):

@@ -33,9 +33,10 @@ def _keys(count: int) -> tuple[Words, Words]:
 class RowDigest:
     """A digest of each 2048 rows, by their number from the first; it depends on their bytes and places alone.
 
-    Lines of at least 256 bytes are hashed by NH (Black, Halevi, Krawczyk, Krovetz and Rogaway, UMAC, CRYPTO 1999) with
-    fixed keys, mixed with their number, and added. Two different lines have one hash for 2⁻³² of the keys, so a change
-    made without regard to the keys, of one bit or of all, goes unnoticed with a probability of about 2⁻³².
+    It is the sum of the hashes of lines of at least 256 bytes, mixed with their numbers. The hash is NH (Black,
+    Halevi, Krawczyk, Krovetz and Rogaway, UMAC, CRYPTO 1999) with fixed keys. Two different lines have the same hash
+    for a share of 2⁻³² of all keys. So a change made without regard to the keys, of one bit or of all, goes unnoticed
+    with a probability of about 2⁻³².
     """
 
     def __init__(self) -> None:
@@ -74,9 +75,9 @@ class RowDigest:
         self._open, self.rows = left, self.rows + n
 
     def difference(self, other: RowDigest, start: int = 0, *, whole: bool = False) -> tuple[int, int] | None:
-        """Return the first and last row of the first 2048 rows, from a row on, that differ from those of another.
+        """Return the first and last row of the first cell that differs from the cell of another, from a row on.
 
-        Only cells that are complete here are compared; `whole` compares all, of as many rows.
+        Only complete cells are compared; `whole` compares all of them, of digests of as many rows.
         """
         first, stop = start // CELL, -(-self.rows // CELL) if whole else self.rows // CELL
         unlike = self._cells[first:stop] != other._cells[first:stop]

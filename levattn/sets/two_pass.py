@@ -50,7 +50,7 @@ class Source:
     files: KeySource | None = None  # what gives the chunks, if they are in files
 
     def record(self, *, wait: bool = False) -> list[Any] | None:
-        """Return what tells a change of the files, None where nothing does; `wait` for files that are new."""
+        """Return the record of the files, None where there is none; `wait` for files that are new."""
         return None if self.files is None else record_of(self.files, wait=wait)
 
     def refused(self, problem: str) -> ValueError:
@@ -150,7 +150,7 @@ def _named(files: KeySource) -> str:
 
 
 def _function_name(K: Any) -> str:
-    """Return the name of what was called for chunks."""
+    """Return the name of a function of chunks."""
     return str(getattr(K, "__qualname__", type(K).__name__))
 
 
@@ -236,9 +236,9 @@ def two_passes(
 class _Run:
     """Two passes in progress.
 
-    Each reading must give the same keys. The record of the files tells whether they do, if it is known and the same at
-    the end, or in the run that goes on. Else a digest of all rows tells, and the rows that an earlier run did are read
-    again. With a checkpoint there always is a digest, because the next run may find the files elsewhere.
+    Each reading must give the same keys. The record of the files tells whether it does, if they have one. It must be
+    the same at the end, and in a run that resumes. Else a digest of all rows tells, and the rows that an earlier run
+    did are read again. With a checkpoint there always is a digest, because the next run may find the files elsewhere.
     """
 
     def __init__(self, source: Source, choose: Any, checkpoint: Checkpoint, single: bool) -> None:
@@ -304,7 +304,7 @@ class _Run:
         )
 
     def _rest(self) -> Iterator[tuple[Matrices, Rows]]:
-        """Yield the rows of the present pass that are left, after a look at those of an earlier run if necessary."""
+        """Yield the rows that the present pass lacks; compare the rows of an earlier run first, if necessary."""
         before, done = self._kind_before, self._done
         self._kind_before, again = None, RowDigest()
         start, together = (done if before is None else 0), self._checkpoint.path is None
@@ -345,8 +345,8 @@ class _Run:
         unlike = seen.difference(self._seen[0], start, whole=whole)
         if unlike is not None:
             raise self._source.refused(
-                "gave other keys, or in another order, in the second pass than in the first, in rows "
-                f"{unlike[0]} to {unlike[1]}; expected the same keys each time it is read. {_REMEDY}"
+                f"gave other keys, or in another order, in the second pass, in rows {unlike[0]} to {unlike[1]}; "
+                f"expected the same keys each time. {_REMEDY}"
             )
 
     def first_pass(self) -> Iterator[int]:
@@ -414,7 +414,7 @@ class _Run:
         return Passes(self._factor, self._scores, self._counted, self._chosen, self._example, self._rows)
 
     def _require_end(self, seen: RowDigest) -> None:
-        """Raise if what was read up to the end differs from the first pass."""
+        """Raise if a reading that came to its end differs from the first pass."""
         if self._digests:
             self._require_same(seen, whole=True)
         elif self._source.record() != self._record:
@@ -429,8 +429,8 @@ class _Run:
         near = np.abs(sums - ranks) <= _SURE * factor.score_error * np.maximum(ranks, 1)
         for item in np.flatnonzero(~near & ~self._counted & np.isfinite(factor.score_error)):
             raise self._source.refused(
-                f"gave keys in the second pass whose scores add up to {sums[item]:.6g}, where those of the first have "
-                f"rank {ranks[item]}; expected the same keys each time it is read. {_REMEDY}"
+                f"gave other keys in the second pass: scores add up to {sums[item]:.6g}, not to the rank "
+                f"{ranks[item]}; expected the same keys each time. {_REMEDY}"
             )
 
     def _rows(self, item: int, which: npt.NDArray[np.int64]) -> Rows:

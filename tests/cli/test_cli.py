@@ -508,8 +508,7 @@ def test_an_empty_argument_is_not_the_current_folder(arguments: list[str]) -> No
     result = run("universal-set", *arguments)
     assert result.exit_code == 2
     assert result.stderr == (
-        "levattn: an argument is empty, perhaps an unset variable; expected a value; see levattn universal-set "
-        "--help\n"
+        "levattn: a path is empty, perhaps an unset variable; expected a value; see levattn universal-set --help\n"
     )
 
 

@@ -245,6 +245,22 @@ def test_a_tensor_of_several(tmp_path: Path) -> None:
         universal_set_of_files(tmp_path / "layer.npz", 0.05)
 
 
+def test_chunks_that_are_not_the_same_when_they_are_computed_again_are_refused() -> None:
+    K = np.random.default_rng(0).standard_normal((1000, 4))
+    seen: list[int] = []
+
+    def once_else(chunk: Any, block_id: Any) -> Any:
+        seen.append(block_id[0])
+        chunk = chunk.copy()
+        if seen.count(2) == 2:
+            chunk[[7, 8]] = chunk[[8, 7]]
+        return chunk
+
+    X = da.from_array(K, chunks=(300, 4)).map_blocks(once_else, dtype=K.dtype, meta=np.empty((0, 0)))
+    with pytest.raises(ValueError, match=r"chunk 2 of the rows of K held other keys.*K = K\.persist\(\)"):
+        leverage_scores(X).compute(scheduler="sync")
+
+
 def test_paths_do_not_depend_on_the_folder_of_the_worker(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shards.parent)
     one, several = from_keys("shards"), from_keys([Path("shards", "shard-0.npy")])

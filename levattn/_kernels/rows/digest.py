@@ -50,11 +50,14 @@ def digest_tasks(start, steps, size, at, n, lines, low, high, begun, first, last
     """Write the digests of the tasks ``first:last``, of which there is one for each item and each cell of rows.
 
     start, steps: the address of the first row, and the bytes from item to item and from row to row.
-    size: the bytes of a row, without gaps.
-    at, n: the number of the first row in the whole, and how many there are.
-    lines: rows that are hashed together.
+
+    size, lines: the bytes of a row, without gaps, and the number of rows in a line.
+
+    at, n: the number of the first row in the whole, and the number of rows.
+
     low, high: the keys of a line, 32 bits in each.
-    begun, left: (b,) the sums of the line that the rows before left open, and of the one that these leave.
+
+    begun, left: (b,) the sums of a line that the rows before left open, and of a line that these leave open.
     """
     cells, words, rest = out.shape[1], size // 8, size % 8
     for task in range(first, last):
