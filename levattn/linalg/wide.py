@@ -4,9 +4,9 @@ The attention that a key can receive depends only on the column space of the key
 it. So levattn factors these columns in place of the keys, as they are stored: nothing is rounded. If their number is
 the number of rows, the rows are independent. Each row then has a query that is orthogonal to all others, and score 1.
 
-Sparse keys are never written out. First, a column with one entry is chosen and its row is done with, again and again:
-such columns are independent of one another and of all others, by their places alone. The rest is chosen from dense
-blocks of columns of as many rows as are left.
+Sparse keys are never written out. First, a column with one entry is chosen and its row is done with, again and again.
+The places of the entries prove that such columns are independent. The rest is chosen from dense blocks of columns,
+with as many rows as are left.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
 
 
 def folded(rows: Rows, largest: Float64) -> Rows:
-    """Return dense keys with as many columns as rows whose products are those of sparse keys, up to a scale."""
+    """Return dense keys with as many columns as rows that have the products of sparse keys, up to a scale."""
     n, d = rows.shape[1:]
     of_columns, top = rows.keys.transposed(), np.frexp(np.max(largest, initial=0.0))[1]
     R, step = np.zeros((0, n)), max(2 * n, _NUMBERS // n)
