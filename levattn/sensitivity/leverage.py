@@ -84,7 +84,7 @@ def factorize(
     rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space
-    if b and n < d and rtol is None and (sparse or ridge == 0):
+    if b and n < d and rtol is None and (ridge == 0 or (sparse and n)):
         rows, wide = _narrowed(rows, ridge=ridge > 0, scores_only=scores_only)
         ridge = ridge * n / d
     if method in ("qr", "svd"):
