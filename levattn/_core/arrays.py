@@ -35,6 +35,7 @@ __all__ = [
     "has_cupy",
     "is_torch",
     "item_entries",
+    "named_numpy",
     "nonzero",
     "on_cuda",
     "take_entries",
@@ -364,7 +365,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     expected = (*matrices.batch, matrices.n)
     check_flags("mask", mask, expected, "a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
-        return np.array(np.broadcast_to(to_numpy(mask, "mask"), expected).reshape(matrices.data.shape[:2]))
+        return np.array(np.broadcast_to(named_numpy("mask", mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)
     if on_cuda(matrices.data):
         shared = as_cupy(mask)
@@ -372,7 +373,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     if array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
     else:
-        found = to_device(to_numpy(mask, "mask"), matrices.data)
+        found = to_device(named_numpy("mask", mask), matrices.data)
     return xp.reshape(xp.broadcast_to(found, expected), tuple(matrices.data.shape[:2]))
 
 
@@ -421,12 +422,15 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
 
 
-def to_numpy(array: Any, name: str = "an array") -> npt.NDArray[Any]:
+def named_numpy(name: str, array: Any) -> npt.NDArray[Any]:
+    """Return an argument as a numpy array, or raise if it is a tracer of JAX."""
+    return from_jax(array, name) if is_jax(array) else to_numpy(array)
+
+
+def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
     if isinstance(array, np.ndarray):
         return np.asarray(array)
-    if is_jax(array):
-        return from_jax(array, name)
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
@@ -441,7 +445,7 @@ def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
     if is_torch(values):
         values = values.detach()
         values = values.float() if values.is_floating_point() and values.element_size() == 2 else values
-    array = to_numpy(values, name) if hasattr(values, "shape") else from_list(values, name)
+    array = named_numpy(name, values) if hasattr(values, "shape") else from_list(values, name)
     array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name} has dtype {array.dtype}; expected real numbers")

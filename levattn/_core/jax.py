@@ -21,7 +21,7 @@ BY_NUMPY: set[Callable[..., Any]] = set()  # functions that see arrays of JAX as
 
 
 def by_numpy(function: _Function) -> _Function:
-    """Let `where_arrays_are` give numpy arrays to a function for those of JAX, and return its results as JAX's."""
+    """Let `where_arrays_are` give a function numpy arrays for arrays of JAX, and return its results as JAX's."""
     BY_NUMPY.add(function)
     return function
 

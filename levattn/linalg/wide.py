@@ -233,19 +233,25 @@ def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
 
 
 def folded(rows: Rows, largest: Float64) -> Rows:
-    """Return dense keys with as many columns as rows whose products are those of sparse keys, up to a scale."""
-    n, d = rows.shape[1:]
-    of_columns, top = rows.keys.transposed(), np.frexp(np.max(largest, initial=0.0))[1]
-    R, step = np.zeros((0, n)), max(2 * n, _NUMBERS // n)
-    for start in range(0, d, step):
+    """Return dense keys with as many columns as rows that have the products of sparse keys, up to a scale."""
+    n, top = rows.shape[1], np.frexp(np.max(largest, initial=0.0))[1]
+    of_columns, shift, R = rows.keys.transposed(), rows.shift, np.zeros((n, n))
+    if shift is None:  # columns with one entry in the same row are one column
+        alone = np.flatnonzero(of_columns.counts == 1)
+        places, values = of_columns.take(alone).entries()
+        values = np.ldexp(values.astype(np.float64), -top)
+        if rows.mask is not None:
+            values[~rows.mask[0][places]] = 0.0
+        np.fill_diagonal(R, np.sqrt(np.bincount(places, values**2, minlength=n)))
+        of_columns = of_columns.take(np.flatnonzero(of_columns.counts > 1))
+    step = max(2 * n, _NUMBERS // n)
+    for start in range(0, len(of_columns.counts), step):
         part = slice(start, start + step)
         keys = np.ascontiguousarray(of_columns[:, part, :].to_dense().transpose(0, 2, 1))
-        shift = None if rows.shift is None else rows.shift[:, :, part]
-        X = np.ldexp(as_read(replace(rows, keys=keys, shift=shift)), -top)
-        R = np.asarray(np.linalg.qr(np.vstack([R, X.T]), mode="r"))
-    K = np.zeros((1, n, n))
-    K[0, :, : len(R)] = R.T
-    return Rows(K, "float64", rows.mask)
+        scale = None if rows.scale is None else rows.scale[:, part]
+        some = replace(rows, keys=keys, shift=None if shift is None else shift[:, :, part], scale=scale)
+        R = np.asarray(np.linalg.qr(np.vstack([R, np.ldexp(as_read(some), -top).T]), mode="r"))
+    return Rows(np.ascontiguousarray(R.T)[None], "float64", rows.mask)
 
 
 def _independent(rows: Rows, first: int) -> Places:

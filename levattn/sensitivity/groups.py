@@ -11,7 +11,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices, take_rows, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, named_numpy, take_rows, to_device, to_numpy
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
@@ -136,7 +136,7 @@ def as_labels(labels: Any, matrices: Matrices) -> Int64:
             labels = np.asarray(labels)
         except ValueError as error:
             raise ValueError(f"labels is a {type(labels).__name__} that makes no array ({error}). {hint}") from error
-    found = to_numpy(labels, "labels")
+    found = named_numpy("labels", labels)
     expected = (*matrices.batch, matrices.n)
     if found.shape != expected:
         raise ValueError(f"labels has shape {found.shape}; expected {expected}, one label a key. {hint}")

@@ -85,17 +85,9 @@ def factorize(
     rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space
-    if b and n < d and rtol is None and (sparse or ridge == 0):
-        largest = rows.column_maxima()
-        require_finite(rows, largest)
-        if ridge:
-            rows, ridge = folded(rows, largest), ridge * n / d
-        else:
-            wide = Wide.of(rows, largest)
-            if scores_only and sparse and not center and wide.clear.all():
-                rows = replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype))
-            else:
-                rows = wide.picked(rows)
+    if b and n < d and rtol is None and (ridge == 0 or (sparse and n)):
+        rows, wide = _narrowed(rows, ridge=ridge > 0, scores_only=scores_only)
+        ridge = ridge * n / d
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
@@ -105,13 +97,29 @@ def factorize(
     return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
 
 
+def _narrowed(rows: Rows, *, ridge: bool, scores_only: bool) -> tuple[Rows, Wide | None]:
+    """Return keys with no more columns than rows that have the scores of wide keys, and how they were chosen."""
+    sparse = isinstance(rows.keys, Csr)
+    largest = rows.column_maxima()
+    require_finite(rows, largest)
+    if ridge:
+        return folded(rows, largest), None
+    wide = Wide.of(rows, largest)
+    if scores_only and sparse and rows.shift is None and wide.clear.all():
+        return replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype)), wide
+    return wide.picked(rows), wide
+
+
 def _among(factor: Factor, matrices: Matrices, mask: Any, places: npt.NDArray[np.int64]) -> Factor:
     """Return the factor of sparse keys from the factor of their columns that are not zero."""
-    shift = factor.shift
-    if shift is not None:
-        shift, there = np.zeros((*shift.shape[:2], matrices.d)), shift
-        shift[:, :, places] = there
-    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices), shift)
+    found, shift, scale = factor.all_columns, None, None
+    if found.shift is not None:
+        shift = np.zeros((*found.shift.shape[:2], matrices.d))
+        shift[:, :, places] = found.shift
+    if found.scale is not None:
+        scale = np.ones((len(found.scale), matrices.d))
+        scale[:, places] = found.scale
+    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices), shift, scale)
     no = np.zeros(1, np.bool_)
     wide = Wide(rows, np.arange(len(places))[None], no, no) if factor.wide is None else factor.wide
     return replace(factor, wide=wide.among(rows, places))
@@ -184,8 +192,9 @@ def leverage_scores(
     ----------
     K : array of shape (..., n, d)
         Keys, one per row; leading axes are batches (heads). The dtype is float64, float32, float16 or bfloat16. K may
-        be a numpy array, a torch tensor, or an array of another namespace of the array-API standard. Or it may be one
-        sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a dense array.
+        be a numpy array, a torch tensor, an array of JAX, or an array of another namespace of the array-API standard.
+        Or it may be one sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a
+        dense array.
         Method "svd" refuses it, and "srht" takes as long as for dense keys.
     method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
         Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
@@ -242,8 +251,8 @@ def leverage_scores(
     `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
     every number of threads, memory layout and batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory
     O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²). With n < d
-    the time is O(nnz + n³) where most columns have few entries, and at most O(n² d) for d columns that are not zero.
-    The memory is O(nnz + n²), and O(n d) with `center`.
+    the time is O(nnz + n³) where most columns have few entries, and never above O(n² d). Columns of zeros do not
+    count in d. The memory is O(nnz + n²), and O(n d) with `center`.
 
     *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. "countsketch",
     "osnap" and "srht" factor a sketch SK of the keys. If S changes squared norms of the column space by a factor

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
-from levattn._core.jax import from_jax, is_jax
+from levattn._core.jax import is_jax
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
@@ -376,7 +376,7 @@ def result_of(
 
 def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
     """Return the number of set flags along the last axis, for any namespace."""
-    flags = from_jax(flags, "flags") if is_jax(flags) else flags  # JAX may have no int64
+    flags = np.asarray(flags) if is_jax(flags) else flags  # JAX may have no int64
     xp = array_namespace(flags)
     return np.asarray(to_numpy(xp.sum(xp.astype(flags, xp.uint8), axis=-1, dtype=xp.int64)))
 

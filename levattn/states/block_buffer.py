@@ -11,7 +11,17 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_cupy, as_mask, as_matrices, on_cuda, to_device, to_float64, to_numpy
+from levattn._core.arrays import (
+    Matrices,
+    as_cupy,
+    as_mask,
+    as_matrices,
+    named_numpy,
+    on_cuda,
+    to_device,
+    to_float64,
+    to_numpy,
+)
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
@@ -252,7 +262,7 @@ def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> Any:
         payload = payload.float() if str(payload.dtype) == "torch.bfloat16" else payload  # which holds its numbers
     array = as_cupy(payload)
     if array is None:
-        array = to_numpy(payload, "payload") if hasattr(payload, "shape") else np.asarray(payload)
+        array = named_numpy("payload", payload) if hasattr(payload, "shape") else np.asarray(payload)
     if array.shape[: len(batch) + 1] != (*batch, n):
         raise ValueError(
             f"payload has shape {array.shape}; expected {(*batch, n)} and further axes, one entry for each key"

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy, with_shape
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
@@ -378,7 +378,9 @@ def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None
         return None
     problem = f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}"
     try:
-        rates = np.asarray(to_numpy(decay, "decay") if array_api_compat.is_array_api_obj(decay) else decay, np.float64)
+        rates = np.asarray(
+            named_numpy("decay", decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64
+        )
         fits = np.broadcast_shapes(rates.shape, batch) == batch
     except (TypeError, ValueError):
         raise TypeError(problem) from None
@@ -395,7 +397,7 @@ def _weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
         weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
     found = as_cupy(weights) if not isinstance(rows.keys, np.ndarray) else None
     if found is None:
-        found = to_numpy(weights, "weights") if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
+        found = named_numpy("weights", weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
         found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
         if not isinstance(rows.keys, np.ndarray):
             found = array_namespace(rows.keys).asarray(found)

@@ -26,7 +26,7 @@ from levattn.attention import (
     tssa,
     window_attention,
 )
-from levattn.sketch import CountSketch
+from levattn.sketch import CountSketch, Sketch
 from levattn.states import Moments, SoftmaxState
 
 jax = pytest.importorskip("jax")
@@ -180,7 +180,8 @@ def test_states_and_streams_take_arrays_of_jax() -> None:
     stream = levattn.StreamingUniversalSet(0.2).update(held, mask=mask, payload=held).result()
     plain = levattn.StreamingUniversalSet(0.2).update(K, mask=MASK, payload=K).result()
     np.testing.assert_array_equal(stream.items[0].indices, plain.items[0].indices)
-    np.testing.assert_array_equal(CountSketch(20).apply(held), CountSketch(20).apply(K))
+    sketch = Sketch(CountSketch(20), 1)
+    np.testing.assert_array_equal(sketch.apply(held), sketch.apply(K).astype(np.float32))
     Y, state = latte(*map(in_jax, (X[:, :9],) * 3), return_state=True)
     rest = latte(*map(in_jax, (X[:, 9:],) * 3), state=state)
     np.testing.assert_allclose(np.concatenate([Y, rest], axis=1), latte(X, X, X), atol=1e-6)

@@ -17,6 +17,7 @@ FREE = "numpy, numpy.typing, array_api_compat"  # dependencies that the import m
 OPTIONAL = [
     "cupy",
     "dask",
+    "jax",
     "matplotlib",
     "ml_dtypes",
     "pyarrow",
