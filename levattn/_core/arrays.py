@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.caches import cached_keys
+from levattn._core.checks import refuse_masked_tensor
 from levattn._core.formats import decode_half, dtype_name, format_of
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
@@ -35,7 +36,6 @@ __all__ = [
     "item_entries",
     "nonzero",
     "on_cuda",
-    "refuse_masked_tensor",
     "take_entries",
     "take_rows",
     "tensor_behind",
@@ -183,14 +183,6 @@ def as_tensor(array: Any) -> Any:
     return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
-def refuse_masked_tensor(tensor: Any, name: str) -> None:
-    """Raise for a tensor of torch.masked, whose mask would be lost."""
-    if type(tensor).__name__ == "MaskedTensor":
-        raise TypeError(
-            f"{name} is a MaskedTensor; expected a plain tensor. Give {name}.get_data(), and leave rows out by mask="
-        )
-
-
 def _plain_tensor(tensor: Any, name: str) -> Any:
     """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
     refuse_masked_tensor(tensor, name)
@@ -322,10 +314,7 @@ def _remedy(array: Any, name: str) -> str:
         return f"Open a file of keys first: {name} = levattn.open_keys({os.fspath(array)!r})"
     package = type(array).__module__.partition(".")[0]
     if package == "pandas":  # nullable columns become objects otherwise
-        return (
-            f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave rows without a number out "
-            "by mask="
-        )
+        return f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave gaps out by mask="
     if package == "levattn" and hasattr(array, "load"):
         return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
     if package == "dask":

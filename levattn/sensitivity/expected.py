@@ -54,8 +54,8 @@ def expected_scores(
     possible query; expected scores are for the queries of this distribution.
 
     **Guarantee.** Under the assumed distribution the score is exact ("normal" for x²) or the exact mean over the
-    sample ("mean"), up to 1e-9: where products of a sample and the keys cancel in float64, they are computed in twice
-    the precision. "normal" for other functions gives a mean over draws with a standard error of at most
+    sample ("mean"), up to 1e-9. Products of a sample and the keys that cancel in float64 are computed in twice the
+    precision. "normal" for other functions gives a mean over draws with a standard error of at most
     :math:`\tfrac12 / \sqrt{\mathtt{samples}}`, which may err either way. The guarantee does not cover other queries.
     By Markov's inequality, at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε. So for
     any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys, whatever d
@@ -120,9 +120,10 @@ def expected_scores(
     leverage scores; with float32 keys errors are below 1e-6 of the largest score. The scale of K and of the queries
     changes nothing. For whitened queries (their second moment is the inverse of KᵀK) the scores are the leverage
     scores divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys
-    give scores of 0. Products of a sample and the keys in which more than some seven digits cancel are all computed,
-    O(n m d), with O(n m) memory (not with `rotary`, whose rotation rounds the queries). Moments of queries with
-    condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the small directions of the queries.
+    give scores of 0. If more than some seven digits cancel in products of a sample and the keys, all products are
+    computed. This takes time O(n m d) and memory O(n m). It is not done with `rotary`, whose rotation rounds the
+    queries. Moments of queries with condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the
+    small directions of the queries.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
     long. Memory O(n + m d) and 32 MiB.

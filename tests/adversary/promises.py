@@ -281,7 +281,7 @@ def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float, error: 
 # -- sample queries ---------------------------------------------------------------------------------------------------
 
 DECIDED = Fraction(1, 2**80)  # of the largest product that its factors allow: twice the precision holds the others
-MEAN = 1e-8  # error of a mean of attention
+MEAN = 1e-9  # error of a mean of attention (docstring of expected_scores)
 
 
 def _attention(truth: Truth, f: Function | None) -> Iterator[list[Fraction]]:

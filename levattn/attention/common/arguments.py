@@ -11,17 +11,8 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import (
-    as_cupy,
-    check_flags,
-    from_list,
-    is_torch,
-    on_cuda,
-    refuse_masked_tensor,
-    to_device,
-    to_numpy,
-    with_shape,
-)
+from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy, with_shape
+from levattn._core.checks import refuse_masked_tensor
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
