@@ -302,7 +302,7 @@ def covered_holds(truth: Truth, f: Function | None, found: Any, place: int) -> I
             held = sum(a for a, held in zip(A, chosen, strict=True) if held)
             covered += not any(A) or held >= Fraction(found.mass) * low
         elif found.by_size:
-            covered += left <= Fraction(float(found.epsilon)) * high
+            covered += left <= Fraction(float(found.epsilon)) * high + Fraction(1, 10**300)
         else:
             covered += left < Fraction(float(found.epsilon))
     if covered < place:
