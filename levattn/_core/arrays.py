@@ -298,10 +298,7 @@ def _remedy(array: Any, name: str) -> str:
         return f"Open a file of keys first: {name} = levattn.open_keys({os.fspath(array)!r})"
     package = type(array).__module__.partition(".")[0]
     if package == "pandas":  # nullable columns become objects otherwise
-        return (
-            f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave rows without a number out "
-            "by mask="
-        )
+        return f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave gaps out by mask="
     if package == "levattn" and hasattr(array, "load"):
         return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
     if package == "dask":

@@ -19,6 +19,7 @@ __all__ = [
     "needing",
     "positive_number",
     "real_number",
+    "refuse_masked_tensor",
     "shown",
     "whole_number",
 ]
@@ -99,3 +100,11 @@ def fraction(name: str, value: Any) -> float:
 def shown(numbers: npt.NDArray[Any]) -> str:
     """Return an array as text for an error, in one line."""
     return np.array2string(numbers, max_line_width=1000, threshold=8)
+
+
+def refuse_masked_tensor(tensor: Any, name: str) -> None:
+    """Raise for a tensor of torch.masked, whose mask would be lost."""
+    if type(tensor).__name__ == "MaskedTensor":
+        raise TypeError(
+            f"{name} is a MaskedTensor; expected a plain tensor. Give {name}.get_data(), and leave rows out by mask="
+        )

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["memory_of_tensor", "plain_tensor", "refuse_masked_tensor", "without_wrappers"]
+from levattn._core.checks import refuse_masked_tensor
+
+__all__ = ["memory_of_tensor", "plain_tensor", "without_wrappers"]
 
 
 class _Memory(ctypes.c_char * 2**62):  # larger than any array: the sizes of an array bound what is read
@@ -35,14 +37,6 @@ def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
     memory.tensor = tensor
     strides = None if tensor.is_contiguous() else [step * kind.itemsize for step in tensor.stride()]
     return np.ndarray(tensor.shape, kind, memory, 0, strides)
-
-
-def refuse_masked_tensor(tensor: Any, name: str) -> None:
-    """Raise for a tensor of torch.masked, whose mask would be lost."""
-    if type(tensor).__name__ == "MaskedTensor":
-        raise TypeError(
-            f"{name} is a MaskedTensor; expected a plain tensor. Give {name}.get_data(), and leave rows out by mask="
-        )
 
 
 def plain_tensor(tensor: Any, name: str) -> Any:

@@ -110,7 +110,7 @@ def new_console() -> "Console":
     from rich.console import Console
 
     class Output(Console):
-        """A console that leaves a closed pipe to the program, and lays out what standard output can show."""
+        """A console that lets the program see a closed pipe, and lays out only characters of the output's encoding."""
 
         def render_str(self, text: str, **options: Any) -> "Text":
             return super().render_str(encodable(text), **options)

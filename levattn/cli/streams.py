@@ -6,10 +6,10 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["PLAIN", "encodable", "forget", "is_broken", "prepare_streams"]
+__all__ = ["IN_LETTERS", "encodable", "forget", "is_broken", "prepare_streams"]
 
 # What stands for a character that a stream cannot encode; any other is shown by its number, as Python escapes it.
-PLAIN = {
+IN_LETTERS = {
     "ε": "epsilon",
     "κ": "kappa",
     "λ": "lambda",
@@ -85,11 +85,11 @@ def forget(stream: Any) -> None:
 
 
 def _plainly(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace one character by plain ones, at the cost of the spaces that align what follows it."""
+    """Replace one character by plain ones, and drop as many of the spaces that align the text after it."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text, after = error.object, error.start + 1
-    plain = PLAIN.get(text[error.start])
+    plain = IN_LETTERS.get(text[error.start])
     if plain is None:
         escaped = text[error.start].encode("ascii", "backslashreplace").decode()
         return escaped, after

@@ -184,8 +184,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
                 )
             self._seen = _Seen(stream.update(X.astype(dtype, copy=False)), dtype)
         except BaseException:  # scikit-learn notes names and numbers of columns before it looks at the rows
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__ = before
             raise
         return self
 
@@ -330,7 +329,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def __copy__(self) -> LeverageScorer:
         """Return a copy with a stream of its own."""
         other = type(self).__new__(type(self))
-        vars(other).update(vars(self))
+        other.__dict__ = vars(self).copy()
         if self.__sklearn_is_fitted__():
             other._seen = deepcopy(self._seen)
         return other

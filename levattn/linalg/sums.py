@@ -208,7 +208,9 @@ def ridge_penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
     true = norms / scale
     largest = np.max(true, axis=1, keepdims=True, initial=0.0)
     relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
-    return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * (largest * scale) ** 2)
+    # beside a column that is smaller than all others by as much as this, or zero, no larger one changes a score
+    sizes = np.minimum(largest * scale, 2.0**500)
+    return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * sizes**2)
 
 
 def _penalized(G: Any, penalty: Float64 | None) -> Any:

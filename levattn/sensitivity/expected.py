@@ -20,7 +20,7 @@ from levattn.linalg.factor import UNIT, Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import Queries, as_queries, right_svd
 from levattn.sensitivity.shares import share_blocks
-from levattn.sensitivity.sums import certain_products
+from levattn.sensitivity.sums import BLOCK_ENTRIES, certain_products
 
 __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
 
@@ -55,8 +55,8 @@ def expected_scores(
     possible query; expected scores are for the queries of this distribution.
 
     **Guarantee.** Under the assumed distribution the score is exact ("normal" for x²) or the exact mean over the
-    sample ("mean"), up to 1e-9: where products of a sample and the keys cancel in float64, they are computed in twice
-    the precision. "normal" for other functions gives a mean over draws with a standard error of at most
+    sample ("mean"), up to 1e-9. Products of a sample and the keys that cancel in float64 are computed in twice the
+    precision. "normal" for other functions gives a mean over draws with a standard error of at most
     :math:`\tfrac12 / \sqrt{\mathtt{samples}}`, which may err either way. The guarantee does not cover other queries.
     By Markov's inequality, at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε. So for
     any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys, whatever d
@@ -121,9 +121,10 @@ def expected_scores(
     leverage scores; with float32 keys errors are below 1e-6 of the largest score. The scale of K and of the queries
     changes nothing. For whitened queries (their second moment is the inverse of KᵀK) the scores are the leverage
     scores divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys
-    give scores of 0. Products of a sample and the keys in which more than some seven digits cancel are all computed,
-    O(n m d), with O(n m) memory (not with `rotary`, whose rotation rounds the queries). Moments of queries with
-    condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the small directions of the queries.
+    give scores of 0. If more than some seven digits cancel in products of a sample and the keys, all products are
+    computed. This takes time O(n m (d + m)) and memory O(m²). It is not done with `rotary`, whose rotation rounds the
+    queries. Moments of queries with condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the
+    small directions of the queries.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
     long. Memory O(n + m d) and 32 MiB.
@@ -254,13 +255,19 @@ def _of_products(Q: Float64, keys: Matrices, present: Flags) -> Float64:
     fraction, own = np.frexp(np.where(K.any(axis=0), Q, 0.0))
     own = np.where(fraction != 0, own + exponents, -(2**20))
     even = np.ldexp(fraction, own - own.max(initial=-(2**20)))
-    Z = certain_products(even, np.ldexp(K, -exponents))[0]
-    largest = np.abs(Z).max(initial=0.0)
-    if largest > 0:
-        U, roots, _ = np.linalg.svd((Z / largest).T, full_matrices=False)
-        kept = roots > 2.0**-50 * roots[0]
-        shares = roots[kept] ** 2 / np.sum(roots**2)
-        out[places] = np.minimum(np.square(U[:, kept]) @ (shares * quadratic_weights(shares)), 1.0)
+    K, step = np.ldexp(K, -exponents), max(len(Q), BLOCK_ENTRIES // len(Q))
+    R = np.zeros((0, len(Q)))
+    for start in range(0, len(K), step):
+        R = np.linalg.qr(np.concatenate([R, certain_products(K[start : start + step], even)[0]]), mode="r")
+    _, roots, V = np.linalg.svd(R, full_matrices=False)
+    kept = roots > 2.0**-50 * roots.max(initial=0.0)
+    if not kept.any():
+        return out
+    total = np.sum(roots**2)
+    weights = quadratic_weights(roots[kept] ** 2 / total) / total
+    for start in range(0, len(K), step):
+        A = certain_products(K[start : start + step], even)[0] @ V[kept].T
+        out[places[start : start + step]] = np.minimum(np.square(A) @ weights, 1.0)
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -14,10 +15,10 @@ from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import UNIT
 from levattn.sensitivity.sums import (
     BLOCK_ENTRIES,
-    blocks_of,
     certain_products,
     evaluation_error,
     is_bounded_by_sums,
+    key_blocks,
     mild_changes,
     mild_entry_change,
     product_noise,
@@ -52,9 +53,9 @@ def share_blocks(
     that gives f = 0 to all keys attends to none. For powers the products are scaled to at most 1. For softmax,
     `elsewhere` (m,) holds the logarithms of the sums of each query over other keys.
 
-    Products are in float64. Where their rounding could change a score of at least `level`, or scores that reach it
-    `together`, by more than `_SURE`, relative, they are as in twice the precision. The error is 0 unless such scores
-    remain uncertain. Then it bounds their relative error, and is infinite if nothing is known.
+    Products are in float64. Their rounding may change a score of at least `level`, or scores that reach it `together`,
+    by more than `_SURE`, relative. Then they are computed as in twice the precision. The error is 0 unless such scores
+    remain uncertain: then it bounds their relative error, and is infinite if nothing is known.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
@@ -100,7 +101,7 @@ def share_blocks(
 
 
 def _read(keys: Matrices, places: Int64) -> Float64:
-    return to_float64(take_rows(keys.data, places), keys.format)[0]
+    return np.asarray(to_float64(take_rows(keys.data, places), keys.format)[0])
 
 
 def _tamed(
@@ -174,7 +175,7 @@ class _Attention:
             Z = Q @ rows.T
             finite = bool(np.isfinite(noise).all() or np.isfinite(Z).all())
             if D is None and finite and not is_bounded_by_sums(f):
-                change = small_changes(f, np.abs(Z, out=Z), noise, _SURE / 8)
+                change = small_changes(cast(AttentionFunction, f), np.abs(Z, out=Z), noise, _SURE / 8)
             A, D = _shares(Z, D, f)
             if not (finite and (np.isfinite(D) | isinstance(f, Softmax)).all()):
                 sums(Q, self.keys, self.present, f)  # raises with the cause
@@ -189,7 +190,7 @@ class _Attention:
     def raised(self, Q: Float64) -> Float64:
         """Return queries scaled to a largest product of about 1."""
         top = np.zeros(len(Q))
-        for rows in blocks_of(self.keys, self.present, Q):
+        for rows in key_blocks(self.keys, self.present, Q):
             top = np.maximum(top, np.abs(certain_products(Q, rows)[0]).max(axis=1))
         if self.steep:
             return np.asarray(Q / np.where(top > 0, top, 1.0)[:, None])

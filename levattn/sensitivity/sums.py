@@ -20,11 +20,11 @@ from levattn.linalg.span import zero_products
 __all__ = [
     "BLOCK_ENTRIES",
     "LEAST_POSITIVE",
-    "blocks_of",
     "certain_products",
     "entry_change",
     "evaluation_error",
     "is_bounded_by_sums",
+    "key_blocks",
     "mild_changes",
     "mild_entry_change",
     "product_noise",
@@ -88,7 +88,7 @@ def is_bounded_by_sums(f: AttentionFunction | Softmax) -> bool:
     return isinstance(f, Softmax) or type(f) in _SLOPES or (isinstance(f, Power) and f.p >= 1)
 
 
-def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: Float64) -> Float64:
+def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: float, noise: Float64) -> Float64:
     """Bound ``Σ |f(z') − f(z)| / Σ f(z)`` over `count` products where ``|z' − z| ≤ noise``, from the sums D alone.
 
     For functions of which too little is known, it bounds only the part that `sums` leaves out. For powers p of at
@@ -179,7 +179,7 @@ def sums(
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     largest, parts, known = np.zeros(keys.d), 0, is_bounded_by_sums(f)
-    for rows in blocks_of(keys, present, Q):
+    for rows in key_blocks(keys, present, Q):
         with np.errstate(over="ignore", invalid="ignore"):
             Z = Q @ rows.T
         if not np.isfinite(Z).all():
@@ -219,7 +219,7 @@ def uncertain_sums(
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     parts = 0
-    for rows in blocks_of(keys, present, Q):
+    for rows in key_blocks(keys, present, Q):
         Z, noise = _products(Q, rows, f, precise=precise)
         if not np.isfinite(Z).all():
             _refuse_overflow(rows, f)
@@ -248,7 +248,7 @@ def _step(Q: Float64) -> int:
     return int(max(16, BLOCK_ENTRIES // max(Q.shape)))
 
 
-def blocks_of(keys: Matrices, present: npt.NDArray[np.bool_], Q: Float64) -> Iterator[Float64]:
+def key_blocks(keys: Matrices, present: npt.NDArray[np.bool_], Q: Float64) -> Iterator[Float64]:
     """Yield the keys in float64, in blocks for these queries."""
     step = _step(Q)
     for start in range(0, keys.n, step):

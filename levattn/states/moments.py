@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, with_shape
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, to_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole

@@ -287,7 +287,7 @@ def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float, error: 
 # -- sample queries ---------------------------------------------------------------------------------------------------
 
 DECIDED = Fraction(1, 2**80)  # of the largest product that its factors allow: twice the precision holds the others
-MEAN = 1e-8  # error of a mean of attention
+MEAN = 1e-9  # error of a mean of attention (docstring of expected_scores)
 
 
 def _attention(truth: Truth, f: Function | None) -> Iterator[list[Fraction]]:
@@ -308,7 +308,7 @@ def covered_holds(truth: Truth, f: Function | None, found: Any, place: int) -> I
             held = sum(a for a, held in zip(A, chosen, strict=True) if held)
             covered += not any(A) or held >= Fraction(found.mass) * low
         elif found.by_size:
-            covered += left <= Fraction(float(found.epsilon)) * high
+            covered += left <= Fraction(float(found.epsilon)) * high + Fraction(1, 10**300)
         else:
             covered += left < Fraction(float(found.epsilon))
     if covered < place:

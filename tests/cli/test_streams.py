@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import levattn
-from levattn.cli.streams import PLAIN, encodable
+from levattn.cli.streams import IN_LETTERS, encodable
 
 HOME = Path(__file__).parents[2]
 DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
@@ -59,7 +59,7 @@ def check_encodings(program: Any, arguments: list[str], files: tuple[str, ...]) 
             assert json.loads(shown).keys() == json.loads(said).keys()
             continue
         held = bytes(range(256)).decode(encoding, "ignore")
-        for character, plain in PLAIN.items():
+        for character, plain in IN_LETTERS.items():
             said = said if character in held else said.replace(character, plain)
         lines = [text for text in zip(shown.splitlines(), said.splitlines(), strict=True) if "seconds" not in text[0]]
         words = (" ".join(text).translate(BLANK).split() for text in zip(*lines, strict=True))
@@ -142,7 +142,7 @@ def test_names_of_files_that_no_encoding_holds(program: Any) -> None:
 def test_replacements_are_aligned_and_cover_what_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert encodable("ε          a\nκ  b\n² c") == "epsilon    a\nkappa  b\n^2 c"
-    assert all(plain.isascii() and plain for plain in PLAIN.values())
+    assert all(plain.isascii() and plain for plain in IN_LETTERS.values())
     package = HOME / "levattn"
     drawn = {"plots", "data", "_kernels", "datasets.py"}  # pictures are no text
     said = {
@@ -153,7 +153,7 @@ def test_replacements_are_aligned_and_cover_what_the_library_says(monkeypatch: p
         for character in text
         if not character.isascii()
     }
-    assert said <= PLAIN.keys()
+    assert said <= IN_LETTERS.keys()
 
 
 def texts_of(source: str) -> Iterator[str]:

@@ -21,8 +21,8 @@ from levattn._core.arrays import (
     to_numpy,
     with_shape,
 )
+from levattn._core.checks import refuse_masked_tensor
 from levattn._core.formats import format_of
-from levattn._core.memory import refuse_masked_tensor
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.packed import cumulative, given_bounds, untraced
