@@ -27,7 +27,7 @@ from levattn.cli.output import (
     table_of,
 )
 from levattn.io import replace_file
-from levattn.io.source import loaded
+from levattn.io.source import whole_keys
 from levattn.sets.views import saved_arrays
 
 __all__ = ["Request", "SetMethod", "find_sets", "read_from_pipe"]
@@ -161,7 +161,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
 
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
-    with nullcontext(source) if request.in_passes else loaded(source) as keys:
+    with nullcontext(source) if request.in_passes else whole_keys(source) as keys:
         groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
         return levattn.universal_set(
             keys,
@@ -180,7 +180,7 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
     """Return the set for queries like the queries in a file; errors of that file name it."""
     queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
     try:
-        with loaded(queries) as sample:
+        with whole_keys(queries) as sample:
             return levattn.universal_set(
                 source,
                 request.epsilon,

@@ -376,7 +376,7 @@ def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
 
 
 @contextmanager
-def loaded(K: Any) -> Iterator[Any]:
+def whole_keys(K: Any) -> Iterator[Any]:
     """Yield the whole array of keys in files, and other keys as they are; raise if the files changed meanwhile."""
     if not isinstance(K, KeySource):
         yield K

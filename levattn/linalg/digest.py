@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.serialize import shaped
-from levattn._kernels import Rows
-from levattn._kernels.rows.digest import CELL, digest_tasks
-from levattn._kernels.tasks import share
+from levattn._kernels import BLOCK, Rows
 
 __all__ = ["RowDigest"]
 
@@ -20,11 +18,11 @@ _LINE = 32  # words that are hashed together, at least
 _COPIED = 1 << 20  # numbers that are copied at a time, where columns are apart
 _WORK = 16  # multiply-adds that take as long as a word
 
-Words = npt.NDArray[np.uint64]
+Digests = npt.NDArray[np.uint64]
 
 
 @lru_cache(maxsize=8)
-def _keys(count: int) -> tuple[Words, Words]:
+def _keys(count: int) -> tuple[Digests, Digests]:
     """Return the keys of the halves of so many words."""
     words = np.random.Generator(np.random.Philox(key=1)).integers(1 << 32, size=(2, count), dtype=np.uint64)
     return words[0], words[1]
@@ -41,8 +39,8 @@ class RowDigest:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._cells: Words = np.zeros(1, np.uint64)
-        self._open: Words | None = None  # (b,) sums of the line that is not complete
+        self._cells: Digests = np.zeros(1, np.uint64)
+        self._open: Digests | None = None  # (b,) sums of the line that is not complete
 
     def add(self, rows: Rows) -> None:
         """Add rows in main memory, which follow those so far."""
@@ -55,10 +53,13 @@ class RowDigest:
             self._add(keys)
 
     def _add(self, keys: npt.NDArray[Any]) -> None:
+        from levattn._kernels.rows.digest import digest_tasks  # keys are in main memory
+        from levattn._kernels.tasks import share
+
         b, n, d = keys.shape
         if self._open is None:
             self._open = np.zeros(b, np.uint64)
-        size, first, last = d * keys.itemsize, self.rows // CELL, (self.rows + n - 1) // CELL
+        size, first, last = d * keys.itemsize, self.rows // BLOCK, (self.rows + n - 1) // BLOCK
         if last >= len(self._cells):
             self._cells = np.concatenate([self._cells, np.zeros(last + 1, np.uint64)])
         if not n or not b:
@@ -69,7 +70,7 @@ class RowDigest:
             lines *= 2
         out, left, steps = np.empty((b, last - first + 1), np.uint64), self._open.copy(), np.array(keys.strides[:2])
         start, begun, keyed = keys.ctypes.data, self._open, _keys(lines * words)
-        fixed = start, steps, size, self.rows, n, lines, *keyed, begun
+        fixed = start, steps, size, BLOCK, self.rows, n, lines, *keyed, begun
         share(lambda *run: digest_tasks(*fixed, *run, out, left), out.size, float(_WORK) * b * n * words)
         self._cells[first : last + 1] += out.sum(axis=0, dtype=np.uint64)
         self._open, self.rows = left, self.rows + n
@@ -79,24 +80,24 @@ class RowDigest:
 
         Only complete cells are compared; `whole` compares all of them, of digests of as many rows.
         """
-        first, stop = start // CELL, -(-self.rows // CELL) if whole else self.rows // CELL
+        first, stop = start // BLOCK, -(-self.rows // BLOCK) if whole else self.rows // BLOCK
         unlike = self._cells[first:stop] != other._cells[first:stop]
-        if whole and self._open is not None and stop > first and not np.array_equal(self._open, other._open):
-            unlike[-1] = True
+        if whole and stop > first and self._open is not None and other._open is not None:
+            unlike[-1] |= not np.array_equal(self._open, other._open)
         if not unlike.any():
             return None
-        low = (first + int(unlike.argmax())) * CELL
-        return low, min(low + CELL, self.rows) - 1
+        low = (first + int(unlike.argmax())) * BLOCK
+        return low, min(low + BLOCK, self.rows) - 1
 
-    def arrays(self, name: str) -> dict[str, Words]:
+    def arrays(self, name: str) -> dict[str, Digests]:
         """Return the digest as arrays, from which `restored` makes it again."""
         held = np.zeros(0, np.uint64) if self._open is None else self._open
-        return {name: self._cells[: -(-self.rows // CELL)], f"{name}.open": held}
+        return {name: self._cells[: -(-self.rows // BLOCK)], f"{name}.open": held}
 
     @classmethod
     def restored(cls, arrays: dict[str, npt.NDArray[Any]], name: str, rows: int, batch: tuple[int, ...]) -> RowDigest:
         """Return the digest of so many rows, or raise ValueError for arrays that do not fit."""
         self = cls()
         self.rows, self._open = rows, shaped(arrays[f"{name}.open"], np.uint64, (math.prod(batch),))
-        self._cells = np.append(shaped(arrays[name], np.uint64, (-(-rows // CELL),)), np.uint64(0))
+        self._cells = np.append(shaped(arrays[name], np.uint64, (-(-rows // BLOCK),)), np.uint64(0))
         return self

@@ -15,7 +15,7 @@ from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.io import KeySource
-from levattn.io.source import loaded
+from levattn.io.source import whole_keys
 from levattn.linalg.factor import UNIT, Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import Queries, as_queries, right_svd
@@ -149,7 +149,7 @@ def expected_scores(
     array([0.1, 0.9, 0. ])
     """
     if isinstance(K, KeySource):
-        with loaded(K) as keys:
+        with whole_keys(K) as keys:
             return expected_scores(
                 keys, queries, f=f, method=method, rotary=rotary, mask=mask, samples=samples, rng=rng
             )

@@ -19,16 +19,17 @@ from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
-from levattn.io.source import loaded
+from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
+from levattn.sets.checkpoint import Checkpoint
 from levattn.sets.coverage import Covered, covering_set
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
 from levattn.sets.selection import at_least, largest_scores, rescored_all
-from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
+from levattn.sets.two_pass import Source, as_source, two_passes
 from levattn.sets.warned import warn_of_axes, warn_of_rank
 
 __all__ = ["set_of", "universal_set"]
@@ -228,9 +229,7 @@ def universal_set(
         wish = _covered(epsilon, size, mass, coverage, queries)
         _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
         known = {"elsewhere": elsewhere, "scores": scores, "mask": mask, "seed": as_seed(rng)}
-        if not isinstance(K, KeySource) and as_source(K) is not None:
-            raise ValueError("K gives chunks, and queries are given; expected keys in one dense array or in files")
-        with loaded(K) as keys:
+        with whole_keys(_refuse_chunks(K)) as keys:
             return covering_set(as_matrices(keys, "K"), function, wish, queries, **known)
     square = is_square(function)
     approximate = square and check_method(method)
@@ -250,7 +249,7 @@ def universal_set(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
                 "For other options give keys in an array or a file, without progress or checkpoint"
             )
-    with loaded(K) as keys:
+    with whole_keys(K) as keys:
         matrices = as_matrices(keys, "K", sparse=square)
         warn_of_axes(matrices)
         labels = None if groups is None else as_labels(groups, matrices)
@@ -289,6 +288,13 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
         given = " and ".join(asked) + " are given" if asked else "epsilon, size and mass are None"
         raise ValueError(f"{given}; expected exactly one of epsilon, size and mass")
     return Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
+
+
+def _refuse_chunks(K: Any) -> Any:
+    """Return keys in one array or in files, or raise."""
+    if not isinstance(K, KeySource) and as_source(K) is not None:
+        raise ValueError("K gives chunks, and queries are given; expected keys in one dense array or in files")
+    return K
 
 
 def _refuse_others(*options: Any) -> None:

@@ -7,9 +7,7 @@ import numpy as np
 from levattn._kernels.jit import helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 
-__all__ = ["CELL", "digest_tasks"]
-
-CELL = 2048  # rows of one digest
+__all__ = ["digest_tasks"]
 
 _ZERO, _HALF, _LOW = np.uint64(0), np.uint64(32), np.uint64(0xFFFFFFFF)
 _GOLDEN, _FIRST, _SECOND = (
@@ -46,12 +44,12 @@ def _mixed(total, line, item):
 
 
 @jit
-def digest_tasks(start, steps, size, at, n, lines, low, high, begun, first, last, out, left):
+def digest_tasks(start, steps, size, block, at, n, lines, low, high, begun, first, last, out, left):
     """Write the digests of the tasks ``first:last``, of which there is one for each item and each cell of rows.
 
     start, steps: the address of the first row, and the bytes from item to item and from row to row.
 
-    size, lines: the bytes of a row, without gaps, and the number of rows in a line.
+    size, block, lines: the bytes of a row, without gaps, and the number of rows in a cell and in a line.
 
     at, n: the number of the first row in the whole, and the number of rows.
 
@@ -62,8 +60,8 @@ def digest_tasks(start, steps, size, at, n, lines, low, high, begun, first, last
     cells, words, rest = out.shape[1], size // 8, size % 8
     for task in range(first, last):
         item, cell = task // cells, task % cells
-        row = larger(at, (at // CELL + cell) * CELL)
-        stop = smaller(at + n, (at // CELL + cell + 1) * CELL)
+        row = larger(at, (at // block + cell) * block)
+        stop = smaller(at + n, (at // block + cell + 1) * block)
         total, digest = begun[item] if row == at else _ZERO, _ZERO
         while row < stop:
             inside = row % lines
