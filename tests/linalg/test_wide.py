@@ -223,6 +223,7 @@ SPARSE = CASES | {
     "as many": among_zeros(scattered(8, 8, 3), 40),
     "two blocks of columns": np.hstack([np.repeat(scattered(4, 200, 100), 2, axis=0), scattered(8, 30, 4)]),
     "no row": np.zeros((0, 40)),
+    "subnormal": np.array([[-0.0, 5e-324, 0.0], [0.0, 1.0, 1.0]]),
     "one more row than columns": among_zeros(scattered(41, 12, 3), 40),
 }  # fmt: skip
 
