@@ -258,7 +258,8 @@ def _of_products(Q: Float64, keys: Matrices, present: Flags) -> Float64:
     K, step = np.ldexp(K, -exponents), max(len(Q), BLOCK_ENTRIES // len(Q))
     R = np.zeros((0, len(Q)))
     for start in range(0, len(K), step):
-        R = np.linalg.qr(np.concatenate([R, certain_products(K[start : start + step], even)[0]]), mode="r")
+        Z = certain_products(K[start : start + step], even)[0]
+        R = np.asarray(np.linalg.qr(np.concatenate([R, Z]), mode="r"))
     _, roots, V = np.linalg.svd(R, full_matrices=False)
     kept = roots > 2.0**-50 * roots.max(initial=0.0)
     if not kept.any():
