@@ -676,11 +676,11 @@ def cells() -> dict[str, str]:
 
 _INTRODUCTION = """# torch's transformations
 
-What each operator and each layer does under torch's transformations. "yes" means that value and gradient are those of
-the plain call. A letter stands for an error that names the way out, as listed below the tables. A dash means
-that the transformation does not apply.
+This page says for each operator and each layer whether it works under torch's transformations, on a CPU. "yes" stands
+for the value and the gradient of the plain call. A letter stands for an error that names [the way out](#ways-out). A
+dash stands for a transformation that does not apply.
 
-`python -m tests.transformations` runs every cell and writes this page, and the tests compare it with what they find.
+`python -m tests.transformations` runs every cell and writes this page. The tests compare the page with the cells.
 """
 
 
