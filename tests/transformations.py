@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -25,15 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "torch_transformations.md"
-
-if __name__ == "__main__":  # as pytest does for its own
-    sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/attention", "tests/nn")]
-
-from operator_table import T  # noqa: E402
-
-from levattn.attention import (  # noqa: E402
+from levattn.attention import (
     causal_conv,
     latte,
     macchiato,
@@ -46,8 +36,10 @@ from levattn.attention import (  # noqa: E402
     tssa,
     window_attention,
 )
-from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics  # noqa: E402
+from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics
 
+PAGE = Path(__file__).parents[1] / "docs" / "torch_transformations.md"
+T = -1  # the axis of positions in a shape
 C, RANKS = 12, 2
 LENGTHS = (19, 20, 21, 22, 23, 24, 25, 26, 27, 29, 30, 40)  # beyond windows and budgets
 WORKS, NOTHING = "works", "–"
@@ -648,19 +640,10 @@ def of_ranks(rows: list[str]) -> dict[str, str]:
     import torch.multiprocessing as processes
 
     names = [name for name, column in COLUMNS.items() if column.ranks]
-    paths = [str(ROOT / folder) for folder in ("", "tests", "tests/attention", "tests/nn")]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = f"{folder}/store"
-            processes.spawn(_on_rank, (file, rows, names), RANKS)
-            found: dict[str, str] = pickle.loads(Path(f"{file}.found").read_bytes())
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/store"
+        processes.spawn(_on_rank, (file, rows, names), RANKS)
+        found: dict[str, str] = pickle.loads(Path(f"{file}.found").read_bytes())
     return found
 
 
