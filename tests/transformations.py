@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -25,15 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "torch_transformations.md"
-
-if __name__ == "__main__":  # as pytest does for its own
-    sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/attention", "tests/nn")]
-
-from operator_table import T  # noqa: E402
-
-from levattn.attention import (  # noqa: E402
+from levattn.attention import (
     causal_conv,
     latte,
     macchiato,
@@ -46,15 +36,17 @@ from levattn.attention import (  # noqa: E402
     tssa,
     window_attention,
 )
-from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics  # noqa: E402
+from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics
 
+PAGE = Path(__file__).parents[1] / "docs" / "torch_transformations.md"
+T = -1  # the axis of positions in a shape
 C, RANKS = 12, 2
-LENGTHS = (19, 20, 21, 22, 23, 24, 25, 26, 27, 29, 30, 40)  # beyond windows and budgets, up to the positions
+LENGTHS = (19, 20, 21, 22, 23, 24, 25, 26, 27, 29, 30, 40)  # beyond windows and budgets
 WORKS, NOTHING = "works", "–"
 REFUSALS: dict[str, tuple[type[Exception], str, str]] = {
     "reads": (
         NotImplementedError,
-        r"was called under .*expected a call without it",
+        r"was called under .*expected a call without it, on tensors that hold numbers",
         "The call reads numbers, to select keys or to check them. Call it without the transformation. Its leading "
         "axes are a batch, in place of vmap.",
     ),
@@ -201,7 +193,7 @@ def _operators() -> dict[str, Row]:
         "rates.rate_reduction": of(partial(_of_groups, rates.rate_reduction), groups),
         "rates.head_rate": of(rates.head_rate, ((2, T, 3),)),
         "rates.descent_step": of(partial(_of_groups, partial(rates.descent_step, step=0.01)), groups, (2, 3, 2)),
-        "rates.largest_step": of(_largest, ((2, T, 3),), has_mask=False, has_rows=False),
+        "rates.largest_step": of(_largest, ((2, 3, T),), has_mask=False, has_rows=False),
     }
 
 
@@ -220,7 +212,7 @@ def _layers() -> dict[str, Row]:
         "nn.Macchiato(overlap='exclusive')": of(Macchiato, latents=5, window=6, overlap="exclusive", vapor=True),
         "nn.TokenStatistics": of(TokenStatistics, cached=False),
         "nn.TokenStatistics(causal=True)": of(TokenStatistics, causal=True, normalize="mean"),
-        "nn.TokenStatistics(positions=…)": of(TokenStatistics, causal=True, positions=40),
+        "nn.TokenStatistics(positions=…)": of(TokenStatistics, causal=True, positions=5000),
         "nn.TokenStatistics(output='tied')": of(TokenStatistics, causal=True, output="tied"),
         "nn.TokenStatistics(membership='leverage')": of(TokenStatistics, cached=False, membership="leverage"),
         "nn.LevAttention": of(LevAttention, cached=False, **few),
@@ -305,11 +297,11 @@ def compiled_dynamic(row: Row) -> None:
 
 def exported(row: Row) -> None:
     module = row.module().eval()
-    length = torch.export.Dim("T", min=LENGTHS[0] - 1, max=LENGTHS[-1])
+    length = torch.export.Dim("T", min=LENGTHS[0] - 1, max=4096)
     # expressions of the numbers of blocks become assertions of the exported program
     options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
     shapes = row.places(length)
-    shapes = {"x": shapes[0]} if row.own else {"x": shapes[0], "others": shapes[1:]}
+    shapes = {"x": shapes[0], "others": shapes[1:]} if len(shapes) > 1 else {"x": shapes[0]}
     program = torch.export.export(module, tuple(row.inputs(LENGTHS[0])), dynamic_shapes=shapes, **options)
     for size in (LENGTHS[1], 32, LENGTHS[-1]):
         inputs = row.inputs(size)
@@ -648,19 +640,10 @@ def of_ranks(rows: list[str]) -> dict[str, str]:
     import torch.multiprocessing as processes
 
     names = [name for name, column in COLUMNS.items() if column.ranks]
-    paths = [str(ROOT / folder) for folder in ("", "tests", "tests/attention", "tests/nn")]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = f"{folder}/store"
-            processes.spawn(_on_rank, (file, rows, names), RANKS)
-            found: dict[str, str] = pickle.loads(Path(f"{file}.found").read_bytes())
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/store"
+        processes.spawn(_on_rank, (file, rows, names), RANKS)
+        found: dict[str, str] = pickle.loads(Path(f"{file}.found").read_bytes())
     return found
 
 
@@ -676,11 +659,11 @@ def cells() -> dict[str, str]:
 
 _INTRODUCTION = """# torch's transformations
 
-What each operator and each layer does under torch's transformations. "yes" means that value and gradient are those of
-the plain call. A letter stands for an error that names the way out, as listed below the tables. A dash means
-that the transformation does not apply.
+This page says for each operator and each layer whether it works under torch's transformations, on a CPU. "yes" stands
+for the value and the gradient of the plain call. A letter stands for an error that names [the way out](#ways-out). A
+dash stands for a transformation that does not apply.
 
-`python -m tests.transformations` runs every cell and writes this page, and the tests compare it with what they find.
+`python -m tests.transformations` runs every cell and writes this page. The tests compare the page with the cells.
 """
 
 

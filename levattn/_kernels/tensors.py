@@ -69,7 +69,7 @@ def has_tangent(tensors: Iterable[Any]) -> bool:
 
 
 def hidden_by(tensors: Iterable[Any]) -> str | None:
-    """Return what keeps the numbers of tensors from a call that must read them, or None."""
+    """Return the transformation or device that hides the numbers of tensors from a call that reads them, or None."""
     if torch.compiler.is_exporting():
         return "torch.export"
     if torch.jit.is_tracing():  # it would record what was read as constants
@@ -172,7 +172,7 @@ def tensor_of(array: Any) -> Any:
 
 
 def bounds_of(offsets: Any, T: int) -> Any:
-    """Return offsets in main memory, those of one sequence for None.
+    """Return offsets in main memory; for None, the offsets of one sequence.
 
     Offsets given as a tensor are checked here, because torch traced the call before.
     """

@@ -40,8 +40,8 @@ def refuse_repeated() -> None:
     """Raise for a call with a cache within a backward pass, in which torch's checkpoints repeat calls."""
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ValueError(
-            "cache was given within a backward pass, where torch.utils.checkpoint repeats the call and would advance "
-            "the cache again; expected no cache in a checkpoint. Call the layer with its cache outside the checkpoint"
+            "cache was given within a backward pass, where torch.utils.checkpoint repeats the call and advances the "
+            "cache again; expected no cache in a checkpoint. Call the layer with its cache outside the checkpoint"
         )
 
 

@@ -339,6 +339,15 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
 
 
+def test_a_temperature_that_changes_compiles_once() -> None:
+    graphs: list[Any] = []
+    fast = torch.compile(tssa, fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    W = tokens().detach()
+    for temperature in (0.5, 0.7, -2.0):
+        torch.testing.assert_close(fast(W, temperature), tssa(W, temperature))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import levattn
 import naive
 import strategies
 from levattn._core import arrays
+from levattn._core.memory import memory_of_tensor
 from strategies import STORAGE, as_bool, as_float64, stores
 
 RESULT_DTYPE = {
@@ -146,6 +149,42 @@ def test_a_tensor_with_the_negative_bit_is_resolved() -> None:
 
 
 @needs_strict
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_memory_of_tensors_that_were_read_can_be_freed(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    K = torch.randn(2, 40, 3).to(getattr(torch, dtype))
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    levattn.leverage_scores(K, mask=mask)
+    levattn.heavy_attention(K, K, 0.5)
+    levattn.states.Moments(3, (2,)).update(K)
+    for tensor in (K, mask):
+        tensor.untyped_storage().resize_(0)
+
+
+def test_an_array_on_the_memory_of_a_tensor_keeps_it() -> None:
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.randn(4, 3, 2).mT, torch.randn(1, 3).expand(4, 3), torch.tensor(2.0), torch.ones(0, 3)):
+        expected, array = tensor.numpy().copy(), memory_of_tensor(tensor)
+        kept = weakref.ref(tensor)
+        part = array[..., :1] if array.ndim else array
+        del tensor, array
+        gc.collect()
+        assert kept() is not None
+        np.testing.assert_array_equal(part, expected[..., :1] if expected.ndim else expected)
+
+
+def test_numbers_that_torch_hides_are_named() -> None:
+    torch = pytest.importorskip("torch")
+    K = torch.randn(2, 40, 3, dtype=torch.float64)
+    scores = levattn.leverage_scores(K)
+    assert torch.equal(torch.func.grad(lambda K: K.sum() + levattn.leverage_scores(K).sum())(K), torch.ones_like(K))
+    seen: list[Any] = []
+    torch.func.grad(lambda K: (seen.append(levattn.leverage_scores(K.half().double())), K.sum())[1])(K)
+    torch.testing.assert_close(seen[0], scores, atol=1e-2, rtol=0)
+    with pytest.raises(TypeError, match=r"K is a torch tensor within torch.func.vmap.*leading axes of K are a batch"):
+        torch.func.vmap(levattn.leverage_scores)(K)
+
+
 def test_the_strict_namespace_in_every_version() -> None:
     import array_api_strict as xp
 

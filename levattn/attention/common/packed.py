@@ -53,9 +53,8 @@ def _read(function: Any, *args: Any, **options: Any) -> Any:
 
         if (what := hidden_by(given)) is not None:
             raise NotImplementedError(
-                f"{function.__name__} was called under {what}, and reads numbers of its arrays, which tensors do not "
-                "show there; expected a call without it, on tensors that hold numbers. Leading axes are a batch, in "
-                "place of vmap"
+                f"{function.__name__} was called under {what}, which hides the numbers that the call reads; expected "
+                "a call without it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
             )
     return function(*args, **options)
 
@@ -87,7 +86,7 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
 
 
 def given_bounds(bounds: Any, T: int) -> Any:
-    """Return bounds for kernels, those of one sequence for None, which it stays while torch traces the call.
+    """Return bounds for kernels; for None, the bounds of one sequence, or None while torch traces the call.
 
     An array would make T a constant of the graph; the operator knows T when it runs.
     """

@@ -84,9 +84,10 @@ def followable(array: Any) -> Any:
 
 
 def empty_output(q: Any, K: Any, V: Any) -> Any:
-    """Return the output (b, g, T, D) of attention without rows, of q (b, g, T, d), K (b, n, d) and V (b, n, D).
+    """Return the output (b, g, T, D) of attention without rows.
 
-    It is a product of all three, so that gradients of torch, all zero, have a way to them.
+    q: (b, g, T, d). K, V: (b, n, d) and (b, n, D). The output is a product of all three, so gradients of torch, all
+    zero, have a way to them.
     """
     xp = namespace_of(q)
     Y = xp.matmul(xp.matmul(q, xp.matrix_transpose(K)[:, None, :, :]), V[:, None, :, :])

@@ -228,7 +228,8 @@ def _in_runs(
         results = []
         for (low, high), slab_q, slab_k, slab_v, flags in zip(cuts, queries, *others, strict=True):
             step = min(block, high - low)
-            sees = _sees(xp, *(xp.reshape(x[low:high], (-1, step)) for x in (rows, lowest)), window)
+            here, least = (xp.reshape(x[low:high], (-1, step)) for x in (rows, lowest))
+            sees = _sees(xp, here, least, window)
             results.append(_slice(xp, slab_q, slab_k, slab_v, flags, sees, step, scale, softcap))
         outputs.append(results[0] if len(results) == 1 else xp.concat(results, axis=2))
     return outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)

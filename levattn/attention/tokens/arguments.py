@@ -195,7 +195,7 @@ def _temperatures(temperature: Any, W: Any) -> Any:
     """Return temperatures as an array with an axis of heads, in the library of W."""
     h = W.shape[-3]
     if isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool):
-        if not abs(temperature) < math.inf:  # which torch's compiler can trace
+        if not -math.inf < float(temperature) < math.inf:  # which torch's compiler can trace
             raise ValueError(f"temperature is {temperature!r}; expected a finite number")
         xp = namespace_of(W)
         kind = "float64" if is_wide(W) else "float32"  # the dtype of the computation, also for halves
