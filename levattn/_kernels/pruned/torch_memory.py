@@ -1,7 +1,7 @@
 """Pruned attention of tensors in main memory by compiled kernels, with gradients of a mixture by softmax.
 
-The selection has no gradient, and runs on the memory of plain tensors. Second derivatives, gradients in batches, powers
-and tensors that are not plain follow the definitions.
+The selection has no gradient, and runs on the memory of plain tensors. Second derivatives, gradients in batches and
+powers follow the definitions, and so do tensors that are not plain.
 """
 
 from __future__ import annotations
