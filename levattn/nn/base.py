@@ -113,8 +113,8 @@ class Recurrent(Layer[C]):
     ) -> Any:
         """Return the attention of a batch of sequences.
 
-        Masked positions have no place, wherever they are: the other rows, and the rows of later calls with the cache,
-        equal the rows of the sequence without them. So prompts may be padded on either side.
+        Masked positions have no place: other rows equal the rows of the sequence without masked positions. So do the
+        rows of later calls with the cache. So prompts may be padded on either side.
 
         Parameters
         ----------

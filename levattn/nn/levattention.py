@@ -221,7 +221,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     def forward(self, x: Any, *, mask: Any = None, cache: LevAttentionCache | None = None) -> Any:
         """Return the attention of a batch of sequences.
 
-        Masked positions have no place, as in the other layers: other rows equal those of the sequence without them.
+        Masked positions have no place: other rows equal the rows of the sequence without masked positions.
 
         Parameters
         ----------

@@ -170,6 +170,41 @@ def test_gradients_of_what_is_broadcast_add_up() -> None:
     assert gradcheck(lambda W, t: tssa(W.mT, t, causal=False), (leaf(3, 2, 7), leaf(1, seed=1).squeeze()))
 
 
+RANGES: dict[str, dict[str, Any]] = {
+    "released": {},
+    "everywhere": {"causal": False},
+    "mean": {"normalize": "mean"},
+    "mean, everywhere": {"normalize": "mean", "causal": False},
+    "norm": {"membership": "norm"},
+    "norm, everywhere": {"membership": "norm", "causal": False},
+    "uniform": {"membership": "uniform"},
+    "decayed": {"decay": 0.9},
+}
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("c", [1e-20, 1.0, 1e14, 1e30])
+@pytest.mark.parametrize("size", [1e-18, 1e-12, 1e5, 1e17])
+@pytest.mark.parametrize("form", RANGES)
+def test_gradients_in_single_precision_are_right_wherever_the_outputs_are(form: str, size: float, c: float) -> None:
+    """float64, whose range is far larger, is the judge; what it finds beyond the range of float32 is not judged."""
+    W, direction = leaf(3, 40, 5, scale=size).float(), leaf(3, 40, 5, seed=1).detach().float()
+    temperatures = [1e-6, 1.0] if "norm" not in form else [1e-6 / size**2, 1 / size**2]
+    for temperature in temperatures:
+        single = [W.detach().requires_grad_(), torch.full((3,), temperature, requires_grad=True)]
+        double = [x.detach().double().requires_grad_() for x in single]
+        Y, true = (tssa(*x, c=c, **RANGES[form]) for x in (single, double))
+        top = float(true.detach().abs().max())
+        if not 1e-36 < top < 1e38 or not float((Y - true).detach().abs().max()) < 1e-4 * top:
+            continue
+        found = grad((Y * direction).sum(), single, materialize_grads=True)
+        expected = grad((true * direction.double()).sum(), double, materialize_grads=True)
+        for one, other in zip(found, expected, strict=True):
+            most = float(other.abs().max())
+            if 1e-36 < most < 3e38:
+                assert float((one - other).abs().max()) < 1e-4 * most
+
+
 # -- leverage scores as what memberships are made of --------------------------------------------
 
 

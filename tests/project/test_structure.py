@@ -46,7 +46,7 @@ VECTOR_CODE = (
     *("_kernels.jit", "_kernels.shipped", "_kernels.llvm", "_kernels.scratch"),
     *("_kernels.*.compiled", "_kernels.*.simd"),
 )
-TENSORS = ("_kernels.tensors", "_kernels.*.torch")
+TENSORS = ("_kernels.tensors", "_kernels.*.torch", "_kernels.*.torch_memory")
 COMPILERS = (*VECTOR_CODE, "_kernels.cache", "_kernels.parts")
 HOMES = {
     "numba": COMPILERS,

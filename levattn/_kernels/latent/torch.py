@@ -76,7 +76,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
 
 
 def _state_of(x: LatentArguments) -> State | None:
-    """Return the arrays of a state as tensors on the device of the call; those of numpy in memory of their own.
+    """Return the arrays of a state as tensors on the device of the call; copies of arrays of numpy.
 
     A backward pass may read them after the caller has refilled the arrays that the state holds.
     """

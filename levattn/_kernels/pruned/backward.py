@@ -2,7 +2,7 @@
 
 With weights p, outputs Y = Σ p v and their gradient dY, the gradient of a logit is p (⟨dY, v⟩ − ⟨dY, Y⟩). A summary
 without near keys hands its own on to these keys as it hands on its weight. So one row of coefficients gives the
-gradients of values, and another those of keys and queries.
+gradients of values, and another the gradients of keys and queries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _turned(X, columns, to_at):
 
 @helper
 def _rest_of_values(row, begin, near, low, high, role, weight, sums, touched, room):
-    """Turn products with mean values of summaries into those of the rest of summaries without near keys."""
+    """Turn products with mean values of summaries into products with mean values without near keys."""
     marks, which, after, gone = room
     for t in range(touched):
         gone[2, t] = 0
@@ -50,7 +50,7 @@ def _rest_of_values(row, begin, near, low, high, role, weight, sums, touched, ro
 def mixture_back_tasks(
     like, views, sizes, slots, nears, bias, sums, edges, role, log_weight, starts, found, first, last
 ):
-    """Write the gradients of queries, and add those of keys and values; a task is a part of the positions of an item.
+    """Write gradients of queries, and add gradients of keys and values; a task is a part of an item's positions.
 
     `views`: of queries, gradients of outputs, and gradients of queries. `sizes`: number of kept keys, positions and
     heads of a block, the most near keys of a block, heads, positions, and parts. `slots`, `nears`: panels of keys as

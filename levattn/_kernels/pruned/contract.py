@@ -167,7 +167,7 @@ def _counts(xp: Any, x: PrunedArguments) -> Any:
 
 
 class PrunedKernels(Protocol):
-    """Pruned attention. In torch, gradients follow the definitions."""
+    """Pruned attention."""
 
     def at_once(self, q: Any, power: float | None, /) -> int:
         """Return how many numbers (with logits) the chunks of one call of `mixture` may have; 0 for one chunk."""
@@ -210,7 +210,7 @@ class PrunedGradients(Protocol):
     """The gradients of a mixture by softmax, where kernels compute them."""
 
     def mixture_gradients(self, x: PrunedArguments, dY: Any, /) -> tuple[Any, ...]:
-        """Return the gradients of `differentiable`, from that of the outputs."""
+        """Return the gradients of the arrays of `differentiable`, for outputs with the gradient dY."""
 
 
 def differentiable(x: PrunedArguments) -> tuple[Any, ...]:

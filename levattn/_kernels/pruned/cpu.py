@@ -74,7 +74,7 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
 def mixture_gradients(x: PrunedArguments, dY: Any) -> tuple[Any, ...]:
     """Return the gradients of queries, kept keys and values, summaries' keys and values, keys and values.
 
-    Those of a mixture by softmax, whose outputs have the gradient `dY` (b, g, m, D).
+    The mixture is by softmax, and its outputs have the gradient `dY` (b, g, m, D).
     """
     b, g, m, d = x.q.shape
     (n, D), s, kind = x.values.shape[1:], x.kept_keys.shape[1], x.q.dtype

@@ -183,7 +183,7 @@ def forget(touched, room):
 
 @helper
 def fill_block(bias, near, start, end, padded, role, log_weight, nothing, shift, names, weight, logs):
-    """Write what a block adds to its logits, and the roles and weights of its near keys.
+    """Write the shifts of the logits of a block, and the roles and weights of its near keys.
 
     `bias`, `role`, `log_weight`: of one item.
     """

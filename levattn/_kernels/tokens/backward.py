@@ -6,6 +6,8 @@ order, so they are formed again, starting from copies kept every RUN tokens.
 
 from __future__ import annotations
 
+import numpy as np
+
 from levattn._kernels.jit import helper, jit
 from levattn._kernels.llvm import as_pointer, smaller
 from levattn._kernels.scratch import empty, fill
@@ -54,13 +56,16 @@ from levattn._kernels.tokens.simd import (
 
 __all__ = ["backward_tasks"]
 
+# Beyond these products of float32 may leave its range: c, the gain, c m, second moments m, and gain² m³
+_MOST_C, _MOST_GAIN, _MOST_SHRINKAGE, _LEAST_M, _MOST_M, _LEAST_PRODUCT = 1e12, 1e24, 1e12, 1e-24, 1e16, 1e-60
+
 
 @helper
 def _marks(like, p, g, i, k, weighted, weights_at, total):
     """Go through a sequence; return the sums, sums of weights and first tokens of its runs, and their number."""
     (at, high), d = bounds(p, i), p.width
     most = -(-(high - at) // RUN)
-    marks, totals, places = empty(0.0, (most, d)), empty(0.0, (most,)), empty(0, (most,))
+    marks, totals, places = empty(0.0, (most, d)), empty(0.0, (most + 1,)), empty(0, (most,))
     sums = as_pointer(p.sums, 0.0)
     run = 0
     while at < high:
@@ -70,7 +75,23 @@ def _marks(like, p, g, i, k, weighted, weights_at, total):
         n, at = take(p, g, i, at, high)
         total = advance(like, p, g, k, n, weighted, weights_at, p.sums, total)
         run += 1
+    totals[run] = total
     return marks, totals, places, run
+
+
+@helper
+def _is_far(p, total, sums_at):
+    """Tell whether the gradients in float32 of tokens with these sums may leave its range."""
+    M, top = as_pointer(sums_at, 0.0), 0.0
+    if p.size == 8 or not total > 0:
+        return False
+    for j in range(p.width):
+        top = M[j] if not M[j] <= top else top
+    m = top / total
+    if m == 0:
+        return p.weight > _MOST_C or p.gain > _MOST_GAIN
+    near = p.weight <= _MOST_C and p.gain <= _MOST_GAIN and p.weight * m <= _MOST_SHRINKAGE
+    return not (near and _LEAST_M <= m <= _MOST_M and p.gain * p.gain * m * m * m >= _LEAST_PRODUCT)
 
 
 @helper
@@ -105,9 +126,11 @@ def _back_causal(like, p, g, i, k):
     high, past, rate = bounds(p, i)[1], 0.0, rate_of(p, k)
     total = begin_sums(like, p, g, i, k, True, p.sums, members_at)
     marks, totals, places, runs = _marks(like, p, g, i, k, True, members_at, total)
+    far = runs > 0 and _is_far(p, totals[runs], p.sums)
     for index in range(runs - 1, -1, -1):
         n, _ = take(p, g, i, places[index], high)
         _resume(p, marks, index)
+        far |= _is_far(p, totals[index], p.sums)
         _weigh_back(like, p, g, k, n, totals[index], members_at, slopes_at, factors_at, steps_at)
         fill(like, dots_at, n, 0)
         fill(like, means_at, n, 0)
@@ -121,6 +144,7 @@ def _back_causal(like, p, g, i, k):
             past = rate * past + steps[t] / p.weight * means[t]
             dots[t] = others[t] - p.gain * dots[t] - past
         write(like, p, p.E, g, k, n, dots_at)
+    return far
 
 
 @helper
@@ -132,6 +156,7 @@ def _back_everywhere(like, p, g, i, k):
     (low, high), past = bounds(p, i), 0.0
     total = begin_sums(like, p, g, i, k, True, p.sums, members_at)
     shrinkage(like, p, total, p.sums, p.row)
+    far = _is_far(p, total, p.sums)
     alone = p.A != 0  # no sum depends on the tokens
     at = low
     while at < high and not alone:
@@ -157,16 +182,18 @@ def _back_everywhere(like, p, g, i, k):
             dots[t] = others[t] - p.gain * dots[t] - past
         write(like, p, p.E, g, k, n, dots_at)
         output_gradients(like, run_of(p, n), w, dy, out, p.row, factors_at, p.other, members_at)
+    return far
 
 
 @helper
 def _membership_gradients(like, p, g, i, k):
-    """Write the gradients in memberships, and the part of the gradient in W that comes through outputs."""
+    """Write the gradients in memberships, and the part of the gradient in W that comes through outputs.
+
+    NaN in place of the gradient in the temperature says that the range of float32 may be too small.
+    """
     copy_sums(0, p.later, p.width)
-    if p.causal:
-        _back_causal(like, p, g, i, k)
-    else:
-        _back_everywhere(like, p, g, i, k)
+    far = _back_causal(like, p, g, i, k) if p.causal else _back_everywhere(like, p, g, i, k)
+    as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] = np.nan if far else 0.0
     low, high = bounds(p, i)
     clear_masked(like, p, p.D_W, g, k, low, high, p.width)
     clear_masked(like, p, p.E, g, k, low, high, 1)
@@ -263,9 +290,8 @@ def _score_gradients_everywhere(like, p, g, i, k):
 
 @helper
 def _score_gradients(like, p, g, i, k):
-    """Add the part of the gradient in W that comes through logits, and write the gradient in the temperature."""
+    """Add the part of the gradient in W that comes through logits, and the gradient in the temperature."""
     copy_sums(0, p.later, p.width)
-    as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] = 0
     if p.causal and p.logits == DIAGONAL:
         _score_gradients_causal(like, p, g, i, k)
     else:

@@ -7,6 +7,7 @@ compute the same results.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -88,8 +89,23 @@ def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
     work = _Work(x, flow=flow, D_Y=np.asarray(dY, x.W.dtype), D_W=out, E=E)
     work.share_out()
     work.backward()
+    if np.isnan(flow).any() and x.W.dtype == np.float32:
+        found = backward(_widened(x), np.asarray(dY, np.float64))
+        with np.errstate(over="ignore"):
+            dW, slopes, offset = (part if part is None else part.astype(np.float32) for part in found)
+        out[...] = dW
+        return out, slopes, offset
     offset = None if x.offset is None else E * np.asarray(x.temperature, E.dtype)[..., None]
     return out, flow.sum(axis=2).astype(x.W.dtype), offset
+
+
+def _widened(x: TokenArguments) -> TokenArguments:
+    """Return the arguments in float64, whose range holds the products of gradients for all tokens of float32."""
+    W, temperature, offset = (
+        None if part is None else np.asarray(part, np.float64) for part in (x.W, x.temperature, x.offset)
+    )
+    least = 2.0**-1022 if x.least == 2.0**-126 else x.least  # the smallest normal number of the dtype
+    return replace(x, W=W, temperature=temperature, offset=offset, least=least)
 
 
 def add_squares(

@@ -35,9 +35,12 @@ def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums |
         if has_kernels(x.W) and is_plain(tensors):
             return _laid_out(Y), sums
     if follows_definition(tensors):
-        W = x.W.to(x.temperature.dtype)
-        held = replace(x, W=W, offsets=_bounds(x), state=_state_on(W, x.state))
-        return definition.forward(held)[0], sums
+        kind = x.temperature.dtype
+        # products of gradients of float32 may leave its range; not every other device has float64
+        wide = torch.float64 if has_kernels(x.W) else kind
+        W, temperature, offset = (part if part is None else part.to(wide) for part in tensors)
+        parts = {"W": W, "temperature": temperature, "offset": offset, "state": _state_on(W, x.state)}
+        return definition.forward(replace(x, **parts, offsets=_bounds(x)))[0].to(kind), sums
     if is_plain(tensors):
         held = _in_memory(x)
         return _laid_out(_table(held).forward(held)[0]), sums

@@ -107,9 +107,9 @@ def rows_of_items(X: Any, which: Any) -> Any:
 
 
 def masked_first(mask: Any, offsets: Any = None) -> Any:
-    """Return the order (b, n) of positions that puts those with a false flag before the others of their sequence.
+    """Return the order (b, n) of positions in which masked positions are the first of their sequence.
 
-    So those that take part are next to one another. `offsets`: as `cumulative` returns it.
+    So the positions that take part are adjacent. `offsets`: as `cumulative` returns it.
     """
     xp = namespace_of(mask)
     rank = xp.astype(mask, xp.int64)

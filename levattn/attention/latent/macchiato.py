@@ -133,9 +133,9 @@ def macchiato(
     positions :math:`s \le t - W` before the window, and no position gets weight twice.
 
     A component that sees no position takes no part in the softmax. If no component is left, the row is zero. Masked
-    positions have no place: other rows equal those of the sequence without them, and their own rows are zero. A logit
-    of −inf in `gate` leaves the window out of a row. With +inf only the window counts, and the row equals the row of
-    `window_attention` exactly.
+    positions have no place: other rows equal the rows of the sequence without masked positions, and rows of masked
+    positions are zero. A logit of −inf in `gate` leaves the window out of a row. With +inf only the window counts, and
+    the row equals the row of `window_attention` exactly.
 
     Parameters
     ----------

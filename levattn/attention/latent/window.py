@@ -55,8 +55,8 @@ def window_attention(
 
     over the window, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c`` and
     :math:`\phi(x) = x` without. It is exact: with a window of at least T it is causal softmax attention. Weights of a
-    row sum to 1. Masked positions have no place: other rows equal those of the sequence without them, and their own
-    rows are zero. NaN and infinite numbers affect only the rows that see
+    row sum to 1. Masked positions have no place: other rows equal the rows of the sequence without
+    masked positions, and rows of masked positions are zero. NaN and infinite numbers affect only the rows that see
     them. Such a number in a value makes its channel NaN in these rows, and such a number in a key all channels.
 
     Parameters
