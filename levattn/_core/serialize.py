@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type
-from levattn._core.state import State
+from levattn._core.state import SharedState
 
 __all__ = ["MOST_ROWS", "StoredState", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
 
@@ -119,7 +119,7 @@ def counts(array: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.in
     return array
 
 
-class StoredState(State):
+class StoredState(SharedState):
     """A state that is stored as bytes: it splits into fields and arrays, and is made from them again.
 
     A class of states gives the name of its bytes, and the version of their form.

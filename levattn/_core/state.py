@@ -1,7 +1,7 @@
 """States that threads may share: they take one change at a time, and a copy is a branch of its own.
 
-A state replaces what it holds and never changes it, apart from memory beyond the rows that it counts. So a
-`_snapshot` stays as it is while the state goes on.
+A state never changes its parts, apart from memory beyond the rows that it counts: it replaces them. So a `_snapshot`
+stays as it is while the state goes on.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-__all__ = ["State", "lock_of", "locked", "locked_with", "twin"]
+__all__ = ["SharedState", "lock_of", "locked", "locked_with", "twin"]
 
 _process = object()  # another one in a forked process, whose other threads cannot give back their locks
 _making = threading.Lock()
 
 
-class State:
-    """What changes as data come in; threads may share it, and processes may copy it.
+class SharedState:
+    """Base class of states: threads may share one, and processes may copy it.
 
-    Methods that change it are `locked`. Those that read several attributes take the lock, or a `_snapshot`.
+    Methods that change a state are `locked`. Methods that read several attributes take the lock, or a `_snapshot`.
     """
 
     __slots__ = ("_lock",)
     _lock: tuple[object, AbstractContextManager[Any]]  # and the process that made it
 
     def _snapshot(self) -> Self:
-        """Return what the state holds now, for reading: it shares memory with the state."""
+        """Return the present state, to read from: it shares memory with the state that goes on."""
         with lock_of(self):
             return twin(self)
 
@@ -38,13 +38,15 @@ class State:
         """Return the attributes to pickle or copy, all of one time."""
         with lock_of(self):
             held = vars(self._snapshot())
-            return {name: value._snapshot() if isinstance(value, State) else value for name, value in held.items()}
+            return {
+                name: value._snapshot() if isinstance(value, SharedState) else value for name, value in held.items()
+            }
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
 
 
-StateType = TypeVar("StateType", bound=State)
+StateType = TypeVar("StateType", bound=SharedState)
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 Twin = TypeVar("Twin")
@@ -57,7 +59,7 @@ def twin(value: Twin) -> Twin:
     return other
 
 
-def lock_of(state: State) -> AbstractContextManager[Any]:
+def lock_of(state: SharedState) -> AbstractContextManager[Any]:
     """Return the lock of a state, which a thread may take again while it holds it."""
     try:
         process, lock = state._lock
@@ -66,7 +68,7 @@ def lock_of(state: State) -> AbstractContextManager[Any]:
     return lock if process is _process else _new_lock(state)
 
 
-def _new_lock(state: State) -> AbstractContextManager[Any]:
+def _new_lock(state: SharedState) -> AbstractContextManager[Any]:
     with _making:
         if getattr(state, "_lock", (None,))[0] is not _process:
             state._lock = _process, threading.RLock()
@@ -89,7 +91,9 @@ def locked_with(method: Callable[[StateType, StateType], Found]) -> Callable[[St
 
     @wraps(method)
     def call(self: StateType, other: StateType) -> Found:
-        first, second = sorted((self, other if isinstance(other, State) else self), key=id)  # alike in all threads
+        first, second = sorted(
+            (self, other if isinstance(other, SharedState) else self), key=id
+        )  # alike in all threads
         with lock_of(first), lock_of(second):
             return method(self, other)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_float64
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
-from levattn._core.state import State, lock_of, locked, twin
+from levattn._core.state import SharedState, lock_of, locked, twin
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.heavy.entries import heavy_places
@@ -84,7 +84,7 @@ class HeavyKeys:
     error: Float64
 
 
-class CausalUniversalSet(State):
+class CausalUniversalSet(SharedState):
     r"""The keys of a growing prefix that can still receive an attention score of at least ε, for f(x) = x².
 
     Append keys one at a time or in chunks. At any time, ask for the heavy entries of a query over all keys so far.

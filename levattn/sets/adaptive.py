@@ -10,7 +10,7 @@ import numpy as np
 from levattn._core.arrays import as_matrices, to_float64, to_numpy
 from levattn._core.checks import check_type, real_number
 from levattn._core.device import where_arrays_are
-from levattn._core.state import State, lock_of, locked, twin
+from levattn._core.state import SharedState, lock_of, locked, twin
 from levattn._core.types import Flags, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function
@@ -20,7 +20,7 @@ from levattn.sets.result import UniversalSet, require_set_of
 __all__ = ["AdaptiveCoverage"]
 
 
-class AdaptiveCoverage(State):
+class AdaptiveCoverage(SharedState):
     r"""The keys that the next query needs, adjusted after each query to reach the coverage in the long run.
 
     A set with coverage promises nothing for queries that are not exchangeable with the given ones, such as the later

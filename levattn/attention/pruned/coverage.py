@@ -90,8 +90,8 @@ def pruned_coverage(
     r"""The error of pruned attention at a budget, or the least budget for an error, with a coverage.
 
     The error of a query is :math:`\|\hat y - y\| / \|y\|`, where ŷ is its output with pruned and y with dense
-    attention, raised by what rounding may have taken from it. Of several heads of queries that share keys, the largest
-    error counts. A random half of the queries selects and summarizes keys. The other half sets the bound, by conformal
+    attention. It includes the rounding of both. Of several heads of queries that share keys, the largest error
+    counts. A random half of the queries selects and summarizes keys. The other half sets the bound, by conformal
     prediction.
 
     **Guarantee.** Let a new query be exchangeable with the given queries. Call `pruned_attention` with
@@ -207,8 +207,8 @@ def _rows(Q: Any, places: Any) -> Any:
 def _rounding(Q: Any, K: Any, V: Any, dtype: Any, options: dict[str, Any]) -> tuple[Float64, Float64]:
     """Return a bound (..., H, m) of the rounding of outputs, as `bounded` reckons it, and zeros for dense ones.
 
-    Sums are off by some units, and exponentials by as many as their exponents are large. Dense outputs are themselves
-    what they are compared with.
+    Sums are off by some units, and exponentials by as many as their exponents are large. Dense outputs have no
+    error, because errors are distances from them.
     """
     q, *sizes = (lengths(_float64(array)) for array in (Q, K, V))
     if options.get("mask") is not None:
