@@ -41,6 +41,7 @@ __all__ = [
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARED = (torch.float32, torch.float64)
+_EXPORTS = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
 _REASON = "levattn reads numbers of tensors or keeps a state here; compile without fullgraph=True"
 
 
@@ -70,7 +71,7 @@ def has_tangent(tensors: Iterable[Any]) -> bool:
 
 def hidden_by(tensors: Iterable[Any]) -> str | None:
     """Return the transformation or device that hides the numbers of tensors from a call that reads them, or None."""
-    if torch.compiler.is_exporting():
+    if _EXPORTS is not None and _EXPORTS():
         return "torch.export"
     if torch.jit.is_tracing():  # it would record what was read as constants
         return "torch.jit.trace"
