@@ -26,8 +26,8 @@ __all__ = [
     "has_kernels",
     "has_tangent",
     "hidden_by",
-    "in_main_memory",
     "in_memory",
+    "in_plain_memory",
     "is_plain",
     "is_transformed",
     "make_attention",
@@ -110,7 +110,7 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     return is_plain(given) and all(tensor.device.type == "cpu" for tensor in given)
 
 
-def in_main_memory(tensors: tuple[Any, ...]) -> bool:
+def in_plain_memory(tensors: tuple[Any, ...]) -> bool:
     """Tell whether tensors are plain numbers in main memory, followed by a gradient or not."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import levattn
-from levattn.cli.streams import encodable, forget
+from levattn.cli.streams import drop_rest, encodable
 from levattn.io.common import printable
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def report(message: str) -> None:
         sys.stderr.write(f"levattn: {printable(' '.join(message.split()))}\n")
         sys.stderr.flush()
     except OSError:
-        forget(sys.stderr)
+        drop_rest(sys.stderr)
 
 
 def of_system(error: OSError) -> str:

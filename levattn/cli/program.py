@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import levattn
 from levattn.cli.output import CLOSED, INTERRUPTED, WRONG_COMMAND_LINE, fail, of_system, report
-from levattn.cli.streams import encodable, forget, is_broken, prepare_streams
+from levattn.cli.streams import drop_rest, encodable, is_broken, prepare_streams
 
 __all__ = ["Command", "new_app"]
 
@@ -165,10 +165,10 @@ def _errors_in_one_line() -> Iterator[None]:
         sys.stdout.flush()
     except SystemExit:  # with a status of its own
         if is_broken(sys.stdout):
-            forget(sys.stdout)
+            drop_rest(sys.stdout)
         raise
     except BrokenPipeError:
-        forget(sys.stdout)
+        drop_rest(sys.stdout)
         sys.exit(CLOSED)
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
@@ -176,7 +176,7 @@ def _errors_in_one_line() -> Iterator[None]:
         fail("not enough memory; give a smaller file or fewer --tokens")
     except OSError as error:
         if is_broken(sys.stdout):
-            forget(sys.stdout)
+            drop_rest(sys.stdout)
         fail(of_system(error))
     except (ValueError, ImportError) as error:
         fail(str(error))

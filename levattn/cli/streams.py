@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["IN_LETTERS", "encodable", "forget", "is_broken", "prepare_streams"]
+__all__ = ["IN_LETTERS", "drop_rest", "encodable", "is_broken", "prepare_streams"]
 
 # What stands for a character that a stream cannot encode; any other is shown by its number, as Python escapes it.
 IN_LETTERS = {
@@ -76,7 +76,7 @@ def is_broken(stream: Any) -> bool:
     return False
 
 
-def forget(stream: Any) -> None:
+def drop_rest(stream: Any) -> None:
     """Drop the buffered text of a stream, because Python would try to write it at exit, and change the status."""
     with suppress(OSError, ValueError):  # a stream without a number has no such end
         null = os.open(os.devnull, os.O_WRONLY)

@@ -141,8 +141,8 @@ class Recurrent(Layer[C]):
             If an argument is not a tensor, `cache` is of another class, or offsets are not whole numbers.
         ValueError
             If shapes do not match, options of the call exclude each other, or a layer with a cache is not causal. Also
-            if a sequence has more positions than the position biases of the layer, if no part of the layer reads the
-            given positions, or if ``torch.utils.checkpoint`` repeats a call with a cache.
+            if a sequence has more positions than the position biases of the layer, or no part of the layer reads the
+            given positions. The same holds if ``torch.utils.checkpoint`` repeats a call with a cache.
         """
         return self._called(x, mask, offsets, cache, positions)
 

@@ -20,6 +20,20 @@ __all__ = ["mixture_back_tasks"]
 
 
 @helper
+def _load(like, view, item, head, low, positions, rows, X, panels):
+    """Read the rows of a block to an array and as rows of panels, with zeros behind them."""
+    n = X.shape[1]
+    for i in range(TILE_ROWS):
+        if i < rows:
+            source = as_pointer(row_at_view(view, item, head + i // positions, low + i % positions), like)
+            for k in range(n):
+                X[i, k] = source[k]
+        else:
+            clear(X, i * n, n)
+        pack_row(X[i], like.dtype.type(1), n, panels, i)
+
+
+@helper
 def _turned(X, columns, to_at):
     """Write the first columns of a block of rows as rows."""
     size = X.itemsize
@@ -91,19 +105,8 @@ def mixture_back_tasks(
             panel = edges[0, low] // width
             start, end = panel * width, larger(edges[0, low], edges[1, high - 1])
             padded = (end - start + width - 1) // width * width if end > edges[0, low] else 0
-            for i in range(TILE_ROWS):
-                if i >= rows:
-                    clear(rows_q, i * d, d)
-                    clear(rows_y, i * D, D)
-                else:
-                    source = as_pointer(row_at_view(q_view, item, head + i // positions, low + i % positions), like)
-                    for k in range(d):
-                        rows_q[i, k] = source[k]
-                    source = as_pointer(row_at_view(y_view, item, head + i // positions, low + i % positions), like)
-                    for k in range(D):
-                        rows_y[i, k] = source[k]
-                pack_row(rows_q[i], like.dtype.type(1), d, panel_q, i)
-                pack_row(rows_y[i], like.dtype.type(1), D, panel_y, i)
+            _load(like, q_view, item, head, low, positions, rows, rows_q, panel_q)
+            _load(like, y_view, item, head, low, positions, rows, rows_y, panel_y)
             roles, log_weights = role[item if len(role) else 0], log_weight[item if len(log_weight) else 0]
             fill_block(bias[item], near, start, end, padded, roles, log_weights, -np.inf, shift, names, weight, logs)
             whole = whole_tiles(rows)

@@ -90,11 +90,11 @@ def mixture_gradients(x: PrunedArguments, dY: Any) -> tuple[Any, ...]:
     if x.q.size and call.widest:
         ends = np.maximum(begins, edges[1, np.array(cuts[1:]) - 1])
         rows[1:] = np.cumsum(ends - begins + width + TILE_ROWS)
-    dY, room = _readable(dY), {"turned": {}}
+    dY, room, other = _readable(dY), dict[str, Any](), dict[str, Any]()
     key_panels, _, bias = call.slot_panels(room)
-    value_panels, key_rows, _ = call.slot_panels(room["turned"], turned=True)
+    value_panels, key_rows, _ = call.slot_panels(other, turned=True)
     near_keys, _ = call.near_panels(room)
-    near_values, near_rows = call.near_panels(room["turned"], turned=True)
+    near_values, near_rows = call.near_panels(other, turned=True)
     deep, high = (width * _panels(columns, size) for columns in (d, D))
     slots = bias.shape[1] + TILE_ROWS
     found = tuple(np.zeros((b, parts, slots, columns), kind) for columns in (deep, high))
@@ -208,8 +208,8 @@ class _Call:
 
     def work(self, bias: Any) -> float:
         """Return the multiply-adds of the outputs."""
-        numbers = bias.shape[1] + self.widest
-        return float(math.prod(self.x.q.shape[:3])) * numbers * (self.x.q.shape[3] + self.x.values.shape[2])
+        numbers: int = bias.shape[1] + self.widest
+        return float(math.prod(self.x.q.shape[:3]) * numbers * (self.x.q.shape[3] + self.x.values.shape[2]))
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:

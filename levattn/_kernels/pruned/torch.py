@@ -22,10 +22,10 @@ from levattn._kernels.pruned.torch_memory import (
     levels,
     merged,
     mixed,
+    on_memory,
     places,
     radii,
     row_moments,
-    without_gradient,
 )
 from levattn._kernels.tensors import has_kernels, has_tangent, is_transformed, memory_of, tensor_of
 
@@ -156,7 +156,7 @@ class _Slots:
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return the cluster of each row, (b, n), and its squared distance to the center."""
     if X.device.type != "cuda" or not has_kernels(X) or is_transformed(X) or torch.compiler.is_compiling():
-        return cast(tuple[Any, Any], without_gradient("cluster", X, weight, R, iterations))
+        return cast(tuple[Any, Any], on_memory("cluster", X, weight, R, iterations))
     picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
     return from_rows(X, weight, picks, iterations)
 

@@ -14,17 +14,17 @@ import torch
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.contract import PrunedArguments, PrunedGradients, Summaries, differentiable, mapped
-from levattn._kernels.tensors import in_main_memory, memory_of, tensor_of
+from levattn._kernels.tensors import in_plain_memory, memory_of, tensor_of
 
-__all__ = ["is_read", "levels", "merged", "mixed", "places", "radii", "row_moments", "without_gradient"]
+__all__ = ["is_read", "levels", "merged", "mixed", "on_memory", "places", "radii", "row_moments"]
 
 
-def without_gradient(name: str, *given: Any) -> Any:
+def on_memory(name: str, *given: Any) -> Any:
     """Return the result of a kernel that has no gradient, on the memory of plain tensors, else of its definition."""
     tensors: list[Any] = []
     for argument in given:
         mapped(argument, tensors.append)
-    if not in_main_memory(tuple(tensors)) or any(tensor.requires_grad for tensor in tensors):
+    if not in_plain_memory(tuple(tensors)) or any(tensor.requires_grad for tensor in tensors):
         return getattr(definition, name)(*given)
     read = [mapped(argument, memory_of) for argument in given]
     found = getattr(kernels_for("pruned", next(x for x in map(memory_of, tensors))), name)(*read)
@@ -33,28 +33,28 @@ def without_gradient(name: str, *given: Any) -> Any:
 
 def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     """Return weighted means by label, (b, R)."""
-    return without_gradient("levels", labels, values, weight, R)
+    return on_memory("levels", labels, values, weight, R)
 
 
 def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
     """Return bounds (b, R) of the distances of members of summaries from their means."""
-    return without_gradient("radii", labels, items, item_radii, summaries)
+    return on_memory("radii", labels, items, item_radii, summaries)
 
 
 def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
     """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64."""
-    return cast(tuple[Any, Any], without_gradient("row_moments", X, squares))
+    return cast(tuple[Any, Any], on_memory("row_moments", X, squares))
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
-    return cast(tuple[Any, Any], without_gradient("places", K, origin, root, query))
+    return cast(tuple[Any, Any], on_memory("places", K, origin, root, query))
 
 
 def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     """Return R summaries of items."""
     others = labels, log_weight, items.weight, items.offset, items.count
-    if not in_main_memory((*others, items.keys, items.values)) or any(array.requires_grad for array in others):
+    if not in_plain_memory((*others, items.keys, items.values)) or any(array.requires_grad for array in others):
         return definition.merged(labels, log_weight, items, R)
     return Summaries(*_Merged.apply(items.keys, items.values, *others, R))
 
@@ -98,7 +98,7 @@ def is_read(x: PrunedArguments) -> bool:
     """Tell whether kernels read a mixture, and have all of its gradients."""
     arrays = _arrays(x)
     constant = arrays[len(differentiable(x)) :]
-    return in_main_memory(tuple(arrays)) and not any(x is not None and x.requires_grad for x in constant)
+    return in_plain_memory(tuple(arrays)) and not any(x is not None and x.requires_grad for x in constant)
 
 
 def _changed(x: PrunedArguments, arrays: Any) -> PrunedArguments:
@@ -135,7 +135,7 @@ class _Mixture(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dY: Any, _: Any) -> tuple[Any, ...]:
         arrays, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled() or not in_main_memory((dY,)):
+        if torch.is_grad_enabled() or not in_plain_memory((dY,)):
             return None, *_again(ctx.form, arrays, wanted, dY)
         read = mapped(_changed(ctx.form, arrays), memory_of)
         found = cast(PrunedGradients, kernels_for("pruned", read.q)).mixture_gradients(read, memory_of(dY))

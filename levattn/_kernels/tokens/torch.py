@@ -39,8 +39,8 @@ def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums |
         # products of gradients of float32 may leave its range; not every other device has float64
         wide = torch.float64 if has_kernels(x.W) else kind
         W, temperature, offset = (part if part is None else part.to(wide) for part in tensors)
-        parts = {"W": W, "temperature": temperature, "offset": offset, "state": _state_on(W, x.state)}
-        return definition.forward(replace(x, **parts, offsets=_bounds(x)))[0].to(kind), sums
+        held = replace(x, W=W, temperature=temperature, offset=offset, offsets=_bounds(x), state=_state_on(W, x.state))
+        return definition.forward(held)[0].to(kind), sums
     if is_plain(tensors):
         held = _in_memory(x)
         return _laid_out(_table(held).forward(held)[0]), sums

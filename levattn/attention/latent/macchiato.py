@@ -223,12 +223,9 @@ def macchiato(
     given = stack_arguments(of_queries | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, lengths, q.shape[-2])
     refuse_packed(bounds, state, return_state)
-    stacks, present, order = given.stacks, given.mask, None
-    if present is not None:
-        order = masked_first(present, bounds)
-        stacks = tuple(rows_of_items(x, order) for x in stacks)
-        present = rows_of_items(present[..., None], order)[..., 0]
-    queries, *logits, keys, values = stacks
+    order = None if given.mask is None else masked_first(given.mask, bounds)
+    queries, *logits, keys, values = (x if order is None else rows_of_items(x, order) for x in given.stacks)
+    present = None if order is None else rows_of_items(given.mask[..., None], order)[..., 0]
     Q, K, gates = (_spread(x, heads.group) for x in logits)
     seen = new = _Positions(keys, values, K, present)
     latents, batch = None, heads.leading(given.batch)
@@ -241,11 +238,7 @@ def macchiato(
     ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
     before = state_stacks(latents, batch, None, K, values)
     Y = _mixed(Q, read, gates[..., 0], near, some, ahead=ahead, offsets=bounds, state=before)
-    if present is not None:
-        xp = namespace_of(Y)
-        Y = xp.where(present[:, None, :, None], Y, xp.zeros_like(Y))
-        Y = rows_of_items(Y, xp.argsort(order, axis=1))
-    result = heads.joined(given.give_back(Y))
+    result = heads.joined(given.give_back(Y if order is None else _in_place(Y, present, order)))
     if not return_state:
         return result
     if latents is None:
@@ -257,6 +250,13 @@ def macchiato(
         overlap=overlap,
         positions=q.shape[-2] + (0 if state is None else state.positions),
     )
+
+
+def _in_place(Y: Any, present: Any, order: Any) -> Any:
+    """Return the rows of an output in the order of the call, with zeros for masked positions."""
+    xp = namespace_of(Y)
+    Y = xp.where(present[:, None, :, None], Y, xp.zeros_like(Y))
+    return rows_of_items(Y, xp.argsort(order, axis=1))
 
 
 def check_overlap(overlap: Any) -> None:

@@ -201,7 +201,7 @@ def _stepped(
 
 def _cut(rule: SelectionRule, begin: int, arrays: tuple[Any, ...]) -> list[Any]:
     """Return the parts of tensors (..., T, d) between selections; their first row is at position `begin`."""
-    T, sizes = arrays[0].shape[-2], []
+    T, sizes = arrays[0].shape[-2], list[int]()
     while sum(sizes) < T:
         at = sum(sizes)
         sizes.append(min(T - at, rule.until_selection(begin + at)))
