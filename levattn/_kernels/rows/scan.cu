@@ -20,14 +20,13 @@ __global__ void __launch_bounds__(THREADS)
     const Reader<Key> reader KEY_READER;
     const int place = blockIdx.y * together + threadIdx.x % together, apart = THREADS / together;
     const long long item = before + blockIdx.z;
-    const Column<Key> column(reader, item, place);
     const long long start = (long long)blockIdx.x * block_rows, stop = min(start + block_rows, n);
     // NaN is taken over, and stays
     const auto combined = [](double a, double b) { return !largest ? a + b : a != a || b <= a ? a : b; };
     double mine = 0;
 #pragma unroll 4
     for (long long row = start + threadIdx.x / together; row < stop; row += apart) {
-        const double x = column.template read<double>(row);
+        const double x = place < d ? reader.template read<double>(item, row, place) : 0;
         mine = combined(mine, largest ? fabs(x) : x);
     }
     found[threadIdx.x] = mine;
