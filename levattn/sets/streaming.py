@@ -307,7 +307,6 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             self._stream = self._stream.settled()
         return self._stream
 
-    @locked
     @where_arrays_are
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> StreamingUniversalSet:
         """Add a chunk of keys.
@@ -343,22 +342,23 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         """
         matrices, rows = readable(K, mask)
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
-        if self._stream is None:
-            warn_of_axes(matrices, chunk=True)
-            stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
-        else:
-            stream = self._stream.copy()
-            stream.form.require(ChunkForm.of(matrices, payloads), "K")
-        index = RowNumbers(self._next_row, matrices.n)
-        before = stream.seen
-        try:
-            stream.push(rows, index, *payloads)
-        except FloatingPointError:
-            refuse_nonfinite(rows, before)
-        stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
-        stop = self._next_row + matrices.n
-        spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
-        self._stream, self._spans, self._next_row = stream, spans, stop
+        with lock_of(self):
+            if self._stream is None:
+                warn_of_axes(matrices, chunk=True)
+                stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
+            else:
+                stream = self._stream.copy()
+                stream.form.require(ChunkForm.of(matrices, payloads), "K")
+            index = RowNumbers(self._next_row, matrices.n)
+            before = stream.seen
+            try:
+                stream.push(rows, index, *payloads)
+            except FloatingPointError:
+                refuse_nonfinite(rows, before)
+            stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
+            stop = self._next_row + matrices.n
+            spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
+            self._stream, self._spans, self._next_row = stream, spans, stop
         return self
 
     @locked_with

@@ -14,7 +14,7 @@ from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.serialize import StoredState, shaped, whole
-from levattn._core.state import locked, locked_with
+from levattn._core.state import lock_of, locked, locked_with
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
@@ -204,7 +204,6 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
     def _held_array(self) -> Any:
         return self._sums
 
-    @locked
     @where_arrays_are
     def update(self, K: Any, row_start: int | None = None, mask: Any = None) -> SketchedRows:
         """Add a chunk of rows.
@@ -237,10 +236,11 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
                 f"and d = {self.d}"
             )
-        start = self.next_row if row_start is None else row_start
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        sums = unscaled_sketch(self.sketch, rows, start)
-        self._take(sums, matrices.n, int(start) + matrices.n)
+        with lock_of(self):
+            start = self.next_row if row_start is None else row_start
+            sums = unscaled_sketch(self.sketch, rows, start)
+            self._take(sums, matrices.n, int(start) + matrices.n)
         return self
 
     @locked_with

@@ -55,8 +55,8 @@ class BlockSums:
             refuse_nonfinite(rows, before)
         self._held, self._weight = (sums, tail), self._weight + gained
 
-    def _settled(self) -> tuple[GramAccumulator, BlockBuffer | None]:
-        """Return the sums, with all whole blocks, and the rows that wait."""
+    def settle(self) -> tuple[GramAccumulator, BlockBuffer | None]:
+        """Add all whole blocks to the sums, and return the sums and the rows that wait."""
         sums, tail = self._held
         if tail is not None and tail.count >= BLOCK:
             sums, tail = sums.copy(), tail.copy()
@@ -65,7 +65,7 @@ class BlockSums:
         return sums, tail
 
     def _parts(self) -> tuple[GramAccumulator, Rows]:
-        sums, tail = self._settled()
+        sums, tail = self.settle()
         return sums, (tail or BlockBuffer(self._b, self._d, "float64")).rows
 
     def _total(self) -> tuple[DoubleDouble, Exponents]:
@@ -109,7 +109,7 @@ class BlockSums:
 
     def merge(self, other: BlockSums, _count: npt.NDArray[np.int64]) -> None:
         """Add another's rows."""
-        (sums, tail), (_, its) = self._settled(), other._held
+        (sums, tail), (_, its) = self.settle(), other._held
         if its is not None and tail is None:
             tail = BlockBuffer(self._b, self._d, its.rows.format)
         total = other._total()
@@ -120,7 +120,7 @@ class BlockSums:
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return the fields and arrays for `from_parts`."""
-        sums, tail = self._settled()
+        sums, tail = self.settle()
         fields, arrays = sums.parts()
         arrays |= {"weight": self._weight}
         if tail is not None:

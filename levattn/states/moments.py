@@ -13,7 +13,7 @@ from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
-from levattn._core.state import locked, locked_with, twin
+from levattn._core.state import lock_of, locked, locked_with, twin
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
@@ -171,7 +171,6 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums.rows = most
         return self
 
-    @locked
     @where_arrays_are
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
         """Add a chunk of keys.
@@ -230,9 +229,10 @@ class Moments(StoredState, name="Moments", version=2):
                 f"and d = {self.d}"
             )
         present = present_rows(rows)
-        sums = twin(self._sums)
-        sums.add(rows, weights, present)
-        self._sums, self.count = sums, self.count + present.reshape(self.batch)
+        with lock_of(self):
+            count = self.count + present.reshape(self.batch)
+            self._sums.add(rows, weights, present)
+            self.count = count  # at once: neither an interrupt nor a fork comes between a change and a store
 
     @where_arrays_are
     def read(self) -> Any:
@@ -243,7 +243,7 @@ class Moments(StoredState, name="Moments", version=2):
         array of float64, shape (..., d, d), or (..., d) if `diagonal`
             Symmetric, zero where there was no key. Infinite where the square of a column's norm is beyond float64.
         """
-        return self._shaped(self._sums.read())
+        return self._shaped(self._settled().read())
 
     @where_arrays_are
     def factor(self) -> Factor:
@@ -256,7 +256,21 @@ class Moments(StoredState, name="Moments", version=2):
         levattn.linalg.Factor
             For all matrices of the batch, in order.
         """
-        return self._sums.factor()
+        return self._settled().factor()
+
+    def _settled(self) -> BlockSums | RunningSums:
+        """Return the sums so far, which stay as they are."""
+        if isinstance(self._sums, RunningSums):
+            return self._sums  # of which a read takes one part, which is replaced at once
+        with lock_of(self):
+            self._sums.settle()
+            return twin(self._sums)
+
+    def _snapshot(self) -> Moments:
+        with lock_of(self):
+            other = twin(self)
+            other._sums = twin(self._sums)
+        return other
 
     @locked_with
     def merge(self, other: Moments) -> Moments:
@@ -278,9 +292,9 @@ class Moments(StoredState, name="Moments", version=2):
             If the states were made for different shapes or forms, or saw keys of different dtypes.
         """
         self.check(other)
-        sums = twin(self._sums)
-        sums.merge(other._sums, other.count.reshape(-1))  # type: ignore[arg-type]
-        self._sums, self.count = sums, self.count + other.count
+        count = self.count + other.count
+        self._sums.merge(other._sums, other.count.reshape(-1))  # type: ignore[arg-type]
+        self.count = count
         return self
 
     def check(self, other: Any) -> None:

@@ -210,7 +210,8 @@ def _rounding(Q: Any, K: Any, V: Any, dtype: Any, options: dict[str, Any]) -> tu
     Sums are off by some units, and exponentials by as many as their exponents are large. Dense outputs have no
     error, because errors are distances from them.
     """
-    q, *sizes = (lengths(_float64(array)) for array in (Q, K, V))
+    with np.errstate(over="ignore"):
+        q, *sizes = (lengths(_float64(array)) for array in (Q, K, V))
     if options.get("mask") is not None:
         there = to_numpy(dense_array("mask", options["mask"]))
         sizes = [np.where(there, each, 0.0) for each in sizes]
