@@ -15,7 +15,10 @@ from hypothesis import HealthCheck, settings
 import specializations
 import strategies
 import tiers
+from cli_program import program
 from emulator import device
+
+__all__ = ["program"]  # a fixture of several files
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
 

@@ -81,7 +81,7 @@ def factorize(
                 "rtol": rtol,
             }
             factor = factorize(made, method=method, single=single, scores_only=scores_only, **options)
-            return factor if ridge else _among(factor, matrices, mask, places)
+            return factor if ridge or scores_only else _among(factor, matrices, mask, places)
     rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space

@@ -192,6 +192,6 @@ def test_sums_carry_the_space_of_their_rows() -> None:
 
 def test_independent_columns_take_no_residues() -> None:
     state = Moments(6).update(np.random.default_rng(0).standard_normal((5000, 6)))
-    (span,) = state._sums._settled()[0].spans  # type: ignore[union-attr]
+    (span,) = state._sums.settle()[0].spans  # type: ignore[union-attr]
     assert span.units.all()
     assert len(span.basis) == 0
