@@ -32,6 +32,9 @@ def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
 
     ``tensor.numpy()`` would do the same, but it forbids for good to resize the memory, as FSDP does with parameters.
     """
+    torch = sys.modules["torch"]
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor._is_zerotensor():
+        return np.asarray(tensor.detach().numpy())  # refuses tensors that have no memory of their own
     kind = _kind_of_numbers(tensor.dtype)
     memory = _Memory.from_address(tensor.data_ptr())
     memory.tensor = tensor

@@ -307,6 +307,8 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
             if int(places.min()) < 0:
                 raise ValueError(f"positions has {int(places.min())}; expected whole numbers of at least 0")
             self._refuse_longer(int(places.max()) + 1)
+        else:  # an index below 0 would count from the end
+            places = torch.where(places < 0, self.position_bias.shape[1], places)
         found = self.position_bias[:, places]
         return found if found.ndim == 2 else found.transpose(0, 1)
 

@@ -136,6 +136,25 @@ def test_arrays_of_other_libraries_and_leading_axes(storage: str) -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize(
+    ("queries", "keys", "mask", "errors"),
+    [
+        ((60, 4), (1, 50, 4), None, (1,)),
+        ((2, 60, 4), (3, 2, 50, 4), None, (3, 2)),
+        ((1, 2, 60, 4), (3, 1, 50, 4), None, (3, 1)),
+        ((2, 60, 4), (2, 50, 4), (3, 1, 50), (3, 2)),
+    ],
+)
+def test_keys_and_masks_may_have_leading_axes_that_queries_lack(
+    queries: Any, keys: Any, mask: Any, errors: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    Q, K, V = (rng.standard_normal(shape) for shape in (queries, keys, (*keys[:-1], 3)))
+    options = {} if mask is None else {"mask": rng.random(mask) < 0.9}
+    found = pruned_coverage(Q, K, V, budget=0.3, coverage=0.8, rng=0, **options)
+    assert np.shape(found.error) == errors
+
+
 def test_tensors_with_gradients_and_of_narrow_numbers() -> None:
     arrays = heads(4)
     expected = pruned_coverage(*arrays, coverage=0.8, budget=0.3)

@@ -345,3 +345,15 @@ def test_numpy_arrays_go_where_another_is(storage: str, lay: Any) -> None:
     assert np.array_equal(as_float64(there), array)
     assert there is array or storage != "float64"
     assert dtype_name(arrays.to_device(np.arange(3) > 1, like)) == "bool"
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", ["wrapper", "zeros"])
+def test_tensors_without_memory_of_their_own_are_refused(kind: str) -> None:
+    import torch
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    K = torch.ones(50, 3)
+    given = TwoTensor(K, K.clone()) if kind == "wrapper" else torch._efficientzerotensor((50, 3))  # type: ignore[attr-defined]
+    with pytest.raises((RuntimeError, TypeError)):
+        levattn.leverage_scores(given)

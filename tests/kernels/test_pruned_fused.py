@@ -494,3 +494,9 @@ def test_certificates_come_from_wide_products(calls: list[Any]) -> None:
     assert Y.dtype == torch.bfloat16
     assert set(calls) == {torch.float32}
     assert bool((certificate.captured_lower <= certificate.captured_upper).all())
+
+
+def test_an_empty_batch_has_empty_gradients() -> None:
+    leaves = [torch.randn(0, 1, 20, 3).requires_grad_() for _ in range(3)]
+    pruned_attention(*leaves, size=4, summaries=3).sum().backward()
+    assert all(leaf.grad is None or leaf.grad.shape == leaf.shape for leaf in leaves)

@@ -352,3 +352,13 @@ UNREADABLE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
 def test_released_weights_that_are_none_are_named(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         TokenStatistics.from_released(*given)
+
+
+def test_negative_positions_are_errors_in_a_compiled_call_as_well() -> None:
+    layer, x = TokenStatistics(8, heads=2, positions=20), torch.randn(1, 4, 8)
+    places = torch.arange(4) - 1
+    with pytest.raises(ValueError, match="positions has -1"):
+        layer(x, positions=places)
+    compiled = torch.compile(lambda x, places: layer(x, positions=places), backend="eager", fullgraph=True)
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(x, places)

@@ -79,7 +79,9 @@ class _Merged(torch.autograd.Function):  # type: ignore[misc]
         factor = torch.where(labels >= 0, log_weight.exp(), 0)[..., None]
         b, R, _ = given[1].shape
         at = (labels.clamp(min=0) + R * torch.arange(b)[:, None]).flatten()
-        rows = (x.reshape(b * R, x.shape[-1]).index_select(0, at).reshape(*labels.shape, -1) for x in given[1:3])
+        rows = (
+            x.reshape(b * R, x.shape[-1]).index_select(0, at).reshape(*labels.shape, x.shape[-1]) for x in given[1:3]
+        )
         return *(factor.to(x.dtype) * x for x in rows), *(None,) * 6
 
 

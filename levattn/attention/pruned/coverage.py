@@ -174,7 +174,7 @@ def pruned_coverage(
     options |= {"window": 0, "queries": sample}
     dense = pruned_attention(tests, K, V, budget=1.0, **options)
     groups = max(array.shape[-3] if array.ndim > 2 else 1 for array in (K, V))
-    rounding = _rounding(tests, K, V, dense.dtype, options)
+    rounding = _rounding(tests, K, V, dense, options)
     errors = np.stack(
         [
             _errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups, rounding[share == 1])
@@ -204,7 +204,7 @@ def _rows(Q: Any, places: Any) -> Any:
     return xp.take(Q, xp.asarray(places, device=device_of(Q)), axis=-2)
 
 
-def _rounding(Q: Any, K: Any, V: Any, dtype: Any, options: dict[str, Any]) -> tuple[Float64, Float64]:
+def _rounding(Q: Any, K: Any, V: Any, dense: Any, options: dict[str, Any]) -> tuple[Float64, Float64]:
     """Return a bound (..., H, m) of the rounding of outputs, as `bounded` reckons it, and zeros for dense ones.
 
     Sums are off by some units, and exponentials by as many as their exponents are large. Dense outputs have no
@@ -221,11 +221,11 @@ def _rounding(Q: Any, K: Any, V: Any, dtype: Any, options: dict[str, Any]) -> tu
             np.repeat(each, q.shape[-2] // each.shape[-2], axis=-2) if each.ndim > 1 else each for each in (key, value)
         )
     power = exponent_of(options.get("f", "softmax"))
-    unit, step = _DIGITS["float64" if _name_of(dtype) == "float64" else "float32"]
+    unit, step = _DIGITS["float64" if _name_of(dense.dtype) == "float64" else "float32"]
     with np.errstate(over="ignore"):
         exponents = abs(check_scale(options.get("scale"), Q.shape[-1])) * q * key if power is None else power
         found = np.where(value > 0, unit * (64 + 8 * exponents) * value + step * (V.shape[-2] + 2) * V.shape[-1], 0.0)
-    found = np.broadcast_to(found, q.shape)
+    found = np.broadcast_to(found, tuple(dense.shape[:-1]))
     return found, np.zeros_like(found)
 
 
