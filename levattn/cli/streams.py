@@ -43,7 +43,6 @@ def prepare_streams() -> None:
     A closed one must have a place: otherwise the next file that is opened would get its number. Writing to a closed
     standard output stays an error, which comes with the first character. Nothing is missed on a closed standard error.
     """
-    codecs.register_error(_HANDLER, _plainly)
     for name, mode, access in (
         ("stdin", "r", os.O_RDONLY),
         ("stdout", "w", os.O_RDONLY),
@@ -95,3 +94,6 @@ def _plainly(error: UnicodeError) -> tuple[str | bytes, int]:
         return escaped, after
     spaces = len(text[after:]) - len(text[after:].lstrip(" "))
     return plain, after + max(0, min(len(plain) - 1, spaces - 2))
+
+
+codecs.register_error(_HANDLER, _plainly)

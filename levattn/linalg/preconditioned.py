@@ -101,13 +101,12 @@ def decompose(R: Float64, penalty: Float64, cut: float, keys: Rows | None = None
     Equal rows are rounded alike, so noise grows with their number. Where `keys` are given, their exact rank tells
     small singular values from noise.
     """
+    some = np.any(R != 0, axis=0) | (penalty > 0)
+    if not some.all():
+        return (yield from _of_columns(decompose(R[:, some], penalty[some], cut, keys), some))
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
     c = column_norms(R)
-    some = np.asarray(c > 0)
-    if not some.all():
-        penalty = np.zeros(np.count_nonzero(some))
-        return (yield from _of_columns(decompose(R[:, some], penalty, cut, keys), some))
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
     if keys is not None and live.any() and s[live].min() < _NOISE * s.max():

@@ -209,7 +209,8 @@ def ridge_penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
     largest = np.max(true, axis=1, keepdims=True, initial=0.0)
     relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
     # beside a column that is smaller than all others by as much as this, or zero, no larger one changes a score
-    sizes = np.minimum(largest * scale, 2.0**500)
+    with np.errstate(over="ignore"):
+        sizes = np.minimum(largest * scale, 2.0**500)
     return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * sizes**2)
 
 

@@ -177,6 +177,8 @@ def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     """Do the same as `_columns` for sparse keys, without all of a dense copy."""
     present = np.arange(rows.shape[1]) if rows.mask is None else np.flatnonzero(rows.mask[0])
     keys = rows.keys.take(present)
+    if not keys.entries()[1].all():
+        keys = keys.transposed().transposed()  # without entries that are zero
     alone, left = _one_by_one(keys, largest)
     of_columns = keys.take(left).transposed()
     rest = np.flatnonzero(of_columns.counts)
@@ -235,23 +237,27 @@ def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
 
 def folded(rows: Rows, largest: Float64) -> Rows:
     """Return dense keys with as many columns as rows that have the products of sparse keys, up to a scale."""
-    n, top = rows.shape[1], np.frexp(np.max(largest, initial=0.0))[1]
+    n, powers = rows.shape[1], np.zeros(rows.shape[2], np.int32)
+    if rows.scale is not None:  # a ridge is of the columns as they were
+        powers = np.frexp(rows.scale[0])[1] - 1
+    top = np.max((np.frexp(largest[0])[1] - powers)[largest[0] > 0], initial=-1100)
     of_columns, shift, R = rows.keys.transposed(), rows.shift, np.zeros((n, n))
     if shift is None:  # columns with one entry in the same row are one column
         alone = np.flatnonzero(of_columns.counts == 1)
         places, values = of_columns.take(alone).entries()
-        values = np.ldexp(values.astype(np.float64), -top)
-        if rows.mask is not None:
+        values = values.astype(np.float64)
+        if rows.mask is not None:  # before they are scaled, as they may be too large for it
             values[~rows.mask[0][places]] = 0.0
+        values = np.ldexp(values, -top)
         np.fill_diagonal(R, np.sqrt(np.bincount(places, values**2, minlength=n)))
         of_columns = of_columns.take(np.flatnonzero(of_columns.counts > 1))
     step = max(2 * n, _NUMBERS // n)
     for start in range(0, len(of_columns.counts), step):
         part = slice(start, start + step)
         keys = np.ascontiguousarray(of_columns[:, part, :].to_dense().transpose(0, 2, 1))
-        scale = None if rows.scale is None else rows.scale[:, part]
+        scale, own = (None, 0) if rows.scale is None else (rows.scale[:, part], powers[part])
         some = replace(rows, keys=keys, shift=None if shift is None else shift[:, :, part], scale=scale)
-        R = np.asarray(np.linalg.qr(np.vstack([R, np.ldexp(as_read(some), -top).T]), mode="r"))
+        R = np.asarray(np.linalg.qr(np.vstack([R, np.ldexp(as_read(some), -top - own).T]), mode="r"))
     return Rows(np.ascontiguousarray(R.T)[None], "float64", rows.mask)
 
 

@@ -183,6 +183,7 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
             f"queries are Moments of d = {moments.d} and K has d = {keys.d}; expected the same number, or one more. "
             "A last column of ones adds the mean"
         )
+    moments = moments._snapshot()  # all of one time
     G, weight = to_numpy(moments.read()), to_numpy(moments.weight)
     if not np.isfinite(G).all() or not (weight > 0).all():
         raise ValueError(

@@ -365,8 +365,9 @@ def flat_sums(moments: Moments) -> tuple[Any, Any]:
 
 def apart_from_last(moments: Moments) -> Float64:
     """Return the second moment (b, d − 1, d − 1) of all columns but the last, less their projections to it."""
-    if isinstance(moments._sums, BlockSums):
-        return moments._sums.apart_from_last()
+    sums = moments._settled()
+    if isinstance(sums, BlockSums):
+        return sums.apart_from_last()
     G = to_numpy(moments.read()).reshape(-1, moments.d, moments.d)
     return np.asarray(G[:, :-1, :-1] - G[:, :-1, -1:] * (G[:, -1:, :-1] / G[:, -1:, -1:]))
 

@@ -184,3 +184,14 @@ def test_processes_with_closed_streams_and_a_posix_locale(tmp_path: Path) -> Non
         with np.load(tmp_path / "set.npz") as found:
             assert found["mask"].all()
         (tmp_path / "set.npz").unlink()
+
+
+def test_help_of_a_program_within_another_is_readable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import typer
+
+    from levattn.cli import build_app
+
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        typer.main.get_command(build_app()).main(["universal-set", "--help"], standalone_mode=False)
+        assert "epsilon" in (out.flush(), (tmp_path / "out").read_text("ascii"))[1]

@@ -292,6 +292,40 @@ def test_sparse_keys_have_a_ridge(kind: str, method: Any, dtype: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9 if dtype == "float64" else 1e-6, atol=1e-14)
 
 
+def test_stored_zeros_of_sparse_keys_are_no_entries() -> None:
+    found = scipy.sparse.csr_array(
+        (np.array([-1.0, 0, 1, 1, -1, -1]), np.array([2, 3, 0, 3, 0, 3]), np.array([0, 2, 4, 6])), shape=(3, 4)
+    )
+    np.testing.assert_allclose(levattn.leverage_scores(found), [1, 0.5, 0.5], rtol=DOUBLE)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n, d = rng.integers(1, 6), rng.integers(6, 12)
+        K = scipy.sparse.csr_array(rng.integers(-1, 2, (n, d)) * np.float64(1))
+        K.data[rng.random(len(K.data)) < 0.4] = 0.0
+        np.testing.assert_allclose(levattn.leverage_scores(K), naive.leverage_exact(K.toarray()), atol=1e-12)
+
+
+@pytest.mark.parametrize("stored", [np.asarray, strategies.csr])
+def test_a_ridge_is_of_columns_as_they_are_whatever_their_sizes(stored: Any) -> None:
+    K = np.random.default_rng(0).standard_normal((3, 6)) * [1e-290, 1e5, 1, 1, 1, 1]
+    X = K - K.mean(axis=0)
+    size = 0.1 * np.sum(X**2) / 6
+    expected = np.diag(X @ np.linalg.inv(X.T @ X + size * np.eye(6)) @ X.T)
+    found = levattn.leverage_scores(stored(K), ridge=0.1, center=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    one = stored(np.array([[-2.78e-215, -1.44e116]]))
+    np.testing.assert_allclose(levattn.leverage_scores(one, ridge=0.1), 1 / (1 + 0.1 / 2), rtol=1e-12)
+    far = stored(np.array([[1e-300, 0, 0], [0, 1e300, 0]]))
+    found = levattn.leverage_scores(far, ridge=1.0, mask=np.array([True, False]))
+    np.testing.assert_allclose(found, [0.75, 0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_a_ridge_of_tiny_keys_counts_beside_a_column_of_zeros(method: Any) -> None:
+    found = levattn.leverage_scores(np.array([[0.0, 1e-305]]), ridge=100.0, method=method)
+    np.testing.assert_allclose(found, 1 / 51, rtol=1e-9)
+
+
 def test_sparse_keys_that_are_not_finite_are_refused() -> None:
     for options in ({}, {"ridge": 0.1}, {"center": True}):
         K = scattered(9, 300, 3)

@@ -320,6 +320,25 @@ def test_states_that_take_in_one_another_do_not_wait_for_ever(name: str) -> None
             thread.outcome()
 
 
+def test_queries_that_another_thread_adds_are_of_one_time() -> None:
+    """The covariance comes from the moment, the mean and the number of the queries."""
+    rng = np.random.default_rng(0)
+    K, queries = rng.standard_normal((5, 3)), np.hstack([rng.standard_normal((500, 3)), np.ones((500, 1))])
+
+    def expected(state: Any) -> Any:
+        return levattn.expected_scores(K, state, f=4, samples=2)
+
+    for at in places(lambda: expected(Moments(4).update(queries)), 3):
+        state = Moments(4).update(queries)
+        _, added, _ = stopped(
+            lambda state=state: expected(state),  # type: ignore[misc]
+            at,
+            lambda state=state: state.update(queries),  # type: ignore[misc]
+        )
+        count = 500 if added is None else 1000  # the call may have fewer lines than the first one
+        assert (state.count, state.read()[3, 3]) == (count, count)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("name", KINDS)
