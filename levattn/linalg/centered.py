@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import on_cuda, to_device, to_float64, to_numpy
+from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.linalg.reading import require_finite
@@ -36,15 +36,21 @@ def means(rows: Rows) -> tuple[Float64, bool]:
     b, n, d = rows.shape
     counts, first = np.full(b, max(n, 1)), np.zeros(b, np.int64)
     if rows.mask is not None and n:
-        mask = to_numpy(rows.mask)
-        counts, first = np.maximum(np.count_nonzero(mask, axis=1), 1), np.argmax(mask, axis=1)
+        if on_cuda(rows.mask):  # numbers come to main memory, not the mask
+            xp = array_namespace(rows.mask)
+            flags = xp.astype(rows.mask, xp.uint8)
+            counts, first = to_numpy(xp.sum(flags, axis=1, dtype=xp.int64)), to_numpy(xp.argmax(flags, axis=1))
+        else:
+            mask = to_numpy(rows.mask)
+            counts, first = np.count_nonzero(mask, axis=1), np.argmax(mask, axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        origin = _rows_at(rows, first) if n and b else np.zeros((b, d))
-        return kernels_for("precise", origin).mean_parts(origin, rows.sums_apart(origin), counts.astype(np.float64))
+        origin = np.where(counts[:, None] > 0, _rows_at(rows, first), 0.0) if n and b else np.zeros((b, d))
+        divisors = np.maximum(counts, 1).astype(np.float64)
+        return kernels_for("precise", origin).mean_parts(origin, rows.sums_apart(origin), divisors)
 
 
 def _rows_at(rows: Rows, places: npt.NDArray[np.int64]) -> Float64:
-    """Return one row of each matrix, with its scale, (b, d); zeros in place of a masked row."""
+    """Return one row of each matrix, with its scale, (b, d)."""
     at = int(places[0])
     if np.all(places == at):
         found = to_float64(rows.keys[:, at : at + 1, :], rows.format)[:, 0]
@@ -54,6 +60,4 @@ def _rows_at(rows: Rows, places: npt.NDArray[np.int64]) -> Float64:
     else:  # the standard has no such index
         each = (rows.keys[i : i + 1, at : at + 1, :] for i, at in enumerate(places.tolist()))
         found = np.concatenate([to_float64(one, rows.format)[:, 0] for one in each])
-    if rows.mask is not None:
-        found = np.where(to_numpy(rows.mask)[np.arange(len(places)), places][:, None], found, 0.0)
     return found if rows.scale is None else found * rows.scale

@@ -33,7 +33,7 @@ __device__ void put(const Reader<Key> &reader, long long item, long long start, 
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         const bool there = i * APART < count && column < reader.d;
-        to[i * APART * PITCH] = there ? reader.value(numbers[i], item, start + i * APART, column) : 0;
+        to[i * APART * PITCH] = there ? reader.template value<true>(numbers[i], item, start + i * APART, column) : 0;
     }
 }
 

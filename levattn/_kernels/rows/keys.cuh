@@ -52,13 +52,19 @@ struct Reader {
         return keys[item * item_stride + row * row_stride + column * column_stride];
     }
 
-    // What a coordinate stands for.
+    // What a coordinate stands for. With FRESH the parts of a shift are read each time: kept, they would spill registers.
+    template <bool FRESH = false>
     __device__ double value(Key number, long long item, long long row, int column) const {
         double x = (double)widen(number);
         if (!shift && !scale && !weights) return x;
         if (!takes_part(item, row)) return 0;
         if (scale) x *= scale[item * d + column];
-        if (shift) x = x - shift[3 * item * d + column] - shift[(3 * item + 1) * d + column];
+        if (shift && FRESH) {
+            const volatile double *const parts = shift + 3 * item * d + column;
+            x = x - parts[0] - parts[d];
+        } else if (shift) {
+            x = x - shift[3 * item * d + column] - shift[(3 * item + 1) * d + column];
+        }
         if (weights) x *= weights[item * weight_stride + row];
         return x;
     }
