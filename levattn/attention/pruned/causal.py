@@ -201,10 +201,10 @@ def _stepped(
 
 def _cut(rule: SelectionRule, begin: int, arrays: tuple[Any, ...]) -> list[Any]:
     """Return the parts of tensors (..., T, d) between selections; their first row is at position `begin`."""
-    T, sizes = arrays[0].shape[-2], list[int]()
-    while sum(sizes) < T:
-        at = sum(sizes)
+    T, at, sizes = arrays[0].shape[-2], 0, list[int]()
+    while at < T:
         sizes.append(min(T - at, rule.until_selection(begin + at)))
+        at += sizes[-1]
     return [iter(array.split(sizes, -2)) for array in arrays]
 
 
