@@ -284,9 +284,66 @@ class Truth:
 
 @dataclass(frozen=True, eq=False)
 class Centered(Truth):
-    """What is true of keys less their mean: of those that the mask (n,) leaves, and zeros in place of the others."""
+    """What is true of keys less their mean: of those that the mask (n,) leaves, and zeros in place of the others.
+
+    With H the projection on the columns of the keys as they are, a score is ``H_ii + r_i² / ‖r‖² - 1/n`` for the
+    residual ``r = 1 - H 1``: blocks stay apart. Where r is zero, a constant lies in the columns, and the keys are
+    centered and eliminated anew.
+    """
 
     mask: NDArray[np.bool_]
+
+    @cached_property
+    def _plain(self) -> Truth:
+        return Truth(self.K, self.Q)
+
+    @cached_property
+    def _residual(self) -> tuple[list[Whole], Fraction]:
+        """``D r - D`` of the keys of each block, D its denominator, and ‖r‖²."""
+        parts, size = [], Fraction(int(self.mask.sum()))
+        for block in self._plain._blocks:
+            sums = (block.counts[:, None] * block.rows).sum(axis=0)
+            solution = product(block.inverse, sums[:, None])
+            parts.append(-product(block.rows, solution)[:, 0])
+            size -= Fraction(int(product(sums[None], solution)[0, 0]), block.denominator)
+        return parts, size
+
+    @cached_property
+    def rank(self) -> int:
+        return self._plain.rank if self._residual[1] else super().rank
+
+    @cached_property
+    def condition(self) -> float:
+        rest, n = self._residual[1], int(self.mask.sum())
+        if not rest:
+            return super().condition
+        inflation, columns = Fraction(0), 0
+        for block in self._plain._blocks:
+            sums = (block.counts[:, None] * block.rows).sum(axis=0)
+            squares = (block.rows * block.rows * block.counts[:, None]).sum(axis=0)
+            solution = product(block.inverse, sums[:, None])[:, 0]
+            for k, total in enumerate(sums):
+                inverse = Fraction(int(block.inverse[k, k]), block.denominator)
+                inverse += Fraction(int(solution[k]), block.denominator) ** 2 / rest
+                inflation += inverse * (int(squares[k]) - Fraction(int(total) ** 2, n))
+            columns += len(sums)
+        return max(1.0, math.sqrt(quotient(inflation.numerator * max(columns, 1), inflation.denominator)))
+
+    @cached_property
+    def _scores(self) -> tuple[Whole, Whole]:
+        parts, rest = self._residual
+        if not rest:
+            return super()._scores
+        distinct, place = self._plain._distinct
+        over, under = self._plain._scores
+        n, residual = int(self.mask.sum()), np.full(len(distinct), Fraction(1), object)
+        for block, part in zip(self._plain._blocks, parts, strict=True):
+            residual[block.among] += [Fraction(int(x), block.denominator) for x in part]
+        found = [
+            Fraction(int(x), int(y)) + residual[row] ** 2 / rest - Fraction(1, n) if there else Fraction(0)
+            for x, y, row, there in zip(over, under, place, self.mask, strict=True)
+        ]
+        return np.array([x.numerator for x in found], object), np.array([x.denominator for x in found], object)
 
     @cached_property
     def _distinct(self) -> tuple[Float, NDArray[np.int64]]:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -300,6 +300,7 @@ def centered_sketch(K, epsilon, mask, seed, method):
     return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=True, rng=seed, center=True)
 
 
+@lru_cache(maxsize=1)  # of all routes of a case
 def truth_of_centered(case: Case) -> Centered:
     mask = np.ones(len(case.keys), bool) if case.mask is None else case.mask
     return Centered(case.present, case.queries, mask)

@@ -17,16 +17,7 @@ import naive
 from levattn.attention import PrunedCertificate
 
 from .families import FAMILIES, LARGE, LAYOUTS, STORAGES, case, rounded, stored
-from .oracle import (
-    DIGITS,
-    Truth,
-    integers,
-    orthogonal,
-    power,
-    product,
-    queries_for,
-    shares,
-)
+from .oracle import DIGITS, Centered, Truth, integers, orthogonal, power, product, queries_for, shares
 from .promises import (
     Breach,
     certificate_holds,
@@ -53,6 +44,25 @@ def test_scores_are_those_of_another_oracle(family: str) -> None:
         for slack in (0.0, 1e-9):
             least = Fraction(found.epsilon) * (1 - Fraction(slack))
             assert truth.at_least(found.epsilon, slack).tolist() == [x >= least for x in exact]
+
+
+class Eliminated(Centered):
+    """The keys less their mean, eliminated anew."""
+
+    _residual = ((), Fraction(0))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in LARGE])
+def test_centered_scores_are_those_of_centered_rows(family: str) -> None:
+    for seed in range(4):
+        found = case(family, seed)
+        mask = np.ones(len(found.keys), bool) if found.mask is None else found.mask
+        quick, slow = (kind(found.present, found.queries, mask) for kind in (Centered, Eliminated))
+        np.testing.assert_array_equal(quick.scores, slow.scores)
+        assert quick.rank == slow.rank
+        np.testing.assert_allclose(quick.condition, slow.condition)
+        for score in quick.scores[quick.scores > 0][:3]:
+            assert quick.at_least(score).tolist() == slow.at_least(score).tolist()
 
 
 @pytest.mark.parametrize("family", ["plain", "graded_rows", "zero_columns", "extreme"])
