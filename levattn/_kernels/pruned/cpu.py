@@ -52,10 +52,11 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
         return Y, rest
     call = _Call.of(x)
     key_panels, value_panels, bias = call.slot_panels(room)
-    near, near_values = call.near_panels(room)
+    views = _views(*call.read, Y)
+    near, near_values = call.near_panels(room, views)
     arguments = (
         call.like,
-        np.stack([*map(_view, call.read), _view(Y)]),
+        views,
         (x.kept_keys.shape[1], call.tall, call.many, call.widest),
         0.0 if x.power is None else float(x.power),
         key_panels,
@@ -93,15 +94,15 @@ def mixture_gradients(x: PrunedArguments, dY: Any) -> tuple[Any, ...]:
     dY, room, other = _readable(dY), dict[str, Any](), dict[str, Any]()
     key_panels, _, bias = call.slot_panels(room)
     value_panels, key_rows, _ = call.slot_panels(other, turned=True)
-    near_keys, _ = call.near_panels(room)
-    near_values, near_rows = call.near_panels(other, turned=True)
+    near_keys, _ = call.near_panels(room, _views(*call.read))
+    near_values, near_rows = call.near_panels(other, _views(*(call.read[i] for i in (0, 2, 1))), turned=True)
     deep, high = (width * _panels(columns, size) for columns in (d, D))
     slots = bias.shape[1] + TILE_ROWS
     found = tuple(np.zeros((b, parts, slots, columns), kind) for columns in (deep, high))
     found += tuple(np.zeros((b, int(rows[-1]), columns), kind) for columns in (deep, high))
     arguments = (
         call.like,
-        np.stack([_view(call.read[0]), _view(dY), _view(dq)]),
+        _views(call.read[0], dY, dq),
         (s, call.tall, call.many, call.widest, g, m, parts),
         (key_panels, key_rows, value_panels),
         (near_keys, near_rows, near_values),
@@ -189,20 +190,20 @@ class _Call:
         share(packed, b, float(b) * slots * (d + D))
         return panels, row_panels, bias
 
-    def near_panels(self, room: dict[str, Any], *, turned: bool = False) -> tuple[Any, Any]:
-        """Return keys that may be near as columns, and their values as rows; the other way round if `turned`."""
+    def near_panels(self, room: dict[str, Any], views: Any, *, turned: bool = False) -> tuple[Any, Any]:
+        """Return keys that may be near as columns, and their values as rows; the other way round if `turned`.
+
+        `views`: of queries, of what becomes columns and of what becomes rows.
+        """
         kind, size = self.like.dtype, self.like.itemsize
-        q, columns, rows = self.read
-        if turned:
-            columns, rows = rows, columns
+        columns, rows = self.read[2:0:-1] if turned else self.read[1:]
         (b, _, d), D = columns.shape, rows.shape[2]
         n = columns.shape[1] if self.widest else 0
         panels = _taken(room, "near", (b, _panels(n, size), d, _width(size)), kind)
         row_panels = _taken(
             room, "near values", (b, _panels(D, size), panels.shape[1] * _width(size), _width(size)), kind
         )
-        views, role = np.stack([*map(_view, (q, columns, rows))]), self.figures[2]
-        packed = partial(pack_near, self.like, views, (n, D), role, panels, row_panels)
+        packed = partial(pack_near, self.like, views, (n, D), self.figures[2], panels, row_panels)
         share(packed, b * panels.shape[1], float(b) * n * (d + D))
         return panels, row_panels
 
@@ -286,7 +287,7 @@ def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[An
     body = partial(
         renewal_tasks,
         np.empty(1, kind),
-        np.stack([_view(array) for array in read]),
+        _views(*read),
         (n, x.oldest, x.sinks, x.residual),
         float(x.queries),
         *map(np.ascontiguousarray, given),
@@ -316,7 +317,7 @@ def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
         return definition.row_moments(X, squares)
     X, total, second = _readable(X), np.empty((b, d)), np.empty((b, d, d) if squares else (0, 0, 0))
     work = float(X.size) * (d if squares else 1)
-    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, total, second), b, work)
+    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _views(X)[0], n, total, second), b, work)
     return total, second if squares else None
 
 
@@ -330,7 +331,7 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     panels[:, :, :d], panels[:, :, d] = root, query
     panels = np.ascontiguousarray(panels.reshape(b, d, panels.shape[2] // width, width).transpose(0, 2, 1, 3))
     K = _readable(K)
-    arguments = np.empty(1, K.dtype), _view(K), np.ascontiguousarray(origin), panels, X, along
+    arguments = np.empty(1, K.dtype), _views(K)[0], np.ascontiguousarray(origin), panels, X, along
     share(partial(clusters.place_tasks, *arguments), b * -(-n // TILE_ROWS), float(K.size) * (d + 1))
     return X, along
 
@@ -349,17 +350,20 @@ def _readable(array: Any) -> Any:
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
-def _view(array: Any) -> Any:
-    """Return the address and steps of a `_readable` array, which the caller must hold while kernels read it."""
-    item, *heads, row = array.strides[:-1]
-    return np.array([array.__array_interface__["data"][0], item, heads[0] if heads else 0, row], np.int64)
+def _views(*arrays: Any) -> Any:
+    """Return the addresses and steps of `_readable` arrays, which the caller must hold while kernels read them."""
+    rows = []
+    for array in arrays:
+        item, *heads, row = array.strides[:-1]
+        rows.append((array.__array_interface__["data"][0], item, heads[0] if heads else 0, row))
+    return np.array(rows, np.int64)
 
 
 def _row_sums(X: Any, labels: Any, factor: Any, R: int) -> Any:
     """Return ``Σ f x`` (b, R, d) in float64 over the rows x of X (b, n, d) with each label."""
     b, width = len(X), X.shape[2]
     X, total = _readable(X), np.zeros((b, R, width))
-    arguments = np.empty(1, X.dtype), _view(X), width, np.ascontiguousarray(labels)
+    arguments = np.empty(1, X.dtype), _views(X)[0], width, np.ascontiguousarray(labels)
     share(partial(clusters.add_tasks, *arguments, np.ascontiguousarray(factor, X.dtype), total), b, float(X.size))
     return total
 
