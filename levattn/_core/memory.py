@@ -21,10 +21,22 @@ class _Memory(ctypes.c_char * 2**62):  # type: ignore[misc]  # larger than any a
     __slots__ = ("tensor",)
 
 
+class _Kinds(dict[Any, np.dtype[Any]]):
+    """The dtypes of numpy by those of torch, which have the same names."""
+
+    def __missing__(self, dtype: Any) -> np.dtype[Any]:
+        self[dtype] = found = np.dtype(str(dtype).rpartition(".")[2])
+        return found
+
+
+_KINDS = _Kinds()
+
+
 @cache
-def _kind_of_numbers(dtype: Any) -> np.dtype[Any]:
-    """Return the dtype of numpy with the name of a dtype of torch."""
-    return np.dtype(str(dtype).rpartition(".")[2])
+def _with_memory() -> tuple[type, ...]:
+    """Return the types of tensors that may have memory of their own."""
+    torch = sys.modules["torch"]
+    return torch.Tensor, torch.nn.Parameter
 
 
 def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
@@ -32,10 +44,9 @@ def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
 
     ``tensor.numpy()`` would do the same, but it forbids for good to resize the memory, as FSDP does with parameters.
     """
-    torch = sys.modules["torch"]
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor._is_zerotensor():
+    if type(tensor) not in _with_memory() or tensor._is_zerotensor():
         return np.asarray(tensor.detach().numpy())  # refuses tensors that have no memory of their own
-    kind = _kind_of_numbers(tensor.dtype)
+    kind = _KINDS[tensor.dtype]
     memory = _Memory.from_address(tensor.data_ptr())
     memory.tensor = tensor
     strides = None if tensor.is_contiguous() else [step * kind.itemsize for step in tensor.stride()]

@@ -140,7 +140,9 @@ def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if followed and tensor.requires_grad:
             return None
         found.append(memory_of_tensor(tensor))
-    return None if has_tangent(tensor for tensor in tensors if tensor is not None) else tuple(found)
+    if forward_ad._current_level >= 0 and has_tangent(tensor for tensor in tensors if tensor is not None):
+        return None
+    return tuple(found)
 
 
 def memory_of(tensor: Any) -> Any:

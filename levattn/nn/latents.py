@@ -75,4 +75,4 @@ class LatentLayer(Recurrent[CacheType]):
     @staticmethod
     def _in_heads(X: Any, width: int) -> Any:
         """Return (B, T, heads · width) as (B, heads, T, width)."""
-        return X.unflatten(-1, (-1, width)).transpose(1, 2)
+        return X.reshape(*X.shape[:-1], X.shape[-1] // width, width).transpose(1, 2)

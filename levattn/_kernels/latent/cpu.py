@@ -99,8 +99,7 @@ def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, S
     share(body, b, 2 * S.size)
     if not all(exact):
         return None
-    new = (part.reshape(shape) for part, shape in zip((top, total, sums), shapes, strict=True))
-    return Y.reshape(V.shape), tuple(new)
+    return Y.reshape(V.shape), (top.reshape(shapes[0]), total.reshape(shapes[1]), sums.reshape(shapes[2]))
 
 
 def _flat(array: Any, *shape: int) -> Any:

@@ -77,8 +77,8 @@ def one_step(Q: Any, K: Any, V: Any, mask: Any, state: Any, batch: tuple[int, ..
     if in_main_memory:
         if state is None or Q.shape[-2] != 1:
             return None
-        sums = state.m, state.s, state.S
-        if not all(isinstance(array, np.ndarray) for array in sums):
+        m, s, S = sums = state.m, state.s, state.S
+        if not (isinstance(m, np.ndarray) and isinstance(s, np.ndarray) and isinstance(S, np.ndarray)):
             return None
     elif not (is_torch(Q) or on_cuda(Q)):
         return None
