@@ -51,7 +51,7 @@ def question(batch: int = 1) -> Any:
 
 
 def logits(model: Any, cache: Any, asked: Any, **options: Any) -> Any:
-    return torch.stack(model.generate(asked, past_key_values=cache, **LOGITS, **options).logits, 1)
+    return torch.stack(cache.ask(model, asked, **LOGITS, **options).logits, 1)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_whole_heads_answer_as_a_dense_cache(family: str, implementation: str, c
     ids = torch.cat([context(), question()], 1)
     dense = model.generate(ids, **GREEDY)
     cache = compress(model, context(), budget=1.0, chunk=chunk)
-    found = model.generate(question(), past_key_values=cache.copy(), **GREEDY)
+    found = cache.copy().ask(model, question(), **GREEDY)
     assert torch.equal(found, dense[:, CONTEXT:])
-    assert torch.equal(model.generate(ids, past_key_values=cache.copy(), **GREEDY), dense)  # as transformers has it
+    assert torch.equal(model.generate(ids, **{CACHE: cache.copy()}, **GREEDY), dense)  # as transformers has it
     assert torch.equal(model.generate(ids, **GREEDY), dense)
     again = torch.tensor([[7, 8]])
-    model.generate(question(), past_key_values=cache, **GREEDY)
-    further = model.generate(again, past_key_values=cache, **GREEDY)
+    cache.ask(model, question(), **GREEDY)
+    further = cache.ask(model, again, **GREEDY)
     assert torch.equal(further, model.generate(torch.cat([dense, again], 1), **GREEDY)[:, dense.shape[1] :])
 
 
@@ -192,11 +192,11 @@ def test_padded_questions_and_beams() -> None:
     mask[0, :2] = 0
     found = logits(model, fork, asked, attention_mask=mask)
     assert difference(found[:1], alone) < 1e-12
-    beams = model.generate(question(), past_key_values=cache.copy(), num_beams=3, num_return_sequences=2, **GREEDY)
+    beams = cache.copy().ask(model, question(), num_beams=3, num_return_sequences=2, **GREEDY)
     assert beams.shape == (2, 3 + NEW)
     whole = compress(model, context(), budget=1.0)
     dense = model.generate(torch.cat([context(), question()], 1), num_beams=3, **GREEDY)[:, CONTEXT:]
-    assert torch.equal(model.generate(question(), past_key_values=whole, num_beams=3, **GREEDY), dense)
+    assert torch.equal(whole.ask(model, question(), num_beams=3, **GREEDY), dense)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, CompressedCache.copy])
@@ -231,9 +231,7 @@ def test_forks_share_the_context_and_go_on_by_themselves() -> None:
     with torch.no_grad():
         model(question(), **{CACHE: fork})
     whole = torch.cat([context(), question(), torch.tensor([[9]])], 1)  # as transformers has it, after a plain call
-    assert model.generate(whole, past_key_values=fork, **GREEDY).shape == (1, CONTEXT + 4 + NEW)
-    with pytest.raises(ValueError, match="no input_ids are given"):
-        model.generate(inputs_embeds=torch.zeros(1, 2, 32), past_key_values=cache.copy(), **GREEDY)
+    assert model.generate(whole, **{CACHE: fork}, **GREEDY).shape == (1, CONTEXT + 4 + NEW)
     with pytest.raises(ValueError, match="crop was called with 5; expected to keep at least the 30 positions"):
         fork.crop(5)
     other.reset()
@@ -337,7 +335,7 @@ def test_a_file_names_the_model_as_it_was(tmp_path: Path) -> None:
     cache, other = compress(model, context(), budget=CUT), compress(base(), context(), budget=CUT)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="weights of the LlamaForCausalLM changed after it read the context"):
+    with pytest.raises(ValueError, match="weights of the LlamaModel changed after it read the context"):
         cache.save(file)
     gc.collect()
     with pytest.raises(ValueError, match="the model that made the cache is gone"):
@@ -352,12 +350,15 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     assert torch.equal(model(context(2)).logits, before)
     model(context(2)).logits.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
-    with pytest.raises(ValueError, match="this model is not prepared to read"):
-        base()(question(), **{CACHE: cache.copy()})
     with pytest.raises(ValueError, match="question has 2 rows and the cache 1"):
-        model.generate(question(2), past_key_values=cache.copy(), **GREEDY)
+        cache.copy().ask(model, question(2), **GREEDY)
+    with pytest.raises(ValueError, match="made with another model than this LlamaForCausalLM"):
+        cache.copy().ask(base(), question(), **GREEDY)
+    other = base(num_attention_heads=8, num_key_value_heads=4)
+    with pytest.raises(ValueError, match="layer 0 has keys of 4 heads, width 4 .* and the cache 2, 8"):
+        other(question(), **{CACHE: cache.copy()})
     model.model.layers[0].self_attn.attention_dropout = 0.5
-    with pytest.raises(ValueError, match="attention_dropout"):
+    with pytest.raises(ValueError, match="without attention weights, dropout"):
         model.train()(question(), **{CACHE: cache.copy()})
     assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == configs
 
@@ -391,17 +392,12 @@ def test_the_context_is_not_read_twice() -> None:
     changed = whole.clone()
     changed[:, CONTEXT - 1] = 1  # as if the tokenizer joined the last word and the question
     message = "begin with the 30 of the context, which the cache holds; expected the question alone"
-    for ids in (context(2), changed, changed[:, : CONTEXT - 2]):
-        with pytest.raises(ValueError, match=f"input_ids has {ids.shape[1]} tokens that {message}"):
-            model.generate(ids, past_key_values=cache.copy(), **GREEDY)
-    for options in ({"input_ids": whole}, {"input_ids": changed}):
-        with pytest.raises(ValueError, match=message):
-            model(**options, **{CACHE: cache.copy()})
-    assert model.generate(whole, past_key_values=cache, **GREEDY).shape == (2, CONTEXT + 3 + NEW)
-    with pytest.raises(ValueError, match=message):  # the cache has read an answer since
-        model.generate(whole, past_key_values=cache, **GREEDY)
+    for ids in (context(2), whole, changed, changed[:, : CONTEXT - 2]):
+        with pytest.raises(ValueError, match=f"question has {ids.shape[1]} tokens that {message}"):
+            cache.copy().ask(model, ids, **GREEDY)
+    assert model.generate(whole, **{CACHE: cache.copy()}, **GREEDY).shape == (2, CONTEXT + 3 + NEW)
     passage = context(2)[:, 3:]
-    assert model.generate(passage, past_key_values=cache.copy(), **GREEDY).shape == (2, CONTEXT - 3 + NEW)
+    assert cache.copy().ask(model, passage, **GREEDY).shape == (2, CONTEXT - 3 + NEW)
 
 
 def test_more_positions_than_were_learned_are_refused() -> None:

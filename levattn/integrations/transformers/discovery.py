@@ -11,7 +11,7 @@ import torch
 from levattn.integrations.transformers.calls import layer_of, model_inputs, parameters_of
 from levattn.integrations.transformers.interface import Interface, Probe
 
-__all__ = ["ModelLayer", "discovered", "shared_configs"]
+__all__ = ["ModelLayer", "attention_modules", "discovered", "shared_configs"]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
 _POSITIONS = 3  # of the trial input
@@ -50,7 +50,7 @@ def discovered(
     """
     inputs = _inputs(model) if example is None else model_inputs("example", example)
     names = {id(module): name for name, module in model.named_modules()}
-    trial = interface.tried(model, _attending(model), inputs)
+    trial = interface.tried(model, attention_modules(model), inputs)
     probes = list({id(probe.module): probe for probe in trial.reached}.values())
     crossed = {id(module) for module, given in trial.entered if any(given.get(name) is not None for name in _CROSS)}
     reached = {id(probe.module) for probe in probes}
@@ -95,11 +95,11 @@ def shared_configs(model: Any, modules: list[Any], some: list[Any] | None = None
     """Tell whether other attention modules of a model read the configs of these modules, or of `some` of them."""
     configs = {id(module.config) for module in (modules if some is None else some)}
     mine = {id(module) for module in modules}
-    others = (module for module in _attending(model) if id(module) not in mine and not _holds_another(module))
+    others = (module for module in attention_modules(model) if id(module) not in mine and not _holds_another(module))
     return any(id(getattr(module, "config", None)) in configs for module in others)
 
 
-def _attending(model: Any) -> list[Any]:
+def attention_modules(model: Any) -> list[Any]:
     """Return the attention modules of a model, by the names of their types, without torch's own modules."""
     from transformers import PreTrainedModel
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from levattn._kernels.pruned.contract import mapped
 from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn.integrations.transformers.compression.slots import HeadSlots
 
@@ -87,8 +86,6 @@ def _of_rows(
     Y = torch.empty((*q.shape[:3], tail[1].shape[-1]), dtype=q.dtype, device=q.device)
     each_head = Y.unflatten(1, (-1, each))
     for group in groups:
-        if len(group.keys) < len(q):  # beams of one context, at their first step
-            group = mapped(group, lambda array: array.expand(len(q), *array.shape[1:]))
         rows = _of_heads(q.unflatten(1, (-1, each)), group.heads)
         near = _of_heads(tail[0], group.heads), _of_heads(tail[1], group.heads)
         if by_columns:

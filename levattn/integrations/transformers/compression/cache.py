@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
 
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.files import read_context, write_context
+from levattn.integrations.transformers.calls import as_cache_of, model_inputs
+from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.origin import Origin, fingerprint
-from levattn.integrations.transformers.compression.reading import prepared
+from levattn.integrations.transformers.compression.origin import Origin
+from levattn.integrations.transformers.heads_table import HeadsTable
 
 __all__ = ["CompressedCache"]
 
+_BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
+_FEWEST = 16  # tokens of a context that no question repeats by chance
 
-class CompressedCache(Cache):  # type: ignore[misc]
+
+class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     """A context that was read once and compressed, and the positions after it: a cache of transformers.
 
-    `compress` makes it. ``model.generate(question, past_key_values=cache)`` answers a question on the context: the
-    question follows the context, and the result holds the question and the answer. Each call continues after the last
-    position of the cache. A question that begins with the context again is refused. To ask many questions on one
-    context, give each a `copy`, which shares the context.
+    `compress` makes it. It is used as any cache that holds a prefix:
+    ``model.generate(tokens of context and question, past_key_values=cache)`` reads the question and answers. Where the
+    question is alone, ``cache.ask(model, question)`` puts the context before it. Both go on after the last position of
+    the cache. To ask many questions on one context, give each a `copy`, which shares the context.
+
+    Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. Its attention
+    must be of the kind "sdpa" (the default of transformers) or "eager".
 
     Attributes
     ----------
     tokens : torch.Tensor of shape (B, n)
-        The context, and the tokens that `generate` read and wrote after it.
+        The context, and the tokens that `ask` read and wrote after it.
     present : torch.Tensor of shape (B, n)
         True for tokens that are no padding.
     context_length : int
@@ -48,12 +56,18 @@ class CompressedCache(Cache):  # type: ignore[misc]
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
     >>> cache = compress(model, torch.arange(40)[None], budget={(0, 0): 0.25, (1, 1): 0.5})
     >>> question = torch.tensor([[3, 4]])
-    >>> found = model.generate(question, past_key_values=cache.copy(), max_new_tokens=5, do_sample=False)
+    >>> found = cache.copy().ask(model, question, max_new_tokens=5, do_sample=False)
     >>> found.shape
     torch.Size([1, 7])
     >>> round(cache.nbytes / cache.dense_nbytes, 2)
     0.68
     """
+
+    _labels: ClassVar[dict[str, str]] = {
+        "share": "share of a dense head's bytes",
+        "slots": "slots",
+        "summaries": "summaries",
+    }
 
     def __init__(self, layers: list[Any], tokens: Any, present: Any, origin: Origin) -> None:
         super().__init__(layers=layers)
@@ -106,7 +120,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Returns
         -------
         tuple of torch.Tensor of shape (B, n)
-            Tokens that the model read without `generate` are zeros here.
+            Tokens that the model read without `ask` are zeros here.
         """
         more = self.get_seq_length() - self.tokens.shape[1]
         if more <= 0:
@@ -117,20 +131,92 @@ class CompressedCache(Cache):  # type: ignore[misc]
             torch.cat([self.present, self.present.new_ones((B, more))], 1),
         )
 
-    def remember(self, tokens: Any, mask: Any) -> None:
-        """Store the tokens of all positions, generated ones included.
+    def ask(self, model: Any, question: Any, **options: Any) -> Any:
+        """Answer a question that follows the tokens so far, by ``model.generate``.
+
+        The cache then holds the question and the answer, and a further question follows them. After beams the chosen
+        answer is read once more. With ``num_return_sequences`` the cache stays as it was.
 
         Parameters
         ----------
-        tokens : torch.Tensor of shape (B, n)
-            From the first of the context on. If the number of sequences differs, as with beams, nothing is stored.
-        mask : torch.Tensor of shape (B, m)
-            The attention mask of the first m tokens.
+        model : transformers.PreTrainedModel
+            The model that made the cache.
+        question : tensor of shape (B, m), or mapping
+            Tokens, or the output of a tokenizer; 0 in its ``attention_mask`` for padding on either side.
+        **options
+            Of ``model.generate``.
+
+        Returns
+        -------
+        torch.Tensor of shape (B, m + k), or a ``ModelOutput`` of transformers
+            What ``generate`` returns, without the tokens before the question.
+
+        Raises
+        ------
+        TypeError
+            If the question is no tensor of whole numbers.
+        ValueError
+            If the question is empty, begins with the context again, or has another number of rows; if the model is
+            another one, or an option excludes caches.
         """
-        if tokens.shape[0] == self.tokens.shape[0]:
-            self.tokens = tokens.to(self.tokens)
-            more = tokens.new_ones((len(tokens), tokens.shape[1] - mask.shape[1]))
-            self.present = torch.cat([mask.to(more), more], 1).to(self.present)
+        ids, mask = _question(question)
+        self._check(model, ids, options)
+        given = options.pop("attention_mask", None)
+        mask = mask if given is None else given
+        if tuple(mask.shape) != tuple(ids.shape):
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
+        before, present = (part.to(ids.device) for part in self.so_far())
+        whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
+        length, beams, many = before.shape[1], _option(model, options, "num_beams"), _returned(model, options)
+        cache = self.copy() if beams > 1 or many > 1 else self
+        if cache is not self:
+            cache.batch_repeat_interleave(max(beams, many))
+        streamer = options.get("streamer")
+        if streamer is not None:
+            options["streamer"] = _FromQuestionOn(streamer, length)
+        found = model.generate(whole, attention_mask=seen, **as_cache_of(model, cache), **options)
+        sequences = found if isinstance(found, torch.Tensor) else found.sequences
+        if many == 1:
+            told = _told(model, sequences, whole.shape[1], options)
+            if cache is not self:
+                self._read(model, sequences[:, length:-1], torch.cat([seen, told[:, :-1].to(seen)], 1))
+            self.tokens = sequences.to(self.tokens)
+            self.present = torch.cat([seen.bool(), told.to(seen.device)], 1).to(self.present)
+        if isinstance(found, torch.Tensor):
+            return found[:, length:]
+        found.sequences = sequences[:, length:]
+        return found
+
+    def _check(self, model: Any, ids: Any, options: dict[str, Any]) -> None:
+        """Raise for a question that the cache cannot take."""
+        if not hasattr(model, "generate"):
+            raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
+        self.origin.check(model)
+        if not ids.shape[1]:
+            raise ValueError("question has no tokens; expected at least one in each row")
+        if options.get("use_cache") is False:
+            raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        if len(ids) != len(self.tokens):
+            raise ValueError(
+                f"question has {len(ids)} rows and the cache {len(self.tokens)}; expected as many. Call "
+                "batch_repeat_interleave on a copy of the cache"
+            )
+        n = self.context_length - _BOUNDARY
+        if self.context_length < _FEWEST or ids.shape[1] < n:
+            return
+        if torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
+            raise ValueError(
+                f"question has {ids.shape[1]} tokens that begin with the {self.context_length} of the context, which "
+                "the cache holds; expected the question alone. Or give all tokens to model.generate, with "
+                "past_key_values=cache"
+            )
+
+    def _read(self, model: Any, ids: Any, mask: Any) -> None:
+        """Read further tokens; `mask`: of all positions so far and these."""
+        places = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        base = model.base_model
+        with torch.no_grad():
+            base(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=True, **as_cache_of(base, self))
 
     def reset(self) -> None:
         """Forget the positions after the context.
@@ -236,7 +322,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any) -> CompressedCache:
-        """Read a compressed context for the model that made it, and prepare the model to read such caches.
+        """Read a compressed context for the model that made it.
 
         Parameters
         ----------
@@ -261,13 +347,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
         """
         check_model(model)
         layers, tokens, present, of = read_context(path, model.device)
-        if of != fingerprint(model):
-            raise ValueError(
-                f"{path} was made with another model, or another revision, than this {type(model).__name__}; expected "
-                "the same weights. Load that model, or compress the context with this one"
-            )
-        prepared(model)
-        return cls(layers, tokens, present, Origin(known=of))
+        origin = Origin(model, of)
+        origin.check_file(path)
+        check_layers(path, layers, model)
+        return cls(layers, tokens, present, origin)
 
     def table(self) -> list[dict[str, Any]]:
         """Return the part of the context that each head keeps.
@@ -304,6 +387,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
                     )
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
 
+    _rows = table
+
     def __repr__(self) -> str:
         sliding = sum(not isinstance(layer, CompressedLayer) for layer in self.layers)
         told = f"; {sliding} of {len(self.layers)} layers slide and keep their window" if sliding else ""
@@ -316,3 +401,67 @@ class CompressedCache(Cache):  # type: ignore[misc]
 def _dense_bytes(layer: Any) -> int:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     return sum(part.numel() * part.element_size() for part in (keys, values) if part is not None)
+
+
+def _question(question: Any) -> tuple[Any, Any]:
+    """Return the tokens of a question and its mask, or raise."""
+    mask = None
+    if isinstance(question, Mapping):
+        given = model_inputs("question", question)
+        if "input_ids" not in given:
+            raise ValueError(f"question has {sorted(given)}; expected input_ids and perhaps attention_mask")
+        question, mask = given["input_ids"], given.get("attention_mask")
+    if not isinstance(question, torch.Tensor) or question.ndim != 2 or question.dtype not in (torch.int64, torch.int32):
+        shown = f"{question.dtype} {tuple(question.shape)}" if isinstance(question, torch.Tensor) else type(question)
+        raise TypeError(
+            f"question is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
+            "tokenizer(text, return_tensors='pt')"
+        )
+    return question, torch.ones_like(question) if mask is None else mask
+
+
+def _option(model: Any, options: dict[str, Any], name: str) -> int:
+    """Return an option of `generate`, from its keywords or its configurations."""
+    for config in (options, vars(options.get("generation_config") or object), vars(model.generation_config)):
+        if config.get(name) is not None:
+            return int(config[name])
+    return 1
+
+
+def _returned(model: Any, options: dict[str, Any]) -> int:
+    return _option(model, options, "num_return_sequences")
+
+
+def _told(model: Any, sequences: Any, start: int, options: dict[str, Any]) -> Any:
+    """Return which tokens from a position on are no padding: none after the end of a row's answer.
+
+    A row that ended early is filled with the token of padding. If this is the token of the end too, the first counts.
+    """
+    answer = sequences[:, start:]
+    config = options.get("generation_config") or model.generation_config
+    ends = options.get("eos_token_id", config.eos_token_id)
+    ends = [] if ends is None else [int(end) for end in torch.as_tensor(ends).reshape(-1)]
+    pad = options.get("pad_token_id", config.pad_token_id)
+    pad = ends[0] if pad is None and ends else pad
+    if pad is None or not answer.shape[1]:
+        return torch.ones_like(answer, dtype=torch.bool)
+    filled = (answer == int(pad)).flip(1).cumprod(1).flip(1).bool()  # the last tokens of a row
+    first = filled & ~torch.nn.functional.pad(filled, (1, 0))[:, :-1]
+    return ~filled | (first if int(pad) in ends else torch.zeros_like(filled))
+
+
+class _FromQuestionOn:
+    """A streamer that gets what another one would get, without the first tokens of a prompt."""
+
+    def __init__(self, streamer: Any, length: int) -> None:
+        self._streamer, self._length = streamer, length
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, and then each token."""
+        if self._length:
+            value, self._length = value[..., self._length :], 0
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Take notice of the end."""
+        self._streamer.end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
+from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.origin import Origin
-from levattn.integrations.transformers.compression.reading import attending, observed_by, prepared
+from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
@@ -115,8 +115,11 @@ def compress(
     [9.0, 40.0, 40.0, 40.0]
     """
     tokens, present = _read(context)
-    prepared(model)
+    check_model(model)
+    _check_decoder(model)
     _check_positions(model, present)
+    if chunk is not None:
+        _check_chunks(model)
     chunk = tokens.shape[1] if chunk is None else whole_number("chunk", chunk)
     split = Split(whole_number("sinks", sinks, 0), _share("window", window), _share("summaries", summaries))
     if split.window + split.summaries > 1:
@@ -124,21 +127,22 @@ def compress(
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     shares = Shares.of(budget, heads, set(range(len(layers))) - sliding, sliding)
-    keeper = _Keeper(layers, present, shares, split)
+    cache = CompressedCache(layers, tokens, present, Origin(model))
+    keeper = _Keeper(cache, present, shares, split)
     positions = None if bool(present.all()) else (present.long().cumsum(1) - 1).clamp(min=0)
     base, P = model.base_model, tokens.shape[1]
-    cache = CompressedCache(layers, tokens[:, :0], present[:, :0], Origin(model))
-    with torch.no_grad(), observed_by(model, keeper.look), reported(progress, P, "positions") as advance:
+    with torch.no_grad(), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
             keeper.begin(first, last)
-            inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": first > 0}
+            inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": True}
             if positions is not None:
                 inputs |= {"attention_mask": present[:, :last].long(), "position_ids": positions[:, first:last]}
-            base(**inputs, **(as_cache_of(base, cache) if first else {}))
-            keeper.end()
+            base(**inputs, **as_cache_of(base, cache))
+            keeper.end(model)
             advance(last - first)
-    return CompressedCache(layers, tokens, present, cache.origin)
+    keeper.close()
+    return cache
 
 
 def _read(context: Any) -> tuple[Any, Any]:
@@ -183,17 +187,37 @@ def _check_positions(model: Any, present: Any) -> None:
             )
 
 
+def _check_decoder(model: Any) -> None:
+    """Raise for a model that is no decoder."""
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
+        raise ValueError(f"{type(model).__name__} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
+
+
+def _check_chunks(model: Any) -> None:
+    """Raise for a model whose keys of early positions depend on how many positions follow."""
+    kind = changing_positions(model)
+    if kind is not None:
+        raise ValueError(
+            f"chunk was given for a {type(model).__name__}, whose rotary positions ({kind!r}) change with the length "
+            "of the context; expected None, as parts of a context would be rotated unlike the whole"
+        )
+
+
 def _empty_layers(model: Any) -> list[Any]:
     """Return the layers of a cache of a model, or raise if a layer keeps anything but keys and values."""
     layers: list[Any] = DynamicCache(config=model.config).layers
-    others = set(attending(model)) ^ set(range(len(layers)))
-    others |= {i for i, layer in enumerate(layers) if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
-    if others:
-        raise ValueError(
-            f"layer {min(others)} of {type(model).__name__} keeps no keys and values of its own; expected layers that "
-            "keep them, of all positions or of a window. Such models cannot be compressed"
-        )
-    return layers
+    for number, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise _without_keys(model, number)
+    return [layer if layer.is_sliding else CompressedLayer(number) for number, layer in enumerate(layers)]
+
+
+def _without_keys(model: Any, number: int) -> ValueError:
+    return ValueError(
+        f"layer {number} of {type(model).__name__} keeps no keys and values of its own; expected layers that "
+        "keep them, of all positions or of a window. Such models cannot be compressed"
+    )
 
 
 def _let_go(layer: Any) -> None:
@@ -209,45 +233,49 @@ def _share(name: str, value: Any) -> float:
 
 @dataclass
 class _Keeper:
-    """The slots of each layer, while the model reads a context chunk by chunk.
+    """The slots of each layer, while the model reads a context chunk by chunk."""
 
-    layers: of the cache; the layers that do not slide become `CompressedLayer`.
-    """
-
-    layers: list[Any]
+    cache: CompressedCache
     present: Any
     shares: Shares
     split: Split
     first: int = 0
     last: int = 0
+    found: dict[int, tuple[HeadSlots, ...]] = field(default_factory=dict)
 
     def begin(self, first: int, last: int) -> None:
         """Note the positions of the next chunk."""
         self.first, self.last = first, last
+        for layer in self._layers():
+            layer.look = self._look
 
-    def look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
+    def _layers(self) -> list[CompressedLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, CompressedLayer)]
+
+    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
         """Keep the slots of a layer for the chunk that the model reads."""
-        layer = self.layers[number]
-        if layer.is_sliding:
-            if not self.first:
-                layer.update(k, v)
-                _let_go(layer)
-            return
-        new = k[:, :, -(self.last - self.first) :], v[:, :, -(self.last - self.first) :]
-        groups = self._kept(number, q * scale, *new)
+        groups = self._kept(number, q * scale, k, v)
         if self.first:
-            groups = tuple(appended(a, b) for a, b in zip(layer.groups, groups, strict=True))
-            layer.waiting = groups
-        else:
-            self.layers[number] = CompressedLayer(groups, self.last)
+            pairs = zip(self.cache.layers[number].groups, groups, strict=True)
+            groups = tuple(appended(a, b) for a, b in pairs)
+        self.found[number] = groups
 
-    def end(self) -> None:
+    def end(self, model: Any) -> None:
         """Add the positions of the chunk to the context."""
-        for layer in self.layers:
-            if self.first and layer.is_sliding:
+        for number, layer in enumerate(self.cache.layers):
+            if isinstance(layer, CompressedLayer):
+                if layer.fresh != self.last - self.first or number not in self.found:
+                    raise _without_keys(model, number)
+                layer.keep(self.found.pop(number))
+            elif layer.get_seq_length() != self.last:
+                raise _without_keys(model, number)
+            else:
                 _let_go(layer)
-            elif self.first:
-                layer.extend(self.last)
+
+    def close(self) -> None:
+        """Let the layers be read, as the whole context is there."""
+        for layer in self._layers():
+            layer.look = None
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each share."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from levattn._core.checks import needing
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.io import replace_file
 
-__all__ = ["read_context", "write_context"]
+__all__ = ["check_layers", "read_context", "write_context"]
 
-_FORMAT, _VERSION = "levattn context", 1
+_FORMAT, _VERSION = "levattn context", 2
 _ARRAYS = ("keys", "values", "log_weight", "places")
 
 
@@ -42,8 +43,9 @@ def write_context(
         else:
             kept.append({"window": layer.sliding_window})
             arrays |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
+    there = {name: array.contiguous().cpu() for name, array in arrays.items()}
     head = {"format": _FORMAT, "version": _VERSION, "fingerprint": fingerprint, "layers": kept}
-    content = save({name: array.contiguous().cpu() for name, array in arrays.items()}, {"levattn": json.dumps(head)})
+    content = save(there, {"levattn": json.dumps({**head, "digest": _digest(head, there)})})
     with replace_file(path) as stream:
         stream.write(content)
 
@@ -53,7 +55,7 @@ def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], 
     with needing("contexts are files of safetensors", "transformers"):
         from safetensors import SafetensorError, safe_open
     try:
-        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+        with safe_open(os.fspath(path), framework="pt") as file:
             head = json.loads((file.metadata() or {}).get("levattn", "null"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, ValueError, RecursionError) as error:
@@ -62,23 +64,39 @@ def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], 
         raise ValueError(f"{path} is no compressed context; expected a file of CompressedCache.save")
     if head.get("version") != _VERSION:
         raise ValueError(f"{path} is of version {head.get('version')!r}, and this release reads {_VERSION}")
+    if head.pop("digest", None) != _digest(head, arrays):
+        raise ValueError(f"{path} is a damaged compressed context: its digest is that of other numbers")
+    arrays = {name: array.to(device) for name, array in arrays.items()}
     try:
         tokens, present, fingerprint = arrays["tokens"], arrays["present"], str(head["fingerprint"])
         if tokens.ndim != 2 or present.shape != tokens.shape or present.dtype != torch.bool or not head["layers"]:
             raise ValueError("its tokens and their mask do not fit together")
-        layers = [_layer(number, kept, arrays, tokens.shape) for number, kept in enumerate(head["layers"])]
+        if not tokens.numel() or not bool(present.any(1).all()):
+            raise ValueError("a sequence has no positions")
+        layers = [_layer(number, kept, arrays, present) for number, kept in enumerate(head["layers"])]
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is a damaged compressed context: {error}") from error
     return layers, tokens, present, fingerprint
 
 
-def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], shape: tuple[int, int]) -> Any:
+def _digest(head: dict[str, Any], arrays: Mapping[str, Any]) -> str:
+    """Return a hash of all that a file holds."""
+    found = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
+        found.update(array.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], present: Any) -> Any:
     """Return a layer of a cache, or raise if its arrays do not fit together or the shape of the context."""
+    shape = present.shape
     if "window" in kept:
         keys, values, window = arrays[f"{number}.keys"], arrays[f"{number}.values"], kept["window"]
         held = (shape[0], keys.shape[1], min(shape[1], window - 1))
         if any(array.shape[:3] != held or array.ndim != 4 for array in (keys, values)):
             raise ValueError(f"layer {number} slides over {window} positions, and its arrays do not fit this window")
+        _check_numbers(number, keys, values)
         layer = DynamicSlidingWindowLayer(window)
         layer.update(keys, values)
         layer.cumulative_length = shape[1]
@@ -87,18 +105,51 @@ def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], shape: tup
         HeadSlots(tuple(heads), *(arrays.get(f"{number}.{i}.{name}") for name in _ARRAYS))
         for i, heads in enumerate(kept["heads"])
     )
-    _check(groups, shape[0])
-    return CompressedLayer(groups, shape[1])
+    _check(number, groups, present)
+    return CompressedLayer(number, groups, shape[1])
 
 
-def _check(groups: tuple[HeadSlots, ...], sequences: int) -> None:
-    """Raise unless the kinds and shapes of the arrays of a layer fit together."""
+def _check_numbers(number: int, keys: Any, values: Any) -> None:
+    for array in (keys, values):
+        if not torch.is_floating_point(array) or not bool(array.isfinite().all()):
+            raise ValueError(f"layer {number} has keys or values that are not finite numbers")
+    if keys.dtype != values.dtype:
+        raise ValueError(f"layer {number} has keys in {keys.dtype} and values in {values.dtype}")
+
+
+def _check(number: int, groups: tuple[HeadSlots, ...], present: Any) -> None:
+    """Raise unless the kinds, shapes and numbers of the arrays of a layer fit together and the context."""
     heads = sorted(head for group in groups for head in group.heads)
     if not heads or heads != list(range(len(heads))):
-        raise ValueError(f"a layer has the heads {heads}")
+        raise ValueError(f"layer {number} has the heads {heads}")
+    first, lengths = groups[0], present.sum(1)[:, None, None]
     for group in groups:
-        shape = (sequences, len(group.heads), group.keys.shape[2])
+        shape = (len(present), len(group.heads), group.keys.shape[2])
         arrays = [group.keys[..., 0], group.values[..., 0], group.places]
         arrays += [] if group.log_weight is None else [group.log_weight]
-        if any(array.shape != shape for array in arrays) or not torch.is_floating_point(group.keys):
-            raise ValueError(f"an array of the heads {group.heads} has a shape other than {shape}")
+        alike = group.keys.shape[3] == first.keys.shape[3] and group.values.shape[3] == first.values.shape[3]
+        if any(array.shape != shape for array in arrays) or not alike or not shape[2]:
+            raise ValueError(f"an array of the heads {group.heads} of layer {number} has a shape other than {shape}")
+        _check_numbers(number, group.keys, group.values)
+        weight = torch.zeros(shape) if group.log_weight is None else group.log_weight
+        if bool((weight.isnan() | (weight == torch.inf)).any()) or not bool((weight > -torch.inf).any(2).all()):
+            raise ValueError(f"layer {number} has weights that are not numbers, or a head without slots")
+        places = group.places
+        if torch.is_floating_point(places) or bool(((places < -1) | (places >= lengths)).any()):
+            raise ValueError(f"layer {number} has slots at positions that the context does not have")
+
+
+def check_layers(path: Any, layers: Sequence[Any], model: Any) -> None:
+    """Raise unless a model has these layers, with these heads and widths, in its config."""
+    config = model.config.get_text_config(decoder=True)
+    wanted = DynamicCache(config=model.config).layers
+    kinds = [getattr(layer, "sliding_window", None) for layer in wanted]
+    found = [getattr(layer, "sliding_window", None) for layer in layers]
+    heads = getattr(config, "num_key_value_heads", None)
+    for layer in layers:
+        held = layer.keys.shape[1] if layer.is_sliding else sum(len(group.heads) for group in layer.groups)
+        if kinds != found or (isinstance(heads, int) and held != heads):
+            raise ValueError(
+                f"{path} has {len(layers)} layers, one with {held} heads; expected the {len(wanted)} layers of this "
+                f"{type(model).__name__}, with {heads} heads. Compress the context with this model"
+            )

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from levattn.integrations.transformers.compression.attended import attended
 from levattn.integrations.transformers.compression.slots import HeadSlots
+from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
+from levattn.integrations.transformers.masks import padding_and_kind
 
-__all__ = ["CompressedLayer", "Tail"]
+__all__ = ["CompressedLayer", "Look", "Tail"]
+
+Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
 
 class Tail:
@@ -22,6 +29,12 @@ class Tail:
     def append(self, keys: Any, values: Any) -> None:
         """Append the keys and values of further positions."""
         more = self.length + keys.shape[2]
+        if torch.is_grad_enabled() or (self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()):
+            # what a backward pass has saved, or another mode has made, must not change
+            pairs = zip(self.arrays, (keys, values), strict=True) if self._room else ()
+            self._room = [torch.cat(pair, 2) for pair in pairs] or [keys, values]
+            self.length = more
+            return
         if not self._room or more > self._room[0].shape[2]:
             grown = [like.new_zeros((*like.shape[:2], 2 * more, like.shape[3])) for like in (keys, values)]
             for new, old in zip(grown, self._room, strict=False):
@@ -56,39 +69,98 @@ class Tail:
             self._room = [room[rows.to(room.device)] for room in self._room]
 
 
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """A call of a layer that reads slots and later positions, or a chunk of the context that `look` keeps."""
+
+    number: int
+    rows: int
+    groups: tuple[HeadSlots, ...]
+    tail: tuple[Any, Any]
+    length: int  # positions of the slots
+    look: Look | None = None
+
+    @property
+    def real(self) -> tuple[Any, Any] | None:
+        """The keys and values, if there are no slots before them."""
+        return None if self.groups else self.tail
+
+    def answered(self, asked: Asked) -> Any:
+        """Return the output (B, H, T, D), or None if the model's own attention computes it."""
+        q, layer = asked.q, f"layer {self.number}"
+        if self.look is not None:
+            self.look(self.number, q, *self.tail, asked.scale)
+        if not self.groups:
+            return None
+        keys = self.length + self.tail[0].shape[2]
+        present, causal = padding_and_kind(layer, asked.mask, self.rows, keys, True, whole=True)
+        if not causal:
+            raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
+        after = None if present is None or present[:, self.length :].all() else present[:, self.length :]
+        kind = self.tail[0].dtype
+        return attended(q.to(kind), self.groups, self.tail, after, asked.scale, asked.softcap)
+
+
 class CompressedLayer(DynamicLayer):  # type: ignore[misc]
     """The slots of a context in a layer, and the keys and values of the positions after it."""
 
-    def __init__(self, groups: tuple[HeadSlots, ...] = (), length: int = 0) -> None:
+    def __init__(self, number: int, groups: tuple[HeadSlots, ...] = (), length: int = 0) -> None:
         super().__init__()
+        self.number = number
         self.groups = groups
         self.length = length  # positions of the context
         self.tail = Tail()
-        self.waiting: tuple[HeadSlots, ...] = ()  # the slots of the context once its next chunk is read
-        self.expected = False  # whether a prepared attention module is about to call `update`
+        self.look: Look | None = None  # what keeps the slots of the context while it is read
+        self.fresh = 0  # positions of the chunk that is being read
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Append new keys and values, and return all keys and values after the context."""
-        if not self.expected:
-            raise ValueError(
-                "the cache is a CompressedCache, which this model is not prepared to read; expected the model that "
-                "made the cache. Call compress or CompressedCache.load with this model"
-            )
-        self.expected = False
-        self.tail.append(key_states, value_states)
-        return self.tail.arrays
+        """Append new keys and values, and return what stands for all keys and values."""
+        rows = key_states.shape[2]
+        if self.look is None:
+            self._check(key_states, value_states)
+            self.tail.append(key_states, value_states)
+            tail = self.tail.arrays
+        else:
+            tail, self.fresh = (key_states, value_states), rows
+        reading = _Reading(self.number, rows, self.groups, tail, self.length, self.look)
+        return handed_over(reading, key_states.shape[1], self.length + tail[0].shape[2], tail)
 
-    def extend(self, length: int) -> None:
-        """Replace the context so far and the positions after it by the waiting slots."""
-        self.groups, self.length, self.tail, self.waiting = self.waiting, length, Tail(), ()
+    def _check(self, keys: Any, values: Any) -> None:
+        """Raise for keys of another model, or of other sequences; repeat the context for beams."""
+        held = self.groups[0]
+        heads = sum(len(group.heads) for group in self.groups)
+        for name, new, old in (("keys", keys, held.keys), ("values", values, held.values)):
+            if (new.shape[1], new.shape[3], new.dtype) != (heads, old.shape[3], old.dtype):
+                raise ValueError(
+                    f"layer {self.number} has {name} of {new.shape[1]} heads, width {new.shape[3]} and {new.dtype}, "
+                    f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the model that made the cache, "
+                    "in its dtype. Compress the context with this model"
+                )
+        rows, B = len(keys), self.sequences
+        if rows != B and (rows % B or self.tail.length):
+            raise ValueError(
+                f"the input has {rows} rows and the cache {B}; expected as many. Call batch_repeat_interleave on a "
+                "copy of the cache"
+            )
+        if rows != B:  # beams or samples, side by side
+            self.batch_repeat_interleave(rows // B)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return int(self.groups[0].keys.shape[0])
+
+    def keep(self, groups: tuple[HeadSlots, ...]) -> None:
+        """Add the positions of the chunk that was read to the context, which has these slots from now on."""
+        self.groups, self.length, self.fresh = groups, self.length + self.fresh, 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate nothing: arrays grow as positions come."""
 
     def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
         """Return the number of positions so far, the context included."""
-        return self.length + self.tail.length
+        return self.length + self.tail.length + self.fresh
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +169,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
 
     def copy(self) -> CompressedLayer:
         """Return a layer that shares the slots and has its own further positions."""
-        layer = CompressedLayer(self.groups, self.length)
+        layer = CompressedLayer(self.number, self.groups, self.length)
         layer.tail = self.tail.copy()
         return layer
 
@@ -118,9 +190,11 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
     def batch_select_indices(self, indices: Any) -> None:
         """Take the sequences with these numbers."""
         rows = torch.as_tensor(indices)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
         self.groups = tuple(group.of_sequences(rows) for group in self.groups)
         self.tail.change(self.tail.length, rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        self.batch_select_indices(torch.arange(self.groups[0].keys.shape[0]).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.sequences).repeat_interleave(repeats))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from levattn.integrations.transformers.compression.reading import attending
+from levattn.integrations.transformers.discovery import attention_modules
 
 __all__ = ["Replay"]
 
@@ -60,8 +60,10 @@ def _layers(model: Any) -> dict[int, Any]:
     """Return the layers of a decoder by number: items of a ``ModuleList`` that hold an attention."""
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
-    for number, attention in attending(model).items():
-        name = names[id(attention)]
+    for attention in attention_modules(model):
+        number, name = getattr(attention, "layer_idx", None), names[id(attention)]
+        if number is None:
+            continue
         while name:
             above, _, _ = name.rpartition(".")
             if isinstance(model.get_submodule(above), nn.ModuleList):
