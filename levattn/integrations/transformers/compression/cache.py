@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
+from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
@@ -134,8 +135,9 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     def ask(self, model: Any, question: Any, **options: Any) -> Any:
         """Answer a question that follows the tokens so far, by ``model.generate``.
 
-        The cache then holds the question and the answer, and a further question follows them. After beams the chosen
-        answer is read once more. With ``num_return_sequences`` the cache stays as it was.
+        The cache then holds the question and the answer, and a further question follows them. Padding after an answer
+        that ended early stays padding. After beams the chosen answer is read once more. With ``num_return_sequences``
+        the cache stays as it was, and so it does if the call fails.
 
         Parameters
         ----------
@@ -157,7 +159,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the question is no tensor of whole numbers.
         ValueError
             If the question is empty, begins with the context again, or has another number of rows; if the model is
-            another one, or an option excludes caches.
+            another one, or an option excludes caches; if another thread asks this cache.
         """
         ids, mask = _question(question)
         self._check(model, ids, options)
@@ -167,25 +169,86 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
-        length, beams, many = before.shape[1], _option(model, options, "num_beams"), _returned(model, options)
+        length = before.shape[1]
+        beams, many = (int(_option(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
         cache = self.copy() if beams > 1 or many > 1 else self
         if cache is not self:
             cache.batch_repeat_interleave(max(beams, many))
         streamer = options.get("streamer")
         if streamer is not None:
             options["streamer"] = _FromQuestionOn(streamer, length)
-        found = model.generate(whole, attention_mask=seen, **as_cache_of(model, cache), **options)
-        sequences = found if isinstance(found, torch.Tensor) else found.sequences
-        if many == 1:
-            told = _told(model, sequences, whole.shape[1], options)
-            if cache is not self:
-                self._read(model, sequences[:, length:-1], torch.cat([seen, told[:, :-1].to(seen)], 1))
-            self.tokens = sequences.to(self.tokens)
-            self.present = torch.cat([seen.bool(), told.to(seen.device)], 1).to(self.present)
+        with self._kept():
+            found = model.generate(whole, attention_mask=seen, **as_cache_of(model, cache), **options)
+            sequences = found if isinstance(found, torch.Tensor) else found.sequences
+            if many == 1:
+                told = torch.cat([seen.bool(), _told(model, sequences[:, whole.shape[1] :], options)], 1)
+                if cache is not self:
+                    self._read(model, sequences[:, self.get_seq_length() : -1], told[:, :-1])
+                self.tokens, self.present = sequences.to(self.tokens), told.to(self.present)
         if isinstance(found, torch.Tensor):
             return found[:, length:]
         found.sequences = sequences[:, length:]
         return found
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Put all layers back as they were if the block fails; raise if another thread is in such a block."""
+        own = object()
+        if vars(self).setdefault("_asked", own) is not own:  # a single step for all threads
+            raise ValueError(
+                "the cache is answering another question; expected one at a time. Give each question a copy of the "
+                "cache, which shares the context"
+            )
+        parts = [part for layer in self.layers for part in (layer, getattr(layer, "tail", None)) if part is not None]
+        before = [dict(vars(part)) for part in parts]  # numbers that are held are not changed, only replaced
+        try:
+            yield
+        except BaseException:
+            for part, held in zip(parts, before, strict=True):
+                vars(part).clear()
+                vars(part).update(held)
+            raise
+        finally:
+            del self._asked
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append the keys and values of a layer, as the model calls it.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor
+            Keys and values of further positions.
+        layer_idx : int
+            The layer.
+        *args, **kwargs
+            What some models add.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            What stands for all keys and values in attention.
+
+        Raises
+        ------
+        ValueError
+            If there are more or fewer sequences than in the cache, or a call before failed between two layers.
+        """
+        if layer_idx == 0:
+            self._check_step(len(key_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _check_step(self, rows: int) -> None:
+        if rows != len(self.tokens):
+            raise ValueError(
+                f"the input has {rows} rows and the cache {len(self.tokens)}; expected as many. Call "
+                "batch_repeat_interleave on a copy of the cache"
+            )
+        lengths = sorted({layer.get_seq_length() for layer in self.layers})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"layers of the cache hold {lengths[0]} and {lengths[-1]} positions, because a call failed between "
+                f"them; expected as many in all. Call crop({lengths[0]}), or take a copy of an earlier cache"
+            )
 
     def _check(self, model: Any, ids: Any, options: dict[str, Any]) -> None:
         """Raise for a question that the cache cannot take."""
@@ -250,15 +313,18 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         """
         length = self.get_seq_length()
         forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
-        if forgotten > length - self.context_length:
+        kept = length - forgotten
+        if kept < self.context_length:
             raise ValueError(
                 f"crop was called with {max_length}; expected to keep at least the {self.context_length} positions of "
                 "the context, which are compressed as a whole. Compress a shorter context"
             )
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):  # others may raise
+            more = max(0, layer.get_seq_length() - kept)
+            if more or getattr(layer, "record_past", False):
+                layer.crop(-more)
         if forgotten:
-            super().crop(-forgotten)
-        length -= forgotten
-        self.tokens, self.present = self.tokens[:, :length], self.present[:, :length]
+            self.tokens, self.present = self.tokens[:, :kept], self.present[:, :kept]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence.
@@ -411,7 +477,11 @@ def _question(question: Any) -> tuple[Any, Any]:
         if "input_ids" not in given:
             raise ValueError(f"question has {sorted(given)}; expected input_ids and perhaps attention_mask")
         question, mask = given["input_ids"], given.get("attention_mask")
-    if not isinstance(question, torch.Tensor) or question.ndim != 2 or question.dtype not in (torch.int64, torch.int32):
+    if (
+        not isinstance(question, torch.Tensor)
+        or question.ndim != 2
+        or question.dtype not in (torch.int64, torch.int32)
+    ):
         shown = f"{question.dtype} {tuple(question.shape)}" if isinstance(question, torch.Tensor) else type(question)
         raise TypeError(
             f"question is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
@@ -420,34 +490,32 @@ def _question(question: Any) -> tuple[Any, Any]:
     return question, torch.ones_like(question) if mask is None else mask
 
 
-def _option(model: Any, options: dict[str, Any], name: str) -> int:
-    """Return an option of `generate`, from its keywords or its configurations."""
-    for config in (options, vars(options.get("generation_config") or object), vars(model.generation_config)):
-        if config.get(name) is not None:
-            return int(config[name])
-    return 1
+def _option(model: Any, options: dict[str, Any], name: str) -> Any:
+    """Return an option of `generate` as it takes it: from its keywords, or from its configurations."""
+    if name in options:
+        return options[name]
+    for config in (options.get("generation_config"), model.generation_config):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
 
 
-def _returned(model: Any, options: dict[str, Any]) -> int:
-    return _option(model, options, "num_return_sequences")
+def _told(model: Any, answer: Any, options: dict[str, Any]) -> Any:
+    """Return which tokens of answers are no padding: all up to the first token of the end.
 
-
-def _told(model: Any, sequences: Any, start: int, options: dict[str, Any]) -> Any:
-    """Return which tokens from a position on are no padding: none after the end of a row's answer.
-
-    A row that ended early is filled with the token of padding. If this is the token of the end too, the first counts.
+    A row that a criterion of its own stopped is filled with padding from there on.
     """
-    answer = sequences[:, start:]
-    config = options.get("generation_config") or model.generation_config
-    ends = options.get("eos_token_id", config.eos_token_id)
-    ends = [] if ends is None else [int(end) for end in torch.as_tensor(ends).reshape(-1)]
-    pad = options.get("pad_token_id", config.pad_token_id)
-    pad = ends[0] if pad is None and ends else pad
-    if pad is None or not answer.shape[1]:
-        return torch.ones_like(answer, dtype=torch.bool)
-    filled = (answer == int(pad)).flip(1).cumprod(1).flip(1).bool()  # the last tokens of a row
-    first = filled & ~torch.nn.functional.pad(filled, (1, 0))[:, :-1]
-    return ~filled | (first if int(pad) in ends else torch.zeros_like(filled))
+    ends = _option(model, options, "eos_token_id")
+    if ends is None:
+        return torch.ones_like(answer, dtype=torch.bool)  # then all rows go on to the end
+    ends = torch.as_tensor(ends, device=answer.device).reshape(-1)
+    is_end = torch.isin(answer, ends)
+    told = is_end.cumsum(1) - is_end.long() == 0
+    if _option(model, options, "stop_strings") is not None or options.get("stopping_criteria"):
+        pad = _option(model, options, "pad_token_id")
+        pad = ends[0] if pad is None else torch.as_tensor(pad, device=answer.device)
+        told &= (answer != pad).flip(1).cumsum(1).flip(1).bool() | is_end
+    return told
 
 
 class _FromQuestionOn:

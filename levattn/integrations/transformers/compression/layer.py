@@ -24,22 +24,25 @@ class Tail:
 
     def __init__(self) -> None:
         self._room: list[Any] = []
+        self._own = False  # whether nobody else reads the arrays, not even a backward pass
         self.length = 0
 
     def append(self, keys: Any, values: Any) -> None:
         """Append the keys and values of further positions."""
         more = self.length + keys.shape[2]
-        if torch.is_grad_enabled() or (self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()):
+        if torch.is_grad_enabled() or (
+            self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()
+        ):
             # what a backward pass has saved, or another mode has made, must not change
             pairs = zip(self.arrays, (keys, values), strict=True) if self._room else ()
             self._room = [torch.cat(pair, 2) for pair in pairs] or [keys, values]
-            self.length = more
+            self._own, self.length = False, more
             return
-        if not self._room or more > self._room[0].shape[2]:
+        if not self._own or more > self._room[0].shape[2]:
             grown = [like.new_zeros((*like.shape[:2], 2 * more, like.shape[3])) for like in (keys, values)]
             for new, old in zip(grown, self._room, strict=False):
                 new[:, :, : self.length] = old[:, :, : self.length]
-            self._room = grown
+            self._room, self._own = grown, True
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, self.length : more] = new
         self.length = more
@@ -59,7 +62,7 @@ class Tail:
         """Return a copy with arrays of its own."""
         tail = Tail()
         if self.length:
-            tail.append(*self.arrays)
+            tail._room, tail.length = [array.clone() for array in self.arrays], self.length
         return tail
 
     def change(self, length: int, rows: Any) -> None:
@@ -127,7 +130,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         return handed_over(reading, key_states.shape[1], self.length + tail[0].shape[2], tail)
 
     def _check(self, keys: Any, values: Any) -> None:
-        """Raise for keys of another model, or of other sequences; repeat the context for beams."""
+        """Raise for keys of another model."""
         held = self.groups[0]
         heads = sum(len(group.heads) for group in self.groups)
         for name, new, old in (("keys", keys, held.keys), ("values", values, held.values)):
@@ -137,14 +140,6 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
                     f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the model that made the cache, "
                     "in its dtype. Compress the context with this model"
                 )
-        rows, B = len(keys), self.sequences
-        if rows != B and (rows % B or self.tail.length):
-            raise ValueError(
-                f"the input has {rows} rows and the cache {B}; expected as many. Call batch_repeat_interleave on a "
-                "copy of the cache"
-            )
-        if rows != B:  # beams or samples, side by side
-            self.batch_repeat_interleave(rows // B)
 
     @property
     def sequences(self) -> int:

@@ -13,7 +13,7 @@ import torch
 __all__ = ["Origin", "changing_positions", "fingerprint"]
 
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
-_FIGURES = ("scaling", "sliding_window", "attn_logit_softcapping")  # of modules
+_FIGURES = ("scaling", "sliding_window", "attn_logit_softcapping", "variance_epsilon", "eps")  # of modules
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of modules of PEFT
 _HARMLESS = {  # entries of configs that no key depends on
     "_attn_implementation",
@@ -56,23 +56,27 @@ class Origin:
 
     def __init__(self, model: Any, known: str | None = None) -> None:
         self._model: Any = weakref.ref(_base(model))
+        self._adapters = _adapters(model)
         self._glimpse = _hashed(model, _SAMPLES) if known is None else ""
         self._known = known
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_model": None, "_glimpse": self._glimpse, "_known": self._known}
+        return {**vars(self), "_model": None}
 
     def check(self, model: Any) -> None:
         """Raise unless a model is the one that read the context, or a copy of it."""
-        own = None if self._model is None else self._model()
-        if own is _base(model):
-            return
-        same = _hashed(model, None) == self._known if self._known else _hashed(model, _SAMPLES) == self._glimpse
+        own, base = None if self._model is None else self._model(), _base(model)
+        if own is base:
+            same = _adapters(model) == self._adapters
+        else:
+            same = fingerprint(model) == self._known if self._known else _hashed(model, _SAMPLES) == self._glimpse
         if not same:
             raise ValueError(
                 f"the cache was made with another model than this {type(model).__name__}, or with other weights or "
                 "adapters; expected that model. Compress the context with this one"
             )
+        if own is not base:
+            self._model = weakref.ref(base)
 
     def check_file(self, path: Any) -> None:
         """Raise unless the model has the fingerprint of a file."""
@@ -126,10 +130,7 @@ def _hashed(model: Any, samples: int | None) -> str:
     found = hashlib.sha256(type(model).__name__.encode())
     found.update(_figures(model.config.to_dict()).encode())
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
-        for figure in (*_FIGURES, *_ADAPTERS):
-            value = getattr(module, figure, None)
-            if value is not None and value is not False and value != []:
-                found.update(f"{name} {figure} {value}".encode())
+        found.update(_figures_of(name, module, (*_FIGURES, *_ADAPTERS)).encode())
         with _there(module):
             for own, array in sorted(_arrays(module, changing_positions(model) is not None)):
                 flat = array.detach().reshape(-1)
@@ -138,6 +139,18 @@ def _hashed(model: Any, samples: int | None) -> str:
                 found.update(f"{name}.{own} {tuple(array.shape)} {array.dtype}".encode())
                 found.update(flat.contiguous().cpu().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def _adapters(model: Any) -> str:
+    """Return which adapters are active, as text."""
+    return "".join(_figures_of(name, module, _ADAPTERS) for name, module in _base(model).named_modules())
+
+
+def _figures_of(name: str, module: Any, figures: tuple[str, ...]) -> str:
+    """Return the figures of a module that it has, as text; one adapter may be a name or a list."""
+    found = [(figure, getattr(module, figure, None)) for figure in figures]
+    found = [(figure, [value] if isinstance(value, str) else value) for figure, value in found]
+    return "".join(f"{name} {figure} {value}" for figure, value in found if value not in (None, False, []))
 
 
 def _there(module: Any) -> AbstractContextManager[Any]:

@@ -14,10 +14,14 @@ from levattn.integrations.transformers.masks import causal_padding, padding_mask
 __all__ = ["LATENTS", "register_latents"]
 
 
+def _held_in(cache: Any, module: Any) -> Any:
+    return latent_layer_for(cache, module.layer_idx)
+
+
 LATENTS = Interface(
     name="levattn_macchiato",
     part=EXTENSION,
-    held_in=lambda cache, module: latent_layer_for(cache, module.layer_idx),
+    held_in=_held_in,  # of the module, so that models can be pickled
     maker="macchiato_from",
     attention="the mixture of a window and latents",
     remedy="use the base model",

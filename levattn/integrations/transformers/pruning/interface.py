@@ -48,10 +48,14 @@ class LayerPruning:
         return rows > 1 if self.measure is None else self.measure
 
 
+def _held_in(cache: Any, module: Any) -> Any:
+    return pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream)
+
+
 PRUNED = Interface(
     name="levattn",
     part=PART,
-    held_in=lambda cache, module: pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream),
+    held_in=_held_in,  # of the module, so that models can be pickled
     maker="prune",
     attention="pruned attention",
     remedy="leave this layer out of layers",
