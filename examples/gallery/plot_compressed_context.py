@@ -94,12 +94,8 @@ else:
 context = torch.tensor([encode(text)])
 cache = compress(model, context, budget=0.25, heads=profile)
 asked = torch.tensor([encode(question)])
-answer = model.generate(
-    asked,
-    past_key_values=cache.copy(),
-    max_new_tokens=8,
-    do_sample=False,
-    pad_token_id=0,
+answer = cache.ask(
+    model, asked, max_new_tokens=8, do_sample=False, pad_token_id=0
 )
 print(
     f"{context.shape[1]} tokens in {cache.nbytes / cache.dense_nbytes:.1%} of the bytes"

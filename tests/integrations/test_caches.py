@@ -58,7 +58,7 @@ def dense(model: Any, ids: Any) -> Any:
 
 # What is done to a cache, which of two rows the new rows are, and how many of the last positions are forgotten
 OPERATIONS: dict[str, tuple[Callable[[Any], Any], list[int], int]] = {
-    "nothing": (lambda cache: None, [0, 1], 0),
+    "nothing": (lambda _: None, [0, 1], 0),
     "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1], 0),
     "repeat once": (lambda cache: cache.batch_repeat_interleave(1), [0, 1], 0),
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1], 0),
@@ -230,7 +230,7 @@ def test_other_numbers_of_rows_are_refused_before_anything_is_read() -> None:
         assert {layer.get_seq_length() for layer in cache.layers} == {CONTEXT}
 
 
-# -- answers that end early ---------------------------------------------------------------------------------------------
+# -- answers that end early -------------------------------------------------------------------------------------------
 
 ENDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "another token": lambda end: {"eos_token_id": end, "pad_token_id": 0},
@@ -286,7 +286,7 @@ def test_a_token_of_padding_that_was_said_counts() -> None:
     assert bool(once.present.all())
 
 
-# -- calls that fail ----------------------------------------------------------------------------------------------------
+# -- calls that fail --------------------------------------------------------------------------------------------------
 
 
 class _Failure:
@@ -359,7 +359,7 @@ def test_a_context_that_fails_leaves_the_model_as_it_was(chunk: int | None) -> N
     assert compress(model, context, budget=1.0).get_seq_length() == CONTEXT
 
 
-# -- gradients, modes, copies in files ----------------------------------------------------------------------------------
+# -- gradients, modes, copies in files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -404,7 +404,7 @@ def again(value: Any) -> Any:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),  # noqa: S301 (its own)
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
     "torch.save": again,
     "deepcopy": copy.deepcopy,
 }
@@ -415,9 +415,7 @@ def test_a_model_and_its_cache_are_copied_before_inside_and_after(how: str, tmp_
     model, context, found = base(), tokens(1, CONTEXT), []
     before = model(context).logits
     twins = [COPIES[how](model)]
-    cache = compress(
-        model, context, budget=CUT, chunk=10, progress=lambda done, total: found.append(COPIES[how](model))
-    )
+    cache = compress(model, context, budget=CUT, chunk=10, progress=lambda *_: found.append(COPIES[how](model)))
     twins += [found[0], COPIES[how](model)]
     expected = cache.copy().ask(model, QUESTION, **GREEDY)
     other = COPIES[how](cache)
@@ -485,7 +483,9 @@ def test_a_model_in_another_dtype_than_its_cache_is_refused(dtype: Any) -> None:
     model = base()
     cache = compress(model, tokens(1, CONTEXT), budget=CUT)
     model.to(dtype)
-    message = f"layer 0 has keys of .* {dtype}, and the cache .* torch.float32; expected the model .* in its dtype"
+    message = (
+        f"layer 0 has keys of .* {dtype}, and the cache .* torch.float32; expected the cache's model and dtype"
+    )
     with pytest.raises(ValueError, match=message):
         cache.ask(model, QUESTION, **GREEDY)
     with pytest.raises(ValueError, match=message):

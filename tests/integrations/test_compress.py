@@ -355,7 +355,7 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     with pytest.raises(ValueError, match="made with another model than this LlamaForCausalLM"):
         cache.copy().ask(base(), question(), **GREEDY)
     other = base(num_attention_heads=8, num_key_value_heads=4)
-    with pytest.raises(ValueError, match="layer 0 has keys of 4 heads, width 4 .* and the cache 2, 8"):
+    with pytest.raises(ValueError, match=r"layer 0 has keys of 4 heads, width 4 .* and the cache 2, 8"):
         other(question(), **{CACHE: cache.copy()})
     model.model.layers[0].self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="without attention weights, dropout"):

@@ -146,7 +146,7 @@ def test_a_request_in_the_middle_of_another_changes_neither(outer: str, inner: s
 @pytest.mark.parametrize("outer", ["pruned", "pruned answer", "pruned beams"])
 @pytest.mark.parametrize("inner", ["pruned", "pruned answer", "pruned beams"])
 def test_a_request_in_the_middle_of_another_on_a_pruned_model(outer: str, inner: str, pruned: Bench) -> None:
-    with interrupted(pruned.model, 7, lambda number: pruned.ask(inner, number)) as done:
+    with interrupted(pruned.model, 29, lambda number: pruned.ask(inner, number)) as done:
         pruned.ask(outer, 3)
     assert len(done) > 3
 

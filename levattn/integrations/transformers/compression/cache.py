@@ -28,9 +28,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     """A context that was read once and compressed, and the positions after it: a cache of transformers.
 
     `compress` makes it. It is used as any cache that holds a prefix:
-    ``model.generate(tokens of context and question, past_key_values=cache)`` reads the question and answers. Where the
-    question is alone, ``cache.ask(model, question)`` puts the context before it. Both go on after the last position of
-    the cache. To ask many questions on one context, give each a `copy`, which shares the context.
+    ``model.generate(tokens of context and question, cache=cache)`` reads the question and answers (before transformers
+    5.24: ``past_key_values=cache``). Where the question is alone, ``cache.ask(model, question)`` puts the context
+    before it. Both go on after the last position of the cache. To ask many questions on one context, give each a
+    `copy`, which shares the context.
 
     Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. Its attention
     must be of the kind "sdpa" (the default of transformers) or "eager".
@@ -151,15 +152,15 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Returns
         -------
         torch.Tensor of shape (B, m + k), or a ``ModelOutput`` of transformers
-            What ``generate`` returns, without the tokens before the question.
+            The output of ``generate``, without the tokens before the question.
 
         Raises
         ------
         TypeError
             If the question is no tensor of whole numbers.
         ValueError
-            If the question is empty, begins with the context again, or has another number of rows; if the model is
-            another one, or an option excludes caches; if another thread asks this cache.
+            If the question is empty, begins with the context again, or has another number of rows. If the model is
+            another one, or an option excludes caches. If another thread asks this cache.
         """
         ids, mask = _question(question)
         self._check(model, ids, options)
@@ -221,12 +222,12 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         layer_idx : int
             The layer.
         *args, **kwargs
-            What some models add.
+            Further arguments of some models.
 
         Returns
         -------
         tuple of torch.Tensor
-            What stands for all keys and values in attention.
+            Stand-ins for all keys and values, for attention.
 
         Raises
         ------
@@ -255,8 +256,6 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if not hasattr(model, "generate"):
             raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
         self.origin.check(model)
-        if not ids.shape[1]:
-            raise ValueError("question has no tokens; expected at least one in each row")
         if options.get("use_cache") is False:
             raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
         if len(ids) != len(self.tokens):
@@ -519,7 +518,7 @@ def _told(model: Any, answer: Any, options: dict[str, Any]) -> Any:
 
 
 class _FromQuestionOn:
-    """A streamer that gets what another one would get, without the first tokens of a prompt."""
+    """A streamer that hands on all but the first tokens of a prompt."""
 
     def __init__(self, streamer: Any, length: int) -> None:
         self._streamer, self._length = streamer, length

@@ -61,7 +61,7 @@ def compress(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder. `compress` prepares it to read such caches; without one it computes the same as before.
+        A decoder, which stays as it is.
     context : tensor of shape (B, P), or mapping
         Tokens, or the output of a tokenizer: ``input_ids`` and ``attention_mask``, 0 for padding on either side. With
         rotary positions, nothing is raised for a context, or a question after it, beyond the
@@ -85,7 +85,7 @@ def compress(
     Returns
     -------
     CompressedCache
-        The cache for ``model.generate(question, past_key_values=cache)``.
+        The cache: ``cache.ask(model, question, max_new_tokens=50)`` answers a question on the context.
 
     Raises
     ------
@@ -200,7 +200,7 @@ def _check_chunks(model: Any) -> None:
     if kind is not None:
         raise ValueError(
             f"chunk was given for a {type(model).__name__}, whose rotary positions ({kind!r}) change with the length "
-            "of the context; expected None, as parts of a context would be rotated unlike the whole"
+            "of the context; expected None. Read the context at once"
         )
 
 

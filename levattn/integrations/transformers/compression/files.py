@@ -65,11 +65,12 @@ def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], 
     if head.get("version") != _VERSION:
         raise ValueError(f"{path} is of version {head.get('version')!r}, and this release reads {_VERSION}")
     if head.pop("digest", None) != _digest(head, arrays):
-        raise ValueError(f"{path} is a damaged compressed context: its digest is that of other numbers")
+        raise ValueError(f"{path} is a damaged compressed context: it does not have its digest")
     arrays = {name: array.to(device) for name, array in arrays.items()}
     try:
         tokens, present, fingerprint = arrays["tokens"], arrays["present"], str(head["fingerprint"])
-        if tokens.ndim != 2 or present.shape != tokens.shape or present.dtype != torch.bool or not head["layers"]:
+        kinds = tokens.dtype in (torch.int64, torch.int32) and present.dtype == torch.bool
+        if not kinds or tokens.ndim != 2 or present.shape != tokens.shape or not head["layers"]:
             raise ValueError("its tokens and their mask do not fit together")
         if not tokens.numel() or not bool(present.any(1).all()):
             raise ValueError("a sequence has no positions")

@@ -118,7 +118,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Append new keys and values, and return what stands for all keys and values."""
+        """Append new keys and values, and return stand-ins for all of them."""
         rows = key_states.shape[2]
         if self.look is None:
             self._check(key_states, value_states)
@@ -137,8 +137,8 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
             if (new.shape[1], new.shape[3], new.dtype) != (heads, old.shape[3], old.dtype):
                 raise ValueError(
                     f"layer {self.number} has {name} of {new.shape[1]} heads, width {new.shape[3]} and {new.dtype}, "
-                    f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the model that made the cache, "
-                    "in its dtype. Compress the context with this model"
+                    f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the cache's model and dtype. "
+                    "Compress the context with this model"
                 )
 
     @property

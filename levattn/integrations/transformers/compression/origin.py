@@ -13,8 +13,16 @@ import torch
 __all__ = ["Origin", "changing_positions", "fingerprint"]
 
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
-_FIGURES = ("scaling", "sliding_window", "attn_logit_softcapping", "variance_epsilon", "eps")  # of modules
-_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of modules of PEFT
+_FIGURES = (  # of modules: of attention, of norms, and of the adapters of PEFT
+    "scaling",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "variance_epsilon",
+    "eps",
+    "_active_adapter",
+    "_disable_adapters",
+    "merged_adapters",
+)
 _HARMLESS = {  # entries of configs that no key depends on
     "_attn_implementation",
     "_commit_hash",
@@ -56,7 +64,7 @@ class Origin:
 
     def __init__(self, model: Any, known: str | None = None) -> None:
         self._model: Any = weakref.ref(_base(model))
-        self._adapters = _adapters(model)
+        self._state = _state(model)
         self._glimpse = _hashed(model, _SAMPLES) if known is None else ""
         self._known = known
 
@@ -67,7 +75,7 @@ class Origin:
         """Raise unless a model is the one that read the context, or a copy of it."""
         own, base = None if self._model is None else self._model(), _base(model)
         if own is base:
-            same = _adapters(model) == self._adapters
+            same = _state(model) == self._state
         else:
             same = fingerprint(model) == self._known if self._known else _hashed(model, _SAMPLES) == self._glimpse
         if not same:
@@ -84,7 +92,7 @@ class Origin:
         found = fingerprint(model)
         if found == known:
             return
-        (here, kinds), (there, kinds_there) = (text.partition(":")[::2] for text in (found, known))
+        kinds, kinds_there = (text.partition(":")[2] for text in (found, known))
         if kinds != kinds_there:
             raise ValueError(
                 f"{path} was made with a model in {kinds_there or 'another dtype'}, and this {type(model).__name__} "
@@ -129,10 +137,11 @@ def _hashed(model: Any, samples: int | None) -> str:
     model = _base(model)
     found = hashlib.sha256(type(model).__name__.encode())
     found.update(_figures(model.config.to_dict()).encode())
+    found.update(_state(model).encode())
+    changing = changing_positions(model) is not None
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
-        found.update(_figures_of(name, module, (*_FIGURES, *_ADAPTERS)).encode())
         with _there(module):
-            for own, array in sorted(_arrays(module, changing_positions(model) is not None)):
+            for own, array in sorted(_arrays(module, changing)):
                 flat = array.detach().reshape(-1)
                 if samples is not None:
                     flat = flat[:: max(1, len(flat) // samples)]
@@ -141,16 +150,16 @@ def _hashed(model: Any, samples: int | None) -> str:
     return found.hexdigest()
 
 
-def _adapters(model: Any) -> str:
-    """Return which adapters are active, as text."""
-    return "".join(_figures_of(name, module, _ADAPTERS) for name, module in _base(model).named_modules())
-
-
-def _figures_of(name: str, module: Any, figures: tuple[str, ...]) -> str:
-    """Return the figures of a module that it has, as text; one adapter may be a name or a list."""
-    found = [(figure, getattr(module, figure, None)) for figure in figures]
-    found = [(figure, [value] if isinstance(value, str) else value) for figure, value in found]
-    return "".join(f"{name} {figure} {value}" for figure, value in found if value not in (None, False, []))
+def _state(model: Any) -> str:
+    """Return the figures of all modules of a model as text, and so which adapters are active."""
+    found = []
+    for name, module in _base(model).named_modules():
+        for figure in _FIGURES:
+            value = getattr(module, figure, None)
+            value = [value] if isinstance(value, str) else value  # one adapter may be a name or a list
+            if value and isinstance(value, bool | int | float | list | dict):
+                found.append(f"{name} {figure} {value}")
+    return "\n".join(sorted(found))
 
 
 def _there(module: Any) -> AbstractContextManager[Any]:
@@ -165,7 +174,7 @@ def _there(module: Any) -> AbstractContextManager[Any]:
 def _arrays(module: Any, changing: bool) -> Iterator[tuple[str, Any]]:
     """Yield the name and the array of each weight and buffer of a module.
 
-    changing: whether buffers that no file of the model holds depend on what it has read.
+    changing: whether buffers that are in no file of the model depend on earlier inputs.
     """
     yield from module.named_parameters(recurse=False)
     for name, array in module.named_buffers(recurse=False):
