@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -458,6 +460,23 @@ def test_an_extended_model_is_copied(how: str) -> None:
     assert torch.equal(read(model, COPIES[how](held), QUESTION), read(model, held, QUESTION))
 
 
+@pytest.mark.parametrize("change", ["pruned", "extended"])
+def test_a_changed_model_runs_in_the_process_that_loads_it(change: str, tmp_path: Any) -> None:
+    model, context = base(), tokens(1, CONTEXT)
+    if change == "pruned":
+        prune(model, {0: 8, 1: 8})
+    else:
+        macchiato_from(model, window=8, latents=4)
+    torch.save((model, context, model(context).logits), tmp_path / "model")
+    program = f"""if True:
+        import torch
+        model, context, logits = torch.load({str(tmp_path / "model")!r}, weights_only=False)
+        assert (model(context).logits - logits).abs().max() < 1e-5  # of 1 to 10
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("use", ["none", "compress", "ask", "prune"])
 def test_a_model_is_freed_at_once(use: str) -> None:
     gc.collect()
@@ -483,9 +502,7 @@ def test_a_model_in_another_dtype_than_its_cache_is_refused(dtype: Any) -> None:
     model = base()
     cache = compress(model, tokens(1, CONTEXT), budget=CUT)
     model.to(dtype)
-    message = (
-        f"layer 0 has keys of .* {dtype}, and the cache .* torch.float32; expected the cache's model and dtype"
-    )
+    message = f"layer 0 has keys of .* {dtype}, and the cache .* torch.float32; expected the cache's model and dtype"
     with pytest.raises(ValueError, match=message):
         cache.ask(model, QUESTION, **GREEDY)
     with pytest.raises(ValueError, match=message):

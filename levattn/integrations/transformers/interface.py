@@ -61,9 +61,15 @@ class Interface:
     name: str  # without "flash", "sdpa", "flex_attention", "/" and ":", which have a meaning to transformers
     part: str  # the attribute of an attention module that describes its attention
     held_in: Callable[[Any, Any], Any]  # the layer of a cache for a module
+    install: Callable[[], None]  # registers it with transformers
     maker: str  # the function that gives models this attention
     attention: str  # its name in messages
     remedy: str  # the advice in messages about arguments that it would ignore
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the attention in the process that loads a pickled model, whose hooks have this object."""
+        vars(self).update(state)
+        self.install()
 
     def register(self, attention: Callable[..., Any], masks: Callable[..., Any], name: str | None = None) -> None:
         """Register the attention function and its masks with transformers, by name."""

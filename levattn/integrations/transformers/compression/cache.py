@@ -476,6 +476,8 @@ def _question(question: Any) -> tuple[Any, Any]:
         if "input_ids" not in given:
             raise ValueError(f"question has {sorted(given)}; expected input_ids and perhaps attention_mask")
         question, mask = given["input_ids"], given.get("attention_mask")
+    if isinstance(question, torch.Tensor) and question.ndim == 2 and not question.shape[1]:
+        raise ValueError("question has no tokens; expected at least one in each row")  # of any type, for tokenizers
     if (
         not isinstance(question, torch.Tensor)
         or question.ndim != 2

@@ -13,7 +13,7 @@ import torch
 __all__ = ["Origin", "changing_positions", "fingerprint"]
 
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
-_FIGURES = (  # of modules: of attention, of norms, and of the adapters of PEFT
+_FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
     "scaling",
     "sliding_window",
     "attn_logit_softcapping",
@@ -22,7 +22,7 @@ _FIGURES = (  # of modules: of attention, of norms, and of the adapters of PEFT
     "_active_adapter",
     "_disable_adapters",
     "merged_adapters",
-)
+}
 _HARMLESS = {  # entries of configs that no key depends on
     "_attn_implementation",
     "_commit_hash",
@@ -154,8 +154,9 @@ def _state(model: Any) -> str:
     """Return the figures of all modules of a model as text, and so which adapters are active."""
     found = []
     for name, module in _base(model).named_modules():
-        for figure in _FIGURES:
-            value = getattr(module, figure, None)
+        own = vars(module)
+        for figure in own.keys() & _FIGURES:
+            value = own[figure]
             value = [value] if isinstance(value, str) else value  # one adapter may be a name or a list
             if value and isinstance(value, bool | int | float | list | dict):
                 found.append(f"{name} {figure} {value}")

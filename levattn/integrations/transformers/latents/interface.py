@@ -18,19 +18,20 @@ def _held_in(cache: Any, module: Any) -> Any:
     return latent_layer_for(cache, module.layer_idx)
 
 
+def register_latents() -> None:
+    """Register the attention of extended layers and its masks with transformers."""
+    LATENTS.register(_attention, padding_mask)
+
+
 LATENTS = Interface(
     name="levattn_macchiato",
     part=EXTENSION,
-    held_in=_held_in,  # of the module, so that models can be pickled
+    held_in=_held_in,  # functions of the module, so that models can be pickled
+    install=register_latents,
     maker="macchiato_from",
     attention="the mixture of a window and latents",
     remedy="use the base model",
 )
-
-
-def register_latents() -> None:
-    """Register the attention of extended layers and its masks with transformers."""
-    LATENTS.register(_attention, padding_mask)
 
 
 def _attention(

@@ -52,16 +52,6 @@ def _held_in(cache: Any, module: Any) -> Any:
     return pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream)
 
 
-PRUNED = Interface(
-    name="levattn",
-    part=PART,
-    held_in=_held_in,  # of the module, so that models can be pickled
-    maker="prune",
-    attention="pruned attention",
-    remedy="leave this layer out of layers",
-)
-
-
 def register() -> None:
     """Register the attention "levattn" with transformers, with the masks of "sdpa".
 
@@ -81,6 +71,17 @@ def register() -> None:
 
     PRUNED.register(_attention, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     PRUNED.register(_attention, padding_mask, STREAM)
+
+
+PRUNED = Interface(
+    name="levattn",
+    part=PART,
+    held_in=_held_in,  # functions of the module, so that models can be pickled
+    install=register,
+    maker="prune",
+    attention="pruned attention",
+    remedy="leave this layer out of layers",
+)
 
 
 def _attention(
