@@ -19,8 +19,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress
 
 MOST = 16 << 20  # bytes of a request
@@ -140,7 +138,6 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     heads = None if options.heads is None else HeadProfile.load(options.heads)
-    torch.set_grad_enabled(False)
     service = Service(model, tokenizer, options.folder, budget=options.budget, heads=heads)
     with ThreadingHTTPServer(("127.0.0.1", options.port), handler(service)) as server:
         print(f"http://127.0.0.1:{options.port}")

@@ -88,6 +88,8 @@ def test_an_operation_does_what_it_does_to_a_dense_cache(name: str, asked: bool,
     operation, sources, forgotten = OPERATIONS[name]
     if forgotten and (not asked or family == "Gemma3"):
         pytest.skip("the context cannot be shortened, and layers that slide have dropped what was before")
+    if name == "crop none" and transformers.__version__ < "5":
+        pytest.skip("0 was the length to keep")
     if "crop" in name and family == "Gemma3":
         pytest.skip("layers that slide have dropped what was before")
     model = decoder(family)

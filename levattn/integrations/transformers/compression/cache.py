@@ -122,7 +122,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Returns
         -------
         tuple of torch.Tensor of shape (B, n)
-            Tokens that the model read without `ask` are zeros here.
+            Tokens that the model read without `ask` are zeros here, and count as no padding.
         """
         more = self.get_seq_length() - self.tokens.shape[1]
         if more <= 0:
