@@ -21,6 +21,7 @@ from levattn.integrations.transformers.heads_table import HeadsTable
 __all__ = ["CompressedCache"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
+_CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
 _FEWEST = 16  # tokens of a context that no question repeats by chance
 
 
@@ -200,17 +201,22 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                 "the cache is answering another question; expected one at a time. Give each question a copy of the "
                 "cache, which shares the context"
             )
-        parts = [part for layer in self.layers for part in (layer, getattr(layer, "tail", None)) if part is not None]
-        before = [dict(vars(part)) for part in parts]  # numbers that are held are not changed, only replaced
+        before: list[tuple[Any, dict[str, Any]]] = []
         try:
+            for layer in self.layers:  # whose arrays are replaced, or written after the last position
+                parts = [layer, *(getattr(layer, name, None) for name in _CHANGING)]
+                before += [(part, dict(vars(part))) for part in parts if part is not None]
             yield
         except BaseException:
-            for part, held in zip(parts, before, strict=True):
+            for part, held in before:
                 vars(part).clear()
                 vars(part).update(held)
             raise
         finally:
             del self._asked
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_asked"}
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append the keys and values of a layer, as the model calls it.
@@ -313,10 +319,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         length = self.get_seq_length()
         forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
         kept = length - forgotten
-        if kept < self.context_length:
+        fixed = max((layer.length for layer in self.layers if isinstance(layer, CompressedLayer)), default=0)
+        if kept < max(fixed, self.context_length):
             raise ValueError(
-                f"crop was called with {max_length}; expected to keep at least the {self.context_length} positions of "
-                "the context, which are compressed as a whole. Compress a shorter context"
+                f"crop was called with {max_length}; expected to keep at least the {fixed} positions of the context, "
+                "which are compressed as a whole. Compress a shorter context"
             )
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):  # others may raise
             more = max(0, layer.get_seq_length() - kept)
