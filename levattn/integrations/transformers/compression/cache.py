@@ -227,10 +227,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If layers slide, because they no longer hold the context.
         """
         for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
+            if not isinstance(layer, CompressedLayer) or layer.length > self.context_length:
                 raise ValueError(
-                    "the cache has layers that slide, which drop the context as more positions come; expected a cache "
-                    "without such layers. Call copy before each question"
+                    "the cache has layers that slide, or has renewed its slots, and so no longer holds the context "
+                    "alone; expected a cache without further positions. Call copy before each question"
                 )
         super().reset()
         self.tokens, self.present = (part[:, : self.context_length] for part in (self.tokens, self.present))
@@ -250,10 +250,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         """
         length = self.get_seq_length()
         forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
-        if forgotten > length - self.context_length:
+        fixed = max((layer.length for layer in self.layers if isinstance(layer, CompressedLayer)), default=0)
+        if forgotten > length - max(fixed, self.context_length):
             raise ValueError(
-                f"crop was called with {max_length}; expected to keep at least the {self.context_length} positions of "
-                "the context, which are compressed as a whole. Compress a shorter context"
+                f"crop was called with {max_length}; expected to keep at least the {fixed} positions of the context, "
+                "which are compressed as a whole. Compress a shorter context"
             )
         if forgotten:
             super().crop(-forgotten)
