@@ -412,7 +412,11 @@ def _question(question: Any) -> tuple[Any, Any]:
         if "input_ids" not in given:
             raise ValueError(f"question has {sorted(given)}; expected input_ids and perhaps attention_mask")
         question, mask = given["input_ids"], given.get("attention_mask")
-    if not isinstance(question, torch.Tensor) or question.ndim != 2 or question.dtype not in (torch.int64, torch.int32):
+    if (
+        not isinstance(question, torch.Tensor)
+        or question.ndim != 2
+        or question.dtype not in (torch.int64, torch.int32)
+    ):
         shown = f"{question.dtype} {tuple(question.shape)}" if isinstance(question, torch.Tensor) else type(question)
         raise TypeError(
             f"question is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "

@@ -19,7 +19,6 @@ from levattn.integrations.transformers.compression.slots import (
     joined,
     padded_together,
     slots_of,
-    together,
 )
 from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
 from levattn.integrations.transformers.masks import padding_and_kind
@@ -39,7 +38,9 @@ class Tail:
     def append(self, keys: Any, values: Any) -> None:
         """Append the keys and values of further positions."""
         more = self.length + keys.shape[2]
-        if torch.is_grad_enabled() or (self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()):
+        if torch.is_grad_enabled() or (
+            self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()
+        ):
             # what a backward pass has saved, or another mode has made, must not change
             pairs = zip(self.arrays, (keys, values), strict=True) if self._room else ()
             self._room = [torch.cat(pair, 2) for pair in pairs] or [keys, values]
@@ -156,20 +157,16 @@ class Renewal:
         present = torch.ones(B, t, dtype=torch.bool) if self.present is None else self.present
         counts = self.counts.tolist()
 
-        def of_head(group: HeadSlots, b: int, i: int) -> Slots:
-            head, here = group.heads[i], present[b].to(tail[0].device)
-            K, V = (array[b, head : head + 1][:, here] for array in tail)
-            held, count = group.of_head(b, i), group.keys.shape[2]
-            if head in self.whole or held[0].shape[1] + K.shape[1] <= count:
+        def of_sequence(group: HeadSlots, b: int) -> Slots:
+            heads, here = list(group.heads), present[b].to(tail[0].device)
+            K, V = (array[b, heads][:, here] for array in tail)
+            if self.whole.issuperset(heads):
                 places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
-                return joined(held, (K, V, None, places[None]))
-            seen = self.seen.of_items(np.array([b * G + head]))
-            return slots_of(seen, K, V, count, self.split, counts[b], held)
+                return joined(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
+            seen = self.seen.of_items(b * G + np.array(heads))
+            return slots_of(seen, K, V, group.keys.shape[2], self.split, counts[b], group.of_sequence(b))
 
-        found = []
-        for group in groups:
-            parts = [together([of_head(group, b, i) for i in range(len(group.heads))]) for b in range(B)]
-            found.append(padded_together(group.heads, parts))
+        found = [padded_together(group.heads, [of_sequence(group, b) for b in range(B)]) for group in groups]
         self.counts, self.present = self.counts + present.sum(1).cpu(), None
         return tuple(found)
 

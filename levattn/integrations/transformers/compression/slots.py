@@ -69,11 +69,10 @@ class HeadSlots:
         found: HeadSlots = mapped(self, lambda array: array.index_select(1, index))
         return replace(found, heads=heads)
 
-    def of_head(self, b: int, i: int) -> Slots:
-        """Return the slots of a sequence and the i-th of the heads that are there, as `slots_of` returns them."""
-        there = slice(None) if self.log_weight is None else self.log_weight[b, i] > -torch.inf
-        weight = None if self.log_weight is None else self.log_weight[b, i][there][None]
-        return self.keys[b, i][there][None], self.values[b, i][there][None], weight, self.places[b, i][there][None]
+    def of_sequence(self, b: int) -> Slots:
+        """Return the slots of a sequence, as `slots_of` returns them."""
+        weight = None if self.log_weight is None else self.log_weight[b]
+        return self.keys[b], self.values[b], weight, self.places[b]
 
     def of_sequences(self, rows: Any) -> HeadSlots:
         """Return the slots of the sequences with these numbers."""
@@ -99,7 +98,9 @@ class Seen:
 
     def of_items(self, items: Any) -> Seen:
         """Return what is known of the heads with these numbers, a numpy array."""
-        return Seen(*(replace(sums, total=_rows(sums.total, items), second=_rows(sums.second, items)) for sums in self._both))
+        return Seen(
+            *(replace(sums, total=_rows(sums.total, items), second=_rows(sums.second, items)) for sums in self._both)
+        )
 
     @property
     def _both(self) -> tuple[choice.Sums, choice.Sums]:
@@ -115,13 +116,11 @@ def _read(array: Any) -> Any:
 
 
 @where_arrays_are
-def slots_of(
-    seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 0, held: Slots | None = None
-) -> Slots:
+def slots_of(seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 0, held: Slots | None = None) -> Slots:
     """Return the slots of light heads, at most `count` for each.
 
-    `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of a single head, G = 1, for the positions
-    before. Slots and new keys together are more than `count`.
+    `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of the positions before. Slots and new keys
+    together are more than `count`.
     """
     dtype, device = K.dtype, K.device
     K, V = _read(K), _read(V)
