@@ -89,7 +89,8 @@ def test_rows_of_a_padded_batch_equal_rows_alone(side: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)] = 0
     both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=1.0, renew_every=6)
-    alone = [compress(model, row[None][:, there.bool()], budget=1.0, renew_every=6) for row, there in zip(ids, mask)]
+    rows = [row[None][:, there.bool()] for row, there in zip(ids, mask, strict=True)]
+    alone = [compress(model, row, budget=1.0, renew_every=6) for row in rows]
     for turn in range(3):
         found = logits(both, model, turn, 2)
         for row, cache in enumerate(alone):

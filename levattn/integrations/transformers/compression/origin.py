@@ -80,7 +80,7 @@ class Origin:
         found = fingerprint(model)
         if found == known:
             return
-        (here, kinds), (there, kinds_there) = (text.partition(":")[::2] for text in (found, known))
+        kinds, kinds_there = (text.partition(":")[2] for text in (found, known))
         if kinds != kinds_there:
             raise ValueError(
                 f"{path} was made with a model in {kinds_there or 'another dtype'}, and this {type(model).__name__} "

@@ -98,17 +98,12 @@ class Seen:
 
     def of_items(self, items: Any) -> Seen:
         """Return what is known of the heads with these numbers, a numpy array."""
-        return Seen(
-            *(replace(sums, total=_rows(sums.total, items), second=_rows(sums.second, items)) for sums in self._both)
-        )
-
-    @property
-    def _both(self) -> tuple[choice.Sums, choice.Sums]:
-        return self.queries, self.keys
+        return Seen(*(_some(sums, items) for sums in (self.queries, self.keys)))
 
 
-def _rows(array: Any, items: Any) -> Any:
-    return None if array is None else array[items]
+def _some(sums: choice.Sums, items: Any) -> choice.Sums:
+    second = None if sums.second is None else sums.second[items]
+    return replace(sums, total=sums.total[items], second=second)
 
 
 def _read(array: Any) -> Any:
