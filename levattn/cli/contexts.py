@@ -161,7 +161,7 @@ def ask(path: Path, context: Path, question: str, max_tokens: int, as_json: bool
     shown = None if as_json else transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     clock = _Clock(shown)
     with forward_errors_in_one_line(path, cache.context_length + ids.shape[1], "ask a shorter question"):
-        found = model.generate(ids.long(), past_key_values=cache, generation_config=how, streamer=clock)
+        found = cache.ask(model, ids.long(), generation_config=how, streamer=clock)
     answer = found[0, ids.shape[1] :]
     if as_json:
         outcome = {"question": question, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
