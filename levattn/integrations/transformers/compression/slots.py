@@ -123,8 +123,8 @@ def slots_of(seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 
     place = xp.broadcast_to(xp.arange(first, end, device=device_of(K)), K.shape[:2])
     mass = xp.ones(place.shape, dtype=K.dtype, device=device_of(K))
     if held is not None:
-        keys, values, weight = (None if part is None else _read(part) for part in held[:3])
-        places = memory_of(held[3])
+        keys, values, places = _read(held[0]), _read(held[1]), memory_of(held[3])
+        weight = None if held[2] is None else _read(held[2])
         old = xp.ones_like(keys[..., 0]) if weight is None else xp.exp(xp.astype(weight, K.dtype))
         pairs = (keys, K), (values, V), (old, mass), (xp.astype(places, place.dtype), place)
         K, V, mass, place = (xp.concat(pair, axis=1) for pair in pairs)  # a summary is a key with a mass
