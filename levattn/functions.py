@@ -220,7 +220,8 @@ class Tukey(_Scaled):
 
     def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
-        u = np.minimum(np.abs(x) / self.c, 1.0) ** 2
+        with np.errstate(over="ignore"):
+            u = np.minimum(np.abs(x) / self.c, 1.0) ** 2
         return np.asarray(self.c**2 / 6 * (u * (3 - u * (3 - u))))  # without the cancellation of 1 − (1 − u)³
 
 
@@ -275,10 +276,12 @@ class Fair(_Scaled):
 
     def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
-        u = np.abs(x) / self.c
+        size = np.abs(x)
+        with np.errstate(over="ignore"):
+            u = np.minimum(size / self.c, 1e300)
         near = np.minimum(u, 1e-3)
         series = near * near * (1 / 2 - near * (1 / 3 - near * (1 / 4 - near * (1 / 5 - near / 6))))
-        return np.asarray(self.c**2 * np.where(u < 1e-3, series, u - np.log1p(u)))
+        return np.asarray(self.c * np.where(u < 1e-3, self.c * series, size - self.c * np.log1p(u)))
 
 
 @dataclass(frozen=True, eq=False)
