@@ -114,9 +114,7 @@ def share_blocks(
     if later:
         again, g = np.concatenate(later), f if _parameter(f) < _LEAST_PARAMETER else Power(2)
         if g is f and np.max(np.abs(Q[again]) @ largest) > 2.0**800:  # no factor brings both into range
-            raise ValueError(
-                f"f is {given_f!r}, whose parameter is too small for these products; expected a larger one"
-            )
+            raise ValueError(f"f is {own_f!r}, whose parameter is too small for these products; expected a larger one")
         for part, places, A, error in share_blocks(Q[again], keys, present, g, order, level=level, together=together):
             yield again[part], places, A, error
 
