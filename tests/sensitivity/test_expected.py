@@ -622,3 +622,30 @@ def test_moments_far_from_zero_keep_the_covariance() -> None:
         found = as_queries(Moments(4).update(ones[:100]).update(ones[100:]), K)
         np.testing.assert_allclose(found.covariance[0], exact, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(found.mean[0], Q.mean(axis=0) + offset, rtol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, 1e7, 1e9])
+def test_decaying_moments_have_the_covariance_or_are_refused(offset: float) -> None:
+    rng = np.random.default_rng(6)
+    X = rng.integers(-9, 10, (400, 3)).astype(np.float64)
+    weights = 0.99 ** np.arange(399, -1, -1.0)
+    weights /= weights.sum()
+    apart = X - weights @ X
+    K = as_matrices(rng.standard_normal((5, 3)), "K")
+    moments = Moments(4, decay=0.99).update(np.hstack([X + offset, np.ones((400, 1))]))
+    if offset > 3e6:
+        with pytest.raises(ValueError, match=r"queries are Moments that decay.*expected Moments without decay"):
+            as_queries(moments, K)
+        return
+    exact = (apart * weights[:, None]).T @ apart
+    found = as_queries(moments, K).covariance
+    assert found is not None
+    np.testing.assert_allclose(found[0], exact, atol=1e-3 * np.trace(exact))
+
+
+def test_decaying_moments_of_equal_queries_and_of_constant_columns_are_taken() -> None:
+    ones = np.ones((1, 1))
+    for rows in (np.array([[1e9, 2.0]]), np.array([[5.0, 1.0], [5.0, -2.0], [5.0, 3.0]])):
+        moments = Moments(3, decay=0.9).update(np.hstack([rows, np.tile(ones, (len(rows), 1))]))
+        scores = levattn.expected_scores(np.eye(2), moments, f=levattn.Huber())
+        assert scores.sum() == pytest.approx(1.0)
