@@ -75,11 +75,8 @@ def share_blocks(
     if isinstance(f, Power):
         Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
         rows = rows if rows is None or keys is given else _read(keys, order)
-    own_f = f
-    if isinstance(f, _NEAR_SQUARES):
-        Q, f = _of_larger_parameter(Q, f, largest)
-    later: list[Int64] = []
-    alone = rows if elsewhere is None and complete else None
+    Q, f = _of_larger_parameter(Q, f, largest)
+    alone, later = rows if elsewhere is None and complete else None, list[Int64]()
     attention = _Attention(keys, present, f, largest, level, together)
     noises = attention.noise(Q)
     for first in range(0, len(Q), step):
@@ -91,12 +88,10 @@ def share_blocks(
         if len(vanished) and not isinstance(f, Power):
             later.append(first + vanished)
             left = np.delete(np.arange(len(mine)), vanished)
-            mine, noise, D, error, part = mine[left], noise[left], D[left], error[left], first + left
+            part, (mine, noise, D, error) = first + left, (x[left] for x in (mine, noise, D, error))
             A = A if A is None else A[left]
         elif len(vanished):
-            mine = mine.copy()
-            mine[vanished] = attention.raised(mine[vanished])
-            noise = attention.noise(mine)
+            mine, noise = attention.raised(mine, vanished)
             D, A, error = attention.in_float64(mine, noise, alone, rest)
         doubtful = np.flatnonzero(~(error <= _SURE))
         error = np.zeros(len(mine))
@@ -111,10 +106,8 @@ def share_blocks(
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
             yield part, places, A, error
-    if later:
-        again, g = np.concatenate(later), f if _parameter(f) < _LEAST_PARAMETER else Power(2)
-        if g is f and np.max(np.abs(Q[again]) @ largest) > 2.0**800:  # no factor brings both into range
-            raise ValueError(f"f is {own_f!r}, whose parameter is too small for these products; expected a larger one")
+    for again in later:
+        g = _of_tiny_products(f, Q[again], largest)
         for part, places, A, error in share_blocks(Q[again], keys, present, g, order, level=level, together=together):
             yield again[part], places, A, error
 
@@ -124,10 +117,19 @@ def _parameter(f: Any) -> float:
     return float(getattr(f, "delta", getattr(f, "c", 1.0)))
 
 
+def _of_tiny_products(f: Any, Q: Float64, largest: Float64) -> Any:
+    """Return the function of products whose values under f vanish: x², or f if its parameter is to be larger first."""
+    if _parameter(f) >= _LEAST_PARAMETER:
+        return Power(2)
+    if np.max(np.abs(Q) @ largest) > 2.0**800:  # no factor brings both into range
+        raise ValueError(f"f is {f!r}, whose parameter is too small for these products; expected a larger one")
+    return f
+
+
 def _of_larger_parameter(Q: Float64, f: Any, largest: Float64) -> tuple[Float64, Any]:
     """Return queries and a function with the same shares, whose parameter is not tiny if products allow it."""
     parameter = _parameter(f)
-    if parameter >= _LEAST_PARAMETER:
+    if not isinstance(f, _NEAR_SQUARES) or parameter >= _LEAST_PARAMETER:
         return Q, f
     with np.errstate(over="ignore"):
         bound = float(np.max(np.abs(Q) @ largest, initial=0.0))
@@ -228,14 +230,17 @@ class _Attention:
             return np.zeros(0, np.int64)
         return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & ~enough)
 
-    def raised(self, Q: Float64) -> Float64:
-        """Return queries scaled to a largest product of about 1."""
-        top = np.zeros(len(Q))
-        for rows in key_blocks(self.keys, self.present, Q):
-            top = np.maximum(top, np.abs(certain_products(Q, rows)[0]).max(axis=1))
+    def raised(self, Q: Float64, which: Int64) -> tuple[Float64, Float64]:
+        """Return queries of which some are scaled to a largest product of about 1, and their noise."""
+        some, out = Q[which], Q.copy()
+        top = np.zeros(len(some))
+        for rows in key_blocks(self.keys, self.present, some):
+            top = np.maximum(top, np.abs(certain_products(some, rows)[0]).max(axis=1))
         if self.steep:
-            return np.asarray(Q / np.where(top > 0, top, 1.0)[:, None])
-        return np.asarray(np.ldexp(Q, np.minimum(np.where(top > 0, -np.frexp(top)[1], 0), _TAME)[:, None]))
+            out[which] = some / np.where(top > 0, top, 1.0)[:, None]
+        else:
+            out[which] = np.ldexp(some, np.minimum(np.where(top > 0, -np.frexp(top)[1], 0), _TAME)[:, None])
+        return out, self.noise(out)
 
     def precisely(self, Q: Float64, elsewhere: Float64 | None) -> tuple[Float64, Float64]:
         """Return the sums of queries, from products in twice the precision, and the errors of their shares."""
