@@ -125,8 +125,8 @@ def expected_scores(
     give scores of 0. If more than some seven digits cancel in products of a sample and the keys, all products are
     computed. This takes time O(n m (d + m)) and memory O(m²). It is not done with `rotary`, whose rotation rounds the
     queries. Moments of queries with condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the
-    small directions of the queries. Moments that decay lose as many units as the mean squares of the queries exceed
-    their variance, and are refused where those may reach a thousandth of it.
+    small directions of the queries. Moments that decay are sums in float64. They are refused where
+    their rounding may reach a thousandth of the variance of the queries.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
     long. Memory O(n + m d) and 32 MiB.

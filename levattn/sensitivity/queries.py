@@ -204,8 +204,8 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         rounding = _ROUNDING * np.max(np.diagonal(G, axis1=1, axis2=2)[:, :-1], axis=1)
         if ((rounding > _RESOLVED * variance) & (variance != 0)).any():
             raise ValueError(
-                "queries are Moments that decay, of queries so far from zero that float64 does not hold their "
-                "variance; expected Moments without decay, or their mean and covariance"
+                "queries are Moments that decay, too far from zero for their variance to be known; expected Moments "
+                "without decay, or their mean and covariance"
             )
     return Queries(None, G[:, :-1, -1], G[:, :-1, :-1], covariance, np.zeros(keys.d, np.int64))
 

@@ -54,8 +54,8 @@ def share_blocks(
 
     The keys are one matrix, (1, n, d), and come in the given order, or ascending; absent keys have no scores. A query
     that gives f = 0 to all keys attends to none. For powers the products are scaled to at most 1. Where values of
-    Huber, Tukey, L1L2 or Fair vanish, they are those of x²/2. For softmax, `elsewhere` (m,) holds the logarithms of
-    the sums of each query over other keys.
+    functions near x²/2 vanish, x² counts in their place. For softmax, `elsewhere` (m,) holds the logarithms of the
+    sums of each query over other keys.
 
     Products are in float64. Their rounding may change a score of at least `level`, or scores that reach it `together`,
     by more than `_SURE`, relative. Then they are computed as in twice the precision. The error is 0 unless such scores
@@ -129,7 +129,7 @@ def _of_tiny_products(f: Any, Q: Float64, largest: Float64) -> Any:
 def _of_larger_parameter(Q: Float64, f: Any, largest: Float64) -> tuple[Float64, Any]:
     """Return queries and a function with the same shares, whose parameter is not tiny if products allow it."""
     parameter = _parameter(f)
-    if not isinstance(f, _NEAR_SQUARES) or parameter >= _LEAST_PARAMETER:
+    if not isinstance(f, (Huber, Tukey, Fair)) or parameter >= _LEAST_PARAMETER:
         return Q, f
     with np.errstate(over="ignore"):
         bound = float(np.max(np.abs(Q) @ largest, initial=0.0))
