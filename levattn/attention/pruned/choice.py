@@ -39,8 +39,8 @@ _ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 class Sums:
     """First and second moments of rows in float64: total (b, d), second (b, d, d) or None, and their number.
 
-    With an `origin` (b, d), the first row, the total is of rows less the origin. Second moments are then about the mean
-    of the rows. So nothing cancels, however far the rows are from zero.
+    With an `origin` (b, d), the first row, the total is of rows less the origin. Second moments are then about the
+    mean of the rows. So nothing cancels, however far the rows are from zero.
     """
 
     total: Any
