@@ -35,6 +35,7 @@ __all__ = [
     "has_cupy",
     "is_torch",
     "item_entries",
+    "lengths",
     "named_numpy",
     "nonzero",
     "on_cuda",
@@ -364,6 +365,16 @@ def take_entries(array: Any, which: npt.NDArray[np.int64]) -> Any:
 def item_entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     """Return some entries of one item of an array (b, n, ...), in main memory."""
     return to_numpy(take_entries(array[item], which)) if on_cuda(array) else np.asarray(array[item, which])
+
+
+def lengths(X: Any) -> Any:
+    """Return the norms (...) of rows (..., d) without under- or overflow: 0 only for rows of zeros."""
+    xp = array_namespace(X)
+    if not X.shape[-1]:
+        return xp.sum(X, axis=-1)
+    top = xp.max(xp.abs(X), axis=-1)
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[..., None]
+    return top * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
 
 
 def nonzero(flags: Any) -> npt.NDArray[np.int64]:
