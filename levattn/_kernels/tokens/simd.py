@@ -277,8 +277,8 @@ def score_gradients(at, like, run, w, out, row, slopes, less):
     b, held, q = at.b, at.read(row), at.b.fneg(at.read(less))
     with at.each_token() as t:
         w_t, place = at.row(w, t), at.place(out, t)
-        dx = fma(b, at.one_of(slopes, t), held, q)
-        at.write(fma(b, b.fadd(w_t, w_t), dx, at.read(place)), place)
+        half = fma(b, at.one_of(slopes, t), b.fmul(w_t, held), b.fmul(w_t, q))
+        at.write(fma(b, at.constant(2.0), half, at.read(place)), place)
 
 
 @_run_code
@@ -327,11 +327,11 @@ def causal_score_gradients(at, like, run, w, out, inverses, sums, slopes):
         w_t, place, row = at.row(w, t), at.place(out, t), b.add(address, b.mul(t, row_step))
         inverse, earlier = at.read(row), at.read(b.add(row, b.sdiv(row_step, integer(2))))
         below = b.fcmp_ordered("<", inverse, at.constant(0.0))
-        dx = b.fmul(at.one_of(slopes, t), b.select(below, b.fneg(inverse), inverse))
-        own = b.fmul(dx, b.fmul(b.fmul(w_t, w_t), inverse))
-        later = add(b.select(below, at.constant(0.0), own), apart=True)
-        dx = b.fsub(b.fmul(dx, earlier), later)
-        at.write(fma(b, b.fadd(w_t, w_t), dx, at.read(place)), place)
+        part = b.fmul(w_t, b.select(below, b.fneg(inverse), inverse))  # 0 for w = 0, also beside the largest 1/A
+        dx = b.fmul(at.one_of(slopes, t), part)
+        later = add(b.select(below, at.constant(0.0), b.fmul(dx, part)), apart=True)
+        half = fma(b, b.fneg(w_t), later, b.fmul(dx, earlier))
+        at.write(fma(b, at.constant(2.0), half, at.read(place)), place)
 
 
 @vector_code()
