@@ -324,6 +324,8 @@ def mapped(row: Row) -> None:
         found = torch.func.vmap(lambda m, *x: module(*x, mask=m))(mask, *inputs)
         each = [module(*x, mask=m) for m, *x in zip(mask, *inputs, strict=True)]
         close(found, torch.stack(each))
+        found = torch.func.vmap(lambda *x: module(*x, mask=mask[1]))(*inputs)
+        close(found, torch.stack([module(*x, mask=mask[1]) for x in zip(*inputs, strict=True)]))
 
 
 def functional_gradient(row: Row) -> None:
@@ -335,6 +337,19 @@ def functional_gradient(row: Row) -> None:
 
     of_parameters, of_inputs = torch.func.grad(loss, argnums=(0, 1))(parameters, inputs)
     close([*of_inputs, *of_parameters.values()], gradients(row, module, module, inputs)[1])
+    if not row.has_mask:
+        return
+    mask = torch.arange(11) < torch.tensor([11, 7])[:, None]
+    true = gradients(row, module, partial(module, mask=mask), inputs)[1][0]
+
+    def masked(x: Any, mask: Any, *, follows: bool = True) -> Any:
+        """With a mask that torch.func has wrapped as an argument, or that comes from a wrapped tensor."""
+        there = mask & (x.flatten(1)[:, :1] > -torch.inf)
+        given = x if follows else inputs[0]
+        return loss_of(module(given, *inputs[1:], mask=mask)) + loss_of(module(given, *inputs[1:], mask=there))
+
+    close(torch.func.grad(masked)(inputs[0], mask), 2 * true)
+    assert not torch.func.grad(partial(masked, follows=False))(inputs[0], mask).any()
 
 
 def forward_mode(row: Row) -> None:
@@ -550,8 +565,13 @@ COLUMNS: dict[str, Column] = {
     "jit.trace": Column(traced, _COMPILER, "`torch.jit.trace`, for one length"),
     "meta": Column(without_numbers, _COMPILER, "made and called under `torch.device('meta')`"),
     "fake": Column(fake, _COMPILER, "made and called under `FakeTensorMode`"),
-    "vmap": Column(mapped, _GRADIENTS, "`torch.func.vmap`, also of a mask"),
-    "func.grad": Column(functional_gradient, _GRADIENTS, "`torch.func.grad` of inputs and parameters", _followed),
+    "vmap": Column(mapped, _GRADIENTS, "`torch.func.vmap`, also of a mask, or beside one"),
+    "func.grad": Column(
+        functional_gradient,
+        _GRADIENTS,
+        "`torch.func.grad` of inputs and parameters, also with a mask that is made within",
+        _followed,
+    ),
     "func.jvp": Column(forward_mode, _GRADIENTS, "`torch.func.jvp` of inputs", _followed),
     "twice": Column(
         twice,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import refuse_masked_tensor
 
-__all__ = ["memory_of_tensor", "plain_tensor", "without_wrappers"]
+__all__ = ["memory_of_tensor", "plain_tensor", "seen", "without_wrappers"]
 
 
 class _Memory(ctypes.c_char * 2**62):  # type: ignore[misc]  # larger than any array: the sizes of an array bound what is read
@@ -78,4 +78,18 @@ def without_wrappers(tensor: Any) -> Any:
     wrappers = sys.modules["torch"]._C._functorch
     while wrappers.is_gradtrackingtensor(tensor):
         tensor = wrappers.get_unwrapped(tensor)
+    return tensor
+
+
+def seen(tensor: Any) -> Any:
+    """Return a tensor without a gradient, such as a mask, as numbers; raise if torch.func hides them."""
+    wrappers = sys.modules["torch"]._C._functorch
+    if not wrappers.is_functorch_wrapped_tensor(tensor) or tensor.requires_grad:
+        return tensor
+    tensor = without_wrappers(tensor)
+    if wrappers.is_batchedtensor(tensor):
+        raise NotImplementedError(
+            "the call was called under torch.func.vmap, which hides the numbers that the call reads; expected a call "
+            "without it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
+        )
     return tensor
