@@ -639,7 +639,7 @@ def outcome(row: str, column: str) -> str:
 
 
 def _on_rank(rank: int, file: str, rows: list[str], names: list[str]) -> None:
-    """Run the cells of some rows on a rank of a group, and leave what the first rank found beside `file`."""
+    """Run the cells of some rows on a rank of a group, and leave what it found beside `file`."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
@@ -650,21 +650,20 @@ def _on_rank(rank: int, file: str, rows: list[str], names: list[str]) -> None:
                 found[f"{row}|{name}"] = outcome(row, name)
             except Exception as error:
                 found[f"{row}|{name}"] = f"{type(error).__name__}: {error}"
-    if not rank:
-        Path(f"{file}.found").write_bytes(pickle.dumps(found))
+    Path(f"{file}.{rank}").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
 def of_ranks(rows: list[str]) -> dict[str, str]:
-    """What the cells of several processes are for some rows, by "row|column"."""
+    """What the cells of several processes are for some rows, by "row|column"; of all ranks if they differ."""
     import torch.multiprocessing as processes
 
     names = [name for name, column in COLUMNS.items() if column.ranks]
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/store"
         processes.spawn(_on_rank, (file, rows, names), RANKS)
-        found: dict[str, str] = pickle.loads(Path(f"{file}.found").read_bytes())
-    return found
+        each = [pickle.loads(Path(f"{file}.{rank}").read_bytes()) for rank in range(RANKS)]
+    return {cell: " | ".join(dict.fromkeys(found[cell] for found in each)) for cell in each[0]}
 
 
 def cells() -> dict[str, str]:

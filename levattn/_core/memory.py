@@ -89,7 +89,7 @@ def seen(tensor: Any) -> Any:
     tensor = without_wrappers(tensor)
     if wrappers.is_batchedtensor(tensor):
         raise NotImplementedError(
-            "the call was called under torch.func.vmap, which hides the numbers that the call reads; expected a call "
-            "without it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
+            "a function that reads numbers was called under torch.func.vmap. It hides them; expected a call without "
+            "it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
         )
     return tensor

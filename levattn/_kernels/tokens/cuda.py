@@ -71,8 +71,8 @@ def memberships(x: TokenArguments) -> Any:
 def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
     """Return the gradients of W (b, h, T, d), temperature (b, h), and offset (b, h, T) or None.
 
-    Where second moments take products of float32 out of its range, gradients of W and temperature are NaN: to look
-    at them before, and to choose float64, the call would wait for the device.
+    Where second moments take products of float32 out of its range, gradients of W and temperature are NaN. To choose
+    float64 instead, the call would have to read the moments, and so wait for the device.
     """
     kind = x.temperature.dtype
     if kind == np.float32 and (x.c > _MOST_C or x.gain > _MOST_GAIN):

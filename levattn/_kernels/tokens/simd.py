@@ -320,7 +320,7 @@ def causal_score_gradients(at, like, run, w, out, inverses, sums, slopes):
     """From the last token to the first, add ``2 w · (slope / A · (1 − x / A) − Q)`` to `out`.
 
     Q sums ``slope · x / A²`` of the later tokens, except where `least` replaces A. 1/A and 1 − x/A are in the rows
-    `inverses`; where a token is most of A, the difference of both terms would have few digits.
+    `inverses`. Where a token is most of A, a difference formed here would have few digits.
     """
     b, (address, row_step) = at.b, inverses
     with at.summing(sums, back=True) as (t, add):
