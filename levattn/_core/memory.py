@@ -88,7 +88,7 @@ def seen(tensor: Any) -> Any:
         return tensor
     tensor = without_wrappers(tensor)
     if wrappers.is_batchedtensor(tensor):
-        raise NotImplementedError(
+        raise TypeError(
             "a function that reads numbers was called under torch.func.vmap. It hides them; expected a call without "
             "it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
         )

@@ -226,39 +226,6 @@ def test_gradients_in_single_precision_are_right_at_high_temperatures(
         check_single_precision(growing.float(), theta, direction[:, :9], **RANGES[form])
 
 
-SMALL = [1e-10, 1e-15, 1e-17, 1e-18, 1e-20, 1e-25, 1e-30, 1e-35]
-
-
-@pytest.mark.parametrize("options", [{}, {"mask": True}, {"offsets": [0, 100, 100, 300]}, {"state": True}], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_scores_of_no_scale_have_no_least_tokens(causal: bool, options: dict[str, Any]) -> None:
-    """With ``normalize="mean"`` no channel depends on its scale, also not where squares vanish in float32."""
-    given = {**options, "normalize": "mean", "causal": causal}
-    if "mask" in options:
-        given["mask"] = torch.from_numpy(np.random.default_rng(6).random(300) < 0.5)
-    W, direction = leaf(3, 300, 5).detach(), leaf(3, 300, 5, seed=1).detach()
-    some = W.clone()  # a small channel, one of zeros, one that is small at first
-    some[..., 1], some[..., 2], some[1, :150, 3] = some[..., 1] * 1e-22, 0, some[1, :150, 3] * 1e-21
-    for X in (*(W * size for size in SMALL), some):
-        if options.get("state"):
-            given["state"] = tssa(X[:, : 7 if causal else None], normalize="mean", return_state=True)[1]
-        single, double = X.float().requires_grad_(), X.float().double().requires_grad_()
-        Y, true = (tssa(x, 1.5, **given) for x in (single, double))
-        np.testing.assert_allclose(Y.detach(), true.detach(), rtol=0, atol=1e-5 * float(true.detach().abs().max()))
-        found, expected = grad((Y * direction).sum(), single)[0], grad((true * direction).sum(), double)[0]
-        assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
-
-
-def test_rows_keep_their_bits_before_tokens_whose_squares_vanish() -> None:
-    W = leaf(2, 200, 3).detach().float()
-    W[:, :140, 1] = 0
-    W[:, 140:, 1] *= 1e-25
-    Y = tssa(W, normalize="mean")
-    for stop in (1, 128, 139, 140, 141, 199):
-        assert torch.equal(tssa(W[:, :stop], normalize="mean"), Y[:, :stop])
-    assert torch.equal(tssa(W[:, :140] * torch.tensor([1.0, 0.0, 1.0]), normalize="mean"), Y[:, :140])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("causal", [True, False])
 def test_channels_of_zeros_have_gradients_of_the_output_alone(causal: bool, dtype: Any) -> None:

@@ -17,13 +17,10 @@ from levattn._kernels.tokens.forward import (
     D_MEMBERSHIPS,
     D_SCORES,
     complete,
-    first_small,
-    has_small,
     inverses,
     score,
     shrinkage,
     slope_of,
-    square_exactly,
     weigh,
 )
 from levattn._kernels.tokens.plan import (
@@ -265,8 +262,6 @@ def _score_gradients_causal(like, p, g, i, k):
     for run in range(runs - 1, -1, -1):
         n, _ = take(p, g, i, places[run], high)
         _resume(p, marks, run)
-        if first_small(like, p, g, k, n, p.sums, p.norms) < n:
-            as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] = np.nan
         score(like, p, g, k, n, True, p.sums, p.row, ones_at, scores_at)
         complete(like, p, g, k, n, totals[run], scores_at, factors_at)
         _slopes(like, p, g, i, k, n, scores_at, factors_at, slopes_at)
@@ -279,9 +274,6 @@ def _score_gradients_everywhere(like, p, g, i, k):
     scores_at, factors_at, slopes_at, ones_at = table(p, 0), table(p, 1), table(p, 2), table(p, 3)
     w, out, (low, high) = head_rows(p.W, g, k), head_rows(p.D_W, g, k), bounds(p, i)
     count, at = begin_sums(like, p, g, i, k, False, p.sums, scores_at), low
-    square_exactly(like, p, g, i, k, p.sums)
-    if has_small(p, p.sums):
-        as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] = np.nan
     inverses(like, p, p.sums, p.row)
     depends = p.logits == DIAGONAL and p.A == 0  # sums depend on the tokens
     while at < high:

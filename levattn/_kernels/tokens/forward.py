@@ -7,8 +7,6 @@ and in scores. A task is one step, or all steps for a sequence.
 
 from __future__ import annotations
 
-import numpy as np
-
 from levattn._kernels.jit import helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.scratch import fill
@@ -48,19 +46,14 @@ __all__ = [
     "OUTPUTS",
     "SCORES",
     "complete",
-    "first_small",
     "forward_tasks",
-    "has_small",
     "inverses",
     "place_arrays",
     "score",
     "shrinkage",
     "slope_of",
-    "square_exactly",
     "weigh",
 ]
-
-_SMALL = 2.0**-100  # of sums of squares: less than a tenth of a digit of float32 is lost in squares beside it
 
 ALL, SCORES, MEMBERSHIPS, OUTPUTS, D_MEMBERSHIPS, D_LOGITS, D_SCORES = range(7)  # steps
 
@@ -77,77 +70,6 @@ def inverses(like, p, sums_at, row_at):
         if p.logits == DIAGONAL:
             row[j] = A[j]  # rounded as the sums at tokens are
             row[j] = 1 / larger(p.least, row[j]) if row[j] == row[j] else row[j]
-
-
-@helper
-def first_small(like, p, g, k, n, sums_at, held_at):
-    """Return the first token of a causal run whose squares float32 may not hold beside their sum, or n.
-
-    Only scores without a constant depend on these. The sums before the run are copied to `held_at`, and overwritten.
-    """
-    if not p.mean or p.size != 4:
-        return n
-    copy_sums(sums_at, held_at, p.width)
-    A, tokens, rate, least = as_pointer(held_at, 0.0), as_pointer(p.tokens, 0), rate_of(p, k), np.inf
-    start, step = head_rows(p.W, g, k)
-    for j in range(p.width):
-        least = smaller(least, A[j])
-    kept = rate**n
-    for t in range(n):
-        if least * kept >= _SMALL:
-            return n
-        w, least = as_pointer(start + tokens[t] * step, like), np.inf
-        for j in range(p.width):
-            x = 1.0 * w[j]
-            A[j] = rate * A[j] + x * x
-            if x != 0 and A[j] < _SMALL:
-                return t
-            least = smaller(least, A[j])
-    return n
-
-
-@helper
-def score_exactly(like, p, g, k, n, first, sums_at, scores_at):
-    """Write the scores of a run from a token on in float64; if causal, the squares go into the sums before."""
-    A, scores, tokens = as_pointer(sums_at, 0.0), as_pointer(scores_at, like), as_pointer(p.tokens, 0)
-    start, step = head_rows(p.W, g, k)
-    rate = rate_of(p, k)
-    for t in range(n):
-        w, total = as_pointer(start + tokens[t] * step, like), 0.0
-        for j in range(p.width):
-            x = 1.0 * w[j]
-            if p.causal:
-                A[j] = rate * A[j] + x * x
-            total += 0.0 if A[j] == 0 else x * x / A[j]
-        scores[t] = total if t >= first else scores[t]
-
-
-@helper
-def has_small(p, sums_at):
-    """Tell whether sums that all tokens of a sequence see are too small for the terms of scores in float32."""
-    A, small = as_pointer(sums_at, 0.0), False
-    for j in range(p.width):
-        small |= 0 < A[j] < _SMALL
-    return small and p.mean and p.size == 4
-
-
-@helper
-def square_exactly(like, p, g, i, k, sums_at):
-    """Form the sums that all tokens of a sequence see again, in float64, if float32 may not hold their terms."""
-    A, small = as_pointer(sums_at, 0.0), False
-    for j in range(p.width):
-        small |= A[j] < _SMALL
-    if p.causal or p.A != 0 or not (small and p.mean and p.size == 4):
-        return
-    tokens, (at, high), (start, step) = as_pointer(p.tokens, 0), bounds(p, i), head_rows(p.W, g, k)
-    copy_sums(0, sums_at, p.width)
-    while at < high:
-        n, at = take(p, g, i, at, high)
-        for t in range(n):
-            w = as_pointer(start + tokens[t] * step, like)
-            for j in range(p.width):
-                x = 1.0 * w[j]
-                A[j] += x * x
 
 
 @helper
@@ -199,17 +121,7 @@ def complete(like, p, g, k, n, count, scores_at, factors_at):
 @helper
 def _logits(like, p, g, k, n, count, sums_at, row_at, logits_at):
     """Write the logits of a run; return the number of tokens seen after it."""
-    first = n
-    if p.causal:
-        first = first_small(like, p, g, k, n, sums_at, p.later)
-    elif has_small(p, sums_at):
-        first = 0
-    if first < n:
-        copy_sums(sums_at, p.later, p.width)
     score(like, p, g, k, n, False, sums_at, row_at, table(p, 1), logits_at)
-    if first < n:
-        copy_sums(p.later, sums_at, p.width)
-        score_exactly(like, p, g, k, n, first, sums_at, logits_at)
     count = complete(like, p, g, k, n, count, logits_at, table(p, 2))
     logits, temperature = as_pointer(logits_at, like), temperature_of(like, p, g, k)
     for t in range(n):
@@ -222,7 +134,6 @@ def _score_head(like, p, g, i, k):
     """Write the logits of a head, and the sums A after its tokens."""
     count = begin_sums(like, p, g, i, k, False, p.norms, table(p, 0))
     at, high = bounds(p, i)
-    square_exactly(like, p, g, i, k, p.norms)
     inverses(like, p, p.norms, p.row)
     while at < high:
         n, at = take(p, g, i, at, high)
@@ -362,7 +273,6 @@ def _even_sequence(like, p, g, i, reads):
         for k in range(heads):
             counts[k] = advance(like, p, g, k, n, False, table(p, 0), p.norms + k * deep, counts[k])
     for k in range(heads):
-        square_exactly(like, p, g, i, k, p.norms + k * deep)
         inverses(like, p, p.norms + k * deep, p.row + k * row)
     at = low
     while at < high:

@@ -129,8 +129,7 @@ def tssa(
     are in float64, so errors do not grow with T. Like the released code, "diag_leverage" raises smaller sums of
     squares to 1e-12 (not causal: to 1e-24) and adds 1e-8 to sums of memberships, unless ``normalize="mean"``. The
     other forms have no such constants, and a moment 0/0 is 0. Squares must not overflow: in float32 tokens below 1e19.
-    With ``normalize="mean"`` tokens of numpy and of torch on the CPU may be as small as float32 allows; others must be
-    above 1e-17.
+    With ``normalize="mean"`` they must not underflow either: tokens above 1e-17.
 
     Gradients in float32 are right on the CPU wherever outputs are. If a moment or c is too large or small for that, or
     a logit is above 256, they are formed in float64, which takes longer. On a CUDA device c may have any size, too.
