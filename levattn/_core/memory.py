@@ -82,14 +82,5 @@ def without_wrappers(tensor: Any) -> Any:
 
 
 def seen(tensor: Any) -> Any:
-    """Return a tensor without a gradient, such as a mask, as numbers; raise if torch.func hides them."""
-    wrappers = sys.modules["torch"]._C._functorch
-    if not wrappers.is_functorch_wrapped_tensor(tensor) or tensor.requires_grad:
-        return tensor
-    tensor = without_wrappers(tensor)
-    if wrappers.is_batchedtensor(tensor):
-        raise TypeError(
-            "a function that reads numbers was called under torch.func.vmap. It hides them; expected a call without "
-            "it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
-        )
-    return tensor
+    """Return a tensor without a gradient, such as a mask, without the wrappers of torch.func.grad and jvp."""
+    return tensor if tensor.requires_grad else without_wrappers(tensor)
