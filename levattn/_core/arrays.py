@@ -17,7 +17,7 @@ import numpy.typing as npt
 from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
 from levattn._core.jax import from_jax, is_jax, to_jax
-from levattn._core.memory import memory_of_tensor, plain_tensor, without_wrappers
+from levattn._core.memory import memory_of_tensor, plain_tensor, seen, without_wrappers
 from levattn._core.remedies import remedy_of
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
@@ -404,7 +404,7 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
-        array = array_api_compat.to_device(array, "cpu")
+        array = seen(array_api_compat.to_device(array, "cpu"))
         if _in_main_memory(array) and not array.is_conj() and not array.is_neg() and not array.requires_grad:
             return memory_of_tensor(array)
     return np.asarray(array)
