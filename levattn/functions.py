@@ -220,7 +220,7 @@ class Tukey(_Scaled):
 
     def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
-        u = np.minimum(np.abs(x) / self.c, 1.0) ** 2
+        u = (np.minimum(np.abs(x), self.c) / self.c) ** 2
         return np.asarray(self.c**2 / 6 * (u * (3 - u * (3 - u))))  # without the cancellation of 1 − (1 − u)³
 
 
@@ -275,9 +275,11 @@ class Fair(_Scaled):
 
     def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
-        u = np.abs(x) / self.c
+        u = np.abs(x) / self.c if self.c > 1e-40 else np.minimum(np.abs(x), 1e300 * self.c) / self.c
         near = np.minimum(u, 1e-3)
         series = near * near * (1 / 2 - near * (1 / 3 - near * (1 / 4 - near * (1 / 5 - near / 6))))
+        if self.c <= 1e-40:  # the square of c may vanish
+            return np.asarray(self.c * np.where(u < 1e-3, self.c * series, np.abs(x) - self.c * np.log1p(u)))
         return np.asarray(self.c**2 * np.where(u < 1e-3, series, u - np.log1p(u)))
 
 

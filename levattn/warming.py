@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
 
     Numba compiles a kernel at its first call with each dtype, and keeps the code on disk. So first calls of a new
     installation take seconds, and later processes load the code. This function makes all these calls, on small arrays
-    in float32 and float64. It loads code that was compiled before.
+    in float32 and float64. It loads code that was compiled before. If torch is installed, kernels of gradients are
+    among these.
 
     Parameters
     ----------
@@ -59,7 +61,10 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
 def calls() -> list[Callable[[], Any]]:
     """Return the calls, on arrays of float32 and of float64."""
     kinds = (np.float32, np.float64)
-    return [call for kind in kinds for group in (_of_scores, _of_sets, _of_others) for call in group(kind)]
+    groups = [_of_scores, _of_sets, _of_others]
+    if find_spec("torch") is not None:
+        groups.append(_of_gradients)
+    return [call for kind in kinds for group in groups for call in group(kind)]
 
 
 def _keys(kind: Any) -> Any:
@@ -120,6 +125,26 @@ def _of_others(kind: Any) -> list[Callable[[], Any]]:
         lambda: attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True),
         lambda: attention.macchiato(X, X, X, X, X, X[..., 0], window=64),
     ]
+
+
+def _of_gradients(kind: Any) -> list[Callable[[], Any]]:
+    X = _keys(kind)[None, :600]
+    return [
+        lambda: _followed(attention.latte, X, X, X),
+        lambda: _followed(attention.latte, X, X, X, causal=True),
+        lambda: _followed(attention.rg_lru, X, X, X, X[0, 0]),
+        lambda: _followed(attention.tssa, X[None]),
+        lambda: _followed(attention.tssa, X[None], causal=False),
+        lambda: _followed(attention.pruned_attention, X, X, X, size=64, summaries=8),
+    ]
+
+
+def _followed(operator: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """Compute the gradients of an operator in tensors of torch; return the first."""
+    import torch
+
+    leaves = [torch.from_numpy(array).clone().requires_grad_() for array in arrays]
+    return torch.autograd.grad(operator(*leaves, **options).sum(), leaves)[0]
 
 
 def _tokens_of(x: Any) -> Any:

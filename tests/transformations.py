@@ -324,6 +324,8 @@ def mapped(row: Row) -> None:
         found = torch.func.vmap(lambda m, *x: module(*x, mask=m))(mask, *inputs)
         each = [module(*x, mask=m) for m, *x in zip(mask, *inputs, strict=True)]
         close(found, torch.stack(each))
+        found = torch.func.vmap(lambda *x: module(*x, mask=mask[1]))(*inputs)
+        close(found, torch.stack([module(*x, mask=mask[1]) for x in zip(*inputs, strict=True)]))
 
 
 def functional_gradient(row: Row) -> None:
@@ -335,6 +337,19 @@ def functional_gradient(row: Row) -> None:
 
     of_parameters, of_inputs = torch.func.grad(loss, argnums=(0, 1))(parameters, inputs)
     close([*of_inputs, *of_parameters.values()], gradients(row, module, module, inputs)[1])
+    if not row.has_mask:
+        return
+    mask = torch.arange(11) < torch.tensor([11, 7])[:, None]
+    true = gradients(row, module, partial(module, mask=mask), inputs)[1][0]
+
+    def masked(x: Any, mask: Any, *, follows: bool = True) -> Any:
+        """With a mask that torch.func has wrapped as an argument, or that comes from a wrapped tensor."""
+        there = mask & (x.flatten(1)[:, :1] > -torch.inf)
+        given = x if follows else inputs[0]
+        return loss_of(module(given, *inputs[1:], mask=mask)) + loss_of(module(given, *inputs[1:], mask=there))
+
+    close(torch.func.grad(masked)(inputs[0], mask), 2 * true)
+    assert not torch.func.grad(partial(masked, follows=False))(inputs[0], mask).any()
 
 
 def forward_mode(row: Row) -> None:
@@ -550,8 +565,13 @@ COLUMNS: dict[str, Column] = {
     "jit.trace": Column(traced, _COMPILER, "`torch.jit.trace`, for one length"),
     "meta": Column(without_numbers, _COMPILER, "made and called under `torch.device('meta')`"),
     "fake": Column(fake, _COMPILER, "made and called under `FakeTensorMode`"),
-    "vmap": Column(mapped, _GRADIENTS, "`torch.func.vmap`, also of a mask"),
-    "func.grad": Column(functional_gradient, _GRADIENTS, "`torch.func.grad` of inputs and parameters", _followed),
+    "vmap": Column(mapped, _GRADIENTS, "`torch.func.vmap`, also of a mask, or beside one"),
+    "func.grad": Column(
+        functional_gradient,
+        _GRADIENTS,
+        "`torch.func.grad` of inputs and parameters, also with a mask that is made within",
+        _followed,
+    ),
     "func.jvp": Column(forward_mode, _GRADIENTS, "`torch.func.jvp` of inputs", _followed),
     "twice": Column(
         twice,
@@ -619,7 +639,7 @@ def outcome(row: str, column: str) -> str:
 
 
 def _on_rank(rank: int, file: str, rows: list[str], names: list[str]) -> None:
-    """Run the cells of some rows on a rank of a group, and leave what the first rank found beside `file`."""
+    """Run the cells of some rows on a rank of a group, and leave what it found beside `file`."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
@@ -630,21 +650,20 @@ def _on_rank(rank: int, file: str, rows: list[str], names: list[str]) -> None:
                 found[f"{row}|{name}"] = outcome(row, name)
             except Exception as error:
                 found[f"{row}|{name}"] = f"{type(error).__name__}: {error}"
-    if not rank:
-        Path(f"{file}.found").write_bytes(pickle.dumps(found))
+    Path(f"{file}.{rank}").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
 def of_ranks(rows: list[str]) -> dict[str, str]:
-    """What the cells of several processes are for some rows, by "row|column"."""
+    """What the cells of several processes are for some rows, by "row|column"; of all ranks if they differ."""
     import torch.multiprocessing as processes
 
     names = [name for name, column in COLUMNS.items() if column.ranks]
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/store"
         processes.spawn(_on_rank, (file, rows, names), RANKS)
-        found: dict[str, str] = pickle.loads(Path(f"{file}.found").read_bytes())
-    return found
+        each = [pickle.loads(Path(f"{file}.{rank}").read_bytes()) for rank in range(RANKS)]
+    return {cell: " | ".join(dict.fromkeys(found[cell] for found in each)) for cell in each[0]}
 
 
 def cells() -> dict[str, str]:

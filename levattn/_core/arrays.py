@@ -17,7 +17,7 @@ import numpy.typing as npt
 from levattn._core.caches import cached_keys
 from levattn._core.formats import decode_half, dtype_name, format_of
 from levattn._core.jax import from_jax, is_jax, to_jax
-from levattn._core.memory import memory_of_tensor, plain_tensor, without_wrappers
+from levattn._core.memory import memory_of_tensor, plain_tensor, seen, without_wrappers
 from levattn._core.remedies import remedy_of
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
@@ -35,6 +35,7 @@ __all__ = [
     "has_cupy",
     "is_torch",
     "item_entries",
+    "lengths",
     "named_numpy",
     "nonzero",
     "on_cuda",
@@ -366,6 +367,16 @@ def item_entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDA
     return to_numpy(take_entries(array[item], which)) if on_cuda(array) else np.asarray(array[item, which])
 
 
+def lengths(X: Any) -> Any:
+    """Return the norms (...) of rows (..., d) without under- or overflow: 0 only for rows of zeros."""
+    xp = array_namespace(X)
+    if not X.shape[-1]:
+        return xp.sum(X, axis=-1)
+    top = xp.max(xp.abs(X), axis=-1)
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[..., None]
+    return top * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
+
+
 def nonzero(flags: Any) -> npt.NDArray[np.int64]:
     """Return the indices of true flags (n,), in main memory."""
     if on_cuda(flags):
@@ -393,7 +404,7 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
-        array = array_api_compat.to_device(array, "cpu")
+        array = seen(array_api_compat.to_device(array, "cpu"))
         if _in_main_memory(array) and not array.is_conj() and not array.is_neg() and not array.requires_grad:
             return memory_of_tensor(array)
     return np.asarray(array)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import refuse_masked_tensor
 
-__all__ = ["memory_of_tensor", "plain_tensor", "without_wrappers"]
+__all__ = ["memory_of_tensor", "plain_tensor", "seen", "without_wrappers"]
 
 
 class _Memory(ctypes.c_char * 2**62):  # type: ignore[misc]  # larger than any array: the sizes of an array bound what is read
@@ -90,3 +90,8 @@ def without_wrappers(tensor: Any) -> Any:
     while wrappers.is_gradtrackingtensor(tensor):
         tensor = wrappers.get_unwrapped(tensor)
     return tensor
+
+
+def seen(tensor: Any) -> Any:
+    """Return a tensor without a gradient, such as a mask, without the wrappers of torch.func.grad and jvp."""
+    return tensor if tensor.requires_grad else without_wrappers(tensor)

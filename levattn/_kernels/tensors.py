@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from levattn._core.arrays import as_cupy, as_tensor
 from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
-from levattn._core.memory import memory_of_tensor
+from levattn._core.memory import memory_of_tensor, without_wrappers
 
 __all__ = [
     "bounds_of",
@@ -30,6 +30,7 @@ __all__ = [
     "in_plain_memory",
     "is_plain",
     "is_transformed",
+    "is_within_func",
     "make_attention",
     "make_operator",
     "memories_of",
@@ -55,6 +56,11 @@ def is_transformed(tensor: Any) -> bool:
     if tensor is None or torch.compiler.is_compiling():
         return False
     return bool(is_wrapped(tensor))
+
+
+def is_within_func() -> bool:
+    """Tell whether the call is within torch.func, which takes no functions of torch.autograd with a context."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def follows_definition(tensors: tuple[Any, ...]) -> bool:
@@ -116,6 +122,7 @@ def in_plain_memory(tensors: tuple[Any, ...]) -> bool:
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     plain = all(type(x) in _PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested for x in given)
+    plain = plain and not is_within_func()
     # batches of gradients, as is_grads_batched makes them, are no wrappers
     return plain and not any(is_wrapped(x) or is_legacy_batched(x) for x in given) and not has_tangent(given)
 
@@ -161,6 +168,7 @@ def memory_of(tensor: Any) -> Any:
     tensor = tensor.detach().resolve_neg()
     if tensor.ndim and tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
+    tensor = without_wrappers(tensor)  # within torch.func results are wrapped, also those of plain tensors
     if tensor.device.type == "cpu":
         return memory_of_tensor(tensor)
     shared = as_cupy(tensor)

@@ -163,8 +163,11 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except SystemExit:  # with a status of its own
-        if is_broken(sys.stdout):
+    except SystemExit as ending:  # with a status of its own, which is no success where text is lost
+        if not ending.code:
+            with _errors_in_one_line():
+                pass
+        elif is_broken(sys.stdout):
             drop_rest(sys.stdout)
         raise
     except BrokenPipeError:

@@ -70,7 +70,7 @@ def is_broken(stream: Any) -> bool:
     """Tell whether a stream holds text that it cannot write."""
     try:
         stream.flush()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: it was closed
         return True
     return False
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take_rows, to_device, to_numpy
+from levattn._core.arrays import (
+    Matrices,
+    array_namespace,
+    as_mask,
+    as_matrices,
+    lengths,
+    take_rows,
+    to_device,
+    to_numpy,
+)
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
@@ -264,13 +273,13 @@ class HeavyAttention:
                 mean = (before.total - np.ldexp(chosen, -before.power).sum(axis=0)) / max(left, 1)
                 with np.errstate(over="ignore", invalid="ignore"):
                     output[part] += residual[:, None] * np.ldexp(mean, before.power)
-                spread = before.largest + float(_norms(mean[None])[0])
+                spread = before.largest + float(lengths(mean[None])[0])
                 variance = _variance(causal.epsilon, r, residual - error, left)
                 distance = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
             else:
                 distance = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centered=False))
             with np.errstate(over="ignore"):
-                sizes = np.maximum(np.maximum.accumulate(_norms(here)), np.ldexp(before.largest, before.power))
+                sizes = np.maximum(np.maximum.accumulate(lengths(here)), np.ldexp(before.largest, before.power))
                 rounding = (error + 16 * UNIT * d) * sizes
                 # a product that leaves the range is off by a step, whatever the size of the values
                 steps = np.where(sizes > 0, (chunk.scores.shape[1] + 2) * d * LEAST_POSITIVE, 0.0)
@@ -304,7 +313,7 @@ class _Before:
         power = max(self.power, int(np.frexp(largest)[1]) if largest > 0 else LOWEST)
         V, change = np.ldexp(V, -power), self.power - power
         self.total = np.ldexp(self.total, change) + V.sum(axis=0)
-        self.largest = max(float(np.ldexp(self.largest, change)), float(_norms(V).max(initial=0.0)))
+        self.largest = max(float(np.ldexp(self.largest, change)), float(lengths(V).max(initial=0.0)))
         self._squares = np.ldexp(self._squares, 2 * change) + V.T @ V
         self.power = power
 
@@ -324,13 +333,6 @@ class _Before:
 def _in_range(output: Any, bound: Float64) -> Float64:
     """Return the bounds of outputs (m, d), infinite where the output has left the range."""
     return np.where(to_numpy(array_namespace(output).isfinite(output)).all(axis=1), bound, np.inf)
-
-
-def _norms(A: Float64) -> Float64:
-    """Return the Euclidean norms of the rows; no square leaves the range."""
-    power = np.frexp(np.max(np.abs(A), axis=1, initial=0.0))[1]
-    with np.errstate(over="ignore"):
-        return np.asarray(np.ldexp(np.linalg.norm(np.ldexp(A, -power[:, None]), axis=1), power))
 
 
 def _variance(e: float, r: Any, least: Any, count: int) -> Any:

@@ -31,7 +31,7 @@ ReadRows = Callable[[int, int], npt.NDArray[Any]]
 
 
 class Identity(NamedTuple):
-    """The figures of a file that tell a change; 0 where it does not count."""
+    """The figures of a file that tell a change; 0 where it does not count, and a time does not without a size."""
 
     size: int = 0
     time: int = 0  # of the last change of the contents, in nanoseconds

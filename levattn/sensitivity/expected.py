@@ -56,7 +56,8 @@ def expected_scores(
 
     **Guarantee.** Under the assumed distribution the score is exact ("normal" for x²) or the exact mean over the
     sample ("mean"), up to 1e-9. Products of a sample and the keys that cancel in float64 are computed in twice the
-    precision. "normal" for other functions gives a mean over draws with a standard error of at most
+    precision. Where they are so small that Huber, Tukey, L1L2 or Fair of them vanish in float64, it is x²/2 that
+    counts. "normal" for other functions gives a mean over draws with a standard error of at most
     :math:`\tfrac12 / \sqrt{\mathtt{samples}}`, which may err either way. The guarantee does not cover other queries.
     By Markov's inequality, at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε. So for
     any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys, whatever d
@@ -124,7 +125,8 @@ def expected_scores(
     give scores of 0. If more than some seven digits cancel in products of a sample and the keys, all products are
     computed. This takes time O(n m (d + m)) and memory O(m²). It is not done with `rotary`, whose rotation rounds the
     queries. Moments of queries with condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the
-    small directions of the queries.
+    small directions of the queries. Moments that decay are sums in float64. They are refused where
+    their rounding may reach a thousandth of the variance of the queries.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
     long. Memory O(n + m d) and 32 MiB.

@@ -18,6 +18,7 @@ from levattn.states.moments import apart_from_last
 __all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "right_svd", "symmetric_root"]
 
 _ALIKE = 1e-9  # relative error allowed in a symmetric, positive semi-definite covariance, and in a weight
+_ROUNDING, _RESOLVED = 2.0**-49, 2.0**-10  # of the mean squares of queries, and of their variance
 _FEW = 64  # queries per column up to which they are factored in blocks
 Rotary = tuple[Float64, Float64]  # cosines and sines, (h, r) each
 
@@ -198,6 +199,14 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         )
     covariance = apart_from_last(moments) / weight.reshape(-1, 1, 1)
     covariance = _for_items(covariance.reshape(*moments.batch, keys.d, keys.d), 2, moments.batch, keys)
+    if moments.decay is not None:  # sums in float64: what is left of the squares may be rounding
+        variance = np.trace(covariance, axis1=1, axis2=2)
+        rounding = _ROUNDING * np.max(np.diagonal(G, axis1=1, axis2=2)[:, :-1], axis=1)
+        if ((rounding > _RESOLVED * variance) & (variance != 0)).any():
+            raise ValueError(
+                "queries are Moments that decay, too far from zero for their variance to be known; expected Moments "
+                "without decay, or their mean and covariance"
+            )
     return Queries(None, G[:, :-1, -1], G[:, :-1, :-1], covariance, np.zeros(keys.d, np.int64))
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from levattn._core.arrays import Matrices, take_rows, to_float64
 from levattn._core.checks import TIE
 from levattn._core.types import Flags, Float64, Int64
-from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, scale_of
 from levattn.linalg.factor import UNIT
 from levattn.sensitivity.sums import (
     BLOCK_ENTRIES,
@@ -29,10 +30,12 @@ from levattn.sensitivity.sums import (
 
 __all__ = ["share_blocks"]
 
+_NEAR_SQUARES = (Huber, Tukey, L1L2, Fair)  # x²/2 near 0; a common factor of x and the parameter changes no share
 _QUERIES, _FEW = 256, 16  # queries of a block, and the fewest of a block with all keys
 _SURE = TIE / 2  # relative error of shares that changes no answer
 _TAME = 500  # largest power of two in the columns of keys that meet queries as they are
 _LEAST_SUM = 2.0**-900  # of powers: terms of a smaller sum may have vanished
+_LEAST_PARAMETER = 2.0**-300  # of a function near x²/2: if a sum of it is below `_LEAST_SUM`, so are its arguments
 _STEEP = 900  # power from which on no power of two brings a sum into range
 
 
@@ -46,12 +49,13 @@ def share_blocks(
     *,
     level: float = 1.0,
     together: bool = True,
-) -> Iterator[tuple[slice, Int64, Float64, Float64]]:
+) -> Iterator[tuple[slice | Int64, Int64, Float64, Float64]]:
     """Yield blocks of the attention of queries (m, d): the queries, the keys, their scores, and errors of the queries.
 
     The keys are one matrix, (1, n, d), and come in the given order, or ascending; absent keys have no scores. A query
-    that gives f = 0 to all keys attends to none. For powers the products are scaled to at most 1. For softmax,
-    `elsewhere` (m,) holds the logarithms of the sums of each query over other keys.
+    that gives f = 0 to all keys attends to none. For powers the products are scaled to at most 1. Where values of
+    functions near x²/2 vanish, x² counts in their place. For softmax, `elsewhere` (m,) holds the logarithms of the
+    sums of each query over other keys.
 
     Products are in float64. Their rounding may change a score of at least `level`, or scores that reach it `together`,
     by more than `_SURE`, relative. Then they are computed as in twice the precision. The error is 0 unless such scores
@@ -71,19 +75,23 @@ def share_blocks(
     if isinstance(f, Power):
         Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
         rows = rows if rows is None or keys is given else _read(keys, order)
-    alone = rows if elsewhere is None and complete else None
+    Q, f = _of_larger_parameter(Q, f, largest)
+    alone, later = rows if elsewhere is None and complete else None, list[Int64]()
     attention = _Attention(keys, present, f, largest, level, together)
     noises = attention.noise(Q)
     for first in range(0, len(Q), step):
-        part = slice(first, min(first + step, len(Q)))
+        part: slice | Int64 = slice(first, min(first + step, len(Q)))
         rest = None if elsewhere is None else elsewhere[part]
         mine, noise = Q[part], noises[part]
         D, A, error = attention.in_float64(mine, noise, alone, rest)
         vanished = attention.vanished(mine, D)
-        if len(vanished):
-            mine = mine.copy()
-            mine[vanished] = attention.raised(mine[vanished])
-            noise = attention.noise(mine)
+        if len(vanished) and not isinstance(f, Power):
+            later.append(first + vanished)
+            left = np.delete(np.arange(len(mine)), vanished)
+            part, (mine, noise, D, error) = first + left, (x[left] for x in (mine, noise, D, error))
+            A = A if A is None else A[left]
+        elif len(vanished):
+            mine, noise = attention.raised(mine, vanished)
             D, A, error = attention.in_float64(mine, noise, alone, rest)
         doubtful = np.flatnonzero(~(error <= _SURE))
         error = np.zeros(len(mine))
@@ -98,6 +106,37 @@ def share_blocks(
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
             yield part, places, A, error
+    for again in later:
+        g = _of_tiny_products(f, Q[again], largest)
+        for part, places, A, error in share_blocks(Q[again], keys, present, g, order, level=level, together=together):
+            yield again[part], places, A, error
+
+
+def _parameter(f: Any) -> float:
+    """Return the number by which a function near x²/2 divides its argument."""
+    return float(getattr(f, "delta", getattr(f, "c", 1.0)))
+
+
+def _of_tiny_products(f: Any, Q: Float64, largest: Float64) -> Any:
+    """Return the function of products whose values under f vanish: x², or f if its parameter is to be larger first."""
+    if _parameter(f) >= _LEAST_PARAMETER:
+        return Power(2)
+    if np.max(np.abs(Q) @ largest) > 2.0**800:  # no factor brings both into range
+        raise ValueError(f"f is {f!r}, whose parameter is too small for these products; expected a larger one")
+    return f
+
+
+def _of_larger_parameter(Q: Float64, f: Any, largest: Float64) -> tuple[Float64, Any]:
+    """Return queries and a function with the same shares, whose parameter is not tiny if products allow it."""
+    parameter = _parameter(f)
+    if not isinstance(f, (Huber, Tukey, Fair)) or parameter >= _LEAST_PARAMETER:
+        return Q, f
+    with np.errstate(over="ignore"):
+        bound = float(np.max(np.abs(Q) @ largest, initial=0.0))
+    power = min(-math.frexp(parameter)[1], 900 - math.frexp(bound)[1])
+    if not (power > 0 and math.isfinite(bound)):
+        return Q, f
+    return np.ldexp(Q, power), type(f)(math.ldexp(parameter, power))
 
 
 def _read(keys: Matrices, places: Int64) -> Float64:
@@ -182,19 +221,26 @@ class _Attention:
             return A, D, 0.0 if change is None else change / D + _SURE / 8
 
     def vanished(self, Q: Float64, D: Float64) -> Int64:
-        """Return the queries whose powers are so small that some may be lost."""
-        if not isinstance(self.f, Power) or (D >= _LEAST_SUM).all():
+        """Return the queries whose values of f are so small that some may be lost, if they are known otherwise."""
+        if not isinstance(self.f, (Power, *_NEAR_SQUARES)):
             return np.zeros(0, np.int64)
-        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & ~(D >= _LEAST_SUM))
+        least = _LEAST_SUM * max(1.0, scale_of(self.f) ** 2)
+        enough = least <= D
+        if enough.all():
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & ~enough)
 
-    def raised(self, Q: Float64) -> Float64:
-        """Return queries scaled to a largest product of about 1."""
-        top = np.zeros(len(Q))
-        for rows in key_blocks(self.keys, self.present, Q):
-            top = np.maximum(top, np.abs(certain_products(Q, rows)[0]).max(axis=1))
+    def raised(self, Q: Float64, which: Int64) -> tuple[Float64, Float64]:
+        """Return queries of which some are scaled to a largest product of about 1, and their noise."""
+        some, out = Q[which], Q.copy()
+        top = np.zeros(len(some))
+        for rows in key_blocks(self.keys, self.present, some):
+            top = np.maximum(top, np.abs(certain_products(some, rows)[0]).max(axis=1))
         if self.steep:
-            return np.asarray(Q / np.where(top > 0, top, 1.0)[:, None])
-        return np.asarray(np.ldexp(Q, np.minimum(np.where(top > 0, -np.frexp(top)[1], 0), _TAME)[:, None]))
+            out[which] = some / np.where(top > 0, top, 1.0)[:, None]
+        else:
+            out[which] = np.ldexp(some, np.minimum(np.where(top > 0, -np.frexp(top)[1], 0), _TAME)[:, None])
+        return out, self.noise(out)
 
     def precisely(self, Q: Float64, elsewhere: Float64 | None) -> tuple[Float64, Float64]:
         """Return the sums of queries, from products in twice the precision, and the errors of their shares."""

@@ -500,7 +500,16 @@ def edges(rng: Generator) -> Made:
     V = V * rng.choice([*sizes, 1.7e308], shape)
     if rng.random() < 0.2:
         V[:] = V[0]
-    return Made(K, epsilon=float(rng.choice([0.05, 0.1, 0.3, 0.5, 1.0])), values=V)
+    epsilon = float(rng.choice([0.05, 0.1, 0.3, 0.5, 1.0]))
+    if rng.random() < 0.7:
+        return Made(K, epsilon=epsilon, values=V)
+
+    def queries(K: Float) -> Float:
+        """Products so small that values of functions near x²/2 are lost, of all queries or of some."""
+        size = rng.choice([1e-320, 1e-300, 1e-200, 1e-170, 2.0**-540, 1e-161, 1e-158, 1e-150, 1.0], (len(K), 1))
+        return rng.integers(-9, 10, K.shape) * (size if rng.random() < 0.5 else size[0])
+
+    return Made(K, epsilon=epsilon, values=V, queries=queries)
 
 
 FAMILIES: dict[str, Callable[[Generator], Any]] = {

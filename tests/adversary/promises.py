@@ -315,17 +315,8 @@ def covered_holds(truth: Truth, f: Function | None, found: Any, place: int) -> I
         yield Breach("coverage", f"{place} of {len(truth.Q)} queries that find their keys", str(covered))
 
 
-def mean_holds(
-    truth: Truth, f: Function | None, found: Any, error: float, *, homogeneous: bool = True
-) -> Iterator[Breach]:
-    """The scores are the mean attention of the queries, if twice the precision decides their products.
-
-    Sums of functions that are not homogeneous must be in the range of float64 as well.
-    """
-    if f is not None and not homogeneous:
-        with localcontext(DIGITS):
-            if any(total and not RANGE[0] < total < RANGE[1] for _, total in truth.shares(f)):
-                return
+def mean_holds(truth: Truth, f: Function | None, found: Any, error: float) -> Iterator[Breach]:
+    """The scores are the mean attention of the queries, if twice the precision decides their products."""
     Z, exponents = truth.products
     for q, z, exponent in zip(truth.Q.tolist(), Z, exponents, strict=True):
         sizes = (sum(abs(Fraction(a) * Fraction(b)) for a, b in zip(q, k, strict=True)) for k in truth.K.tolist())

@@ -679,9 +679,7 @@ def expected(Q, K, mask, f=2):
 
 def judge_expected(case: Case, truth: Truth, result: Any, *, f: str | None = None) -> Iterator[Breach]:
     error = 0.0 if case.storage == "float64" else promises.SINGLE
-    homogeneous = f is None or f.startswith("Power")
-    own = FUNCTIONS[f] if f else None
-    yield from promises.mean_holds(truth, own, np.asarray(result), error, homogeneous=homogeneous)
+    yield from promises.mean_holds(truth, FUNCTIONS[f] if f else None, np.asarray(result), error)
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -189,20 +189,74 @@ RANGES: dict[str, dict[str, Any]] = {
 def test_gradients_in_single_precision_are_right_wherever_the_outputs_are(form: str, size: float, c: float) -> None:
     """float64, whose range is far larger, is the judge; what it finds beyond the range of float32 is not judged."""
     W, direction = leaf(3, 40, 5, scale=size).float(), leaf(3, 40, 5, seed=1).detach().float()
-    temperatures = [1e-6, 1.0] if "norm" not in form else [1e-6 / size**2, 1 / size**2]
-    for temperature in temperatures:
-        single = [W.detach().requires_grad_(), torch.full((3,), temperature, requires_grad=True)]
-        double = [x.detach().double().requires_grad_() for x in single]
-        Y, true = (tssa(*x, c=c, **RANGES[form]) for x in (single, double))
-        top = float(true.detach().abs().max())
-        if not 1e-36 < top < 1e38 or not float((Y - true).detach().abs().max()) < 1e-4 * top:
-            continue
-        found = grad((Y * direction).sum(), single, materialize_grads=True)
-        expected = grad((true * direction.double()).sum(), double, materialize_grads=True)
-        for one, other in zip(found, expected, strict=True):
-            most = float(other.abs().max())
-            if 1e-36 < most < 3e38:
-                assert float((one - other).abs().max()) < 1e-4 * most
+    for temperature in [1e-6, 1.0] if "norm" not in form else [1e-6 / size**2, 1 / size**2]:
+        check_single_precision(W, temperature, direction, c=c, **RANGES[form])
+
+
+def check_single_precision(W: Any, temperature: float, direction: Any, **options: Any) -> None:
+    """Compare gradients in float32 with those in float64, wherever the output is right and they are in its range."""
+    single = [W.detach().requires_grad_(), torch.full((len(W),), temperature, requires_grad=True)]
+    double = [x.detach().double().requires_grad_() for x in single]
+    Y, true = (tssa(*x, **options) for x in (single, double))
+    top = float(true.detach().abs().max())
+    if not 1e-36 < top < 1e38 or not float((Y - true).detach().abs().max()) < 1e-4 * top:
+        return
+    found = grad((Y * direction).sum(), single, materialize_grads=True)
+    expected = grad((true * direction.double()).sum(), double, materialize_grads=True)
+    for one, other in zip(found, expected, strict=True):
+        most = float(other.abs().max())
+        if 1e-36 < most < 3e38:
+            assert float((one - other).abs().max()) < 1e-4 * most
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("temperature", [1.0, 30.0, 100.0, 1000.0])
+@pytest.mark.parametrize("form", RANGES)
+def test_gradients_in_single_precision_are_right_at_high_temperatures(
+    form: str, temperature: float, seed: int
+) -> None:
+    """Memberships near 1, logits that rounding changes, and tokens that are most of their sums of squares."""
+    for shape, size in (((3, 400, 5), 1.0), ((8, 100, 16), 1e-3), ((2, 3, 4), 1e3)):
+        W, direction = leaf(*shape, seed=seed, scale=size).detach(), leaf(*shape, seed=seed + 100).detach().float()
+        theta = temperature / size**2 if "norm" in form else temperature
+        check_single_precision(W.float(), theta, direction, **RANGES[form])
+        growing = W[:, :9] * 100.0 ** torch.arange(min(9, shape[1]))[:, None] * 1e-6 / size
+        theta = temperature if "norm" not in form else temperature / float(growing.square().max())
+        check_single_precision(growing.float(), theta, direction[:, :9], **RANGES[form])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_channels_of_zeros_have_gradients_of_the_output_alone(causal: bool, dtype: Any) -> None:
+    W = leaf(3, 300, 4).detach()
+    W[..., 2] = 0
+    kept, direction = W[..., [0, 1, 3]].to(dtype).requires_grad_(), leaf(3, 300, 4, seed=1).detach().to(dtype)
+    W = W.to(dtype).requires_grad_()
+    options = {"normalize": "mean", "causal": causal}
+    (found,) = grad((tssa(W, 20.0, **options) * direction).sum(), W)
+    (expected,) = grad((tssa(kept, 20.0, **options) * direction[..., [0, 1, 3]]).sum(), kept)
+    torch.testing.assert_close(found[..., [0, 1, 3]], expected, atol=1e-4, rtol=1e-4)
+    P = memberships(W.detach(), 20.0, **options)
+    torch.testing.assert_close(found[..., 2], -P * direction[..., 2])
+    followed = torch.func.grad(lambda x: (tssa(x, 20.0, **options) * direction).sum())(W.detach())
+    torch.testing.assert_close(followed, found, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_gradient_of_a_temperature_survives_memberships_that_round_to_one(causal: bool) -> None:
+    """By hand: with logits (0, θb), the gradient in θ is Π₀ Π₁ times the difference of slopes, 1e-13 of them."""
+    W, direction = leaf(2, 3, 4).detach().float(), leaf(2, 3, 4, seed=1).detach().float()
+    own = torch.zeros(2, 3)
+    own[0] = 1.0
+    for b in (1.0, 16.0, 30.0, 60.0):
+        theta = torch.full((2,), b, requires_grad=True)
+        double = theta.detach().double().requires_grad_()
+        options = {"membership": own, "causal": causal}
+        (found,) = grad((tssa(W, theta, **options) * direction).sum(), theta)
+        options["membership"] = own.double()
+        (expected,) = grad((tssa(W.double(), double, **options) * direction.double()).sum(), double)
+        assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 # -- leverage scores as what memberships are made of --------------------------------------------

@@ -32,6 +32,7 @@ from levattn._core.serialize import pack  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
 from levattn.cli.function import ALLOWED  # noqa: E402
 from levattn.cli.output import of_system  # noqa: E402
+from levattn.cli.program import _errors_in_one_line  # noqa: E402
 
 Array = npt.NDArray[Any]
 
@@ -990,6 +991,29 @@ def test_a_full_disk_behind_standard_output(file: Path, arguments: tuple[str, ..
         )
     assert done.returncode == 1
     assert done.stderr == "levattn: no space left on the disk; free some, or write elsewhere\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize(("status", "expected"), [(0, 1), (None, 1), (3, 3)])
+def test_text_that_is_lost_at_the_end_is_no_success(
+    status: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        full.write("text")
+        with pytest.raises(SystemExit) as ending, _errors_in_one_line():
+            sys.exit(status)
+    assert ending.value.code == expected
+    reason = "" if status else "levattn: no space left on the disk; free some, or write elsewhere\n"
+    assert capsys.readouterr().err == reason
+
+
+def test_a_closed_output_leaves_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path(os.devnull).open("w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+    with pytest.raises(SystemExit) as ending, _errors_in_one_line():
+        sys.exit(130)
+    assert ending.value.code == 130
 
 
 def with_package() -> dict[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 
 import levattn
@@ -48,6 +50,21 @@ def test_each_call_is_of_the_public_library() -> None:
     half = len(found) // 2
     assert [call.__code__ for call in found[:half]] == [call.__code__ for call in found[half:]]
     assert [found[i]().dtype for i in (0, half)] == ["float32", "float64"]
+
+
+def test_the_calls_compile_the_kernels_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    kernels: list[Any] = [
+        import_module(f"levattn._kernels.{name}")
+        for name in ("latent.backward", "latent.decay_compiled", "tokens.backward", "pruned.backward")
+    ]
+    found = {kernel for module in kernels for name, kernel in vars(module).items() if name.endswith("_tasks")}
+    for call in warming._of_gradients(np.float32):
+        assert call().isfinite().all()
+    assert [kernel for kernel in found if not kernel.overloads] == []
+    monkeypatch.setattr(warming, "find_spec", lambda _: None)
+    names = {name for call in warming.calls() for name in call.__code__.co_names}
+    assert "_followed" not in names
 
 
 def test_a_process_says_once_that_it_compiles(

@@ -281,6 +281,66 @@ def test_channels_of_zeros_are_finite(dtype: str) -> None:
     assert_near(found[:2], by_torch(x, np.ones_like(x.W))[:2], TOLERANCE[dtype])
 
 
+RANGES: dict[str, dict[str, Any]] = {
+    "released": {"least": 1e-12, "ridge": 1e-8},
+    "mean": {"mean": True, "least": 2.0**-126, "ridge": 0.0},
+    "norm": {"logits": "norm", "ridge": 0.0},
+    "uniform": {"logits": "none", "ridge": 0.0},
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("c", [1e-20, 1.0, 1e14, 1e30])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e5, 1e17])
+@pytest.mark.parametrize("form", RANGES)
+def test_gradients_in_single_precision_are_right_or_nan(form: str, size: float, c: float, causal: bool) -> None:
+    x = statistics(30, (1, 3, 40, 4), dtype="float32", causal=causal, c=c, gain=c, **RANGES[form])
+    temperature = x.temperature if form != "norm" else (x.temperature / size**2).astype(np.float32)
+    x = replace(x, W=(x.W * size).astype(np.float32), temperature=temperature)
+    Y, true = forward(x)[0], definition.forward(in_float64(x))[0]
+    top = np.abs(true).max()
+    if not 1e-36 < top < 1e38 or not np.abs(Y - true).max() < 1e-4 * top:
+        return
+    dY = np.random.default_rng(31).standard_normal(Y.shape).astype(np.float32)
+    exact = tokens_cuda.backward(tokens_cuda._widened(x), dY.astype(np.float64))
+    for one, other in zip(backward(x, dY)[:2], exact[:2], strict=True):
+        most = np.abs(other).max()
+        if 1e-36 < most < 3e38 and not np.isnan(one).any():
+            assert np.abs(one - other).max() < 1e-4 * most
+    if size == 1.0 or (c == 1.0 and size == 1e5):
+        assert not any(np.isnan(part).any() for part in backward(x, dY)[:2])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 30.0])
+def test_gradients_near_memberships_of_one_and_of_tokens_that_are_most_of_their_sums(
+    temperature: float, causal: bool
+) -> None:
+    x = statistics(32, (2, 3, 40, 4), dtype="float32", causal=causal, ridge=1e-8)
+    W = x.W.copy()
+    W[0, :, :9] *= np.float32(20) ** np.arange(9, dtype=np.float32)[:, None] * np.float32(1e-6)
+    offset = np.zeros(x.W.shape[:3], np.float32)
+    offset[:, 0] = 0.7
+    x = replace(x, W=W, offset=offset, temperature=np.full_like(x.temperature, temperature))
+    dY = np.random.default_rng(33).standard_normal(W.shape).astype(np.float32)
+    exact = by_torch(in_float64(x), dY.astype(np.float64))
+    for one, other in zip(backward(x, dY), exact, strict=True):
+        for part, true in zip(one, other, strict=True):  # items differ in size
+            assert np.abs(part - true).max() < 1e-4 * np.abs(true).max()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_channels_of_zeros_have_gradients_of_the_output_alone(causal: bool, dtype: str) -> None:
+    x = statistics(34, (2, 3, 40, 4), dtype=dtype, causal=causal, mean=True, least=1e-310, ridge=0.0)
+    x.W[..., 1] = 0
+    x = replace(x, temperature=20 * x.temperature)
+    dY = np.random.default_rng(35).standard_normal(x.W.shape).astype(dtype)
+    dW = backward(x, dY)[0]
+    np.testing.assert_allclose(dW[..., 1], -memberships(x) * dY[..., 1], rtol=1e-5)
+    assert np.isfinite(dW).all()
+
+
 def test_more_heads_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = statistics(18, (1, 40, 3, 1))
     monkeypatch.setattr(tokens_cuda, "shared_limit", lambda: 48 * 1024)

@@ -351,7 +351,7 @@ def test_if_one_rank_fails_all_do(answers: list[dict[str, Any]], name: str) -> N
 @pytest.mark.thorough
 def test_others_are_no_members(answers: list[dict[str, Any]]) -> None:
     assert "outsider" in answers[0]
-    assert "not of the group" in str(answers[0]["outsider"])
+    assert "not in the group" in str(answers[0]["outsider"])
     assert "outsider" not in answers[RANKS - 1]
 
 

@@ -166,34 +166,13 @@ def test_a_cache_of_a_pruned_model_goes_on_without_pruning() -> None:
             model(ids[:, :1], **{CACHE: past})
 
 
-# Caches that hold states alone
+# Caches
 
 
-@pytest.mark.parametrize("options", [SPLIT, {"size": 60}], ids=["few", "all"])
-def test_streams_are_the_same_attention(options: dict[str, Any]) -> None:
-    model = base()
-    with prune(model, **options, measure=False):
-        wanted = output(model, use_cache=False)
-    with prune(model, **options, stream=True):
-        assert difference(output(model, use_cache=True), wanted) < 1e-5
-
-
-def test_memory_of_a_stream_does_not_grow() -> None:
-    model, sizes = base(max_position_embeddings=600), []
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.no_grad(), prune(model, budget=40, stream=True):
-        for part in tokens(1, 600).split(100, 1):
-            model(part, **{CACHE: cache})
-            sizes.append(sum(layer.nbytes() for layer in cache.layers))
-    assert max(sizes[1:]) <= 1.25 * min(sizes[1:])  # what the last chunk has left comes and goes
-    assert max(sizes) < 2 * 2 * 600 * 2 * 8 * 4  # of all keys and values
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_positions_in_the_cache_cannot_be_left_out_later(stream: bool) -> None:
+def test_positions_in_the_cache_cannot_be_left_out_later() -> None:
     model, mask = base(), torch.ones(1, T + 1, dtype=torch.int64)
     mask[0, 5:9] = 0
-    with prune(model, budget=32, stream=stream):
+    with prune(model, budget=32):
         cache = transformers.DynamicCache(config=model.config)
         output(model, tokens(1), **{CACHE: cache})
         with pytest.raises(ValueError, match="leaves out other positions than before"):
@@ -572,9 +551,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "mapping from a name": (lambda: prune(base(), {"a": 8}), "budget has the key 'a'"),
     "mapping to a name": (lambda: prune(base(), {0: "8"}), r"budget\[0\] is '8'"),
     "layers of another type": (lambda: prune(base(), 8, layers=[[0]]), r"layers is \[\[0\]\]; expected whole"),
-    "measured stream": (lambda: prune(base(), 8, stream=True, measure=True), "measure and stream are True"),
-    "stream of dense heads": (lambda: prune(base(), {(0, 1): 8}, stream=True), "heads of layer 0 are dense"),
-    "stream of an encoder": (lambda: prune(base("Esm"), 8, stream=True), "is not causal"),
 }
 
 

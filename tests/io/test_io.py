@@ -790,6 +790,19 @@ def test_a_file_that_changed_is_noticed(tmp_path: Path, kind: str) -> None:
         next(iter(source))
 
 
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors", "parquet"])
+def test_a_file_of_the_time_zero_that_changed_is_noticed(tmp_path: Path, kind: str) -> None:
+    """As archives that leave out times unpack it; another change gives it a time, and leaves its size."""
+    path = write(kind, tmp_path, some_keys((10, 4)))
+    os.utime(path, ns=(0, 0))
+    source = open_keys(path)
+    np.testing.assert_array_equal(source.load(), some_keys((10, 4)))
+    contents = path.read_bytes()
+    path.write_bytes(contents)
+    with pytest.raises(KeyFileError, match=r"changed since it was opened.*another time"):
+        source.load()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -37,3 +39,17 @@ def test_a_cell_of_two_processes_does_what_the_page_says(rows: tuple[str, ...]) 
 def test_the_page_is_written_from_its_cells() -> None:
     assert page(STATED) == PAGE.read_text(encoding="utf-8")
     assert set(REFUSALS) <= set(STATED.values())  # no way out is listed that no cell needs
+
+
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if not row.has_gradient])
+def test_calls_without_a_gradient_give_their_numbers_within_a_gradient(row: str) -> None:
+    module, inputs = ROWS[row].module(), ROWS[row].inputs(11)
+    mask = torch.arange(11) < torch.tensor([11, 7])[:, None]
+    found = []
+
+    def loss(x: Any) -> Any:
+        found.append(module(x, *inputs[1:], mask=mask & (x.flatten(1)[:, :1] > -torch.inf)))
+        return x.sum() + found[0].sum()
+
+    assert (torch.func.grad(loss)(inputs[0]) == 1).all()
+    torch.testing.assert_close(found[0], module(*inputs, mask=mask))

@@ -52,7 +52,7 @@ HOMES = {
     "numba": COMPILERS,
     "llvmlite": VECTOR_CODE,
     "cupy": ("_kernels.cuda_source", "_core.arrays", "_core.device"),
-    "torch": ("attention.*", *TENSORS, "distributed.*", "nn", "nn.*", "integrations.*", "cli.*"),
+    "torch": ("attention.*", *TENSORS, "distributed.*", "nn", "nn.*", "integrations.*", "warming", "cli.*"),
     "transformers": ("integrations.*", "cli.*"),
     "timm": ("integrations.timm",),
     "kvpress": ("integrations.kvpress",),

@@ -13,6 +13,7 @@ import pytest
 import levattn
 import naive
 import strategies
+from adversary import oracle
 from levattn._core.arrays import as_matrices
 from levattn.exceptions import NonFiniteError
 from levattn.sensitivity import shares
@@ -241,6 +242,48 @@ def test_plain_means_do_not_depend_on_blocks(
     monkeypatch.setattr(shares, "_QUERIES", queries)
     scores = levattn.expected_scores(K, Q, f=FUNCTIONS[name][0], mask=mask)
     np.testing.assert_allclose(scores, expected, rtol=1e-12, atol=1e-16)
+
+
+# by a parameter, for functions that have one
+OF_SIZE: dict[str, Callable[[float], tuple[Any, oracle.Function]]] = {
+    "huber": lambda c: (levattn.Huber(c), oracle.huber(c)),
+    "tukey": lambda c: (levattn.Tukey(c), oracle.tukey(c)),
+    "fair": lambda c: (levattn.Fair(c), oracle.fair(c)),
+    "l1l2": lambda _: (levattn.L1L2(), oracle.l1l2),
+}
+
+
+@pytest.mark.parametrize("parameter", [1e-290, 1e-170, 1e-60, 0.7, 1e60, 1e149])
+@pytest.mark.parametrize("name", OF_SIZE)
+def test_plain_means_and_needs_survive_values_of_f_beyond_the_range(name: str, parameter: float) -> None:
+    rng = rng_of(16)
+    K = rng.integers(-9, 10, (9, 3)) * np.array([1.0, 1.0, 2.0**-20])
+    f, own = OF_SIZE[name](parameter)
+    for size in (1e-310, 1e-290, 1e-170, 1e-162, 1e-60, 1e-20, 1.0, 1e20):
+        Q = rng.integers(-9, 10, (14, 3)) * size
+        Q[3] = 0
+        Q[4] *= [1, 1, 0]
+        Q[::2] *= 2.0 ** rng.integers(-9, 10, (7, 1))
+        Q[5] = [1, -1, 0]  # some products cancel, down to a tiny one
+        Q[5, 2] = size
+        K[2:, 1] = K[2:, 0]
+        A = np.array([[float(a / (total or 1)) for a in each] for each, total in oracle.Truth(K, Q).shares(own)])
+        scores = levattn.expected_scores(K, Q, f=f, method="mean")
+        np.testing.assert_allclose(scores, A.mean(axis=0), atol=1e-9, err_msg=str(size))
+        order = rng.random(9)
+        for wish in ({"epsilon": 0.2}, {"mass": 0.7}):
+            found = levattn.universal_set(K, queries=Q, coverage=0.7, f=f, scores=order, **wish)
+            ranked = np.argsort(-order, kind="stable")
+            needs = np.array([naive.prefix_needed(row, ranked.tolist(), **wish) for row in A])
+            most = needs.copy()
+            most[5] = len(K)  # products that cancel may be on either side of a tiny parameter
+            np.testing.assert_array_less(np.sort(needs) - 0.5, found.needs, err_msg=f"{size} {wish}")
+            np.testing.assert_array_less(found.needs, np.sort(most) + 0.5, err_msg=f"{size} {wish}")
+
+
+def test_a_parameter_that_no_factor_brings_into_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"f is Tukey\(c=1e-300\), whose parameter is too small for these products"):
+        levattn.expected_scores(np.array([[1.0], [2.0]]), np.array([[1e300], [1.0]]), f=levattn.Tukey(1e-300))
 
 
 def test_draws_come_near_the_expectation() -> None:
@@ -579,3 +622,30 @@ def test_moments_far_from_zero_keep_the_covariance() -> None:
         found = as_queries(Moments(4).update(ones[:100]).update(ones[100:]), K)
         np.testing.assert_allclose(found.covariance[0], exact, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(found.mean[0], Q.mean(axis=0) + offset, rtol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, 1e7, 1e9])
+def test_decaying_moments_have_the_covariance_or_are_refused(offset: float) -> None:
+    rng = np.random.default_rng(6)
+    X = rng.integers(-9, 10, (400, 3)).astype(np.float64)
+    weights = 0.99 ** np.arange(399, -1, -1.0)
+    weights /= weights.sum()
+    apart = X - weights @ X
+    K = as_matrices(rng.standard_normal((5, 3)), "K")
+    moments = Moments(4, decay=0.99).update(np.hstack([X + offset, np.ones((400, 1))]))
+    if offset > 3e6:
+        with pytest.raises(ValueError, match=r"queries are Moments that decay.*expected Moments without decay"):
+            as_queries(moments, K)
+        return
+    exact = (apart * weights[:, None]).T @ apart
+    found = as_queries(moments, K).covariance
+    assert found is not None
+    np.testing.assert_allclose(found[0], exact, atol=1e-3 * np.trace(exact))
+
+
+def test_decaying_moments_of_equal_queries_and_of_constant_columns_are_taken() -> None:
+    ones = np.ones((1, 1))
+    for rows in (np.array([[1e9, 2.0]]), np.array([[5.0, 1.0], [5.0, -2.0], [5.0, 3.0]])):
+        moments = Moments(3, decay=0.9).update(np.hstack([rows, np.tile(ones, (len(rows), 1))]))
+        scores = levattn.expected_scores(np.eye(2), moments, f=levattn.Huber())
+        assert scores.sum() == pytest.approx(1.0)

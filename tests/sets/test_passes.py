@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
+from levattn.linalg.digest import RowDigest
+from levattn.linalg.factor import Factor
 from levattn.sets import two_pass
+from levattn.states import Moments
 from strategies import STORAGE, as_bool, as_float64, examples, stores
 
 pytestmark = pytest.mark.filterwarnings("ignore::levattn.RankWarning")  # some keys here have such ranks
@@ -574,6 +577,44 @@ def test_a_checkpoint_that_cannot_be_written(path: Path, monkeypatch: pytest.Mon
         find(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
     assert path.read_bytes() == before
     assert [*path.parent.iterdir()] == [path]
+
+
+INTERRUPTED: dict[str, tuple[Any, str]] = {
+    "digest": (RowDigest, "add"),
+    "comparison of digests": (RowDigest, "difference"),
+    "moments": (Moments, "add"),
+    "scores": (Factor, "on"),
+    "packing": (two_pass, "pack"),
+    "writing": (two_pass, "replace_file"),
+    "renaming": (os, "replace"),
+}
+
+
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_ctrl_c_leaves_a_checkpoint_that_goes_on(path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes within each step, again and again: in a run, and in a run that resumes and reads rows again."""
+    owner, name = INTERRUPTED[place]
+    step, expected = getattr(owner, name), find(Chunks(K0), EPSILON)
+    left, steps = [0], 2
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    for _ in range(40):
+        left[0], steps = steps, steps + 1
+        try:
+            found = find(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1000)
+        except KeyboardInterrupt:
+            assert {*path.parent.iterdir()} <= {path}
+        else:
+            break
+    assert steps > 4
+    assert_same(found, expected)
+    assert [*path.parent.iterdir()] == []
 
 
 # -- kill -9 -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from levattn._kernels.tensors import (
     follows_definition,
     has_tangent,
     is_plain,
-    is_transformed,
+    is_within_func,
     make_attention,
     make_operator,
     memory_of,
@@ -198,7 +198,7 @@ class _Root(torch.autograd.Function):  # type: ignore[misc]
 
 def held_root(x: Any, steepest: float) -> Any:
     """Return the square root with a slope of at most `steepest`, because the slope at 0 is infinite."""
-    if not torch.compiler.is_compiling() and not is_transformed(x) and not has_tangent([x]):
+    if not torch.compiler.is_compiling() and not is_within_func() and not has_tangent([x]):
         return _Root.apply(x, steepest)
     steep, held = x < (0.5 / steepest) ** 2, x.detach()
     return held.sqrt().add(x - held, alpha=steepest).where(steep, x.masked_fill(steep, 1.0).sqrt())

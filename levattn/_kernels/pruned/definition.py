@@ -10,7 +10,7 @@ from typing import Any
 
 import array_api_compat
 
-from levattn._core.arrays import array_namespace, is_torch
+from levattn._core.arrays import array_namespace, is_torch, lengths
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "cluster",
     "far_rows",
     "from_rows",
-    "lengths",
     "levels",
     "merged",
     "mixture",
@@ -188,16 +187,6 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
 
 def _positive(xp: Any, weight: Any) -> Any:
     return xp.astype(xp.where(weight > 0, weight, xp.ones_like(weight)), xp.float64)
-
-
-def lengths(X: Any) -> Any:
-    """Return the norms (...) of rows (..., d) without under- or overflow: 0 only for rows of zeros."""
-    xp = array_namespace(X)
-    if not X.shape[-1]:
-        return xp.sum(X, axis=-1)
-    top = xp.max(xp.abs(X), axis=-1)
-    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[..., None]
-    return top * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
 
 
 def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:

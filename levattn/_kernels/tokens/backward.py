@@ -58,6 +58,7 @@ __all__ = ["backward_tasks"]
 
 # Beyond these products of float32 may leave its range: c, the gain, c m, second moments m, and gain² m³
 _MOST_C, _MOST_GAIN, _MOST_SHRINKAGE, _LEAST_M, _MOST_M, _LEAST_PRODUCT = 1e12, 1e24, 1e12, 1e-24, 1e16, 1e-60
+_MOST_LOGIT = 256.0  # rounding a larger one changes memberships, and with them gradients, by up to 1e-4
 
 
 @helper
@@ -203,16 +204,25 @@ def _membership_gradients(like, p, g, i, k):
 def _logit_gradients(like, p, g, i, low, high):
     """Replace the gradients in memberships of some tokens by gradients in logits."""
     heads, at, step = p.heads, low, RUN * p.size
-    mean = as_pointer(table(p, 0), like)
+    mean, top, base = as_pointer(table(p, 0), like), as_pointer(table(p, 1), like), as_pointer(table(p, 2), like)
     while at < high:
         n, at = take(p, g, i, at, high)
         fill(like, table(p, 0), n, 0)
+        fill(like, table(p, 1), n, 0)
+        fill(like, table(p, 2), n, 0)
         for k in range(heads):
             members_at, slopes_at = p.shares + k * step, p.shares + (heads + k) * step
             read_numbers(like, p, p.P, g, k, n, members_at)
             read_numbers(like, p, p.E, g, k, n, slopes_at)
             members, slopes = as_pointer(members_at, like), as_pointer(slopes_at, like)
             for t in range(n):
+                base[t] = slopes[t] if members[t] > top[t] else base[t]
+                top[t] = members[t] if members[t] > top[t] else top[t]
+        for k in range(heads):
+            members_at, slopes_at = p.shares + k * step, p.shares + (heads + k) * step
+            members, slopes = as_pointer(members_at, like), as_pointer(slopes_at, like)
+            for t in range(n):  # from the head of most membership on: near 1, the mean would be its slope alone
+                slopes[t] -= base[t]
                 mean[t] += members[t] * slopes[t]
         for k in range(heads):
             members_at, slopes_at = p.shares + k * step, p.shares + (heads + k) * step
@@ -227,11 +237,14 @@ def _slopes(like, p, g, i, k, n, scores_at, factors_at, slopes_at):
     """Write the gradients in the bare scores of a run, given the scores that the temperature multiplies."""
     read_numbers(like, p, p.E, g, k, n, slopes_at)
     scores, factors, slopes = as_pointer(scores_at, like), as_pointer(factors_at, like), as_pointer(slopes_at, like)
-    temperature, total = temperature_of(like, p, g, k), 0.0
+    temperature, total, most = temperature_of(like, p, g, k), 0.0, 0.0
     for t in range(n):
         total += slopes[t] * scores[t]
+        logit = abs(temperature * scores[t]) if slopes[t] != 0 else 0.0
+        most = logit if logit > most else most
         slopes[t] *= temperature * factors[t]
-    as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] += total
+    far = p.size == 4 and most > _MOST_LOGIT
+    as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] += np.nan if far else total
 
 
 @helper
@@ -240,7 +253,7 @@ def _score_gradients_causal(like, p, g, i, k):
     w, out, rows, later = (
         head_rows(p.W, g, k),
         head_rows(p.D_W, g, k),
-        (p.rows, p.width * p.size),
+        (p.rows, 2 * p.width * p.size),
         sums_of(p, k, p.later),
     )
     high = bounds(p, i)[1]

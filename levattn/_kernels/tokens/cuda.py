@@ -19,6 +19,7 @@ Kernels widen tokens of float16 and bfloat16 (words) as they read them, and roun
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +47,7 @@ _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
+_MOST_C, _MOST_GAIN = 1e12, 1e24  # beyond these, products of float32 may leave its range
 _STATIC = 4096  # upper bound of the static shared memory of a kernel, in bytes
 
 
@@ -67,12 +69,34 @@ def memberships(x: TokenArguments) -> Any:
 
 
 def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
-    """Return the gradients of W (b, h, T, d), temperature (b, h), and offset (b, h, T) or None."""
+    """Return the gradients of W (b, h, T, d), temperature (b, h), and offset (b, h, T) or None.
+
+    Where second moments take products of float32 out of its range, gradients of W and temperature are NaN. To choose
+    float64 instead, the call would have to read the moments, and so wait for the device.
+    """
+    kind = x.temperature.dtype
+    if kind == np.float32 and (x.c > _MOST_C or x.gain > _MOST_GAIN):
+        found = backward(_widened(x), _wide(dY))
+        return tuple(part if part is None else part.astype(kind) for part in found)  # type: ignore[return-value]
     work = _Work(x)
     squares, *_ = work.squares()
     P, levels, sums = work.weigh(squares, levels=True, sums=work.adds and work.begins)
     starts, *_ = work.weighted(sums)
     return work.gradients(dY, squares, starts, P, levels)
+
+
+def _wide(array: Any) -> Any:
+    """Return an array in float64; words are bfloat16."""
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
+def _widened(x: TokenArguments) -> TokenArguments:
+    """Return the arguments in float64."""
+    offset = None if x.offset is None else _wide(x.offset)
+    least = 2.0**-1022 if x.least == 2.0**-126 else x.least  # the smallest normal number of the dtype
+    return replace(x, W=_wide(x.W), temperature=_wide(x.temperature), offset=offset, least=least)
 
 
 class _Work:

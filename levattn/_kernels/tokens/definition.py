@@ -116,14 +116,14 @@ def _members(xp: Any, x: TokenArguments, scores: Any, offset: Any, there: Any) -
     return xp.where(there, P, xp.zeros_like(P))
 
 
-def _scores(xp: Any, x: TokenArguments, X: Any, A: Any, n: Any) -> Any:
-    """Return ℓ of the logits; A and n have the shapes of X and of its rows, or broadcast to these."""
+def _scores(xp: Any, x: TokenArguments, W: Any, A: Any, n: Any) -> Any:
+    """Return ℓ of the logits; A and n have the shapes of W and of its rows, or broadcast to these."""
     if x.logits == "none":
-        return xp.zeros_like(X[..., 0])
+        return xp.zeros_like(W[..., 0])
     if x.logits == "norm":
-        return xp.sum(X, axis=-1)
+        return xp.sum(W * W, axis=-1)
     least = xp.full_like(A, x.least)
-    scores = xp.sum(X / xp.where(least > A, least, A), axis=-1)
+    scores = xp.sum(W / xp.where(least > A, least, A) * W, axis=-1)  # gradients of zeros are zero
     return scores * n if x.mean else scores
 
 
@@ -142,7 +142,7 @@ def _everywhere(
         n = xp.sum(xp.astype(there, float64), axis=2) + xp.zeros_like(A[..., 0])
     else:
         A, n, M, N = begin
-    P = _members(xp, x, _scores(xp, x, X, _as(xp, A, X)[:, :, None, :], _as(xp, n, X)[..., None]), offset, there)
+    P = _members(xp, x, _scores(xp, x, W, _as(xp, A, X)[:, :, None, :], _as(xp, n, X)[..., None]), offset, there)
     if begin is None:
         M, N = xp.sum(P[..., None] * X, axis=2, dtype=float64), xp.sum(P, axis=2, dtype=float64)
     Y = _output(xp, x, W, P, _as(xp, M, X)[:, :, None, :], _as(xp, N, X)[..., None])
@@ -184,7 +184,7 @@ def _causal(
         X = w * w
         At, A = summed(A, X)
         nt, n = (part[..., 0] for part in summed(n[..., None], xp.astype(here, w.dtype)[..., None] * ones))
-        P = _members(xp, x, _scores(xp, x, X, At, nt), None if offset is None else offset[:, :, low:high], here)
+        P = _members(xp, x, _scores(xp, x, w, At, nt), None if offset is None else offset[:, :, low:high], here)
         Mt, M = summed(M, P[..., None] * X)
         Nt, N = (part[..., 0] for part in summed(N[..., None], P[..., None]))
         outputs.append(_output(xp, x, w, P, Mt, Nt))

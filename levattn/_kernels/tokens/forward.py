@@ -74,10 +74,11 @@ def inverses(like, p, sums_at, row_at):
 
 @helper
 def score(like, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
-    """Write the scores of a run, and if `back`, 1/A of each token to `rows`."""
+    """Write the scores of a run, and if `back`, 1/A and 1 − x/A of each token to `rows`."""
     if p.causal and p.logits == DIAGONAL:
         fill(like, scores_at, n, 0)
-        run, w, sums, rows = run_of(p, n), head_rows(p.W, g, k), sums_of(p, k, sums_at), (p.rows, p.width * p.size)
+        run, w, sums = run_of(p, n), head_rows(p.W, g, k), sums_of(p, k, sums_at)
+        rows = p.rows, 2 * p.width * p.size
         if back:
             score_run(like, run, 1, w, sums, p.least, scores_at, rows)
         else:

@@ -83,7 +83,7 @@ TOKEN_PLAN = RecordType(
 @lru_cache(64)
 def token_scratch(heads: int, d: int, size: int) -> Scratch:
     """Return the layout of one thread's scratch, by its names in the plan; `size` is the itemsize of the dtype."""
-    like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": RUN * d}
+    like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": 2 * RUN * d}
     eights = {"tokens": RUN, "norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
     return TOKEN_PLAN.scratch(
         {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}

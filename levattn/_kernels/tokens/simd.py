@@ -132,10 +132,12 @@ class _Stretch(Vectors):
             with cgutils.for_range(b, count) as loop:
                 t = b.add(begin, loop.index)
 
-                def add(term: Value) -> Value:
+                def add(term: Value, *, apart: bool = False) -> Value:
+                    """Return the sum with the term, or the sum without it if `apart`."""
+                    held = b.fmul(b.load(gain), rates) if apart else None
                     new = fma(b, b.load(gain), rates, term)
                     b.store(new, gain)
-                    return fma(b, base, self.one_of(powers, loop.index), new)
+                    return fma(b, base, self.one_of(powers, loop.index), held if apart else new)
 
                 yield (b.sub(last, t) if back else t), add
             gained = b.load(gain) if self.size == 8 else b.fpext(b.load(gain), doubles)
@@ -204,19 +206,23 @@ def _reciprocal(at: _Stretch, x: Value) -> Value:
 def score_run(at, like, run, back, w, sums, least, scores, inverses):
     """Add ``Σ x / max(A, least)`` of each token to its score, where x = w² goes into the sums A before.
 
-    If `back`, ``1 / max(A, least)`` goes to the rows `inverses`, one for each token of the run. It is negative where
-    `least` takes the place of A.
+    If `back`, ``1 / max(A, least)`` goes to the rows `inverses`, two for each token of the run. It is negative where
+    `least` takes the place of A. The second row has ``1 − x / A``, or 1 there: the part of A that came before.
     """
     b, lowest, (address, step) = at.b, at.splat(least), inverses
     with at.summing(sums) as (t, add):
         w_t = at.row(w, t)
         x = b.fmul(w_t, w_t)
-        A = add(x)
+        before = add(x, apart=True) if back else None
+        A = b.fadd(before, x) if back else add(x)
         below = b.fcmp_ordered(">", lowest, A)
         inverse = _reciprocal(at, b.select(below, lowest, A))
         at.add_across(b.fmul(x, inverse), scores, t)
         if back:
-            at.write(b.select(below, b.fneg(inverse), inverse), b.add(address, b.mul(t, step)))
+            place = b.add(address, b.mul(t, step))
+            at.write(b.select(below, b.fneg(inverse), inverse), place)
+            earlier = b.select(below, at.constant(1.0), b.fmul(before, inverse))
+            at.write(earlier, b.add(place, b.sdiv(step, integer(2))))
 
 
 @_run_code
@@ -271,8 +277,8 @@ def score_gradients(at, like, run, w, out, row, slopes, less):
     b, held, q = at.b, at.read(row), at.b.fneg(at.read(less))
     with at.each_token() as t:
         w_t, place = at.row(w, t), at.place(out, t)
-        dx = fma(b, at.one_of(slopes, t), held, q)
-        at.write(fma(b, b.fadd(w_t, w_t), dx, at.read(place)), place)
+        half = fma(b, at.one_of(slopes, t), b.fmul(w_t, held), b.fmul(w_t, q))
+        at.write(fma(b, at.constant(2.0), half, at.read(place)), place)
 
 
 @_run_code
@@ -311,19 +317,21 @@ def sum_gradients(at, like, run, w, out, gammas, sums, weights, dots):
 
 @_run_code
 def causal_score_gradients(at, like, run, w, out, inverses, sums, slopes):
-    """From the last token to the first, add ``2 w · (slope / A − Q)`` to `out`.
+    """From the last token to the first, add ``2 w · (slope / A · (1 − x / A) − Q)`` to `out`.
 
-    ``slope · x / A²`` goes into the sums Q before, except where `least` replaces A; 1/A is in the rows `inverses`.
+    Q sums ``slope · x / A²`` of the later tokens, except where `least` replaces A. 1/A and 1 − x/A are in the rows
+    `inverses`. Where a token is most of A, a difference formed here would have few digits.
     """
     b, (address, row_step) = at.b, inverses
     with at.summing(sums, back=True) as (t, add):
-        w_t, place = at.row(w, t), at.place(out, t)
-        inverse = at.read(b.add(address, b.mul(t, row_step)))
+        w_t, place, row = at.row(w, t), at.place(out, t), b.add(address, b.mul(t, row_step))
+        inverse, earlier = at.read(row), at.read(b.add(row, b.sdiv(row_step, integer(2))))
         below = b.fcmp_ordered("<", inverse, at.constant(0.0))
-        dx = b.fmul(at.one_of(slopes, t), b.select(below, b.fneg(inverse), inverse))
-        own = b.fmul(dx, b.fmul(b.fmul(w_t, w_t), inverse))
-        dx = b.fsub(dx, add(b.select(below, at.constant(0.0), own)))
-        at.write(fma(b, b.fadd(w_t, w_t), dx, at.read(place)), place)
+        part = b.fmul(w_t, b.select(below, b.fneg(inverse), inverse))  # 0 for w = 0, also beside the largest 1/A
+        dx = b.fmul(at.one_of(slopes, t), part)
+        later = add(b.select(below, at.constant(0.0), b.fmul(dx, part)), apart=True)
+        half = fma(b, b.fneg(w_t), later, b.fmul(dx, earlier))
+        at.write(fma(b, at.constant(2.0), half, at.read(place)), place)
 
 
 @vector_code()

@@ -29,6 +29,13 @@ __device__ inline Real kept_of(Real weight, Real share) {
     return share == 0 && weight < smallest(weight) ? 1 : weight * share;
 }
 
+// Whether products of gradients in single precision may leave its range, for second moments of about this size.
+__device__ inline bool is_far(double, double, double) { return false; }
+__device__ inline bool is_far(float m, double c, double gain) {
+    const double size = m, product = gain * gain * size * size * size;
+    return size != 0 && !(size >= 1e-24 && size <= 1e16 && c * size <= 1e12 && product >= 1e-60);
+}
+
 template <int V, typename Real>
 __device__ inline void copy(const Real (&from)[V], Real (&to)[V]) {
 #pragma unroll
@@ -108,7 +115,7 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
                   long long dw_item, long long dw_head, long long dw_row, Real *offsets_to, double *temperatures_to,
                   Real *e, Real *flows) {
     DYNAMIC_SHARED(shared);
-    __shared__ Real joined[MOST / 32][RUN];
+    __shared__ Real joined[3][MOST / 32][RUN];
     Real *const scores = (Real *)(shared + room), *const parts = scores + h * LINE;
     const Run run = THIS_RUN(true);
     Tokens<Key, V> tokens(W, w_item, w_head, w_row, run, h, d);
@@ -122,6 +129,7 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
 
     for (int base = 0; base < units; base += blockDim.x) {
         const int unit = base + threadIdx.x;
+        Real moments = 0;  // of a unit after the run
         if (unit < units) {
             const int head = unit / each;
             const Unit<Key, V> from = tokens.unit(unit), down = given.unit(unit);
@@ -188,28 +196,49 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
                     if (place < run.tokens) store<V>(to + place * out.of_row, true, g);
                 }
             }
+#pragma unroll
+            for (int v = 0; v < V; ++v) moments += N[PARTS - 1] > 0 ? M[PARTS - 1][v] / N[PARTS - 1] : 0;
         }
         __syncthreads();
         gather_units<RUN>(parts, base, units, each, [&](int head, int t, Real sum, bool fresh) {
             scores[head * LINE + t] = fresh ? sum : scores[head * LINE + t] + sum;
         });
         __syncthreads();
+        parts[threadIdx.x] = moments;
+        __syncthreads();
+        gather_units<1>(parts, base, units, each, [&](int head, int, Real sum, bool fresh) {
+            scores[head * LINE + RUN] = fresh ? sum : scores[head * LINE + RUN] + sum;
+        });
+        __syncthreads();
     }
 
     const int t = threadIdx.x % RUN, line = threadIdx.x / RUN, lines = blockDim.x / RUN;
     const long long at = run.item * h * T + run.first + t;
-    Real common = 0;
+    // Slopes are from the head of most membership on: near 1, their mean would be its slope alone.
+    const auto larger = [](Real a, Real b) { return a > b ? a : b; };
+    Real top = 0, start = -(Real)__int_as_float(0x7f800000), common = 0;
     for (int head = line; head < h; head += lines)
-        if (run.has(t)) common = fma(memberships[at + head * T], scores[head * LINE + t], common);
-    common = join_threads(common, joined, [](Real a, Real b) { return a + b; });
+        if (run.has(t)) top = larger(memberships[at + head * T], top);
+    top = join_threads(top, joined[0], larger);
+    for (int head = line; head < h; head += lines)
+        if (run.has(t) && memberships[at + head * T] == top) start = larger(scores[head * LINE + t], start);
+    start = join_threads(start, joined[1], larger);
+    for (int head = line; head < h; head += lines)
+        if (run.has(t)) common = fma(memberships[at + head * T], scores[head * LINE + t] - start, common);
+    common = join_threads(common, joined[2], [](Real a, Real b) { return a + b; });
     for (int base = 0; base < h; base += lines) {
         const int head = base + line;
         const bool there = head < h && run.has(t);
-        const Real gradient = there ? memberships[at + head * T] * (scores[head * LINE + t] - common) : 0;
+        const Real gradient = there ? memberships[at + head * T] * (scores[head * LINE + t] - start - common) : 0;
         double product = there ? (double)gradient * (double)levels[at + head * T] : 0;
         for (int far = RUN / 2; far; far /= 2) product += __shfl_xor_sync(ALL, product, far);
         if (head >= h) continue;
-        if (t == 0) temperatures_to[(run.item * firsts[n] + run.number) * h + head] = product;
+        if (t == 0) {
+            const bool far = is_far(scores[head * LINE + RUN] / d, c, gain);
+            const Real unknown = far ? (Real)__int_as_float(0x7fc00000) : (Real)0;
+            scores[head * LINE + RUN] = unknown;
+            temperatures_to[(run.item * firsts[n] + run.number) * h + head] = product + unknown;
+        }
         Real back = gradient * temperature[run.item * temperature_item + head * temperature_head];
         if (offsets_to && t < run.tokens) offsets_to[at + head * T] = back;
         if (mean && logits == DIAGONAL)
@@ -217,9 +246,16 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
         scores[head * LINE + t] = back;
         if (e && t < run.tokens) e[at + head * T] = back;
     }
+    __syncthreads();
+    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+        Real g[V];
+        fill<V>(scores[unit / each * LINE + RUN], g);
+        if (g[0] == 0) continue;
+        for (int t = 0; t < run.tokens; ++t)
+            if (run.has(t)) store<V>(out.of(unit) + t * out.of_row, true, g);
+    }
     if (logits == NONE || (logits == DIAGONAL && !flows)) return;
 
-    __syncthreads();
     if (flows) flows += run.ends(firsts, n, pitch);
     for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
         const int head = unit / each;
@@ -300,7 +336,8 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
 #pragma unroll 1
         for (int part = PARTS - 1; part >= 0; --part) {
             const unsigned int present = run.present >> part * PART;
-            Real w[PART][V], g[PART][V], back[PART], inverse[PART][V];  // negative where A is less than the least
+            // 1 / A, negative where A is less than the least, and the part of A that came before
+            Real w[PART][V], g[PART][V], back[PART], inverse[PART][V], earlier[PART][V];
             from.bring(part * PART, run.present, w);
             halfway.bring(part * PART, run.present, g);
             bring(backs + part * PART, present, back);
@@ -308,8 +345,11 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
             for (int t = 0; t < PART; ++t)
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
+                    const Real before = rate * A[part][v];
                     if (causal && present >> t & 1) A[part][v] = fma(rate, A[part][v], w[t][v] * w[t][v]);
-                    inverse[t][v] = (Real)least > A[part][v] ? -1 / (Real)least : 1 / A[part][v];
+                    const bool clamped = (Real)least > A[part][v];
+                    inverse[t][v] = clamped ? -1 / (Real)least : 1 / A[part][v];
+                    earlier[t][v] = causal && !clamped ? before * inverse[t][v] : (Real)1;
                 }
 #pragma unroll
             for (int t = PART - 1; t >= 0; --t) {
@@ -317,9 +357,10 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
                     const bool clamped = inverse[t][v] < 0;
-                    const Real direct = back[t] * (clamped ? -inverse[t][v] : inverse[t][v]);
-                    if (causal && !clamped) flow[v] += direct * (w[t][v] * w[t][v] * inverse[t][v]);
-                    g[t][v] = fma(2 * w[t][v], direct - flow[v], g[t][v]);
+                    const Real part = w[t][v] * (clamped ? -inverse[t][v] : inverse[t][v]);  // 0 for w = 0
+                    const Real direct = back[t] * part;
+                    g[t][v] = fma((Real)2, fma(-w[t][v], flow[v], direct * earlier[t][v]), g[t][v]);
+                    if (causal && !clamped) flow[v] = fma(direct, part, flow[v]);
                     if (causal) flow[v] *= rate;
                 }
                 store<V>(to + (part * PART + t) * dw_row, true, g[t]);

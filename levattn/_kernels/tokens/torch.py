@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from levattn._core.arrays import on_cuda, to_numpy
+from levattn._core.memory import without_wrappers
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.tensors import (
     bounds_of,
@@ -49,7 +50,9 @@ def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums |
 
 def memberships(x: TokenArguments) -> Any:
     """Return the memberships (b, h, T), without a gradient."""
-    held = _in_memory(x)
+    given = (x.W, x.temperature, x.offset, x.mask)
+    W, temperature, offset, mask = (x if x is None else without_wrappers(x.detach()) for x in given)
+    held = _in_memory(replace(x, W=W, temperature=temperature, offset=offset, mask=mask))
     return _laid_out(_table(held).memberships(held))
 
 

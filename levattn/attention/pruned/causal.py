@@ -271,15 +271,14 @@ def _sums_after(part: PrunedPart, q: Any, K: Any, count: int) -> tuple[list[choi
     length = T // count
     q = xp.permute_dims(xp.reshape(q, (b, g, count, length, d)), (0, 2, 1, 3, 4))
     q, K = xp.reshape(q, (b * count, g * length, d)), xp.reshape(K, (b * count, length, d))
-    queries = accumulate(_sums_of_each(q, count, True), choice.Sums.plus, initial=part.queries)
-    second = part.keys.second is not None
-    keys = accumulate(_sums_of_each(K, count, second), choice.Sums.plus, initial=part.keys)
+    queries = accumulate(_sums_of_each(q, count, part.queries), choice.Sums.plus, initial=part.queries)
+    keys = accumulate(_sums_of_each(K, count, part.keys), choice.Sums.plus, initial=part.keys)
     return list(queries)[1:], list(keys)[1:]
 
 
-def _sums_of_each(rows: Any, count: int, second: bool) -> list[choice.Sums]:
-    """Return the sums over the rows of each chunk (b · count, n, d); the chunks of an item are adjacent."""
-    sums = choice.Sums.of(rows, second=second)
+def _sums_of_each(rows: Any, count: int, like: choice.Sums) -> list[choice.Sums]:
+    """Return sums like others over the rows of each chunk (b · count, n, d); the chunks of an item are adjacent."""
+    sums = choice.Sums.of(rows, second=like.second is not None, centered=like.origin is not None)
     if count == 1:
         return [sums]
     xp = namespace_of(rows)
@@ -290,8 +289,8 @@ def _sums_of_each(rows: Any, count: int, second: bool) -> list[choice.Sums]:
         array = xp.reshape(array, (rows.shape[0] // count, count, *array.shape[1:]))
         return [array[:, i, ...] for i in range(count)]
 
-    pairs = zip(each(sums.total), each(sums.second), strict=True)
-    return [choice.Sums(total, squares, sums.count) for total, squares in pairs]
+    parts = zip(each(sums.total), each(sums.second), each(sums.origin), strict=True)
+    return [choice.Sums(total, squares, sums.count, origin) for total, squares, origin in parts]
 
 
 def _arguments(walk: _Walk, part: PrunedPart, q: Any, keys: Any, values: Any) -> PrunedArguments:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.arrays import lengths
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import TILT, PrunedArguments, Summaries
-from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.choice import means_of
 

@@ -37,32 +37,63 @@ _ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """First and second moments of rows in float64: total (b, d), second (b, d, d) or None, and their number."""
+    """First and second moments of rows in float64: total (b, d), second (b, d, d) or None, and their number.
+
+    With an `origin` (b, d), the first row, the total is of rows less the origin. Second moments are then about the
+    mean of the rows. So nothing cancels, however far the rows are from zero.
+    """
 
     total: Any
     second: Any
     count: int
+    origin: Any = None
 
     @classmethod
-    def of(cls, X: Any, *, second: bool = True) -> Sums:
+    def of(cls, X: Any, *, second: bool = True, centered: bool = False) -> Sums:
         """Return the sums over the rows of X (b, n, d), with second moments only if `second`."""
-        total, squares = kernels_for("pruned", X).row_moments(X, second)
-        return cls(total, squares, X.shape[1])
+        row_moments = kernels_for("pruned", X).row_moments
+        if not centered:
+            return cls(*row_moments(X, second), X.shape[1])
+        xp, count = namespace_of(X), X.shape[1]
+        X = xp.astype(X, xp.float64)
+        origin = X[:, 0, :] if count else xp.sum(X, axis=1)
+        total = xp.sum(X - origin[:, None, :], axis=1)
+        _, squares = row_moments(X - origin[:, None, :] - total[:, None, :] / max(count, 1), True)
+        return cls(total, squares, count, origin)
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the rows of both."""
-        second = None if self.second is None else self.second + other.second
-        return Sums(self.total + other.total, second, self.count + other.count)
+        count = self.count + other.count
+        if self.origin is None:
+            second = None if self.second is None else self.second + other.second
+            return Sums(self.total + other.total, second, count)
+        if not (self.count and other.count):
+            return self if self.count else other
+        total = other.total + (other.origin - self.origin) * other.count
+        apart = total / other.count - self.total / self.count
+        # Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983
+        between = apart[:, :, None] * apart[:, None, :] * (self.count * other.count / count)
+        return Sums(self.total + total, self.second + other.second + between, count, self.origin)
 
     @property
     def mean(self) -> Any:
         """The mean row, (b, d)."""
-        return self.total / max(self.count, 1)
+        mean = self.total / max(self.count, 1)
+        return mean if self.origin is None else self.origin + mean
+
+    def less_mean(self, K: Any) -> Any:
+        """Return rows (b, n, d) in float64, less the mean."""
+        xp = namespace_of(K)
+        rows, mean = xp.astype(K, xp.float64), self.total / max(self.count, 1)
+        rows = rows if self.origin is None else rows - self.origin[:, None, :]
+        return rows - mean[:, None, :]
 
     def moment(self, centered: bool) -> Any:
         """Return the mean of x xᵀ, (b, d, d), about the mean or about zero."""
         second = self.second / max(self.count, 1)
-        return second - self.mean[:, :, None] * self.mean[:, None, :] if centered else second
+        if not centered or self.origin is not None:
+            return second
+        return second - self.mean[:, :, None] * self.mean[:, None, :]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import to_numpy
+from levattn._core.arrays import lengths, to_numpy
 from levattn._core.checks import fraction, positive_number, real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
-from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.arguments import dense_array
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale

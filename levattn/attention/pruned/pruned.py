@@ -107,7 +107,8 @@ def pruned_attention(
         scores.
     center : bool, optional
         Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
-        the mean does not change. It changes other functions, so these take False only.
+        the mean does not change. It changes other functions, so these take False only. An offset of all keys changes
+        no selection, however large.
     f : "softmax", float or Power
         The attention function: a number p ≥ 1 stands for weights :math:`|\text{scale} \langle q, k\rangle|^p`. There
         :math:`p_c \propto |c|\,|\bar z_c|^p` with w = 1, for keys turned to one side (k or −k), because f is even.

@@ -20,6 +20,7 @@ __all__ = ["Known", "known_after", "selected_anew"]
 # The measure of the queries and keys so far, and the spectrum of the keys if it is needed
 Known = tuple[choice.Measure, Any]
 
+_LEAST = 2.0**-900  # mean square of keys, below which squares of some are lost
 _ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, so no selection empties a cluster
 
 
@@ -54,7 +55,7 @@ def selected_anew(
     X, along, weight = _placed(measure, held, without_gradient(keys), there)
     scores, epsilon, clusters = given, rule.epsilon, None
     if rule.kind == "leverage":
-        scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center)
+        scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center, checks)
         if epsilon is not None:  # selects scores that tie with it
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     elif given is None:
@@ -202,14 +203,18 @@ def _summarized(
     return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))
 
 
-def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool) -> Any:
+def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool, checks: Checks) -> Any:
     """Return the leverage scores (b, n) of rows among all keys so far; rows outside their span count as 1."""
     xp = namespace_of(K)
     values, directions = spectrum
     top = values[:, -1:]
     sound = values > top * values.shape[-1] * 2.0**-50
-    rows = xp.astype(K, xp.float64)
-    rows = rows - keys.mean[:, None, :] if center else rows
+    rows = keys.less_mean(K) if center else xp.astype(K, xp.float64)
+    checks.expect(
+        xp.all((top[:, :, None] >= _LEAST) | (rows == 0)),
+        "keys are so small that their squares vanish; expected larger ones, as a factor changes no leverage score",
+        ValueError,
+    )
     along = xp.matmul(rows, directions) ** 2
     inverse = xp.where(sound, 1 / xp.where(sound, values, xp.ones_like(values)), xp.zeros_like(values))
     scores = xp.sum(along * inverse[:, None, :], axis=-1) / keys.count

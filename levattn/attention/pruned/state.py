@@ -144,7 +144,10 @@ def empty_part(rule: SelectionRule, rows: Any, K: Any, V: Any, scores: Any) -> P
     no_scores = None if scores is None else scores[:, :0]
     places = xp.zeros((K.shape[0], 0), dtype=xp.int64, device=device_of(K))
     sums = Sums.of(without_gradient(none))
-    of_keys = sums if rule.kind == "leverage" or rule.power is not None else replace(sums, second=None)
+    if rule.kind == "leverage" and rule.center:
+        of_keys = Sums.of(without_gradient(none), centered=True)
+    else:
+        of_keys = sums if rule.kind == "leverage" or rule.power is not None else replace(sums, second=None)
     zeros = xp.zeros((K.shape[0],), dtype=V.dtype, device=device_of(V))
     return PrunedPart(
         rows, none, no_values, no_scores, places, None, None, None, none, no_values, no_scores, of_keys, sums, zeros, 0

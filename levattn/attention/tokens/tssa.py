@@ -129,9 +129,12 @@ def tssa(
     are in float64, so errors do not grow with T. Like the released code, "diag_leverage" raises smaller sums of
     squares to 1e-12 (not causal: to 1e-24) and adds 1e-8 to sums of memberships, unless ``normalize="mean"``. The
     other forms have no such constants, and a moment 0/0 is 0. Squares must not overflow: in float32 tokens below 1e19.
-    With ``normalize="mean"`` they must not underflow either: tokens above 1e-17. Gradients in float32 are right on the
-    CPU wherever outputs are; they are formed in float64 if need be. On a CUDA device c, c m and second moments m have
-    to lie between about 1e-12 and 1e12.
+    With ``normalize="mean"`` they must not underflow either: tokens above 1e-17.
+
+    Gradients in float32 are right on the CPU wherever outputs are. If a moment or c is too large or small for that, or
+    a logit is above 256, they are formed in float64, which takes longer. On a CUDA device c may have any size, too.
+    But logits should be below 256 there, second moments m from 1e-24 to 1e16, and c m below 1e12. If the moments of a
+    head are not, the gradients of its tokens and its temperature are NaN.
 
     In torch, gradients reach W, the temperature, the bias and an array of logits. ``torch.compile`` keeps the operator
     whole, except for "leverage" and calls with states. Gradients do not reach states, nor come from states. There are

@@ -1,73 +1,12 @@
-"""Layers of a transformers cache that hold a state in place of all keys and values."""
+"""Replace layers of a transformers cache by layers that hold states."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["StateLayer", "refuse_crop", "replaced"]
-
-
-class StateLayer:
-    """A layer that holds only states, so its size does not grow with the number of positions.
-
-    A mixin before `DynamicLayer`, so that masks keep the sizes of the replaced layer. `update` passes on the new keys
-    and values; the attention function adds them to the states and stores these. Subclasses define `positions` and
-    `sequences` (their numbers in the states), `nbytes`, `reset` and `batch_select_indices`.
-    """
-
-    is_croppable = False
-    owner = ""  # the name, in messages, of the models with such states
-    change = ""  # and of the change to these models
-    expected = False  # whether a layer of such a model is about to update
-    positions: int
-    sequences: int
-
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Return the new keys and values, without earlier ones."""
-        if not self.expected:
-            raise ValueError(
-                f"the cache holds the states of {self.owner}, and came to another model, or {self.change} was "
-                "removed; expected a cache of this model. Give an empty DynamicCache"
-            )
-        self.expected = False
-        self.is_initialized = True
-        return key_states, value_states
-
-    @property
-    def cumulative_length(self) -> int:
-        """The number of positions, from which a sliding layer computes sizes of masks."""
-        return self.positions
-
-    @cumulative_length.setter
-    def cumulative_length(self, value: int) -> None:
-        """Do nothing: the states count."""
-
-    def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
-        """Return the number of positions so far."""
-        return self.positions
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the states need no allocation here."""
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the sequences with these numbers, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Take the sequences with these numbers."""
-        raise NotImplementedError
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        if self.positions:
-            self.batch_select_indices(torch.arange(self.sequences).repeat_interleave(repeats))
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise: states cannot forget their last positions."""
-        refuse_crop(self.owner)
+__all__ = ["refuse_crop", "replaced"]
 
 
 def refuse_crop(owner: str) -> None:

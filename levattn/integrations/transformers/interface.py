@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.cache import StateLayer
 from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
 from levattn.integrations.transformers.changes import Changes
 
@@ -92,8 +91,6 @@ class Interface:
         given = given_to(names, args, kwargs)
         past = cache_among(given)
         held = None if past is None else self.held_in(past, module)
-        if isinstance(held, StateLayer):
-            held.expected = True
         return args, {**kwargs, self.name: Call(held, given.get("hidden_states"))}
 
     def _check_reached(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002

@@ -295,10 +295,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If layers slide, because they no longer hold the context.
         """
         for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
+            if not isinstance(layer, CompressedLayer) or layer.length > self.context_length:
                 raise ValueError(
-                    "the cache has layers that slide, which drop the context as more positions come; expected a cache "
-                    "without such layers. Call copy before each question"
+                    "the cache has layers that slide, or has renewed its slots, and so no longer holds the context "
+                    "alone; expected a cache without further positions. Call copy before each question"
                 )
         super().reset()
         self.tokens, self.present = (part[:, : self.context_length] for part in (self.tokens, self.present))

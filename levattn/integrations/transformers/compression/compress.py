@@ -15,11 +15,13 @@ from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
-from levattn.integrations.transformers.compression.layer import CompressedLayer
+from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
+    Seen,
+    Slots,
     Split,
     appended,
     padded_together,
@@ -43,6 +45,7 @@ def compress(
     sinks: int = 4,
     window: float = 0.25,
     summaries: float = 0.5,
+    renew_every: int | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> CompressedCache:
     """Read a context with a decoder, and keep a share of the keys and values of each head.
@@ -79,6 +82,11 @@ def compress(
     window, summaries : float in [0, 1], default 0.25 and 0.5
         Shares of the other slots of a head for the last positions, and for summaries, at most 256 of a head and chunk.
         Scores select the rest.
+    renew_every : int, optional
+        Positions after the context that the cache holds in full, before it compresses them as well. Each head that is
+        cut keeps its number of slots then: those of its slots and of the new keys that the queries so far ask for, the
+        last positions, and summaries of all others. So a long conversation stays in bounded memory, but for heads that
+        keep everything. Never if None.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -124,11 +132,13 @@ def compress(
     split = Split(whole_number("sinks", sinks, 0), _share("window", window), _share("summaries", summaries))
     if split.window + split.summaries > 1:
         raise ValueError(f"window={window!r} and summaries={summaries!r} are more than 1 together; expected at most 1")
+    if renew_every is not None:
+        renew_every = whole_number("renew_every", renew_every)
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     shares = Shares.of(budget, heads, set(range(len(layers))) - sliding, sliding)
     cache = CompressedCache(layers, tokens, present, Origin(model))
-    keeper = _Keeper(cache, present, shares, split)
+    keeper = _Keeper(cache, present, shares, split, renew_every)
     positions = None if bool(present.all()) else (present.long().cumsum(1) - 1).clamp(min=0)
     base, P = model.base_model, tokens.shape[1]
     with torch.no_grad(), reported(progress, P, "positions") as advance:
@@ -239,9 +249,11 @@ class _Keeper:
     present: Any
     shares: Shares
     split: Split
+    renew_every: int | None
     first: int = 0
     last: int = 0
     found: dict[int, tuple[HeadSlots, ...]] = field(default_factory=dict)
+    seen: dict[int, Seen] = field(default_factory=dict)  # of layers that will renew their slots
 
     def begin(self, first: int, last: int) -> None:
         """Note the positions of the next chunk."""
@@ -259,6 +271,10 @@ class _Keeper:
             pairs = zip(self.cache.layers[number].groups, groups, strict=True)
             groups = tuple(appended(a, b) for a, b in pairs)
         self.found[number] = groups
+        if self.renew_every is not None:
+            here = self.present[:, self.first : self.last]
+            new = seen_by_layer(q * scale, k, None if bool(here.all()) else here, _ASKING)
+            self.seen[number] = new if number not in self.seen else self.seen[number].plus(new)
 
     def end(self, model: Any) -> None:
         """Add the positions of the chunk to the context."""
@@ -276,6 +292,12 @@ class _Keeper:
         """Let the layers be read, as the whole context is there."""
         for layer in self._layers():
             layer.look = None
+            if self.renew_every is not None:
+                heads = [head for group in layer.groups for head in group.heads]
+                shares = self.shares.of_layer(layer.number, len(heads))
+                whole = frozenset(head for head in heads if shares[head] == 1)
+                counts = self.present.sum(1).cpu()
+                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], counts)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each share."""
@@ -296,7 +318,7 @@ class _Keeper:
             groups.append(padded_together(heads, parts))
         return tuple(groups)
 
-    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> tuple[Any, Any, Any, Any]:
+    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> Slots:
         """Return keys, values, log-weights and places for a head of a sequence that keeps a share of its bytes."""
         here = self.present[b, self.first : self.last].to(K.device)
         before = int(self.present[b, : self.first].sum())
@@ -310,5 +332,4 @@ class _Keeper:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return K.clone(), V.clone(), None, places.expand(K.shape[:2])
         step = max(1, Q.shape[1] * n // _ASKING)
-        keys, values, weight, places = slots_of(Q[:, :, ::step].flatten(1, 2), K, V, count, split)
-        return keys, values, weight, torch.where(places >= 0, places + before, places)
+        return slots_of(Seen.of(Q[:, :, ::step].flatten(1, 2), K), K, V, count, split, before)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
 from levattn.integrations.transformers.compression.attended import attended
-from levattn.integrations.transformers.compression.slots import HeadSlots
+from levattn.integrations.transformers.compression.slots import (
+    HeadSlots,
+    Seen,
+    Slots,
+    Split,
+    joined,
+    padded_together,
+    slots_of,
+)
 from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
 from levattn.integrations.transformers.masks import padding_and_kind
 
-__all__ = ["CompressedLayer", "Look", "Tail"]
+__all__ = ["CompressedLayer", "Look", "Renewal", "Tail", "seen_by_layer"]
 
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
@@ -82,6 +91,7 @@ class _Reading:
     tail: tuple[Any, Any]
     length: int  # positions of the slots
     look: Look | None = None
+    renewal: Renewal | None = None
 
     @property
     def real(self) -> tuple[Any, Any] | None:
@@ -100,8 +110,72 @@ class _Reading:
         if not causal:
             raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
         after = None if present is None or present[:, self.length :].all() else present[:, self.length :]
+        if self.renewal is not None:
+            self.renewal.take(q * asked.scale, self.tail[0], after)
         kind = self.tail[0].dtype
         return attended(q.to(kind), self.groups, self.tail, after, asked.scale, asked.softcap)
+
+
+def seen_by_layer(q: Any, K: Any, present: Any, most: int) -> Seen:
+    """Return what queries (B, H, T, d), times their scale, and keys (B, G, T, d) tell, for each sequence and head.
+
+    `most`: of the queries of a head that are read, about. `present`: (B, T) bool, or None.
+    """
+    step = max(1, q.shape[1] // K.shape[1] * q.shape[2] // most)
+    q = q.unflatten(1, (K.shape[1], -1))[:, :, :, ::step]
+    if present is not None:  # as if padding asked for nothing
+        q, K = q * present[:, None, None, ::step, None], K * present[:, None, :, None]
+    return Seen.of(q.flatten(2, 3).flatten(0, 1), K.flatten(0, 1))
+
+
+@dataclass
+class Renewal:
+    """When and how a layer compresses the positions after the context.
+
+    every: positions that the layer holds in full. whole: heads that keep everything. seen: for each sequence and head.
+    counts: (B,) positions of each sequence in its slots, without padding. present: (B, t) bool, of the positions after
+    them, or None for all.
+    """
+
+    every: int
+    split: Split
+    whole: frozenset[int]
+    seen: Seen
+    counts: Any
+    present: Any = None
+
+    def take(self, q: Any, K: Any, present: Any) -> None:
+        """Learn from the queries (B, H, T, d) of a call, times their scale; K: of all positions after the slots."""
+        T = q.shape[2]
+        here = None if present is None else present[:, -T:]
+        with torch.no_grad():
+            self.seen = self.seen.plus(seen_by_layer(q, K[:, :, -T:], here, T * q.shape[1]))
+        self.present = present
+
+    def renewed(self, groups: tuple[HeadSlots, ...], tail: tuple[Any, Any]) -> tuple[HeadSlots, ...]:
+        """Return the slots of all positions so far, as many as before in each head that is cut."""
+        B, G, t, _ = tail[0].shape
+        present = torch.ones(B, t, dtype=torch.bool) if self.present is None else self.present
+        counts = self.counts.tolist()
+
+        def of_sequence(group: HeadSlots, b: int) -> Slots:
+            heads, here = list(group.heads), present[b].to(tail[0].device)
+            K, V = (array[b, heads][:, here] for array in tail)
+            if self.whole.issuperset(heads):
+                places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
+                return joined(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
+            seen = self.seen.of_items(b * G + np.array(heads))
+            return slots_of(seen, K, V, group.keys.shape[2], self.split, counts[b], group.of_sequence(b))
+
+        found = [padded_together(group.heads, [of_sequence(group, b) for b in range(B)]) for group in groups]
+        self.counts, self.present = self.counts + present.sum(1).cpu(), None
+        return tuple(found)
+
+    def of_sequences(self, rows: Any, heads: int) -> Renewal:
+        """Return the same for the sequences with these numbers."""
+        items = (rows.cpu()[:, None] * heads + torch.arange(heads)).reshape(-1).numpy()
+        present = None if self.present is None else self.present[rows.to(self.present.device)]
+        return replace(self, seen=self.seen.of_items(items), counts=self.counts[rows.cpu()], present=present)
 
 
 class CompressedLayer(DynamicLayer):  # type: ignore[misc]
@@ -115,6 +189,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         self.tail = Tail()
         self.look: Look | None = None  # what keeps the slots of the context while it is read
         self.fresh = 0  # positions of the chunk that is being read
+        self.renewal: Renewal | None = None
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
@@ -122,11 +197,12 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         rows = key_states.shape[2]
         if self.look is None:
             self._check(key_states, value_states)
+            self._renew()
             self.tail.append(key_states, value_states)
             tail = self.tail.arrays
         else:
             tail, self.fresh = (key_states, value_states), rows
-        reading = _Reading(self.number, rows, self.groups, tail, self.length, self.look)
+        reading = _Reading(self.number, rows, self.groups, tail, self.length, self.look, self.renewal)
         return handed_over(reading, key_states.shape[1], self.length + tail[0].shape[2], tail)
 
     def _check(self, keys: Any, values: Any) -> None:
@@ -140,6 +216,15 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
                     f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the cache's model and dtype. "
                     "Compress the context with this model"
                 )
+
+    def _renew(self) -> None:
+        """Compress the positions after the slots, if there are enough of them."""
+        renewal = self.renewal
+        if renewal is None or self.tail.length < renewal.every or any(a.requires_grad for a in self.tail.arrays):
+            return
+        with torch.no_grad():
+            self.groups = renewal.renewed(self.groups, self.tail.arrays)
+        self.length, self.tail = self.length + self.tail.length, Tail()
 
     @property
     def sequences(self) -> int:
@@ -166,6 +251,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         """Return a layer that shares the slots and has its own further positions."""
         layer = CompressedLayer(self.number, self.groups, self.length)
         layer.tail = self.tail.copy()
+        layer.renewal = None if self.renewal is None else replace(self.renewal)
         return layer
 
     __copy__ = copy
@@ -187,6 +273,8 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
+        if self.renewal is not None:
+            self.renewal = self.renewal.of_sequences(rows, sum(len(group.heads) for group in self.groups))
         self.groups = tuple(group.of_sequences(rows) for group in self.groups)
         self.tail.change(self.tail.length, rows)
 

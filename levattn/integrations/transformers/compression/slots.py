@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from levattn._core.device import where_arrays_are
-from levattn._kernels.pruned.contract import mapped
+from levattn._kernels.pruned.contract import Summaries, mapped
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.checks import Checks
 
-__all__ = ["HeadSlots", "Split", "appended", "padded_together", "slots_of", "together"]
+__all__ = ["HeadSlots", "Seen", "Slots", "Split", "appended", "joined", "padded_together", "slots_of", "together"]
+
+Slots = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
 
@@ -67,56 +69,111 @@ class HeadSlots:
         found: HeadSlots = mapped(self, lambda array: array.index_select(1, index))
         return replace(found, heads=heads)
 
+    def of_sequence(self, b: int) -> Slots:
+        """Return the slots of a sequence, as `slots_of` returns them."""
+        weight = None if self.log_weight is None else self.log_weight[b]
+        return self.keys[b], self.values[b], weight, self.places[b]
+
     def of_sequences(self, rows: Any) -> HeadSlots:
         """Return the slots of the sequences with these numbers."""
         found: HeadSlots = mapped(self, lambda array: array[rows.to(array.device)])
         return found
 
 
-@where_arrays_are
-def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any, Any, Any]:
-    """Return keys (G, s, d), values, log-weights and places of a context's light heads, s at most `count`.
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Moments of the queries of some heads, and the sum and number of their keys so far: what a selection knows."""
 
-    `Q`: (G, m, d), queries times their scale, whose moments score keys. `K`, `V`: (G, n, ·), with n above `count`.
+    queries: choice.Sums
+    keys: choice.Sums
+
+    @classmethod
+    def of(cls, Q: Any, K: Any) -> Seen:
+        """Return what queries (G, m, d), times their scale, and keys (G, n, d) tell."""
+        return cls(*(choice.Sums.of(_read(array), second=array is Q) for array in (Q, K)))
+
+    def plus(self, other: Seen) -> Seen:
+        """Return what both tell."""
+        return Seen(self.queries.plus(other.queries), self.keys.plus(other.keys))
+
+    def of_items(self, items: Any) -> Seen:
+        """Return what is known of the heads with these numbers, a numpy array."""
+        return Seen(*(_some(sums, items) for sums in (self.queries, self.keys)))
+
+
+def _some(sums: choice.Sums, items: Any) -> choice.Sums:
+    second = None if sums.second is None else sums.second[items]
+    return replace(sums, total=sums.total[items], second=second)
+
+
+def _read(array: Any) -> Any:
+    return memory_of(array.to(torch.promote_types(array.dtype, torch.float32)))
+
+
+@where_arrays_are
+def slots_of(seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 0, held: Slots | None = None) -> Slots:
+    """Return the slots of light heads, at most `count` for each.
+
+    `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of the positions before. Slots and new keys
+    together are more than `count`.
     """
     dtype, device = K.dtype, K.device
-    kind = torch.promote_types(dtype, torch.float32)
-    Q, K, V = (memory_of(array.to(kind)) for array in (Q, K, V))
-    xp = namespace_of(K)
-    G, n = K.shape[:2]
+    K, V = _read(K), _read(V)
+    xp, end = namespace_of(K), first + K.shape[1]
+    place = xp.broadcast_to(xp.arange(first, end, device=device_of(K)), K.shape[:2])
+    mass = xp.ones(place.shape, dtype=K.dtype, device=device_of(K))
+    if held is not None:
+        keys, values, places = _read(held[0]), _read(held[1]), memory_of(held[3])
+        weight = None if held[2] is None else _read(held[2])
+        old = xp.ones_like(keys[..., 0]) if weight is None else xp.exp(xp.astype(weight, K.dtype))
+        pairs = (keys, K), (values, V), (old, mass), (xp.astype(places, place.dtype), place)
+        K, V, mass, place = (xp.concat(pair, axis=1) for pair in pairs)  # a summary is a key with a mass
     sinks, size, window, R = split.counts(count)
     checks = Checks()
-    X, along = choice.measured(choice.Sums.of(Q), choice.Sums.of(K, second=False), None, K.dtype, checks).places(K)
-    ones = xp.ones((G, n), dtype=K.dtype, device=device_of(K))
-    place = xp.arange(n, device=device_of(K))
-    forced = (place < sinks) | (place >= n - window)
-    scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None, checks)
-    first = xp.broadcast_to(forced, (G, n))
-    order, _, flags = choice.chosen(scores, size, None, first, sinks + window, checks)
+    X, along = choice.measured(seen.queries, seen.keys, None, K.dtype, checks).places(K)
+    scores, clusters = choice.scored("residual" if R else "expected", X, along, mass, R, None, checks)
+    scores = xp.where(place >= 0, scores, xp.full_like(scores, -xp.inf))
+    forced = ((place >= 0) & (place < sinks)) | (place >= end - window)
+    sure = sinks + window if held is None else None
+    order, _, flags = choice.chosen(scores, size, None, forced, sure, checks)
     checks.settle()
-    kept, values = choice.rows_at(K, order), choice.rows_at(V, order)
+    kept, values, places = (choice.rows_at(array, order) for array in (K, V, place))
     weight = None
     if R:
-        left = xp.astype(~flags, K.dtype)
-        _, _, held = choice.grouped(X, along, choice.items_of(ones, K, V), left, R, None, clusters)
-        means, total = choice.means_of(held)
-        logs = xp.where(held.count > 0, xp.log(total) - held.offset / total, xp.full_like(total, -xp.inf))
+        left = xp.where(flags, xp.zeros_like(mass), mass)
+        items = Summaries(mass, mass[..., None] * K, mass[..., None] * V, xp.zeros_like(mass), xp.ones_like(mass))
+        _, _, sums = choice.grouped(X, along, items, left, R, None, clusters)
+        means, total = choice.means_of(sums)
+        logs = xp.where(sums.count > 0, xp.log(total) - sums.offset / total, xp.full_like(total, -xp.inf))
         kept = xp.concat([kept, means], axis=1)
-        values = xp.concat([values, held.values / total[..., None]], axis=1)
+        values = xp.concat([values, sums.values / total[..., None]], axis=1)
         weight = xp.concat([xp.zeros_like(scores[:, : order.shape[1]]), logs], axis=1)
-        order = xp.concat([order, xp.full_like(held.count, -1, dtype=order.dtype)], axis=1)
-    kept, values, places = map(tensor_of, (kept, values, order))
+        places = xp.concat([places, xp.full_like(sums.count, -1, dtype=places.dtype)], axis=1)
+    kept, values, places = map(tensor_of, (kept, values, places))
     weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
     return kept.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
 
 
-def together(parts: list[tuple[Any, Any, Any, Any]]) -> tuple[Any, Any, Any, Any]:
+def together(parts: list[Slots]) -> Slots:
     """Join the slots of several heads with equal numbers of slots."""
     keys, values, weight, places = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
     return keys, values, weight, places
 
 
-def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any]]) -> HeadSlots:
+def joined(first: Slots, second: Slots) -> Slots:
+    """Join the slots of the same heads from two parts of a context."""
+    weights = None
+    if first[2] is not None or second[2] is not None:
+        weights = torch.cat([_zeros(part) if part[2] is None else part[2] for part in (first, second)], 1)
+    keys, values, places = (torch.cat([first[i], second[i]], 1) for i in (0, 1, 3))
+    return keys, values, weights, places
+
+
+def _zeros(slots: Slots) -> Any:
+    return torch.zeros(slots[0].shape[:2], device=slots[0].device)
+
+
+def padded_together(heads: tuple[int, ...], parts: list[Slots]) -> HeadSlots:
     """Join the slots of several sequences, padding shorter ones with slots without weight."""
     most = max(keys.shape[1] for keys, *_ in parts)
     plain = all(weight is None and keys.shape[1] == most for keys, _, weight, _ in parts)

@@ -119,7 +119,9 @@ def _flat(args: Any) -> list[Any]:
 # -- the steps of attention: each returns what it makes, or None if the step is none of attention ---------------------
 
 
-def _after(function: Any, x: _StandIn, shape: Any, *args: Any, of: Any = None, dtype: Any = None, **changes: Any) -> Any:
+def _after(
+    function: Any, x: _StandIn, shape: Any, *args: Any, of: Any = None, dtype: Any = None, **changes: Any
+) -> Any:
     """Return a stand-in after a step; `function(*args)` are the same step on real numbers, `of` in their place."""
     real = x.record.real
     if real is not None:

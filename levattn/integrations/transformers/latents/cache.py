@@ -10,24 +10,53 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from levattn._core.arrays import array_namespace, take_entries
 from levattn.attention import MacchiatoState
-from levattn.integrations.transformers.cache import StateLayer, replaced
+from levattn.integrations.transformers.cache import refuse_crop, replaced
 from levattn.states import SoftmaxState
 
 __all__ = ["LatentState", "latent_layer_for"]
 
+_OWNER = "a model extended by macchiato_from"
 
-class LatentState(StateLayer):
-    """The state of one extended layer."""
 
-    owner, change = "a model extended by macchiato_from", "the extension"
+class LatentState:
+    """The state of one extended layer, which does not grow with the number of positions.
+
+    A mixin before `DynamicLayer`, so that masks keep the sizes of the replaced layer. `update` passes on the new keys
+    and values; the attention function adds them to the state and stores it.
+    """
+
+    is_croppable = False
+    expected = False  # whether an extended layer is about to update
     state: MacchiatoState | None = None
     feature: Any = None  # the state of the feature before the latents, (sequences, ...)
     positions = 0
 
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Return the new keys and values, without earlier ones."""
+        if not self.expected:
+            raise ValueError(
+                f"the cache holds the states of {_OWNER}, and came to another model, or the extension was removed; "
+                "expected a cache of this model. Give an empty DynamicCache"
+            )
+        self.expected = False
+        self.is_initialized = True
+        return key_states, value_states
+
     @property
-    def sequences(self) -> int:  # type: ignore[override]
-        """Number of sequences in the state."""
-        return 0 if self.state is None else self.state.batch[0]
+    def cumulative_length(self) -> int:
+        """The number of positions, from which a sliding layer computes sizes of masks."""
+        return self.positions
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: int) -> None:
+        """Do nothing: the states count."""
+
+    def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
+        """Return the number of positions so far."""
+        return self.positions
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the states need no allocation here."""
 
     def advance(self, state: MacchiatoState, feature: Any, count: int) -> None:
         """Store the new states, which include `count` more positions."""
@@ -48,6 +77,19 @@ class LatentState(StateLayer):
         self.state = self.feature = None
         self.positions = 0
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Take the sequences with these numbers, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(self.state.batch[0]).repeat_interleave(repeats))
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raise: states cannot forget their last positions."""
+        refuse_crop(_OWNER)
+
     def batch_select_indices(self, indices: Any) -> None:
         """Take the sequences with these numbers."""
         if self.state is not None:
@@ -65,8 +107,10 @@ class _SlidingLatentLayer(LatentState, DynamicSlidingWindowLayer):  # type: igno
 
 
 def latent_layer_for(cache: Any, index: int) -> LatentState:
-    """Return the layer of a cache that holds a state; it replaces an empty layer."""
-    return replaced(cache, index, _FullLatentLayer, _SlidingLatentLayer, "the latents")  # type: ignore[no-any-return]
+    """Return the layer of a cache that holds a state, before it is updated; it replaces an empty layer."""
+    layer: LatentState = replaced(cache, index, _FullLatentLayer, _SlidingLatentLayer, "the latents")
+    layer.expected = True
+    return layer
 
 
 def _of_sequences(state: MacchiatoState, indices: Any) -> MacchiatoState:

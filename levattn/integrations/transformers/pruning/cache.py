@@ -1,4 +1,4 @@
-"""Layers of a transformers cache that hold the states of pruned attention, with or without keys and values."""
+"""Layers of a transformers cache that hold the states of pruned attention beside keys and values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from levattn._core.state import twin
 from levattn.attention import PrunedState
 from levattn.attention.pruned.state import picked
-from levattn.integrations.transformers.cache import StateLayer, refuse_crop, replaced
+from levattn.integrations.transformers.cache import refuse_crop, replaced
 
-__all__ = ["Held", "Progress", "PrunedLayer", "StreamedLayer", "exactly", "of_sequences", "pruned_layer_for"]
+__all__ = ["Held", "Progress", "PrunedLayer", "exactly", "of_sequences", "pruned_layer_for"]
 
 _OWNER = "a model pruned by prune"
 
@@ -143,52 +143,9 @@ class _SlidingPrunedLayer(PrunedLayer, DynamicSlidingWindowLayer):  # type: igno
     """A replacement for a sliding layer, for sequences no longer than its window."""
 
 
-class StreamedLayer(StateLayer, _Following):
-    """A layer that holds only states."""
-
-    owner, change = f"{_OWNER} (stream=True)", "the pruning"
-
-    @property
-    def positions(self) -> int:  # type: ignore[override]
-        """Number of positions in the states."""
-        return 0 if self.progress is None else self.progress.positions
-
-    @property
-    def sequences(self) -> int:  # type: ignore[override]
-        """Number of sequences in the states."""
-        states = [] if self.progress is None else self.progress.states
-        if not states or states[0].rows is None:
-            return states[0].state.batch[0] if states else 0
-        return int(1 + max(held.rows.max() for held in states))
-
-    def nbytes(self) -> int:
-        """Return how many bytes the arrays of the states take."""
-        return 0 if self.progress is None else sum(held.state.nbytes for held in self.progress.states)
-
-    def reset(self) -> None:
-        """Forget all positions."""
-        self.progress = None
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Take the sequences with these numbers."""
-        self._select(indices)
-
-
-class _FullStreamedLayer(StreamedLayer, DynamicLayer):  # type: ignore[misc]
-    """A replacement for a layer that attends to all positions."""
-
-
-class _SlidingStreamedLayer(StreamedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A replacement for a sliding layer, for sequences no longer than its window."""
-
-
-def pruned_layer_for(cache: Any, index: int, stream: bool) -> PrunedLayer | StreamedLayer:
-    """Return the layer of a cache that holds states; it replaces an empty layer.
-
-    stream: whether the layer holds only states.
-    """
-    kinds = (_FullStreamedLayer, _SlidingStreamedLayer) if stream else (_FullPrunedLayer, _SlidingPrunedLayer)
-    return replaced(cache, index, kinds[0], kinds[1], "the states of pruned attention")  # type: ignore[no-any-return]
+def pruned_layer_for(cache: Any, index: int) -> PrunedLayer:
+    """Return the layer of a cache that holds states; it replaces an empty layer."""
+    return replaced(cache, index, _FullPrunedLayer, _SlidingPrunedLayer, "the states of pruned attention")  # type: ignore[no-any-return]
 
 
 def of_sequences(state: PrunedState, chosen: Any) -> PrunedState:

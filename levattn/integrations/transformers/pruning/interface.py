@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.cache import StateLayer
 from levattn.integrations.transformers.calls import layer_of
 from levattn.integrations.transformers.changes import PART
 from levattn.integrations.transformers.interface import Interface, Probe
-from levattn.integrations.transformers.masks import padding_and_kind, padding_mask
+from levattn.integrations.transformers.masks import padding_and_kind
 from levattn.integrations.transformers.pruning.cache import Progress, pruned_layer_for
 from levattn.integrations.transformers.pruning.heads import (
     Arrays,
@@ -25,9 +24,7 @@ from levattn.integrations.transformers.pruning.heads import (
 )
 from levattn.integrations.transformers.pruning.sample import Tally, sampled
 
-__all__ = ["PRUNED", "STREAM", "LayerPruning", "register"]
-
-STREAM = "levattn_stream"  # pruned attention with padding masks alone, which have one row
+__all__ = ["PRUNED", "LayerPruning", "register"]
 
 
 @dataclass
@@ -40,7 +37,6 @@ class LayerPruning:
     rule: SharedOptions
     tally: Tally
     measure: bool | None = False  # None: calls of more than one token
-    stream: bool = False  # whether caches hold only states
     look: Callable[[int, Arrays], None] | None = None  # a callback for the arrays of each call
 
     def measures(self, rows: int) -> bool:
@@ -49,7 +45,7 @@ class LayerPruning:
 
 
 def _held_in(cache: Any, module: Any) -> Any:
-    return pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream)
+    return pruned_layer_for(cache, module.layer_idx)
 
 
 def register() -> None:
@@ -70,7 +66,6 @@ def register() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     PRUNED.register(_attention, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    PRUNED.register(_attention, padding_mask, STREAM)
 
 
 PRUNED = Interface(
@@ -108,20 +103,17 @@ def _attention(
         )
     held = None if call is None else call.held
     progress = None if held is None else held.begin(part.pruning)
-    whole = isinstance(held, StateLayer)  # then the keys are at the rows' positions alone
     seen = (0 if progress is None else progress.positions) + rows
-    _check_lengths(layer, rows, key.shape[2], seen, sliding_window, whole=whole)
+    _check_lengths(layer, rows, key.shape[2], seen, sliding_window)
     declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
     present, causal = padding_and_kind(
-        layer, attention_mask, rows, seen, declared or progress is not None, whole=whole
+        layer, attention_mask, rows, seen, declared or progress is not None, whole=False
     )
     total = None if present is None else present.sum(1)
     if progress is not None:
         progress.check(layer, present)
         if not causal:
             raise ValueError(f"{layer} has a cache and is not causal; expected causal attention. Set use_cache=False")
-    if whole and present is not None:
-        present = present[:, -rows:]
     if isinstance(part, Probe):
         return part.take(call, query, key, value, causal=causal)
     arrays = Arrays(query, key, value, present, causal, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -147,14 +139,14 @@ def _attention(
     return Y.transpose(1, 2).contiguous(), shares
 
 
-def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: int | None, *, whole: bool) -> None:
-    """Raise unless the number of keys equals the positions seen (`whole`: the rows), and fits the window."""
+def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: int | None) -> None:
+    """Raise unless the number of keys equals the positions seen, and fits the window."""
     if sliding_window is not None and seen > sliding_window:
         raise ValueError(
             f"{layer} slides over {sliding_window} positions, and there are {seen}; expected at most that many. "
             "Leave the layer out of layers"
         )
-    if keys != (rows if whole else seen):
+    if keys != seen:
         raise ValueError(
             f"{layer} has {rows} queries and {keys} keys; expected {seen} keys: at the positions of the queries, and "
             "in a DynamicCache that this model has filled. Leave layers with cross-attention, or with a cache of "

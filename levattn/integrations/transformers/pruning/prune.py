@@ -16,9 +16,9 @@ from levattn.integrations.transformers.calibration.calibration import Calibratio
 from levattn.integrations.transformers.calls import numbers_among, whole_numbers
 from levattn.integrations.transformers.changes import PART, Changes, check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
-from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
+from levattn.integrations.transformers.discovery import ModelLayer, discovered
 from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions
-from levattn.integrations.transformers.pruning.interface import PRUNED, STREAM, LayerPruning, register
+from levattn.integrations.transformers.pruning.interface import PRUNED, LayerPruning, register
 from levattn.integrations.transformers.pruning.layers import (
     budgets_of,
     check_layer,
@@ -52,7 +52,6 @@ def prune(
     scores: str = "residual",
     center: bool | None = None,
     chunk: int | None = None,
-    stream: bool = False,
     measure: bool | None = None,
     example: Mapping[str, Any] | None = None,
 ) -> PruneReport:
@@ -83,15 +82,10 @@ def prune(
         `HeadProfile` splits `budget`, a share, over all heads by their costs.
     size, epsilon, summaries, window, sinks, scores, center, chunk : optional
         As for `pruned_attention`, except that `scores` is a name here, and `chunk` is for decoders alone.
-    stream : bool, default False
-        Whether caches hold only the bounded states of pruned layers, without all keys and values. Prompts may then
-        have any length, given in chunks (with a `DynamicCache`, or ``generate(prefill_chunk_size=)``). All heads of a
-        layer must be pruned, and nothing is measured. A padded batch needs ``position_ids`` that begin with each
-        sequence, as ``generate`` makes them.
     measure : bool, optional
         Whether the report compares some queries of each call (at most 64) with dense attention, and measures the time.
         This costs about as much again as the call, or O(n) for a decoding step. None measures calls of more than one
-        token, and so no decoding steps, and nothing with `stream`. With False, the report only counts calls.
+        token, and so no decoding steps. With False, the report only counts calls.
     example : mapping of str to array, optional
         Inputs for a trial call of the model; by default three tokens, or an image of zeros.
 
@@ -119,8 +113,8 @@ def prune(
     -----
     A call takes the time of `pruned_attention` for each group of heads with the same budget, instead of O(n²). For
     shares, each length of sequences makes its own group. A cache keeps all keys and values, which dense heads and the
-    model without pruning read, and also the bounded states of pruned heads. With `stream` it keeps only these states:
-    memory does not grow with the positions, except for a flag of each position where there is padding. States cannot
+    model without pruning read, and also the bounded states of pruned heads: for less memory, `compress` with
+    `renew_every`. States cannot
     forget positions, so assisted generation is refused. Weights (``output_attentions=True``) are the weights of the
     mixture, where each summary spreads its weight over its members; they take O(n²) time and memory. Gradients flow as
     through `pruned_attention`.
@@ -149,7 +143,6 @@ def prune(
     check_model(model)
     alike = layers is None and heads is None and not isinstance(budget, Mapping)
     budget, heads = _split(budget, heads, layers)
-    _refuse_both(measure, stream)
     options: dict[str, Any] = {
         "size": size,
         "epsilon": epsilon,
@@ -177,14 +170,10 @@ def prune(
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"budget": budget, "layers": layers, "heads": heads, **options}
     report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
-    if stream:
-        report._missing = "a stream lacks the keys to measure dense attention"
     pruning, parts = next(_prunings), []
     for number, groups in chosen.items():
-        if stream:
-            _check_stream(there[number], groups)
         tally = Tally(there[number].heads)
-        parts.append(LayerPruning(number, pruning, groups, rule, tally, not stream and measure, bool(stream)))
+        parts.append(LayerPruning(number, pruning, groups, rule, tally, measure))
         report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
     report._take(model, _changed(model, there, parts))
     return report
@@ -205,26 +194,6 @@ def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
             "budget, and no layers"
         )
     return heads.shares(budget), None
-
-
-def _refuse_both(measure: bool | None, stream: bool) -> None:
-    if measure and stream:
-        raise ValueError(
-            "measure and stream are True; expected at most one: a stream lacks the keys to measure dense attention"
-        )
-
-
-def _check_stream(layer: ModelLayer, groups: tuple[Group, ...]) -> None:
-    """Raise for a layer that needs all its keys."""
-    if not layer.probe.causal:
-        raise ValueError(
-            f"stream is True and layer {layer.number} is not causal; expected a decoder, as only decoders have caches"
-        )
-    if any(group.dense for group in groups):
-        raise ValueError(
-            f"stream is True and heads of layer {layer.number} are dense; expected all heads of a layer to be pruned, "
-            "as dense heads need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
-        )
 
 
 def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, Any]:
@@ -267,8 +236,6 @@ def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning
     chosen = [layers[part.number] for part in parts]
     modules = [layer.module for layer in chosen]
     masks = PRUNED.name if needs_masks(model, modules) else None
-    if any(part.stream for part in parts) and not shared_configs(model, modules):
-        masks = STREAM
     for layer in chosen:
         check_layer(layer)
     changes = Changes(PART)

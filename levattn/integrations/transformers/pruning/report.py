@@ -72,7 +72,6 @@ class PruneReport(HeadsTable):
         self.model = model
         self.options = options
         self._tallies: dict[int, tuple[Tally, list[int]]] = {}  # of each layer, with the heads that are pruned
-        self._missing = "not measured; give measure=True"  # why a figure is not there
         self._changes: Changes | None = None
         self._owner: Any = None
 
@@ -167,7 +166,7 @@ class PruneReport(HeadsTable):
         notes = [_LEGEND] if any(row["measured"] for row in rows) else []
         if any(value is None for row in rows for value in row.values()):
             called = any(row["calls"] for row in rows)
-            notes.append(f"-: {self._missing if called else 'the model was not called yet'}")
+            notes.append(f"-: {'not measured; give measure=True' if called else 'the model was not called yet'}")
         return "\n".join([in_columns(rows, _OF_LAYERS), *notes])
 
     def __repr__(self) -> str:

@@ -1,0 +1,100 @@
+"""Arrays that cannot be written: every public entry point reads them, and results are those of plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import strategies
+from levattn import attention, sketch, states
+from libraries import needs_jax, stored
+
+N, D = 60, 4
+# name -> shapes of the arrays, and a function of them; the result is made of arrays
+ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
+    "leverage_scores": (((N, D),), levattn.leverage_scores),
+    "leverage_scores, centered": (((2, N, D),), lambda K: levattn.leverage_scores(K, center=True, ridge=0.1)),
+    "universal_set": (((N, D),), lambda K: levattn.universal_set(K, 0.1).mask),
+    "universal_set, f": (((N, D),), lambda K: levattn.universal_set(K, 0.1, f=levattn.Huber()).scores),
+    "universal_set, coverage": (
+        ((N, D), (40, D)),
+        lambda K, Q: levattn.universal_set(K, 0.1, queries=Q, coverage=0.8).mask,
+    ),
+    "heavy_attention": (
+        ((N, D), (N, D), (N, 2)),
+        lambda Q, K, V: levattn.heavy_attention(Q, K, 0.2).apply(V)[0],
+    ),
+    "heavy_attention, causal": (
+        ((N, D), (N, D), (N, 2)),
+        lambda Q, K, V: levattn.heavy_attention(Q, K, 0.2, causal=True).apply(V)[0],
+    ),
+    "heavy_attention, softmax": (
+        ((9, D), (N, D)),
+        lambda Q, K: levattn.heavy_attention(Q, K, 0.2, f=levattn.Softmax(9.0)).normalizers,
+    ),
+    "CausalUniversalSet": (
+        ((N, D), (5, D)),
+        lambda K, Q: levattn.CausalUniversalSet(0.2).update(K).heavy(Q).scores,
+    ),
+    "expected_scores": (((N, D), (30, D)), levattn.expected_scores),
+    "expected_scores, mean": (((N, D), (30, D)), lambda K, Q: levattn.expected_scores(K, Q, f=levattn.Fair())),
+    "expected_scores, normal": (((N, D), (D,)), lambda K, mean: levattn.expected_scores(K, (mean, np.eye(D)))),
+    "sensitivities": (((N, D),), lambda K: levattn.sensitivities(K, 4).upper),
+    "exact_sensitivities": (((9, 2),), lambda K: levattn.exact_sensitivities(K, levattn.Softmax(1.0)).upper),
+    "lewis_weights": (((N, D),), lambda K: levattn.lewis_weights(K, 4)),
+    "group_leverage": (((N, D),), lambda K: levattn.group_leverage(K, np.arange(N) // 6)),
+    "near_duplicates": (((N, D),), levattn.near_duplicates),
+    "online_leverage_scores": (((N, D),), levattn.online_leverage_scores),
+    "StreamingUniversalSet": (
+        ((N, D), (N, D)),
+        lambda A, B: levattn.StreamingUniversalSet(0.1).update(A).update(B).result().indices,
+    ),
+    "sketch": (((N, D),), lambda K: sketch.Sketch(sketch.CountSketch(20)).apply(K)),
+    "Moments": (((N, D), (N,)), lambda K, w: states.Moments(D).update(K, weights=w**2).read()),
+    "SoftmaxState": (((N, 3), (N, 2)), lambda L, V: states.SoftmaxState(3, 2).update(L, V).read()),
+    "latte": (((N, 3), (N, 3), (N, 2)), attention.latte),
+    "window_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.window_attention(*x, window=5)),
+    "macchiato": (
+        ((2, N, D), (1, N, D), (1, N, 3), (2, N, D), (2, N, D), (2, N)),
+        lambda *x: attention.macchiato(*x, window=6),
+    ),
+    "tssa": (((3, N, 2), (3,)), attention.tssa),
+    "memberships": (((3, N, 2), (3,)), attention.memberships),
+    "rg_lru": (((N, D), (N, D), (N, D), (D,)), attention.rg_lru),
+    "causal_conv": (((N, D), (D, 3), (D,)), attention.causal_conv),
+    **{
+        f"pruned_attention, {scores}": (
+            ((2, N, D), (1, N, D), (1, N, 2)),
+            lambda *x, scores=scores: attention.pruned_attention(*x, budget=20, scores=scores, causal=True),
+        )
+        for scores in ("residual", "expected", "leverage")
+    },
+    "pruned_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.pruned_attention(*x, budget=20)),
+    "pruned_coverage": (
+        ((N, D), (N, D), (N, 2)),
+        lambda *x: attention.pruned_coverage(*x, coverage=0.8, budget=0.3).error,
+    ),
+}
+
+
+def _arrays(name: str) -> list[Any]:
+    rng = np.random.default_rng(7)
+    return [rng.standard_normal(shape) for shape in ENTRIES[name][0]]
+
+
+@pytest.mark.parametrize("kind", ["read-only", "memmap", pytest.param("jax", marks=needs_jax)])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_arrays_that_cannot_be_written_are_read(name: str, kind: str) -> None:
+    arrays, function, error = _arrays(name), ENTRIES[name][1], 1e-12
+    if kind == "jax":
+        given = [stored(array, "jax") for array in arrays]
+        arrays, error = [np.array(array) for array in given], 1e-5  # of float32, unless jax is told otherwise
+    else:
+        given = [strategies.LAYOUTS[kind](array) for array in arrays]
+        assert not any(array.flags.writeable for array in given)
+    expected, found = np.asarray(function(*arrays)), np.asarray(function(*given))
+    np.testing.assert_allclose(found, expected, rtol=error)

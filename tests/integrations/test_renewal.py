@@ -1,0 +1,134 @@
+"""Compressed caches that compress what comes after the context as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+from decoders import CACHE, base, difference, tokens  # noqa: E402
+
+from levattn.integrations.transformers import compress  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONTEXT, TURN = 40, 9
+CUT = {(0, 0): 0.4, (1, 1): 0.5}
+GREEDY = {"max_new_tokens": TURN, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def question(turn: int, batch: int = 1) -> Any:
+    return ((torch.tensor([[3, 14, 15]]) * (turn + 1)) % 40).expand(batch, -1)
+
+
+def logits(cache: Any, model: Any, turn: int, batch: int = 1) -> Any:
+    asked = cache.ask(model, question(turn, batch), output_logits=True, return_dict_in_generate=True, **GREEDY)
+    return torch.stack(asked.logits, 1)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("every", [1, 5, 30])
+def test_whole_heads_answer_as_a_dense_cache_whatever_is_renewed(family: str, every: int) -> None:
+    model = base(family)
+    cache, told = compress(model, tokens(1, CONTEXT), budget=1.0, renew_every=every), tokens(1, CONTEXT)
+    for turn in range(3):
+        told = torch.cat([told, question(turn)], 1)
+        dense = model.generate(told, **GREEDY)
+        assert torch.equal(cache.ask(model, question(turn), **GREEDY), dense[:, told.shape[1] - 3 :])
+        told = dense
+    full = [layer for layer in cache.layers if not layer.is_sliding]
+    assert all(layer.tail.length <= max(every, 3) for layer in full)
+
+
+@pytest.mark.parametrize("every", [4, 11])
+def test_keys_that_are_alike_lose_nothing(every: int) -> None:
+    model = base().double()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.zero_()  # so attention is the mean of all values
+    dense = compress(model, tokens(1, CONTEXT), budget=1.0)
+    cut = compress(model, tokens(1, CONTEXT), budget={(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
+    for turn in range(3):
+        assert difference(logits(cut, model, turn), logits(dense, model, turn)) < 1e-6  # weights are in float32
+    for layer in cut.layers:
+        for group in layer.groups:
+            assert torch.allclose(group.log_weight.exp().sum(-1), torch.tensor(float(layer.length)))
+
+
+def test_a_head_that_is_cut_keeps_its_number_of_slots() -> None:
+    model = base()
+    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=8)
+
+    def slots() -> dict[tuple[int, int], int]:
+        groups = [(layer.number, group) for layer in cache.layers for group in layer.groups]
+        return {(number, head): group.keys.shape[2] for number, group in groups for head in group.heads}
+
+    before = slots()
+    for turn in range(4):
+        cache.ask(model, question(turn), **GREEDY)
+    held = cache.get_seq_length() - cache.layers[0].tail.length
+    assert held > CONTEXT
+    assert slots() == {head: before[head] if head in CUT else held for head in before}
+    places = next(group.places for group in cache.layers[0].groups if 0 in group.heads)[0, 0]
+    kept = places[places >= 0].tolist()
+    assert len(set(kept)) == len(kept)
+    assert {0, 1, 2, 3, held - 1} <= set(kept)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_padded_batch_equal_rows_alone(side: str) -> None:
+    model, ids, missing = base().double(), tokens(2, CONTEXT), 7
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)] = 0
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=1.0, renew_every=6)
+    rows = [row[None][:, there.bool()] for row, there in zip(ids, mask, strict=True)]
+    alone = [compress(model, row, budget=1.0, renew_every=6) for row in rows]
+    for turn in range(3):
+        found = logits(both, model, turn, 2)
+        for row, cache in enumerate(alone):
+            assert difference(found[row : row + 1], logits(cache, model, turn)) < 1e-12
+
+
+def test_rows_and_copies_go_their_own_way() -> None:
+    model = base().double()
+    first, second = tokens(2, CONTEXT)[:1], tokens(2, CONTEXT)[1:]
+    both = compress(model, torch.cat([first, second]), budget=CUT, renew_every=6)
+    alone = compress(model, second, budget=CUT, renew_every=6)
+    assert difference(logits(both, model, 0, 2)[1:], logits(alone, model, 0)) < 1e-12
+    fork = both.copy()
+    fork.batch_select_indices(torch.tensor([1]))
+    fork.batch_repeat_interleave(2)
+    expected = logits(alone.copy(), model, 1)
+    for row in logits(fork, model, 1, 2):
+        assert difference(row[None], expected) < 1e-12
+    assert difference(logits(both, model, 1, 2)[1:], expected) < 1e-12
+
+
+def test_what_was_renewed_is_not_forgotten() -> None:
+    model = base()
+    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=5)
+    cache.ask(model, question(0), **GREEDY)
+    kept = max(layer.length for layer in cache.layers)
+    with pytest.raises(ValueError, match=f"expected to keep at least the {kept} positions"):
+        cache.crop(CONTEXT)
+    with pytest.raises(ValueError, match="has renewed its slots"):
+        cache.reset()
+    with pytest.raises(ValueError, match="renew_every is 0"):
+        compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=0)
+
+
+def test_gradients_keep_what_they_read() -> None:
+    model = base()
+    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=2)
+    total = sum(model(question(turn), **{CACHE: cache}).logits.sum() for turn in range(3))
+    total.backward()
+    assert cache.layers[0].length == CONTEXT
+    assert all(weight.grad is not None for weight in model.parameters())
