@@ -70,7 +70,7 @@ def adapted() -> Any:
 def set_adapters(model: Any, **figures: Any) -> None:
     for module in model.modules():
         if isinstance(module, Adapted):
-            vars(module).update(figures)
+            module.__dict__.update(figures)
 
 
 SWITCHES = {

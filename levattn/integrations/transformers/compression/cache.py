@@ -196,7 +196,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     def _kept(self) -> Iterator[None]:
         """Put all layers back as they were if the block fails; raise if another thread is in such a block."""
         own = object()
-        if vars(self).setdefault("_asked", own) is not own:  # a single step for all threads
+        if self.__dict__.setdefault("_asked", own) is not own:  # a single step for all threads
             raise ValueError(
                 "the cache is answering another question; expected one at a time. Give each question a copy of the "
                 "cache, which shares the context"
