@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache
 
+from levattn.integrations.transformers.calls import as_cache_of, device_of, model_inputs, parameters_of
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
 from levattn.integrations.transformers.heads_table import HeadsTable
 
-__all__ = ["CompressedCache"]
+__all__ = ["CompressedCache", "check_padding", "places"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _FEWEST = 16  # tokens of a context that no question repeats by chance
@@ -167,6 +167,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
+        check_padding(self.layers, seen.bool())
         length, beams, many = before.shape[1], _option(model, options, "num_beams"), _returned(model, options)
         cache = self.copy() if beams > 1 or many > 1 else self
         if cache is not self:
@@ -213,10 +214,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     def _read(self, model: Any, ids: Any, mask: Any) -> None:
         """Read further tokens; `mask`: of all positions so far and these."""
-        places = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        base = model.base_model
+        base, positions = model.base_model, places(model, mask)
+        inputs = {} if positions is None else {"position_ids": positions[:, -ids.shape[1] :]}
         with torch.no_grad():
-            base(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=True, **as_cache_of(base, self))
+            base(input_ids=ids, attention_mask=mask, use_cache=True, **inputs, **as_cache_of(base, self))
 
     def reset(self) -> None:
         """Forget the positions after the context.
@@ -346,7 +347,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the file cannot be read.
         """
         check_model(model)
-        layers, tokens, present, of = read_context(path, model.device)
+        layers, tokens, present, of = read_context(path, device_of(model))
         origin = Origin(model, of)
         origin.check_file(path)
         check_layers(path, layers, model)
@@ -398,6 +399,25 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         )
 
 
+def places(model: Any, present: Any) -> Any:
+    """Return the positions that `generate` gives tokens, (B, n), or None if the model takes none.
+
+    RoBERTa and others count otherwise where none are given.
+    """
+    if any("position_ids" not in parameters_of(part)[0] for part in (model, model.base_model)):
+        return None
+    return (present.long().cumsum(1) - 1).clamp(min=0)
+
+
+def check_padding(layers: Any, present: Any) -> None:
+    """Raise if padding after tokens would fill windows of layers that slide: these count positions, not tokens."""
+    if any(layer.is_sliding for layer in layers) and bool((present[:, :-1] & ~present[:, 1:]).any()):
+        raise ValueError(
+            "a sequence has padding after tokens, which would fill the windows of layers that slide; expected padding "
+            "on the left alone. Give padding_side='left' to the tokenizer, or one sequence at a time"
+        )
+
+
 def _dense_bytes(layer: Any) -> int:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     return sum(part.numel() * part.element_size() for part in (keys, values) if part is not None)
@@ -411,7 +431,11 @@ def _question(question: Any) -> tuple[Any, Any]:
         if "input_ids" not in given:
             raise ValueError(f"question has {sorted(given)}; expected input_ids and perhaps attention_mask")
         question, mask = given["input_ids"], given.get("attention_mask")
-    if not isinstance(question, torch.Tensor) or question.ndim != 2 or question.dtype not in (torch.int64, torch.int32):
+    if (
+        not isinstance(question, torch.Tensor)
+        or question.ndim != 2
+        or question.dtype not in (torch.int64, torch.int32)
+    ):
         shown = f"{question.dtype} {tuple(question.shape)}" if isinstance(question, torch.Tensor) else type(question)
         raise TypeError(
             f"question is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
