@@ -82,9 +82,9 @@ def layer_of(module: Any) -> str:
     return type(module).__name__ if number is None else f"{type(module).__name__} {number}"
 
 
-def parameters_of(module: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the parameter names of a module's forward, and whether it takes other keywords."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+def parameters_of(module: Any, method: str = "forward") -> tuple[tuple[str, ...], bool]:
+    """Return the parameter names of a module's forward, or of another method, and whether it takes other keywords."""
+    parameters = list(inspect.signature(getattr(type(module), method)).parameters.values())[1:]
     return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 

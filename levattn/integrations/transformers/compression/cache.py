@@ -20,6 +20,7 @@ from levattn.integrations.transformers.heads_table import HeadsTable
 __all__ = ["CompressedCache", "check_padding", "places"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 _FEWEST = 16  # tokens of a context that no question repeats by chance
 
 
@@ -175,7 +176,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         streamer = options.get("streamer")
         if streamer is not None:
             options["streamer"] = _FromQuestionOn(streamer, length)
-        found = model.generate(whole, attention_mask=seen, **as_cache_of(model, cache), **options)
+        found = _generated(model, whole, length, attention_mask=seen, **as_cache_of(model, cache), **options)
         sequences = found if isinstance(found, torch.Tensor) else found.sequences
         if many == 1:
             told = _told(model, sequences, whole.shape[1], options)
@@ -474,18 +475,38 @@ def _told(model: Any, sequences: Any, start: int, options: dict[str, Any]) -> An
     return ~filled | (first if int(pad) in ends else torch.zeros_like(filled))
 
 
+def _generated(model: Any, whole: Any, length: int, **options: Any) -> Any:
+    """Return what `generate` makes of all tokens, the first of which are in a cache.
+
+    With drafts, releases of transformers read these again, so they are given the question alone.
+    """
+    configs = (options, vars(options.get("generation_config") or object), vars(model.generation_config))
+    drafts = any(config.get(name) for config in configs for name in _DRAFTS)
+    if not drafts or "next_sequence_length" not in parameters_of(model, "prepare_inputs_for_generation")[0]:
+        return model.generate(whole, **options)
+    if isinstance(options.get("streamer"), _FromQuestionOn):
+        options["streamer"] = options["streamer"].streamer
+    if options.get("max_length") is not None:
+        options["max_length"] -= length
+    found = model.generate(whole[:, length:], **options)
+    if isinstance(found, torch.Tensor):
+        return torch.cat([whole[:, :length], found], 1)
+    found.sequences = torch.cat([whole[:, :length], found.sequences], 1)
+    return found
+
+
 class _FromQuestionOn:
     """A streamer that gets what another one would get, without the first tokens of a prompt."""
 
     def __init__(self, streamer: Any, length: int) -> None:
-        self._streamer, self._length = streamer, length
+        self.streamer, self._length = streamer, length
 
     def put(self, value: Any) -> None:
         """Take the prompt, and then each token."""
         if self._length:
             value, self._length = value[..., self._length :], 0
-        self._streamer.put(value)
+        self.streamer.put(value)
 
     def end(self) -> None:
         """Take notice of the end."""
-        self._streamer.end()
+        self.streamer.end()
