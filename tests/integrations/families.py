@@ -65,6 +65,7 @@ def options_of(kind: Any) -> set[str]:
 
 # What configs need besides, tried one after the other
 WAYS: tuple[dict[str, Any], ...] = (
+    {"layer_types": ["sliding_attention", "full_attention"]},
     {},
     {"num_key_value_heads": 4, "qk_head_dim": 16},
     {"bos_token_id": 1, "eos_token_id": 2},
@@ -98,9 +99,11 @@ def model_of(model_type: str, implementation: str | None = None) -> Any:
             found.append(error)
             continue
         return model
-    raise ValueError(f"cannot be made tiny: {type(found[0]).__name__}: {found[0]}")
+    raise ValueError(f"cannot be made tiny: {type(found[1]).__name__}: {found[1]}")
 
 
 def _config(kind: Any, way: dict[str, Any]) -> Any:
     names = options_of(kind)
+    if "layer_types" in way and not {"layer_types", "sliding_window"} <= names:
+        raise ValueError("has no layers that slide")
     return kind(**{name: value for name, value in {**SIZES, **way}.items() if name in names})
