@@ -196,7 +196,8 @@ def _check_positions(model: Any, present: Any) -> None:
 
 def _check_decoder(model: Any) -> None:
     """Raise for a model that is no decoder."""
-    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # without the part that reads images
+    causal = [module.is_causal for module in (decoder or model).modules() if hasattr(module, "is_causal")]
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
         raise ValueError(f"{type(model).__name__} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
 
