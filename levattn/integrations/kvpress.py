@@ -206,8 +206,10 @@ class ExpectedPress(ScorerPress):  # type: ignore[misc]
         present = _present(kwargs.get("attention_mask"), K)
         Q = get_prerope_query_states(module, hidden_states).detach().double()
         Q = Q * getattr(module, "scaling", Q.shape[-1] ** -0.5)
-        mean, covariance = _moments(Q, present, self.sinks)
-        ahead = torch.arange(K.shape[2], K.shape[2] + self.horizon, device=K.device)[None]
+        m = Q.shape[2]
+        mean, covariance = _moments(Q, _present_rows(kwargs.get("attention_mask"), m), self.sinks)
+        last = max(K.shape[2], m)  # layers that slide hold fewer keys
+        ahead = torch.arange(last, last + self.horizon, device=K.device)[None]
         rotary = tuple(part[0].double() for part in module.rotary_emb(K, ahead))
         groups = Q.shape[1] // K.shape[1]
         total = torch.zeros(K.shape[:3], dtype=torch.float32, device=K.device)
@@ -235,8 +237,7 @@ def _with_sinks(scores: Any, present: Any, sinks: int) -> Any:
 
 def _moments(Q: Any, present: Any, sinks: int) -> tuple[Any, Any]:
     """Return mean and covariance of queries (B, H, m, d), without the first of each sequence if there are others."""
-    m = Q.shape[2]
-    there = torch.ones(Q.shape[0], 1, m, dtype=torch.bool, device=Q.device) if present is None else present[..., -m:]
+    there = torch.ones_like(Q[:, :1, :, 0], dtype=torch.bool) if present is None else present
     later = there & (there.cumsum(-1) > sinks)
     counted = torch.where(later.any(-1, keepdim=True), later, there)
     weights = counted / counted.sum(-1, keepdim=True).clamp(min=1)
@@ -299,10 +300,24 @@ def universal_press(
 
 
 def _present(mask: Any, K: Any) -> Any:
-    """Return which keys are not padding, (B, 1, S), or None for all: the keys that the last query may see."""
+    """Return which keys are not padding, (B, 1, S), or None for all: the keys that the last query may see.
+
+    Layers that slide hold the last keys of those for which there is a mask.
+    """
     if mask is None:
         return None
     S = K.shape[2]
     seen = seen_by(mask, S)
-    present = seen[:, None, -S:] if seen.ndim == 2 else seen[:, -1:, :S]
+    present = seen[:, None, -S:] if seen.ndim == 2 else seen[:, -1:, -S:]
     return None if bool(present.all()) else present
+
+
+def _present_rows(mask: Any, m: int) -> Any:
+    """Return which of the last m positions, those of the queries, are not padding, (B, 1, m), or None for all."""
+    if mask is None:
+        return None
+    seen = seen_by(mask, m)[..., -m:]  # a window hides earlier positions from the last query, none from itself
+    if seen.ndim == 3:
+        square = seen.shape[1] == m  # rows of padding see nothing, or in some versions everything
+        seen = seen.diagonal(dim1=1, dim2=2) & ~seen.triu(1).any(-1) if square else seen[:, -1]
+    return None if bool(seen.all()) else seen[:, None]

@@ -191,6 +191,47 @@ def test_an_expected_press_leaves_padding_out_and_keeps_the_first(model):
         np.testing.assert_allclose(found[..., first + 2 :], alone[..., 2:], atol=0.05)
 
 
+@pytest.mark.parametrize("padding", [0, 4])
+def test_layers_that_slide_score_the_keys_that_they_hold(padding):
+    T, window = 30, 8
+    config = transformers.Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    ids = torch.cat([torch.zeros(2, padding, dtype=torch.long), tokens(2, T)], 1)
+    given = {"attention_mask": torch.cat([torch.zeros(2, padding), torch.ones(2, T)], 1).long()}
+    cache = transformers.DynamicCache(config=config)
+    inputs = []
+    hook = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, __, options: inputs.append(options), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(ids, past_key_values=cache, **given)
+    hook.remove()
+    attention = model.model.layers[0].self_attn
+    attention.rotary_emb = lambda x, at: model.model.rotary_emb(x, at, "sliding_attention")
+    hidden = inputs[0].pop("hidden_states")
+    K = cache.layers[0].keys
+    assert K.shape[2] == window - 1
+    scores = LeveragePress(sinks=0).score(attention, hidden, K, None, None, inputs[0])
+    np.testing.assert_allclose(scores.numpy(), exact(K), rtol=1e-4)
+    press = ExpectedPress(samples=64, sinks=0)
+    found = press.score(attention, hidden, K, None, None, inputs[0])
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    if padding:  # takes no part in the statistics of queries
+        hidden[:, :padding] = 1e3
+        np.testing.assert_allclose(press.score(attention, hidden, K, None, None, inputs[0]), found, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from numbers import Integral
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Integral, Number
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 __all__ = [
     "as_cache_of",
     "cache_among",
+    "device_of",
     "given_to",
     "layer_of",
     "model_inputs",
@@ -36,6 +38,7 @@ _HARMLESS = {
     "return_dict",
     "use_cache",
 }
+_FIGURES = (Number, torch.Tensor, list, tuple, dict, FunctionType)  # what an attention may compute with
 _REFUSED = {
     "cache": "the paged cache of continuous batching",
     "cu_seq_lens_k": "packed sequences",
@@ -68,15 +71,20 @@ def model_inputs(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def device_of(model: Any) -> Any:
+    """Return the device of a model's inputs: the CPU where accelerate brings weights that are elsewhere."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
 def layer_of(module: Any) -> str:
     """Return the name of an attention module for messages."""
     number = getattr(module, "layer_idx", None)
     return type(module).__name__ if number is None else f"{type(module).__name__} {number}"
 
 
-def parameters_of(module: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the parameter names of a module's forward, and whether it takes other keywords."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+def parameters_of(module: Any, method: str = "forward") -> tuple[tuple[str, ...], bool]:
+    """Return the parameter names of a module's forward, or of another method, and whether it takes other keywords."""
+    parameters = list(inspect.signature(getattr(type(module), method)).parameters.values())[1:]
     return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
@@ -93,7 +101,10 @@ def cache_among(given: dict[str, Any]) -> Any:
 def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
     """Return a cache under the keyword that a module uses for it."""
     names = parameters_of(module)[0]
-    return {next(name for name in _CACHES if name in names): cache}
+    keyword = next((name for name in _CACHES if name in names), None)
+    if keyword is None:
+        raise ValueError(f"{type(module).__name__} takes no cache; expected a decoder that does, e.g. Llama or Qwen")
+    return {keyword: cache}
 
 
 def takes_cache(names: tuple[str, ...]) -> bool:
@@ -101,8 +112,14 @@ def takes_cache(names: tuple[str, ...]) -> bool:
     return any(name in names for name in _CACHES)
 
 
-def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str, remedy: str) -> None:
-    """Raise for arguments that the attention would ignore."""
+def refuse(
+    layer: str, dropout: float, others: dict[str, Any], passed: Collection[str] = (), *, attention: str, remedy: str
+) -> None:
+    """Raise for arguments that the attention would ignore.
+
+    passed: names of arguments that come from the call of the model. Among them are things of `generate` that no
+    attention reads, such as a tokenizer.
+    """
     if dropout:
         raise ValueError(
             f"{layer} drops attention weights with probability {dropout}; expected none, as {attention} drops none. "
@@ -110,6 +127,8 @@ def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str
         )
     for name, value in others.items():
         if value is None or value is False or name in _HARMLESS:
+            continue
+        if name in passed and name not in _REFUSED and not isinstance(value, _FIGURES):
             continue
         what = _REFUSED.get(name, "which is not known here")
         raise ValueError(

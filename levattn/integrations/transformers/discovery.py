@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import layer_of, model_inputs, parameters_of
+from levattn.integrations.transformers.calls import device_of, layer_of, model_inputs, parameters_of
 from levattn.integrations.transformers.interface import Interface, Probe
 
 __all__ = ["ModelLayer", "attention_modules", "discovered", "shared_configs"]
@@ -120,13 +120,14 @@ def _holds_another(module: Any) -> bool:
 def _inputs(model: Any) -> dict[str, Any]:
     """Return a few tokens or a small image, as the model expects."""
     name, names = model.main_input_name, parameters_of(model)[0]
+    device = device_of(model)
     if name == "input_ids":
-        inputs = {name: torch.zeros((1, _POSITIONS), dtype=torch.int64, device=model.device)}
+        inputs = {name: torch.zeros((1, _POSITIONS), dtype=torch.int64, device=device)}
         if "attention_mask" in names:
             inputs["attention_mask"] = torch.ones_like(inputs[name])
     elif name == "pixel_values" and isinstance(getattr(model.config, "image_size", None), int):
         size, channels = model.config.image_size, getattr(model.config, "num_channels", 3)
-        inputs = {name: torch.zeros((1, channels, size, size), dtype=model.dtype, device=model.device)}
+        inputs = {name: torch.zeros((1, channels, size, size), dtype=model.dtype, device=device)}
     else:
         raise ValueError(
             f"{type(model).__name__} is called with {name}, which has no default example; expected a model of tokens "

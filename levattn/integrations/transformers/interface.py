@@ -21,6 +21,7 @@ class Call:
 
     held: Any = None  # the layer of the cache
     hidden: Any = None  # the hidden states, input of the module
+    passed: frozenset[str] = frozenset()  # names of the keywords of the module's call
     reached: bool = False
 
 
@@ -50,7 +51,8 @@ class Probe:
         self.call, self.query, self.key = call, query, key
         for name, what in found.items():
             setattr(self, name, what)
-        return torch.zeros_like(query[..., :1]).expand(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+        B, H, T = query.shape[:3]
+        return query.new_zeros((B, T, H, value.shape[-1])), None
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Interface:
         given = given_to(names, args, kwargs)
         past = cache_among(given)
         held = None if past is None else self.held_in(past, module)
-        return args, {**kwargs, self.name: Call(held, given.get("hidden_states"))}
+        return args, {**kwargs, self.name: Call(held, given.get("hidden_states"), frozenset(kwargs))}
 
     def _check_reached(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
         if not kwargs[self.name].reached:
@@ -109,7 +111,8 @@ class Interface:
                 f"the attention implementation {self.name!r} was chosen by hand for {layer}; expected a layer that "
                 f"{self.maker} changed. Call {self.maker} on the model, or choose another implementation"
             )
-        refuse(layer, dropout, kwargs, attention=self.attention, remedy=self.remedy)
+        passed = () if call is None else call.passed
+        refuse(layer, dropout, kwargs, passed, attention=self.attention, remedy=self.remedy)
         if call is not None:
             call.reached = True
         return part, call
@@ -143,5 +146,5 @@ class Interface:
         given = given_to(names, args, kwargs)
         trial.entered.append((module, given))
         if others and hasattr(module, self.part):
-            return args, {**kwargs, self.name: Call(hidden=given.get("hidden_states"))}
+            return args, {**kwargs, self.name: Call(hidden=given.get("hidden_states"), passed=frozenset(kwargs))}
         return args, kwargs

@@ -83,8 +83,10 @@ def _of_rows(
     each = q.shape[1] // tail[0].shape[1]
     if seen is not None:
         seen = seen.repeat(1, 1, each, 1)  # one copy for each query head that shares keys
-    Y = torch.empty((*q.shape[:3], tail[1].shape[-1]), dtype=q.dtype, device=q.device)
-    each_head = Y.unflatten(1, (-1, each))
+    Y, parts = None, []
+    if not torch.is_grad_enabled():
+        Y = torch.empty((*q.shape[:3], tail[1].shape[-1]), dtype=q.dtype, device=q.device)
+        each_head = Y.unflatten(1, (-1, each))
     for group in groups:
         rows = _of_heads(q.unflatten(1, (-1, each)), group.heads)
         near = _of_heads(tail[0], group.heads), _of_heads(tail[1], group.heads)
@@ -92,10 +94,15 @@ def _of_rows(
             found = _causal(rows.flatten(1, 2), group, near, scale).unflatten(1, (-1, each))
         else:
             found = _mixture(rows.flatten(2, 3), group, near, seen, scale, softcap).unflatten(2, (each, -1))
-        if _is_run(group.heads):
+        if Y is None:  # a backward pass may need what is there already
+            parts.append(found)
+        elif _is_run(group.heads):
             each_head[:, group.heads[0] : group.heads[-1] + 1] = found
         else:
             each_head[:, torch.as_tensor(group.heads)] = found
+    if Y is None:
+        order = torch.as_tensor([head for group in groups for head in group.heads], device=q.device).argsort()
+        Y = torch.cat(parts, 1).index_select(1, order).flatten(1, 2)
     return Y
 
 

@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, model_inputs
+from levattn.integrations.transformers.calls import as_cache_of, device_of, model_inputs, parameters_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
 from levattn.integrations.transformers.heads_table import HeadsTable
 
-__all__ = ["CompressedCache"]
+__all__ = ["CompressedCache", "check_padding", "places"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 _FEWEST = 16  # tokens of a context that no question repeats by chance
 
 
@@ -171,6 +172,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
+        check_padding(self.layers, seen.bool())
         length = before.shape[1]
         beams, many = (int(_option(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
         cache = self.copy() if beams > 1 or many > 1 else self
@@ -180,7 +182,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if streamer is not None:
             options["streamer"] = _FromQuestionOn(streamer, length)
         with self._kept():
-            found = model.generate(whole, attention_mask=seen, **as_cache_of(model, cache), **options)
+            found = _generated(model, whole, length, attention_mask=seen, **as_cache_of(model, cache), **options)
             sequences = found if isinstance(found, torch.Tensor) else found.sequences
             if many == 1:
                 told = torch.cat([seen.bool(), _told(model, sequences[:, whole.shape[1] :], options)], 1)
@@ -281,10 +283,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     def _read(self, model: Any, ids: Any, mask: Any) -> None:
         """Read further tokens; `mask`: of all positions so far and these."""
-        places = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        base = model.base_model
+        base, positions = model.base_model, places(model, mask)
+        inputs = {} if positions is None else {"position_ids": positions[:, -ids.shape[1] :]}
         with torch.no_grad():
-            base(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=True, **as_cache_of(base, self))
+            base(input_ids=ids, attention_mask=mask, use_cache=True, **inputs, **as_cache_of(base, self))
 
     def reset(self) -> None:
         """Forget the positions after the context.
@@ -418,7 +420,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the file cannot be read.
         """
         check_model(model)
-        layers, tokens, present, of = read_context(path, model.device)
+        layers, tokens, present, of = read_context(path, device_of(model))
         origin = Origin(model, of)
         origin.check_file(path)
         check_layers(path, layers, model)
@@ -467,6 +469,25 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         return (
             f"<CompressedCache of {self.context_length} positions, {self.nbytes} bytes, "
             f"{self.nbytes / self.dense_nbytes:.0%} of a dense cache{told}>"
+        )
+
+
+def places(model: Any, present: Any) -> Any:
+    """Return the positions that `generate` gives tokens, (B, n), or None if the model takes none.
+
+    RoBERTa and others count otherwise where none are given.
+    """
+    if any("position_ids" not in parameters_of(part)[0] for part in (model, model.base_model)):
+        return None
+    return (present.long().cumsum(1) - 1).clamp(min=0)
+
+
+def check_padding(layers: Any, present: Any) -> None:
+    """Raise if padding after tokens would fill windows of layers that slide: these count positions, not tokens."""
+    if any(layer.is_sliding for layer in layers) and bool((present[:, :-1] & ~present[:, 1:]).any()):
+        raise ValueError(
+            "a sequence has padding after tokens, which would fill the windows of layers that slide; expected padding "
+            "on the left alone. Give padding_side='left' to the tokenizer, or one sequence at a time"
         )
 
 
@@ -526,18 +547,37 @@ def _told(model: Any, answer: Any, options: dict[str, Any]) -> Any:
     return told
 
 
+def _generated(model: Any, whole: Any, length: int, **options: Any) -> Any:
+    """Return what `generate` makes of all tokens, the first of which are in a cache.
+
+    With drafts, releases of transformers read these again, so they are given the question alone.
+    """
+    drafts = any(_option(model, options, name) for name in _DRAFTS)
+    if not drafts or "next_sequence_length" not in parameters_of(model, "prepare_inputs_for_generation")[0]:
+        return model.generate(whole, **options)
+    if isinstance(options.get("streamer"), _FromQuestionOn):
+        options["streamer"] = options["streamer"].streamer
+    if options.get("max_length") is not None:
+        options["max_length"] -= length
+    found = model.generate(whole[:, length:], **options)
+    if isinstance(found, torch.Tensor):
+        return torch.cat([whole[:, :length], found], 1)
+    found.sequences = torch.cat([whole[:, :length], found.sequences], 1)
+    return found
+
+
 class _FromQuestionOn:
     """A streamer that hands on all but the first tokens of a prompt."""
 
     def __init__(self, streamer: Any, length: int) -> None:
-        self._streamer, self._length = streamer, length
+        self.streamer, self._length = streamer, length
 
     def put(self, value: Any) -> None:
         """Take the prompt, and then each token."""
         if self._length:
             value, self._length = value[..., self._length :], 0
-        self._streamer.put(value)
+        self.streamer.put(value)
 
     def end(self) -> None:
         """Take notice of the end."""
-        self._streamer.end()
+        self.streamer.end()

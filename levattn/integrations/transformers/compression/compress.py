@@ -14,7 +14,7 @@ from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.cache import CompressedCache
+from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, places
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
@@ -28,6 +28,7 @@ from levattn.integrations.transformers.compression.slots import (
     slots_of,
     together,
 )
+from levattn.integrations.transformers.compression.stand_in import UnreadError
 
 __all__ = ["compress"]
 
@@ -139,16 +140,22 @@ def compress(
     shares = Shares.of(budget, heads, set(range(len(layers))) - sliding, sliding)
     cache = CompressedCache(layers, tokens, present, Origin(model))
     keeper = _Keeper(cache, present, shares, split, renew_every)
-    positions = None if bool(present.all()) else (present.long().cumsum(1) - 1).clamp(min=0)
     base, P = model.base_model, tokens.shape[1]
+    check_padding(layers, present)
+    positions = places(model, present)
     with torch.no_grad(), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
             keeper.begin(first, last)
             inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": True}
+            if not bool(present.all()):
+                inputs["attention_mask"] = present[:, :last].long()
             if positions is not None:
-                inputs |= {"attention_mask": present[:, :last].long(), "position_ids": positions[:, first:last]}
-            base(**inputs, **as_cache_of(base, cache))
+                inputs["position_ids"] = positions[:, first:last]
+            try:
+                base(**inputs, **as_cache_of(base, cache))
+            except UnreadError as error:
+                raise ValueError(f"{type(model).__name__}: {error}") from error
             keeper.end(model)
             advance(last - first)
     keeper.close()
@@ -199,7 +206,8 @@ def _check_positions(model: Any, present: Any) -> None:
 
 def _check_decoder(model: Any) -> None:
     """Raise for a model that is no decoder."""
-    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # without the part that reads images
+    causal = [module.is_causal for module in (decoder or model).modules() if hasattr(module, "is_causal")]
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
         raise ValueError(f"{type(model).__name__} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
 

@@ -106,7 +106,7 @@ class _Reading:
         if not self.groups:
             return None
         keys = self.length + self.tail[0].shape[2]
-        present, causal = padding_and_kind(layer, asked.mask, self.rows, keys, True, whole=True)
+        present, causal = padding_and_kind(layer, asked.mask, self.rows, keys, True, whole=False)
         if not causal:
             raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
         after = None if present is None or present[:, self.length :].all() else present[:, self.length :]

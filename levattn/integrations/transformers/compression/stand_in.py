@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Asked", "Reading", "handed_over"]
+__all__ = ["Asked", "Reading", "UnreadError", "handed_over"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,10 @@ class Asked:
     mask: Any
     scale: float
     softcap: float | None
+
+
+class UnreadError(ValueError):
+    """An attention does something else with keys than the kinds "sdpa" and "eager" do."""
 
 
 class Reading(Protocol):
@@ -46,6 +50,7 @@ class _Record:
     kind: str  # "keys", "values", "logits" or "weights"
     real: Any = None  # the numbers, where attention reads them itself
     turned: bool = False  # whether the last two axes are exchanged
+    copies: int = 1  # of all heads one after another; not of each head side by side
     q: Any = None
     scale: float = 1.0
     bound: float | None = None  # the factor of a hyperbolic tangent
@@ -102,9 +107,14 @@ def _made(record: _Record, shape: Any, dtype: Any, device: Any) -> _StandIn:
 
 def _refusal(name: str, args: Any) -> Exception:
     number = next((x.record.reading.number for x in _flat(args) if isinstance(x, _StandIn)), None)
-    return ValueError(
-        f"layer {number} of the model calls {name} on the keys of a cache of levattn, or on what came of them; expected "
-        "attention of the kind 'sdpa' or 'eager' without attention weights, dropout, sinks or other additions. Call "
+    if name == "linear":
+        return UnreadError(
+            f"layer {number} of the model keeps latents, from which its heads make their keys; expected keys of each "
+            "head. Such caches are small already: give a DynamicCache"
+        )
+    return UnreadError(
+        f"layer {number} of the model calls {name} on the keys of a cache of levattn, or on what came of them; "
+        "expected attention of the kind 'sdpa' or 'eager' without attention weights, dropout, sinks or other additions. Call "
         "model.set_attn_implementation('sdpa'), or give a DynamicCache"
     )
 
@@ -127,6 +137,10 @@ def _after(
     if real is not None:
         real = of if of is not None else function(real, *args)
     return _made(replace(x.record, real=real, **changes), shape, dtype or x.dtype, x.device)
+
+
+def _typed(function: Any, x: _StandIn, *args: Any, **kwargs: Any) -> Any:
+    return _stays(function, x, *args, **kwargs) if args or kwargs else x.dtype
 
 
 def _stays(function: Any, x: _StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +199,20 @@ def _repeat(function: Any, x: _StandIn, repeats: Any, dim: int | None = None, **
     return _after(function, x, (B, G * repeats, n, d), repeats, 1)
 
 
+def _tile(function: Any, x: _StandIn, *repeats: Any) -> Any:
+    sizes = tuple(_flat(repeats))
+    if (
+        x.ndim != 4
+        or len(sizes) != 4
+        or sizes[0] != 1
+        or sizes[2:] != (1, 1)
+        or x.record.kind not in ("keys", "values")
+    ):
+        return None
+    B, G, n, d = x.shape
+    return _after(function, x, (B, G * sizes[1], n, d), *sizes, copies=x.record.copies * sizes[1])
+
+
 def _transpose(function: Any, x: _StandIn, a: int = -2, b: int = -1) -> Any:
     if x.ndim != 4 or {a % 4, b % 4} != {2, 3} or x.record.kind != "keys":
         return None
@@ -208,8 +236,17 @@ def _product(function: Any, a: Any, b: Any) -> Any:
 def _output(function: Any, record: _Record, real: Any, rows: int) -> Any:
     if record.scale <= 0 or rows != record.reading.rows:
         return None
-    found = record.reading.answered(Asked(record.q, record.mask, record.scale, record.bound))
+    found = _answered(record, Asked(record.q, record.mask, record.scale, record.bound))
     return function(*real) if found is None else found
+
+
+def _answered(record: _Record, asked: Asked) -> Any:
+    """Return the output of a layer for queries whose heads stand in the order of the heads of the keys."""
+    if record.copies == 1:
+        return record.reading.answered(asked)
+    q = asked.q.unflatten(1, (record.copies, -1)).transpose(1, 2).flatten(1, 2)
+    found = record.reading.answered(replace(asked, q=q))
+    return None if found is None else found.unflatten(1, (-1, record.copies)).transpose(1, 2).flatten(1, 2)
 
 
 def _times(function: Any, a: Any, b: Any) -> Any:
@@ -285,18 +322,52 @@ def _fused(
     if key.ndim != 4 or (shape[2] != rows and rows != 1):
         return None
     factor = shape[3] ** -0.5 if scale is None else float(scale)
-    found = record.reading.answered(Asked(q, attn_mask, factor, None))
+    found = _answered(record, Asked(q, attn_mask, factor, None))
     if found is not None:
         return found.reshape(*shape[:3], found.shape[3])
     options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, **others}
     return function(query, record.real, value.record.real, **options)
 
 
-_FIGURES = frozenset(
-    "shape dtype device ndim layout is_cuda is_cpu is_meta is_nested is_sparse is_quantized is_mkldnn is_mps is_xpu "
-    "requires_grad is_leaf grad_fn grad size dim numel element_size itemsize is_floating_point is_complex is_contiguous "
-    "stride get_device is_inference __len__ is_npu is_hpu is_neg is_conj is_signed ndimension nelement".split()
-)
+_FIGURES = {  # what a tensor says of itself without its numbers
+    "__len__",
+    "device",
+    "dim",
+    "dtype",
+    "element_size",
+    "get_device",
+    "grad",
+    "grad_fn",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_cpu",
+    "is_cuda",
+    "is_floating_point",
+    "is_hpu",
+    "is_inference",
+    "is_leaf",
+    "is_meta",
+    "is_mkldnn",
+    "is_mps",
+    "is_neg",
+    "is_nested",
+    "is_npu",
+    "is_quantized",
+    "is_signed",
+    "is_sparse",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "ndim",
+    "ndimension",
+    "nelement",
+    "numel",
+    "requires_grad",
+    "shape",
+    "size",
+    "stride",
+}
 _STEPS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("contiguous", "to", "type_as", "float", "half", "bfloat16", "double", "detach", "clone"), _stays),
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__"), _product),
@@ -307,6 +378,8 @@ _STEPS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "mT"), _transpose),
     "__getitem__": _index,
     "expand": _expand,
+    "repeat": _tile,
+    "type": _typed,
     "repeat_interleave": _repeat,
     "tanh": _tanh,
     "softmax": _softmax,

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from levattn.integrations.transformers.calls import device_of
+
 __all__ = ["Task", "made_up", "written_by"]
 
 _PAIRS = 8  # keys and values that are hidden in a text
@@ -65,7 +67,7 @@ def written_by(model: Any, tokenizer: Any, count: int, length: int, seed: int) -
     """Return texts (length,) that a model samples token by token, each in several pieces."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     pieces = -(-length // _PIECE)
-    start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=model.device)
+    start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=device_of(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = model.generate(

@@ -1,0 +1,179 @@
+"""All families of causal models in transformers, tiny and random: full slots answer as dense caches, or are refused.
+
+A family that is refused raises an error of levattn that is typed, in every test. None may differ silently.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.24")
+
+from decoders import CACHE  # noqa: E402
+from families import NAMES, VOCABULARY, model_of  # noqa: E402
+
+import levattn  # noqa: E402
+from levattn.integrations.transformers import compress, prune  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore"), pytest.mark.crossed]
+
+QUICK = ["llama", "gpt2", "gemma3_text", "roberta", "jetmoe", "diffllama", "deepseek_v3"]
+CONTEXT, PADDED, QUESTION, NEW = 19, 5, 4, 3
+TOLERANCE = 2e-3  # of the largest logit: rounding in float32 over a few layers with large weights
+IDS = torch.randint(3, VOCABULARY, (2, CONTEXT + QUESTION), generator=torch.Generator().manual_seed(3))
+LOGITS = {
+    "max_new_tokens": NEW,
+    "min_new_tokens": NEW,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+# Families with nothing but latents, states, biases of positions or keys of their own kind, which no cache of keys and
+# values of each head can hold. All others must be compressed.
+UNCOMPRESSED: set[str] = set()
+# Families that go past the attention interface, or add to it what pruning refuses
+UNPRUNED: set[str] = set()
+
+
+def logits(found: Any) -> Any:
+    return torch.stack(found.logits, 1).float()
+
+
+def dense(model: Any, ids: Any, **options: Any) -> Any:
+    return logits(model.generate(ids, **LOGITS, **options))
+
+
+def positions(model: Any, first: int, last: int) -> dict[str, Any]:
+    """Positions as `generate` gives them, for models that take any."""
+    takes = "position_ids" in levattn.integrations.transformers.calls.parameters_of(model)[0]
+    return {"position_ids": torch.arange(first, last)[None]} if takes else {}
+
+
+def in_plain(model: Any) -> tuple[Any, Any]:
+    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0)
+    return dense(model, IDS[:1], **{CACHE: cache}), dense(model, IDS[:1])
+
+
+def asked(model: Any) -> tuple[Any, Any]:
+    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0)
+    return logits(cache.ask(model, IDS[:1, CONTEXT:], **LOGITS)), dense(model, IDS[:1])
+
+
+def in_chunks(model: Any) -> tuple[Any, Any]:
+    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0, chunk=7)
+    return logits(cache.ask(model, IDS[:1, CONTEXT:], **LOGITS)), dense(model, IDS[:1])
+
+
+def in_steps(model: Any) -> tuple[Any, Any]:
+    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0)
+    with torch.no_grad():
+        whole = model(IDS[:1], **positions(model, 0, CONTEXT + QUESTION)).logits[:, CONTEXT:]
+        steps = [
+            model(IDS[:1, i : i + 1], **{CACHE: cache}, **positions(model, i, i + 1)).logits
+            for i in range(CONTEXT, CONTEXT + QUESTION)
+        ]
+    return torch.cat(steps, 1).float(), whole.float()
+
+
+def padded(side: str) -> Callable[[Any], tuple[Any, Any]]:
+    def of(model: Any) -> tuple[Any, Any]:
+        short, nothing = IDS[1:, : CONTEXT - PADDED], torch.zeros((1, PADDED), dtype=torch.int64)
+        row = torch.cat([nothing, short] if side == "left" else [short, nothing], 1)
+        ids = torch.cat([IDS[:1, :CONTEXT], row])
+        cache = compress(model, {"input_ids": ids, "attention_mask": (ids > 0).long()}, budget=1.0)
+        found = logits(cache.ask(model, IDS[:, CONTEXT:], **LOGITS))
+        alone = dense(model, torch.cat([short, IDS[1:, CONTEXT:]], 1))
+        return torch.cat([found[:1, 0], found[1:, 0]]), torch.cat([dense(model, IDS[:1])[:, 0], alone[:, 0]])
+
+    return of
+
+
+COMPRESSED = {
+    "plain": in_plain,
+    "asked": asked,
+    "chunks": in_chunks,
+    "steps": in_steps,
+    "left": padded("left"),
+    "right": padded("right"),
+}
+
+
+def pruned(model: Any) -> tuple[Any, Any]:
+    whole = dense(model, IDS[:1])
+    with prune(model, 64, measure=False):
+        found = dense(model, IDS[:1])
+    return torch.cat([found, dense(model, IDS[:1])]), torch.cat([whole, whole])
+
+
+def pruned_in_a_batch(model: Any) -> tuple[Any, Any]:
+    ids = IDS.clone()
+    ids[1, :PADDED] = 0
+    mask = (ids > 0).long()
+    whole = dense(model, ids, attention_mask=mask)
+    with prune(model, 64, measure=False):
+        return dense(model, ids, attention_mask=mask), whole
+
+
+PRUNED = {"pruned": pruned, "batch": pruned_in_a_batch}
+
+
+def refused(error: Exception) -> bool:
+    """Whether an error is one of levattn's, about an argument or a model."""
+    own = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, ValueError | TypeError) and "levattn/integrations" in own.replace("\\", "/")
+
+
+def check(model: Any, table: dict[str, Callable[[Any], tuple[Any, Any]]]) -> dict[str, str]:
+    """Return what is refused, and fail for whatever differs or raises anything else."""
+    found: dict[str, str] = {}
+    for name, of in table.items():
+        try:
+            here, there = of(model)
+        except Exception as error:
+            if not refused(error):
+                raise
+            found[name] = str(error)
+            continue
+        assert here.shape == there.shape, name
+        assert float((here - there).abs().max()) <= TOLERANCE * float(there.abs().max()), name
+    return found
+
+
+def tiny(family: str, implementation: str) -> Any:
+    try:
+        model = model_of(family, implementation)
+        dense(model, IDS[:1])
+    except Exception as error:  # of transformers: many kinds of models need what is not here
+        pytest.skip(f"{family}: {error}")
+    return model
+
+
+EACH = [
+    pytest.param(family, way, marks=() if family in QUICK else pytest.mark.thorough)
+    for family in NAMES
+    for way in ("sdpa", "eager")
+]
+
+
+@pytest.mark.parametrize(("family", "implementation"), EACH)
+def test_a_compressed_cache_of_all_slots_answers_as_a_dense_one(family: str, implementation: str) -> None:
+    model = tiny(family, implementation)
+    found = check(model, COMPRESSED)
+    if family in UNCOMPRESSED:
+        assert set(found) == set(COMPRESSED), f"{family} is compressed: {found}"
+    else:  # windows count positions, so that padding after tokens would fill them
+        assert set(found) <= {"right"}, found
+        assert not found or "windows of layers that slide" in found["right"]
+
+
+@pytest.mark.parametrize(("family", "implementation"), EACH)
+def test_slots_for_all_keys_prune_nothing(family: str, implementation: str) -> None:
+    model = tiny(family, implementation)
+    found = check(model, PRUNED)
+    assert set(found) == (set(PRUNED) if family in UNPRUNED else set()), found

@@ -1,0 +1,282 @@
+"""Changed models and compressed caches where their users have them: options of generate, wrappers, offloaded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+from decoders import CACHE, SIZES, base, tokens  # noqa: E402
+
+from levattn.integrations.transformers import CompressedCache, compress, inspect_model, prune  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONTEXT = 20
+GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+QUESTION = torch.tensor([[3, 14, 15]])
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def whole() -> Any:
+    return torch.cat([tokens(1), QUESTION], 1)
+
+
+def cache_of(model: Any, budget: Any = 1.0) -> CompressedCache:
+    return compress(model, tokens(1), budget=budget)
+
+
+def tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = tokenizers.models.BPE({letter: number for number, letter in enumerate(LETTERS)}, [])
+    made = tokenizers.Tokenizer(letters)
+    made.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="a")
+
+
+# Options of generate
+
+
+def test_strings_that_stop_an_answer_stop_it() -> None:
+    model = base()
+    stop = LETTERS[int(model.generate(whole(), **GREEDY)[0, CONTEXT + 5])]
+    options = {**GREEDY, "stop_strings": [stop], "tokenizer": tokenizer()}
+    dense = model.generate(whole(), **options)
+    assert dense.shape[1] < CONTEXT + 3 + 9
+    with prune(model, 64, layers=[1]):
+        assert torch.equal(model.generate(whole(), **options), dense)
+    assert torch.equal(cache_of(model).ask(model, QUESTION, **options), dense[:, CONTEXT:])
+    assert torch.equal(model.generate(whole(), **{CACHE: cache_of(model)}, **options), dense)
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
+def test_drafts_give_the_same_answers_and_the_cache_goes_on(drafts: str) -> None:
+    model = base(eos_token_id=39)  # which some releases need for drafts
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 2}
+    if drafts == "assistant":
+        options = {"assistant_model": base(num_hidden_layers=1, eos_token_id=39)}
+    dense = model.generate(whole(), **GREEDY)
+    cache = cache_of(model)
+    assert torch.equal(cache.ask(model, QUESTION, **options, **GREEDY), dense[:, CONTEXT:])
+    assert torch.equal(cache.tokens, dense)
+    assert cache.get_seq_length() < dense.shape[1]
+    further = torch.cat([dense, QUESTION], 1)
+    mask = torch.ones_like(further)  # token 0 among them is no padding
+    expected = model.generate(further, attention_mask=mask, **GREEDY)[:, dense.shape[1] :]
+    assert torch.equal(cache.ask(model, QUESTION, **GREEDY), expected)
+    length = dense.shape[1]
+    found = cache_of(model).ask(model, QUESTION, max_length=length, do_sample=False, pad_token_id=0, **options)
+    assert torch.equal(found, dense[:, CONTEXT:])
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def put(self, value: Any) -> None:
+        self.got += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        self.got.append(-1)
+
+
+def test_a_streamer_gets_what_the_question_and_the_answer_have() -> None:
+    model, streamer = base(), Streamer()
+    found = cache_of(model).ask(model, QUESTION, streamer=streamer, **GREEDY)
+    assert streamer.got == [*found[0].tolist(), -1]
+
+
+REFUSED: dict[str, tuple[Callable[[Any, CompressedCache], Any], type[Exception], str]] = {
+    "no tokens": (lambda m, c: c.ask(m, QUESTION[:, :0], **GREEDY), ValueError, "question has no tokens"),
+    "a list": (lambda m, c: c.ask(m, [[3, 14]], **GREEDY), TypeError, "question is <class 'list'>; expected whole"),
+    "lists of a tokenizer": (
+        lambda m, c: c.ask(m, {"input_ids": [[3, 14]]}, **GREEDY),
+        TypeError,
+        r"question\['input_ids'\] is of type list",
+    ),
+    "a mask of the whole": (
+        lambda m, c: c.ask(m, QUESTION, attention_mask=torch.ones(1, 23), **GREEDY),
+        ValueError,
+        r"attention_mask has shape \(1, 23\); expected \(1, 3\)",
+    ),
+    "a mask of four axes": (
+        lambda m, c: c.ask(m, QUESTION, attention_mask=torch.ones(1, 1, 3, 23), **GREEDY),
+        ValueError,
+        r"attention_mask has shape \(1, 1, 3, 23\)",
+    ),
+    "a mask that is not causal": (
+        lambda m, c: m(QUESTION, attention_mask=torch.zeros(1, 1, 3, 23), **{CACHE: c}),
+        ValueError,
+        "not causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_questions_that_no_cache_takes_are_refused(case: str) -> None:
+    ask, kind, message = REFUSED[case]
+    model = base()
+    with pytest.raises(kind, match=message):
+        ask(model, cache_of(model))
+
+
+def test_a_pipeline_answers_with_a_cache() -> None:
+    model, of = base(), tokenizer()
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=of)
+    text = of.decode(whole()[0])
+    dense = pipe(text, **GREEDY)
+    assert pipe(text, **{CACHE: cache_of(model)}, **GREEDY) == dense
+
+
+# Models
+
+
+def test_a_decoder_beside_a_part_that_reads_images() -> None:
+    seeing = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **seeing},
+        text_config={"model_type": "llama", **SIZES, "num_key_value_heads": 2},
+        image_token_index=39,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    dense = model.generate(whole(), **GREEDY)
+    assert torch.equal(cache_of(model).ask(model, QUESTION, **GREEDY), dense[:, CONTEXT:])
+    assert torch.equal(model.generate(whole(), **{CACHE: cache_of(model)}, **GREEDY), dense)
+
+
+def test_gradients_flow_through_groups_of_heads_that_are_not_side_by_side() -> None:
+    model = base("Phi", num_key_value_heads=4).double()  # whose norms stay in float64
+    cache = cache_of(model, {(0, 0): 0.5, (0, 2): 0.5, (1, 1): 0.3})
+
+    def total(states: Any) -> Any:
+        return model(inputs_embeds=states, **{CACHE: cache.copy()})[0].sum()
+
+    states = model.get_input_embeddings()(QUESTION).detach()
+    with torch.no_grad():
+        without = total(states)
+    found = total(states.requires_grad_(True))
+    torch.testing.assert_close(found, without)
+    (of,) = torch.autograd.grad(found, states)
+    direction = torch.randn(states.shape, dtype=torch.float64)
+    with torch.no_grad():
+        ends = [total(states + step * direction) for step in (-1e-6, 1e-6)]
+    assert float((of * direction).sum()) == pytest.approx(float(ends[1] - ends[0]) / 2e-6, rel=1e-5)
+
+
+def test_a_wrapper_is_refused_with_the_way_to_the_model_in_it() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj"]))
+    for change in (lambda: prune(model, 8), lambda: cache_of(model)):
+        with pytest.raises(TypeError, match=r"PeftModel, a wrapper; .*get_base_model\(\)"):
+            change()
+    inner = model.get_base_model()
+    dense = model.generate(input_ids=whole(), **GREEDY)
+    assert torch.equal(cache_of(inner).ask(inner, QUESTION, **GREEDY), dense[:, CONTEXT:])
+
+
+def elsewhere(how: str, folder: Path) -> Any:
+    """A model of which accelerate keeps all weights elsewhere, or some."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = base()
+    if how == "memory":
+        accelerate.cpu_offload(model, torch.device("cpu"))
+    elif how == "disk":
+        accelerate.disk_offload(model, str(folder), torch.device("cpu"))
+    else:
+        parts = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb", "lm_head"), "cpu")
+        parts |= dict.fromkeys(("model.layers.1", "model.norm"), "disk")
+        accelerate.dispatch_model(model, parts, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type")
+@pytest.mark.parametrize("how", ["memory", "disk", "some on disk"])
+def test_weights_may_be_elsewhere(how: str, tmp_path: Path) -> None:
+    moved = elsewhere(how, tmp_path)
+    torch.manual_seed(0)
+    model, file = base(), tmp_path / "context"
+    dense = model.generate(whole(), **GREEDY)
+    cache = cache_of(moved)
+    cache.save(file)
+    assert torch.equal(cache.ask(moved, QUESTION, **GREEDY), dense[:, CONTEXT:])
+    for reader in (moved, model):  # the weights are the same
+        assert torch.equal(CompressedCache.load(file, reader).ask(reader, QUESTION, **GREEDY), dense[:, CONTEXT:])
+    with prune(moved, 64, layers=[0, 1]):
+        assert torch.equal(moved.generate(whole(), **GREEDY), dense)
+    assert inspect_model(moved, {"input_ids": whole()}).rows == inspect_model(model, {"input_ids": whole()}).rows
+
+
+def test_heads_repeated_one_after_another_are_pruned_and_inspected() -> None:
+    model = base("JetMoe", num_key_value_heads=2, kv_channels=8, num_local_experts=2, num_experts_per_tok=2)
+    assert len(inspect_model(model, {"input_ids": whole()}).rows) == 8
+    dense = model.generate(whole(), **GREEDY)
+    with prune(model, 64, layers=[0, 1]):
+        assert torch.equal(model.generate(whole(), **GREEDY), dense)
+    assert torch.equal(cache_of(model).ask(model, QUESTION, **GREEDY), dense[:, CONTEXT:])
+
+
+def test_positions_are_those_that_generate_gives() -> None:
+    config = transformers.RobertaConfig(**{**SIZES, "is_decoder": True, "pad_token_id": 1})
+    model = transformers.RobertaForCausalLM(config).eval()
+    options = {**GREEDY, "pad_token_id": 1}
+    dense = model.generate(whole(), attention_mask=torch.ones_like(whole()), **options)
+    assert torch.equal(cache_of(model).ask(model, QUESTION, **options), dense[:, CONTEXT:])
+
+
+def test_padding_after_tokens_is_refused_where_layers_slide() -> None:
+    model = base("Gemma3")
+    ids, mask = tokens(2), torch.ones(2, CONTEXT, dtype=torch.int64)
+    mask[1, -4:] = 0
+    with pytest.raises(ValueError, match="padding after tokens, which would fill the windows of layers that slide"):
+        compress(model, {"input_ids": ids, "attention_mask": mask}, budget=1.0)
+    cache = compress(model, ids, budget=1.0)
+    with pytest.raises(ValueError, match="padding after tokens, which would fill the windows of layers that slide"):
+        cache.ask(model, {"input_ids": QUESTION.expand(2, -1), "attention_mask": torch.tensor([[1] * 3, [0, 1, 1]])})
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("DiffLlama", {"num_key_value_heads": 2}, "DiffLlamaForCausalLM: layer 0 of the model calls chunk on the keys"),
+        ("OpenAIGPT", {"n_embd": 32}, "OpenAIGPTModel takes no cache"),
+    ],
+)
+def test_models_that_cannot_be_compressed_are_refused_by_name(
+    family: str, options: dict[str, Any], message: str
+) -> None:
+    if family == "OpenAIGPT":
+        config = transformers.OpenAIGPTConfig(vocab_size=40, n_positions=96, n_embd=32, n_layer=2, n_head=4)
+        model = transformers.OpenAIGPTLMHeadModel(config).eval()
+    else:
+        model = base(family, **options)
+    with pytest.raises(ValueError, match=message):
+        cache_of(model)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", ["compressed", "pruned"])
+def test_compiled_models_compute_the_same(change: str) -> None:
+    model = base()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if change == "pruned":
+            with prune(model, 12, measure=False):
+                torch.testing.assert_close(compiled(whole())[0], model(whole())[0], rtol=1e-4, atol=1e-4)
+            return
+        cache = cache_of(model, 0.5)
+        for asked in (QUESTION, QUESTION[:, :1], QUESTION[:, :1]):
+            found = compiled(asked, **{CACHE: cache})[0]
+            fork = cache_of(model, 0.5) if asked is QUESTION else fork
+            torch.testing.assert_close(found, model(asked, **{CACHE: fork})[0], rtol=1e-4, atol=1e-4)
