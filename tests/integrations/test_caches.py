@@ -329,6 +329,25 @@ def test_a_question_that_fails_leaves_the_cache_and_the_model_as_they_were(
     assert torch.equal(cache.ask(model, AGAIN, **GREEDY), expected)
 
 
+@pytest.mark.parametrize("calls", [0, 3, 5])
+def test_a_question_that_fails_leaves_slots_that_were_renewed_since(calls: int) -> None:
+    model = decoder()
+    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=4)
+    cache.ask(model, QUESTION, **GREEDY)
+    length, held = cache.get_seq_length(), cache.layers[0].length
+    twin = cache.copy()
+    expected = [twin.ask(model, AGAIN, **GREEDY) for _ in range(2)]
+    assert twin.layers[0].length > held
+    hook = model.model.layers[1].mlp.register_forward_hook(_Failure(KeyboardInterrupt(), calls))
+    with pytest.raises(KeyboardInterrupt):
+        cache.ask(model, AGAIN, **GREEDY)
+    hook.remove()
+    assert {layer.get_seq_length() for layer in cache.layers} == {length}
+    assert {layer.length for layer in cache.layers} == {held}
+    for answer in expected:
+        assert torch.equal(cache.ask(model, AGAIN, **GREEDY), answer)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_a_call_that_fails_between_layers_is_noticed_by_the_next(error: BaseException) -> None:
     for family in FAMILIES:
