@@ -94,7 +94,7 @@ else:
 context = torch.tensor([encode(text)])
 cache = compress(model, context, budget=0.25, heads=profile)
 asked = torch.tensor([encode(question)])
-answer = cache.ask(
+answer = cache.copy().ask(
     model, asked, max_new_tokens=8, do_sample=False, pad_token_id=0
 )
 print(

@@ -225,7 +225,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
         Parameters
         ----------
-        key_states, value_states : torch.Tensor
+        key_states, value_states : torch.Tensor of shape (B, G, T, d)
             Keys and values of further positions.
         layer_idx : int
             The layer.
@@ -234,7 +234,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
         Returns
         -------
-        tuple of torch.Tensor
+        tuple of torch.Tensor of shape (B, G, n + T, d)
             Stand-ins for all keys and values, for attention.
 
         Raises
