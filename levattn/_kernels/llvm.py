@@ -442,3 +442,13 @@ def taken(typing, at):
         return b.atomic_rmw("add", pointer(b, arguments[0], I64), integer(1), "monotonic")
 
     return types.int64(types.int64), codegen
+
+
+@primitive
+def added_at(typing, at, number):
+    """Add a number to the int64 at an address atomically, and return what it was: threads may share it."""
+
+    def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        return b.atomic_rmw("add", pointer(b, arguments[0], I64), arguments[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), codegen

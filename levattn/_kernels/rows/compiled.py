@@ -25,6 +25,7 @@ __all__ = ["copy_numbers", "entry_address", "load_rests", "load_rows", "view_of"
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
 IN_PLACE = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
 MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its first two axes
+DIGEST = 19  # the address of what to digest of the rows, see `digest`
 
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
 _ZEROS = len(_FORMATS)  # the format as which a masked row is read
@@ -57,7 +58,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), direct]
     for array in operands:
         view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides[:2]]
-    return np.array(view, np.int64)
+    return np.array([*view, 0], np.int64)
 
 
 def _check_kinds(format: str, *arrays: tuple[Any, str]) -> None:
