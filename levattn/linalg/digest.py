@@ -120,7 +120,7 @@ class Part:
         self.cells = np.zeros((b, -(-(digest.rows + self._n) // BLOCK) - first if self._n else 0), np.uint64)
         self._keys = _keys(words << power)
         arrays = self._keys, self._begun, self._left, self.cells
-        what = d * keys.itemsize, power, digest.rows, self._n, BLOCK, self.cells.shape[1]
+        what = d * keys.itemsize, power, digest.rows, self._n, BLOCK.bit_length() - 1, self.cells.shape[1]
         self._what = np.array([*what, *(array.ctypes.data for array in arrays)], np.int64)
         self.address = self._what.ctypes.data
 

@@ -38,7 +38,7 @@ __all__ = ["TOGETHER", "begin", "digest_tasks", "done", "on", "tally"]
 TOGETHER = 4  # lines that are hashed at a time, which share the loads of their keys
 
 # The places in the vector: the bytes of a row, the logarithm of the rows in a line, the number of the first row in the
-# whole, the numbers of rows, of rows in a cell and of cells; then the addresses of the keys of a line, of the sums of
+# whole, the number of rows, the logarithm of the rows in a cell, the number of cells; then the addresses of the keys of a line, of the sums of
 # lines that the rows before left open and that these leave open, one for each matrix, and of the cells of each matrix
 SIZE, LINE, NUMBER, COUNT, CELL, CELLS, KEYS, BEGUN, LEFT, OUT = range(10)
 _FAR = 1 << 62  # the next row where nothing is to be digested
@@ -142,7 +142,7 @@ def on(view, item, row, upto, stop, held):
     lines, words, rest = 1 << power, size // 8, size % 8
     while row < upto and (row + several <= upto or upto == stop):
         number, place = what[NUMBER] + row, entry_address(view, ADDRESS, item, row)
-        cell, inside = number // what[CELL] - what[NUMBER] // what[CELL], number & (lines - 1)
+        cell, inside = (number >> what[CELL]) - (what[NUMBER] >> what[CELL]), number & (lines - 1)
         if np.uint64(cell) != held[1]:
             done(view, item, held)
             held[1] = np.uint64(cell)
@@ -189,10 +189,10 @@ def done(view, item, held):
 def digest_tasks(view, first, last):
     """Digest the rows of the tasks ``first:last``, of which there is one for each matrix and each cell of rows."""
     held, what = tally(), as_pointer(view[DIGEST], np.int64(0))
-    cells, block, number = what[CELLS], what[CELL], what[NUMBER]
+    cells, number, power = what[CELLS], what[NUMBER], what[CELL]
     for task in range(first, last):
-        item, cell = task // cells, number // block + task % cells
-        start = larger(0, cell * block - number)
-        stop = smaller(what[COUNT], (cell + 1) * block - number)
+        item, cell = task // cells, (number >> power) + task % cells
+        start = larger(0, (cell << power) - number)
+        stop = smaller(what[COUNT], ((cell + 1) << power) - number)
         on(view, item, begin(view, start), stop, stop, held)
         done(view, item, held)
