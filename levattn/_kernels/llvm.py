@@ -446,7 +446,7 @@ def taken(typing, at):
 
 @primitive
 def added_at(typing, at, number):
-    """Add a number to the int64 at an address atomically, and return what it was: threads may share it."""
+    """Add a number to the int64 at an address atomically, and return the int64 from before: threads may share it."""
 
     def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
         return b.atomic_rmw("add", pointer(b, arguments[0], I64), arguments[1], "monotonic")

@@ -107,7 +107,7 @@ class RowDigest:
 
 
 class Part:
-    """The digest of rows in main memory that follow those so far: what kernels need for it, and what they find."""
+    """The digest of some rows in main memory, which follow those so far, as kernels make it."""
 
     def __init__(self, digest: RowDigest, keys: npt.NDArray[Any]) -> None:
         b, self._n, d = keys.shape
@@ -125,7 +125,7 @@ class Part:
         self.address = self._what.ctypes.data
 
     def add(self) -> None:
-        """Add what kernels have found to the whole."""
+        """Add the digest that kernels have made to the whole."""
         digest = self._digest
         first, stop = digest.rows // BLOCK, digest.rows // BLOCK + self.cells.shape[1]
         if stop > len(digest._cells):
@@ -139,13 +139,13 @@ class Part:
 
 
 class _Reading:
-    """Rows of which a digest takes what kernels read, in order and once."""
+    """Rows that kernels digest as they read them, in order and once."""
 
     def __init__(self, digest: RowDigest, keys: Any) -> None:
         self.digest, self.seen, self._keys = digest, 0, keys
 
     def part(self, rows: Rows) -> Part | None:
-        """Return what a kernel that reads these rows digests; None if they are others, or were seen before."""
+        """Return a part for the kernel that reads these rows; None if they are others, or were seen before."""
         keys, whole = rows.keys, self._keys
         if not isinstance(keys, np.ndarray) or keys.dtype != whole.dtype or keys.strides != whole.strides:
             return None

@@ -109,8 +109,8 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             exact = arithmetic == "compensated"
             moment_in_basis_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
 
-    whole = basis is None and int((pieces[:, 3] - pieces[:, 2]).sum()) == rows.shape[0] * rows.shape[1]
-    with digested(rows, view, whole):
+    every = basis is None and int((pieces[:, 3] - pieces[:, 2]).sum()) == rows.shape[0] * rows.shape[1]
+    with digested(rows, view, every):
         share(body, len(pieces), work)
     return out[:, :d, :d]
 

@@ -7,39 +7,19 @@ which the view of the rows holds the address, says what to digest.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from levattn._kernels.jit import VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import (
-    I64,
-    Builder,
-    Value,
-    added_at,
-    address,
-    as_pointer,
-    halves,
-    integer,
-    larger,
-    load,
-    pointer,
-    primitive,
-    repeated,
-    smaller,
-)
-from levattn._kernels.rows.compiled import ADDRESS, DIGEST, ROW_STEP, entry_address
+from levattn._kernels.llvm import added_at, address, as_pointer, larger, smaller
+from levattn._kernels.rows.compiled import ADDRESS, DIGEST, ROW_STEP, TOGETHER, entry_address, products_together
 from levattn._kernels.scratch import zeros
 
-__all__ = ["TOGETHER", "begin", "digest_tasks", "done", "on", "tally"]
-
-TOGETHER = 4  # lines that are hashed at a time, which share the loads of their keys
+__all__ = ["begin", "digest_tasks", "done", "on", "tally"]
 
 # The places in the vector: the bytes of a row, the logarithm of the rows in a line, the number of the first row in the
-# whole, the number of rows, the logarithm of the rows in a cell, the number of cells; then the addresses of the keys of a line, of the sums of
-# lines that the rows before left open and that these leave open, one for each matrix, and of the cells of each matrix
+# whole, the number of rows, the logarithm of the rows in a cell, and the number of cells. Then follow the addresses of
+# the keys of a line, of the sums of lines that the rows before left open and that these leave open, one for each
+# matrix, and of the cells of each matrix.
 SIZE, LINE, NUMBER, COUNT, CELL, CELLS, KEYS, BEGUN, LEFT, OUT = range(10)
 _FAR = 1 << 62  # the next row where nothing is to be digested
 
@@ -48,40 +28,6 @@ _GOLDEN, _FIRST, _SECOND = (
     np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )  # of SplitMix64
 _WORDS = VECTOR_BYTES // 8  # in a vector
-
-
-@primitive
-def _products_together(typing, at, apart, keys, vectors, to):
-    """Write the sums of products of as many lines as go together, of so many whole vectors, `apart` bytes apart.
-
-    A product is of the halves of a word, each half plus its key. Lines share the loads of keys.
-    """
-    halved, whole = ir.VectorType(ir.IntType(32), 2 * _WORDS), ir.VectorType(I64, _WORDS)
-
-    def constant(word: int) -> Value:
-        return ir.Constant(whole, [word] * _WORDS)
-
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        at, apart, keys, vectors, to = arguments
-        offsets = [b.mul(apart, integer(i)) for i in range(TOGETHER)]
-
-        def add(place: Value, key_at: Value, *sums: Value) -> list[Value]:
-            key, new = load(b, pointer(b, key_at, I64), halved, 8), []
-            for offset, total in zip(offsets, sums, strict=True):
-                half = b.add(load(b, pointer(b, b.add(place, offset), I64), halved, 1), key)
-                word = b.bitcast(half, whole)
-                new.append(b.add(total, b.mul(b.and_(word, constant(0xFFFFFFFF)), b.lshr(word, constant(32)))))
-            return [b.add(place, integer(VECTOR_BYTES)), b.add(key_at, integer(VECTOR_BYTES)), *new]
-
-        _, _, *sums = repeated(b, vectors, (at, keys, *[constant(0)] * TOGETHER), add)
-        target = pointer(b, to, I64)
-        for i, total in enumerate(sums):
-            while total.type.count > 1:
-                total = b.add(*halves(b, total))
-            b.store(b.extract_element(total, ir.Constant(ir.IntType(32), 0)), b.gep(target, [integer(i)]))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
 
 
 @helper
@@ -148,7 +94,7 @@ def on(view, item, row, upto, stop, held):
             held[1] = np.uint64(cell)
         if rest == 0 and step == size and number & (several - 1) == 0 and row + several <= upto:
             some, every = lines * words // _WORDS * _WORDS, lines * words
-            _products_together(place, lines * size, what[KEYS], some // _WORDS, address(held) + 16)
+            products_together(place, lines * size, what[KEYS], some // _WORDS, address(held) + 16)
             for i in range(TOGETHER):
                 total = held[2 + i]
                 if some < every:
@@ -178,7 +124,7 @@ def on(view, item, row, upto, stop, held):
 
 @helper
 def done(view, item, held):
-    """Add the digest of the present cell to what other tasks found of it."""
+    """Add the digest of the present cell to the digests of other tasks of it."""
     if held[0]:
         what = as_pointer(view[DIGEST], np.int64(0))
         added_at(what[OUT] + 8 * (item * what[CELLS] + np.int64(held[1])), np.int64(held[0]))
