@@ -28,6 +28,7 @@ __all__ = [
     "Value",
     "Vectors",
     "across",
+    "added_at",
     "address",
     "as_pointer",
     "combine",
