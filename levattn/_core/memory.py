@@ -22,7 +22,7 @@ class _Memory(ctypes.c_char * 2**62):  # type: ignore[misc]  # larger than any a
 
 
 class _Kinds(dict[Any, np.dtype[Any]]):
-    """The dtypes of numpy by those of torch, which have the same names."""
+    """The dtype of numpy for each dtype of torch, by its name."""
 
     def __missing__(self, dtype: Any) -> np.dtype[Any]:
         self[dtype] = found = np.dtype(str(dtype).rpartition(".")[2])

@@ -28,6 +28,7 @@ __all__ = [
     "Value",
     "Vectors",
     "across",
+    "added_at",
     "address",
     "as_pointer",
     "combine",
@@ -442,3 +443,13 @@ def taken(typing, at):
         return b.atomic_rmw("add", pointer(b, arguments[0], I64), integer(1), "monotonic")
 
     return types.int64(types.int64), codegen
+
+
+@primitive
+def added_at(typing, at, number):
+    """Add a number to the int64 at an address atomically, and return the int64 from before: threads may share it."""
+
+    def codegen(_context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        return b.atomic_rmw("add", pointer(b, arguments[0], I64), arguments[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), codegen

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from levattn._core.checks import check_type, needing
 from levattn._core.threads import num_threads, thread_limit
-from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
 from levattn.linalg.digest import RowDigest
@@ -28,7 +27,7 @@ from levattn.linalg.factor import Factor
 from levattn.linalg.reading import rows_named
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
-from levattn.states.block_buffer import in_main_memory
+from levattn.states.block_buffer import in_main_memory, readable, rows_in_memory
 
 __all__ = ["from_keys", "leverage_scores", "query_moments", "softmax_state", "universal_set", "universal_set_of_files"]
 
@@ -618,8 +617,11 @@ class _Reading:
 
     def update(self, K: Any) -> _Reading:
         """Add a chunk."""
-        self.moments.update(K)
-        self.digests.append(_digest_of(in_main_memory(K)[1]))
+        digest, (matrices, rows) = RowDigest(), readable(K)
+        rows = digest.watched(rows)
+        self.moments.add(matrices, rows)
+        digest.add(rows_in_memory(rows))
+        self.digests.append(digest)
         return self
 
     def merge(self, other: _Reading) -> None:
@@ -632,23 +634,18 @@ class _Reading:
         return self.moments.factor(), self.digests
 
 
-def _digest_of(rows: Rows) -> RowDigest:
-    digest = RowDigest()
-    digest.add(rows)
-    return digest
-
-
 def _scores(K: Any, known: tuple[Factor, list[RowDigest]], block_id: Any = None) -> Any:
     factor, digests = known
     with _threads_of_worker():
-        matrices, rows = in_main_memory(K)
-        before, now = digests[block_id[-1]], _digest_of(rows)
+        before, now, (matrices, rows) = digests[block_id[-1]], RowDigest(), in_main_memory(K)
+        rows = now.watched(rows)
+        scores, _ = factor.on(rows).scores(numerical=True)
+        now.add(rows)
         if now.rows != before.rows or now.difference(before, whole=True) is not None:
             raise ValueError(
                 f"chunk {block_id[-1]} of the rows of K held other keys when it was computed again; expected the same "
                 "keys each time. Hold them by K = K.persist(), or make them with a seed"
             )
-        scores, _ = factor.on(rows).scores(numerical=True)
         return matrices.wrap(scores)
 
 

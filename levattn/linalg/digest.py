@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from levattn._kernels import BLOCK, Rows
 
 __all__ = ["RowDigest"]
 
-_LINE = 32  # words that are hashed together, at least
+_LINE = 512  # words that are hashed together, at least
 _COPIED = 1 << 20  # numbers that are copied at a time, where columns are apart
 _WORK = 16  # multiply-adds that take as long as a word
 
@@ -22,16 +23,15 @@ Digests = npt.NDArray[np.uint64]
 
 
 @lru_cache(maxsize=8)
-def _keys(count: int) -> tuple[Digests, Digests]:
-    """Return the keys of the halves of so many words."""
-    words = np.random.Generator(np.random.Philox(key=1)).integers(1 << 32, size=(2, count), dtype=np.uint64)
-    return words[0], words[1]
+def _keys(count: int) -> Digests:
+    """Return the keys of so many words, one for each half."""
+    return np.random.Generator(np.random.Philox(key=1)).integers(1 << 64, size=count, dtype=np.uint64)
 
 
 class RowDigest:
     """A digest of each 2048 rows, by their number from the first; it depends on their bytes and places alone.
 
-    It is the sum of the hashes of lines of at least 256 bytes, mixed with their numbers. The hash is NH (Black,
+    It is the sum of the hashes of lines of at least 4096 bytes, mixed with their numbers. The hash is NH (Black,
     Halevi, Krawczyk, Krovetz and Rogaway, UMAC, CRYPTO 1999) with fixed keys. Two different lines have the same hash
     for a share of 2⁻³² of all keys. So a change made without regard to the keys, of one bit or of all, goes unnoticed
     with a probability of about 2⁻³².
@@ -42,9 +42,25 @@ class RowDigest:
         self._cells: Digests = np.zeros(1, np.uint64)
         self._open: Digests | None = None  # (b,) sums of the line that is not complete
 
+    def watched(self, rows: Rows) -> Rows:
+        """Return rows in main memory, which follow those so far, for kernels to digest while they read them.
+
+        This saves reading them from memory again. `add` adds the rows that no kernel has digested.
+        """
+        return replace(rows, digest=_Reading(self, rows.keys))
+
     def add(self, rows: Rows) -> None:
         """Add rows in main memory, which follow those so far."""
-        (b, n, d), keys = rows.shape, rows.keys
+        keys = rows.keys
+        if isinstance(rows.digest, _Reading) and rows.digest.digest is self:
+            keys = keys[:, rows.digest.seen :]
+        self.add_keys(keys)
+
+    def add_keys(self, keys: npt.NDArray[Any]) -> None:
+        """Add rows (b, n, d) of any numbers."""
+        b, n, d = keys.shape
+        if not n and self._open is not None:
+            return
         if keys.strides[2] != keys.itemsize and d > 1:
             step = max(1, _COPIED // max(1, b * d))
             for start in range(0, n, step):
@@ -53,27 +69,14 @@ class RowDigest:
             self._add(keys)
 
     def _add(self, keys: npt.NDArray[Any]) -> None:
-        from levattn._kernels.rows.digest import digest_tasks  # keys are in main memory
+        from levattn._kernels.rows.compiled import DIGEST  # keys are in main memory
+        from levattn._kernels.rows.digest import digest_tasks
         from levattn._kernels.tasks import share
 
-        b, n, d = keys.shape
-        if self._open is None:
-            self._open = np.zeros(b, np.uint64)
-        size, first, last = d * keys.itemsize, self.rows // BLOCK, (self.rows + n - 1) // BLOCK
-        if last >= len(self._cells):
-            self._cells = np.concatenate([self._cells, np.zeros(last + 1, np.uint64)])
-        if not n or not b:
-            self.rows += n
-            return
-        words, lines = -(-size // 8), 1
-        while size % 8 == 0 and lines * words < _LINE:
-            lines *= 2
-        out, left, steps = np.empty((b, last - first + 1), np.uint64), self._open.copy(), np.array(keys.strides[:2])
-        start, begun, keyed = keys.ctypes.data, self._open, _keys(lines * words)
-        fixed = start, steps, size, BLOCK, self.rows, n, lines, *keyed, begun
-        share(lambda *run: digest_tasks(*fixed, *run, out, left), out.size, float(_WORK) * b * n * words)
-        self._cells[first : last + 1] += out.sum(axis=0, dtype=np.uint64)
-        self._open, self.rows = left, self.rows + n
+        part, view = Part(self, keys), np.zeros(DIGEST + 1, np.int64)
+        view[:3], view[DIGEST] = (keys.ctypes.data, *keys.strides[:2]), part.address
+        share(lambda *run: digest_tasks(view, *run), part.cells.size, _WORK / 8 * keys.nbytes)
+        part.add()
 
     def difference(self, other: RowDigest, start: int = 0, *, whole: bool = False) -> tuple[int, int] | None:
         """Return the first and last row of the first cell that differs from the cell of another, from a row on.
@@ -101,3 +104,59 @@ class RowDigest:
         self.rows, self._open = rows, shaped(arrays[f"{name}.open"], np.uint64, (math.prod(batch),))
         self._cells = np.append(shaped(arrays[name], np.uint64, (-(-rows // BLOCK),)), np.uint64(0))
         return self
+
+
+class Part:
+    """The digest of some rows in main memory, which follow those so far, as kernels make it."""
+
+    def __init__(self, digest: RowDigest, keys: npt.NDArray[Any]) -> None:
+        b, self._n, d = keys.shape
+        words = max(1, -(-d * keys.itemsize // 8))
+        power = 0 if d * keys.itemsize % 8 else (-(-_LINE // words) - 1).bit_length()
+        first = digest.rows // BLOCK
+        self._digest = digest
+        self._begun = np.zeros(b, np.uint64) if digest._open is None else digest._open
+        self._left = np.zeros(b, np.uint64)
+        self.cells = np.zeros((b, -(-(digest.rows + self._n) // BLOCK) - first if self._n else 0), np.uint64)
+        self._keys = _keys(words << power)
+        arrays = self._keys, self._begun, self._left, self.cells
+        what = d * keys.itemsize, power, digest.rows, self._n, BLOCK.bit_length() - 1, self.cells.shape[1]
+        self._what = np.array([*what, *(array.ctypes.data for array in arrays)], np.int64)
+        self.address = self._what.ctypes.data
+
+    def add(self) -> None:
+        """Add the digest that kernels have made to the whole."""
+        digest = self._digest
+        first, stop = digest.rows // BLOCK, digest.rows // BLOCK + self.cells.shape[1]
+        if stop > len(digest._cells):
+            digest._cells = np.concatenate([digest._cells, np.zeros(stop, np.uint64)])
+        if not self.cells.size:
+            digest._open = self._begun
+            digest.rows += self._n
+            return
+        digest._cells[first:stop] += self.cells.sum(axis=0, dtype=np.uint64)
+        digest._open, digest.rows = self._left, digest.rows + self._n
+
+
+class _Reading:
+    """Rows that kernels digest as they read them, in order and once."""
+
+    def __init__(self, digest: RowDigest, keys: Any) -> None:
+        self.digest, self.seen, self._keys = digest, 0, keys
+
+    def part(self, rows: Rows) -> Part | None:
+        """Return a part for the kernel that reads these rows; None if they are others, or were seen before."""
+        keys, whole = rows.keys, self._keys
+        if not isinstance(keys, np.ndarray) or keys.dtype != whole.dtype or keys.strides != whole.strides:
+            return None
+        (b, n, d), step = keys.shape, keys.strides[1]
+        gaps = d > 1 and keys.strides[2] != keys.itemsize
+        if not b or not n or (b, d) != (len(whole), whole.shape[2]) or step <= 0 or gaps:
+            return None
+        at, off = divmod(keys.ctypes.data - whole.ctypes.data, step)  # the rows are known by where they lie
+        if off or at < self.seen or at + n > whole.shape[1]:
+            return None
+        if at > self.seen:
+            self.digest.add_keys(whole[:, self.seen : at])
+        self.seen = at + n
+        return Part(self.digest, keys)

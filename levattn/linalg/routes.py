@@ -110,11 +110,12 @@ class _Batch:
 
         Let columns be equilibrated, with moment H, and products k W be rounded like a random walk. They change a score
         by about u √tr H⁻¹ at most. This holds because the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖²
-        for H_ii = 1.
+        for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before.
         """
         if not any(allowed):
             return
-        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(made.spreads())
+        roundings = 1 if self.rows.shift is None else 3
+        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(roundings * made.spreads())
         chosen = np.array(allowed) & (error <= _SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)
         self.arithmetic = ["single" if ok else "double" for ok in chosen.tolist()]

@@ -36,6 +36,8 @@ _SURE = TIE / 2  # relative error of shares that changes no answer
 _TAME = 500  # largest power of two in the columns of keys that meet queries as they are
 _LEAST_SUM = 2.0**-900  # of powers: terms of a smaller sum may have vanished
 _LEAST_PARAMETER = 2.0**-300  # of a function near x²/2: if a sum of it is below `_LEAST_SUM`, so are its arguments
+_FAINT = 2.0**-1000  # of the largest product of a query: smaller ones may have vanished
+_NEGLIGIBLE = 1e-12  # a share that changes no mean
 _STEEP = 900  # power from which on no power of two brings a sum into range
 
 
@@ -68,11 +70,14 @@ def share_blocks(
     if not whole:
         step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
     rows, complete = _read(keys, order) if whole else None, len(order) == len(all_keys)
-    largest, lost, given = np.zeros(keys.d), np.zeros(len(Q), np.bool_), keys
+    largest, least, given, asked = np.zeros(keys.d), np.full(keys.d, np.inf), keys, Q
+    lost = faint = np.zeros(len(Q), np.bool_)
     for start in range(0, len(all_keys), width):
-        some = _read(keys, all_keys[start : start + width]) if rows is None or not complete else rows
-        largest = np.maximum(largest, np.abs(some).max(axis=0))
+        some = np.abs(_read(keys, all_keys[start : start + width]) if rows is None or not complete else rows)
+        largest = np.maximum(largest, some.max(axis=0))
+        least = np.minimum(least, np.min(some, axis=0, initial=np.inf, where=some > 0))
     if isinstance(f, Power):
+        faint = _faint(Q, largest, least) if f.p < 1 else faint
         Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
         rows = rows if rows is None or keys is given else _read(keys, order)
     Q, f = _of_larger_parameter(Q, f, largest)
@@ -105,11 +110,33 @@ def share_blocks(
                 A = attention.shares(mine, noise, read, D)[0]
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
+            if faint.any():
+                A, error = _above_zero(A, error, faint[part], asked[part], _read(given, places), f.p)
             yield part, places, A, error
     for again in later:
         g = _of_tiny_products(f, Q[again], largest)
         for part, places, A, error in share_blocks(Q[again], keys, present, g, order, level=level, together=together):
             yield again[part], places, A, error
+
+
+def _faint(Q: Float64, largest: Float64, least: Float64) -> Flags:
+    """Tell which queries have products with some keys that may vanish beside their largest; least: entries, or inf."""
+    exponents = [np.frexp(np.where((x > 0) & np.isfinite(x), x, 1.0))[1] for x in (np.abs(Q), largest, least)]
+    there = (Q != 0) & (largest > 0)
+    high = np.where(there, exponents[0] + exponents[1], -(2**20)).max(axis=1, initial=-(2**20))
+    low = np.where(there, exponents[0] + exponents[2], 2**20).min(axis=1, initial=2**20)
+    return np.asarray(low - high < np.log2(_FAINT))
+
+
+def _above_zero(
+    A: Float64, error: Float64, faint: Flags, Q: Float64, rows: Float64, p: float
+) -> tuple[Float64, Float64]:
+    """Return shares of a power below 1, and their errors, with a bound in place of shares that may have vanished."""
+    bound = _FAINT**p
+    meets = np.zeros(A.shape, np.bool_)
+    meets[faint] = ((Q[faint] != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T) > 0
+    A = np.where(meets & (bound > A), bound, A)
+    return A, error if bound < _NEGLIGIBLE else np.where(faint, np.inf, error)
 
 
 def _parameter(f: Any) -> float:

@@ -29,7 +29,7 @@ from levattn.states.block_buffer import in_main_memory
 
 __all__ = ["Source", "as_source", "two_passes"]
 
-_VERSION = 2
+_VERSION = 3
 
 _SURE = 16  # estimated errors of the scores by which their sum may differ from the rank
 _REMEDY = "Turn off shuffling, and copy keys that others write to"
@@ -296,11 +296,10 @@ class _Run:
             raise self._other_keys(f"rows {unlike[0]} to {unlike[1]} hold other keys, or in another order")
 
     def _count(self, keys: Matrices, rows: Rows) -> None:
-        """Count a chunk as done."""
+        """Count a chunk as done, with the rows that kernels have read."""
         if self._digests:
             self._seen[self._n is not None].add(rows)
-        if self._digests and self._n is not None:
-            self._require_same(self._seen[1], self._done)
+            self._require_same(self._seen[self._n is not None], self._done)
         self._example = self._example or keys
         self._done += keys.n
         self._write_if_due()
@@ -321,6 +320,7 @@ class _Run:
         for matrices, rows in self._rest():
             if self._moments is None:
                 self._moments = Moments(matrices.d, matrices.batch)
+            rows = self._seen[0].watched(rows) if self._digests else rows
             with rows_named("the keys"):
                 self._moments.add(matrices, rows)
             self._count(matrices, rows)
@@ -347,6 +347,7 @@ class _Run:
             part = slice(self._done, self._done + matrices.n)
             if part.stop > self._n:
                 raise self._other_number(f"at least {part.stop}")
+            rows = self._seen[1].watched(rows) if self._digests else rows
             scores, counted = factor.on(rows).scores()
             self._chosen[:, part], doubt = self._choose(factor, matrices, scores)
             self._scores[:, part], self._counted = scores, self._counted | counted | doubt

@@ -17,6 +17,7 @@ Bool = NDArray[np.bool_]
 
 TIE = 1e-9  # within this of ε, relative, a score counts as at least ε (docstring of universal_set)
 SINGLE = 1e-6  # error of scores of float32 and narrower keys, 1e-9 of float64 ones (docstring of leverage_scores)
+IN_SINGLE, SINGLE_FROM = 1e-5, 2048  # the same by "auto" for so many keys, where products are in float32
 RESOLVED = 1e6  # condition number up to which float64 resolves every direction
 CLEAR = 1e12  # condition number of equilibrated keys up to which the rank is clear, some hundred times below the cut
 SURE = 1e-12  # error of figures that claim a smaller one

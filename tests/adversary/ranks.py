@@ -65,8 +65,6 @@ def stop() -> None:
 
 def universal_set_of_ranks(K: Any, epsilon: float, mask: Any, seed: int) -> Any:
     """The set of keys on one to three ranks, cut anywhere: what rank 0 has, and all others must have."""
-    from levattn.distributed.torch import universal_set
-
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, RANKS + 1))
     edges = [0, *np.sort(rng.integers(0, len(K) + 1, count - 1)).tolist(), len(K)]
@@ -75,13 +73,26 @@ def universal_set_of_ranks(K: Any, epsilon: float, mask: Any, seed: int) -> Any:
         for low, high in pairwise(edges)
     ]
     groups, others = _started()
-    for other, shard in zip(others[: count - 1], shards[1:], strict=True):
-        pickle.dump((count, *shard), other.stdin)  # type: ignore[arg-type]
-        other.stdin.flush()  # type: ignore[union-attr]
     try:
-        own, _ = universal_set(shards[0][0], epsilon, mask=shards[0][2], group=groups[count - 1])
+        return _asked(count, shards, groups, others)
+    except (TimeoutError, OSError, EOFError):  # of no use any more: the next case starts others
+        for other in others:
+            other.kill()
+        stop()
+        raise
+
+
+def _asked(count: int, shards: list[Any], groups: list[Any], others: list[Any]) -> Any:
+    from levattn.distributed.torch import universal_set
+
+    for other, shard in zip(others[: count - 1], shards[1:], strict=True):
+        pickle.dump((count, *shard), other.stdin)
+        other.stdin.flush()
+    try:
+        K, epsilon, mask = shards[0]
+        own, _ = universal_set(K, epsilon, mask=mask, group=groups[count - 1])
     finally:
-        found = [pickle.load(other.stdout) for other in others[: count - 1]]  # type: ignore[arg-type]
+        found = [pickle.load(other.stdout) for other in others[: count - 1]]
     if any(isinstance(one, str) or not np.array_equal(one, own.indices) for one in found):
         raise RuntimeError(f"rank 0 has the keys {own.indices.tolist()}, the others {found}")
     return own

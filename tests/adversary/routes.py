@@ -84,6 +84,18 @@ def _margin(result: Any) -> float:
     return float(8 * np.max(result.factor.error, initial=0.0))
 
 
+def _relative(case: Case, method: str, exact: float) -> float:
+    """The relative error of a score that leverage_scores allows; exact: for float64 keys."""
+    if case.storage == "float64":
+        return exact
+    return promises.IN_SINGLE if method == "auto" and len(case.keys) >= promises.SINGLE_FROM else promises.SINGLE
+
+
+def _method(result: Any) -> str:
+    """The method whose error a set may have: products in float32 are those of "auto"."""
+    return "auto" if "single" in result.factor.arithmetic else "gram"
+
+
 def _raised(result: Any) -> float:
     """What scores of an exact rank above the numerical one are raised by, relative to them (docs of `scores`)."""
     return max(
@@ -171,7 +183,7 @@ def in_layouts(K, epsilon, method):
 def judge_set(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     chosen = np.asarray(result.mask)
     yield from promises.membership(truth, chosen, case.epsilon, result.guarantee, _margin(result), case.mask)
-    relative = promises.SINGLE if case.storage != "float64" else max(promises.TIE, _margin(result))
+    relative = _relative(case, _method(result), max(promises.TIE, _margin(result)))
     above = result.certificate != ("leverage",)
     if not above:
         yield from promises.scores_hold(truth, result.scores, relative, raised=_raised(result))
@@ -211,9 +223,8 @@ def scores(K, mask, method):
     return levattn.leverage_scores(K, mask=mask, method=method)
 
 
-def judge_scores(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    relative = promises.SINGLE if case.storage != "float64" else 1e-9
-    yield from promises.scores_hold(truth, result, relative)
+def judge_scores(case: Case, truth: Truth, result: Any, *, method: str) -> Iterator[Breach]:
+    yield from promises.scores_hold(truth, result, _relative(case, method, 1e-9))
 
 
 def online(K, mask):
@@ -312,7 +323,7 @@ def judge_centered(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
     clear = truth.condition <= promises.CLEAR
     for guarantee in ("superset", "exact") if clear else ("superset",):
         yield from promises.membership(truth, chosen, case.epsilon, guarantee, _margin(result), case.mask)
-    relative = promises.SINGLE if case.storage != "float64" else max(promises.TIE, _margin(result))
+    relative = _relative(case, _method(result), max(promises.TIE, _margin(result)))
     figures = {"raised": _raised(result), "least": promises.AT_THE_MEAN}
     yield from promises.scores_hold(truth, result.scores, relative, **figures)
     if result.guarantee != "none":
@@ -325,8 +336,8 @@ def judge_centered_size(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
     yield from judge_size(case, truth_of_centered(case), result)
 
 
-def judge_centered_scores(case: Case, _: Truth, result: Any) -> Iterator[Breach]:
-    relative = promises.SINGLE if case.storage != "float64" else 1e-9
+def judge_centered_scores(case: Case, _: Truth, result: Any, *, method: str) -> Iterator[Breach]:
+    relative = _relative(case, method, 1e-9)
     yield from promises.scores_hold(truth_of_centered(case), result, relative, least=promises.AT_THE_MEAN)
 
 
@@ -737,11 +748,18 @@ def turn(place: int, of: int) -> Callable[[Case], bool]:
 
 
 def _each(
-    name: str, call: Callable[..., Any], judge: Judge, option: str, values: Iterable[Any], of: int = 1
+    name: str,
+    call: Callable[..., Any],
+    judge: Callable[..., Iterator[Breach]],
+    option: str,
+    values: Iterable[Any],
+    of: int = 1,
 ) -> Iterator[Route]:
     """A route for each value of an option, which take turns."""
+    told = option in inspect.signature(judge).parameters
     for i, value in enumerate(values):
-        yield Route(f"{name} {value}", call, judge, (turn(i, of),), ((option, value),))
+        judged = partial(judge, **{option: value}) if told else judge
+        yield Route(f"{name} {value}", call, judged, (turn(i, of),), ((option, value),))
 
 
 def _of_functions(

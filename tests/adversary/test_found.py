@@ -309,3 +309,16 @@ def test_bounds_of_tiny_values(scale: float, storage: str) -> None:
     error = np.linalg.norm(np.float64(output) / scale - dense, axis=1)
     assert error.max() > 1e-3
     assert np.all(error <= np.float64(certificate.error_bound) / scale * (1 + 1e-4))
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("f", [1.0, 1e-100])
+def test_what_a_set_leaves_out_counts_although_its_products_vanish(p: float, f: float) -> None:
+    """The second key has (1.5e-458)^p of the attention of the first, which no product in float64 tells from 0."""
+    K, Q = np.array([[-2e307, 0.0], [3e-151, 0.0], [0.0, 1.0]]), np.array([[f, 0.0]] * 4)
+    order = np.array([3.0, 1, 2], np.float32)
+    found = levattn.universal_set(K, f=levattn.Power(p), queries=Q, coverage=0.8, scores=order, size=2)
+    share = 10 ** (p * (math.log10(1.5) - 458))
+    assert share <= found.epsilon <= 1e-70
+    whole = levattn.universal_set(K[[0, 2]], f=levattn.Power(p), queries=Q, coverage=0.8, scores=order[[0, 2]], size=1)
+    assert whole.epsilon == 0  # no query meets the third key

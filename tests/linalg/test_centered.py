@@ -146,6 +146,14 @@ def test_ill_conditioned_keys_beside_their_mean(condition: float, offset: float)
             np.testing.assert_allclose(scores, exact, rtol=1e-9, err_msg=method)
 
 
+@pytest.mark.parametrize("spread", [0.1, 0.05, 0.03, 0.02, 0.017, 0.014, 0.012, 0.01, 0.008])
+def test_many_keys_in_float32_are_within_their_error_up_to_the_condition_of_float32_products(spread: float) -> None:
+    rng = _rng("nearly collinear")
+    K = (rng.standard_normal((4096, 1)) * [1.0, 1] + spread * rng.standard_normal((4096, 2))).astype(np.float32)
+    exact = levattn.leverage_scores(K.astype(np.float64), center=True, method="qr")
+    np.testing.assert_allclose(levattn.leverage_scores(K, center=True), exact, rtol=1e-5)
+
+
 def test_a_small_direction_of_one_key_is_kept() -> None:
     """A key alone in a direction scores 1 - 1/n, however far below the rank tolerance it leaves the others."""
     for size in (1e-9, 1e-15, 2.0**-60, 1e-200):

@@ -16,7 +16,7 @@ from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
-from levattn._kernels.rows.cpu import scratch_like, stored_rows
+from levattn._kernels.rows.cpu import digested, scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
 __all__ = [
@@ -109,7 +109,9 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             exact = arithmetic == "compensated"
             moment_in_basis_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
 
-    share(body, len(pieces), work)
+    every = basis is None and int((pieces[:, 3] - pieces[:, 2]).sum()) == rows.shape[0] * rows.shape[1]
+    with digested(rows, view, every):
+        share(body, len(pieces), work)
     return out[:, :d, :d]
 
 
@@ -142,7 +144,8 @@ def sqnorms(
     target = scores_at(out)
     if basis is None:
         panels = _panels(W, X)
-        share(lambda *run: sqnorm_tasks(view, panels, X, listed, *run, ceiling, target), len(listed), work)
+        with digested(rows, view, len(items) == rows.shape[0]):
+            share(lambda *run: sqnorm_tasks(view, panels, X, listed, *run, ceiling, target), len(listed), work)
     else:
         matrices = _padded(basis, width), _padded(W, width)
         share(lambda *run: sqnorm_in_basis_tasks(view, *matrices, X, listed, *run, ceiling, target), len(listed), work)

@@ -7,6 +7,7 @@ from levattn._kernels.gram.squares import SLAB
 from levattn._kernels.jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_address, load_rows
+from levattn._kernels.rows.digest import begin, done, on, tally
 from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["add_rows", "carry", "fold", "moment_panels", "moment_tasks"]
@@ -126,10 +127,11 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
     packed = moment_panels(X)
     partial = empty(X, (d, d))
     stack = empty(0.0, (levels, d, d))
+    held = tally()
     for t in range(first, last):
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
         end = entry_address(view, ADDRESS, item, stop) - 64
-        count = 0
+        count, unseen = 0, begin(view, start)
         for low in range(start, stop, block):
             clear(partial, 0, d * d)
             high = smaller(low + block, stop)
@@ -138,6 +140,8 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
                 x = entry_address(view, ADDRESS, item, r)
                 stride = step // size
                 ahead = larger(x, smaller(x + SLAB * step, end))
+                if unseen < r + n:
+                    unseen = on(view, item, unseen, r + n, stop, held)
                 if not direct:
                     load_rows(view, item, r, r + n, rows)
                     x, stride = address(rows), d
@@ -146,3 +150,4 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
             carry(stack, count, partial)
             count += 1
         fold(stack, count, out, t)
+        done(view, item, held)

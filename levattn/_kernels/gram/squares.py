@@ -10,6 +10,7 @@ from levattn._kernels.gram.simd import lane_sum, product_tile
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_address, load_rows
+from levattn._kernels.rows.digest import begin, done, on, tally
 from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "scores_at", "sqnorm_tasks", "write_sums"]
@@ -84,15 +85,19 @@ def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
     lanes = VECTOR_BYTES // size
     rows = zeros(X, (SCRATCH_ROWS, X.shape[1]))
     squares = empty(X, (SCRATCH_ROWS, lanes))
+    held = tally()
     direct = view[IN_PLACE]
     step = view[ROW_STEP]
     for t in range(first, last):
         whitening, item, r, stop = panels[tasks[t, 0]], tasks[t, 1], tasks[t, 2], tasks[t, 3]
         end = entry_address(view, ADDRESS, item, stop) - 64
+        unseen = begin(view, r)
         while r < stop:
             n = smaller(SCORE_SLAB, stop - r)
             x = entry_address(view, ADDRESS, item, r)
             stride = step // size
+            if unseen < r + n:
+                unseen = on(view, item, unseen, r + n, stop, held)
             if direct and n >= SCORE_ROWS:
                 n = n // SCORE_ROWS * SCORE_ROWS
                 ahead = larger(x, smaller(x + SCORE_SLAB * step, end))
@@ -103,3 +108,4 @@ def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
             row_squares(X, x, stride, groups, whitening, squares, ahead, larger(ahead, end))
             write_sums(X, squares, n, ceiling, out, item, r)
             r += n
+        done(view, item, held)

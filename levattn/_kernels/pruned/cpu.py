@@ -193,7 +193,7 @@ class _Call:
     def near_panels(self, room: dict[str, Any], views: Any, *, turned: bool = False) -> tuple[Any, Any]:
         """Return keys that may be near as columns, and their values as rows; the other way round if `turned`.
 
-        `views`: of queries, of what becomes columns and of what becomes rows.
+        `views`: of queries, keys and values; of queries, values and keys if `turned`.
         """
         kind, size = self.like.dtype, self.like.itemsize
         columns, rows = self.read[2:0:-1] if turned else self.read[1:]

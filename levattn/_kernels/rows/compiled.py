@@ -14,17 +14,33 @@ from numba import types
 from numba.core import cgutils
 
 from levattn._kernels.jit import VECTOR_BYTES, helper
-from levattn._kernels.llvm import address, as_pointer, combine, integer, load, pointer, primitive, rolled, store
+from levattn._kernels.llvm import (
+    I64,
+    address,
+    as_pointer,
+    combine,
+    halves,
+    integer,
+    load,
+    pointer,
+    primitive,
+    repeated,
+    rolled,
+    store,
+)
 
 if TYPE_CHECKING:
     from levattn._kernels.rows.contract import Rows
 
-__all__ = ["copy_numbers", "entry_address", "load_rests", "load_rows", "view_of"]
+__all__ = ["copy_numbers", "entry_address", "load_rests", "load_rows", "products_together", "view_of"]
 
 # The places in the vector; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
 IN_PLACE = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
 MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its first two axes
+DIGEST = 19  # the address of what to digest of the rows, see `digest`
+
+TOGETHER = 4  # lines that are digested at a time, which share the loads of their keys
 
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
 _ZEROS = len(_FORMATS)  # the format as which a masked row is read
@@ -57,7 +73,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), direct]
     for array in operands:
         view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides[:2]]
-    return np.array(view, np.int64)
+    return np.array([*view, 0], np.int64)
 
 
 def _check_kinds(format: str, *arrays: tuple[Any, str]) -> None:
@@ -212,3 +228,38 @@ def load_rests(view, item, start, stop, X):
             row[c] = (lost + ((x - (y - part)) - (shift[d + c] + part))) - shift[2 * d + c]
         if view[WEIGHTS]:
             combine(X, address(row), entry_address(view, WEIGHTS, item, r), d, address(row), 2)
+
+
+@primitive
+def products_together(typing, at, apart, keys, vectors, to):
+    """Write the sums of products of as many lines as go together, of so many whole vectors, `apart` bytes apart.
+
+    A product is of the halves of a word, each half plus its key. Lines share the loads of keys.
+    """
+    words = VECTOR_BYTES // 8
+    halved, whole = ir.VectorType(_I32, 2 * words), ir.VectorType(I64, words)
+
+    def constant(word: int) -> Any:
+        return ir.Constant(whole, [word] * words)
+
+    def codegen(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        at, apart, keys, vectors, to = arguments
+        offsets = [b.mul(apart, integer(i)) for i in range(TOGETHER)]
+
+        def add(place: Any, key_at: Any, *sums: Any) -> list[Any]:
+            key, new = load(b, pointer(b, key_at, I64), halved, 8), []
+            for offset, total in zip(offsets, sums, strict=True):
+                half = b.add(load(b, pointer(b, b.add(place, offset), I64), halved, 1), key)
+                word = b.bitcast(half, whole)
+                new.append(b.add(total, b.mul(b.and_(word, constant(0xFFFFFFFF)), b.lshr(word, constant(32)))))
+            return [b.add(place, integer(VECTOR_BYTES)), b.add(key_at, integer(VECTOR_BYTES)), *new]
+
+        _, _, *sums = repeated(b, vectors, (at, keys, *[constant(0)] * TOGETHER), add)
+        target = pointer(b, to, I64)
+        for i, total in enumerate(sums):
+            while total.type.count > 1:
+                total = b.add(*halves(b, total))
+            b.store(b.extract_element(total, ir.Constant(_I32, 0)), b.gep(target, [integer(i)]))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen

@@ -36,6 +36,7 @@ class Rows:
       place of the part before. Rows are read less the first part, and then the second: both differences have a
       relative error of 2⁻⁵³ at most. Compensated products add these errors and the third part.
     - weights: (b, n) float64, for each row.
+    - digest: a reading of `linalg.digest`: a kernel that reads each of the rows once asks it what to digest meanwhile.
     """
 
     keys: Any
@@ -44,6 +45,7 @@ class Rows:
     shift: Float64 | None = None
     scale: Float64 | None = None
     weights: Float64 | None = None
+    digest: Any | None = None
 
     def scaled(self, scale: Float64) -> Rows:
         """Return the rows with columns multiplied by further powers of two (b, d)."""
@@ -91,7 +93,7 @@ class Rows:
         """Return the rows ``start:stop`` of every matrix, without a copy."""
         mask = None if self.mask is None else self.mask[:, start:stop]
         weights = None if self.weights is None else self.weights[:, start:stop]
-        return Rows(self.keys[:, start:stop, :], self.format, mask, self.shift, self.scale, weights)
+        return Rows(self.keys[:, start:stop, :], self.format, mask, self.shift, self.scale, weights, self.digest)
 
     def item(self, index: int) -> Rows:
         """Return one matrix as a batch of one, without a copy."""

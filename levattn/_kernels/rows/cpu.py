@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from levattn._core.types import Float64
 from levattn._kernels.jit import VECTOR_BYTES
-from levattn._kernels.rows.compiled import view_of
+from levattn._kernels.rows.compiled import DIGEST, view_of
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.definition import summed_in_pairs
 from levattn._kernels.rows.scan import APART_WIDTH, apart_tasks, column_tasks, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share
 
-__all__ = ["column_figures", "nonfinite_rows", "scratch_like", "stored_rows", "sums_apart"]
+__all__ = ["column_figures", "digested", "nonfinite_rows", "scratch_like", "stored_rows", "sums_apart"]
 
 
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
@@ -33,6 +35,18 @@ def stored_rows(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
     X = np.zeros((stop - start, rows.shape[2]), kind)
     read_rows(view_of(rows.between(start, stop)), item, stop - start, X)
     return X
+
+
+@contextmanager
+def digested(rows: Rows, view: Any, whole: bool) -> Iterator[None]:
+    """Let the kernel that is called inside digest the rows of a view, if they wait for it and it reads the `whole`."""
+    part = rows.digest.part(rows) if whole and rows.digest is not None else None
+    if part is None:
+        yield
+        return
+    view[DIGEST] = part.address
+    yield
+    part.add()
 
 
 def column_figures(rows: Rows, *, largest: bool) -> Float64:
