@@ -168,7 +168,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
-        check_padding(self.layers, seen.bool())
+        check_padding(model, self.layers, seen.bool())
         length, beams, many = before.shape[1], _option(model, options, "num_beams"), _returned(model, options)
         cache = self.copy() if beams > 1 or many > 1 else self
         if cache is not self:
@@ -410,12 +410,14 @@ def places(model: Any, present: Any) -> Any:
     return (present.long().cumsum(1) - 1).clamp(min=0)
 
 
-def check_padding(layers: Any, present: Any) -> None:
-    """Raise if padding after tokens would fill windows of layers that slide: these count positions, not tokens."""
-    if any(layer.is_sliding for layer in layers) and bool((present[:, :-1] & ~present[:, 1:]).any()):
+def check_padding(model: Any, layers: Any, present: Any) -> None:
+    """Raise for padding after tokens, if it would fill windows of layers that slide, or count as positions."""
+    slides, counts = any(layer.is_sliding for layer in layers), places(model, present) is None
+    if (slides or counts) and bool((present[:, :-1] & ~present[:, 1:]).any()):
+        what = "fill the windows of layers that slide" if slides else "count, as the model takes no position_ids"
         raise ValueError(
-            "a sequence has padding after tokens, which would fill the windows of layers that slide; expected padding "
-            "on the left alone. Give padding_side='left' to the tokenizer, or one sequence at a time"
+            f"a sequence has padding after tokens, which would {what}; expected padding on the left alone. Give "
+            "padding_side='left' to the tokenizer, or one sequence at a time"
         )
 
 

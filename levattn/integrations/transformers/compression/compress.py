@@ -131,7 +131,7 @@ def compress(
     cache = CompressedCache(layers, tokens, present, Origin(model))
     keeper = _Keeper(cache, present, shares, split)
     base, P = model.base_model, tokens.shape[1]
-    check_padding(layers, present)
+    check_padding(model, layers, present)
     positions = places(model, present)
     with torch.no_grad(), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
