@@ -92,7 +92,8 @@ def compress(
     ------
     TypeError, ValueError
         If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
-        `prune` refuses. If its positions are learned, and the context has more.
+        `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
+        positions are learned, and the context has more. If padding follows tokens, and layers slide.
 
     Notes
     -----

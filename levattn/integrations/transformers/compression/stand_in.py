@@ -58,7 +58,7 @@ class _Record:
     mask: Any = None
 
 
-class _StandIn(torch.Tensor):
+class _StandIn(torch.Tensor):  # type: ignore[misc]
     """A tensor with a shape and no numbers."""
 
     record: _Record
@@ -114,8 +114,8 @@ def _refusal(name: str, args: Any) -> Exception:
         )
     return UnreadError(
         f"layer {number} of the model calls {name} on the keys of a cache of levattn, or on what came of them; "
-        "expected attention of the kind 'sdpa' or 'eager' without attention weights, dropout, sinks or other additions. Call "
-        "model.set_attn_implementation('sdpa'), or give a DynamicCache"
+        "expected attention of the kind 'sdpa' or 'eager' without attention weights, dropout, sinks or other "
+        "additions. Call model.set_attn_implementation('sdpa'), or give a DynamicCache"
     )
 
 
@@ -291,8 +291,9 @@ def _masked(function: Any, a: Any, b: Any) -> Any:
     return _after(function, x, x.shape, mask, mask=mask)
 
 
-def _softmax(function: Any, x: _StandIn, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+def _softmax(function: Any, x: _StandIn, dim: int | None = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
     record = x.record
+    dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
     if record.kind != "logits" or dim not in (-1, 3) or record.bounded != (record.bound is not None):
         return None
     of = None if record.real is None else torch.softmax(record.real, -1, dtype=dtype)
