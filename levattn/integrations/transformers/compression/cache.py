@@ -478,7 +478,7 @@ def _told(model: Any, sequences: Any, start: int, options: dict[str, Any]) -> An
 
 
 def _generated(model: Any, whole: Any, length: int, **options: Any) -> Any:
-    """Return what `generate` makes of all tokens, the first of which are in a cache.
+    """Return the output of `generate` for all tokens, the first of which are in a cache.
 
     With drafts, releases of transformers read these again, so they are given the question alone.
     """
