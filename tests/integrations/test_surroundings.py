@@ -217,6 +217,7 @@ def test_weights_may_be_elsewhere(how: str, tmp_path: Path) -> None:
     assert inspect_model(moved, {"input_ids": whole()}).rows == inspect_model(model, {"input_ids": whole()}).rows
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="JetMoE goes past the attention interface there")
 def test_heads_repeated_one_after_another_are_pruned_and_inspected() -> None:
     model = base("JetMoe", num_key_value_heads=2, kv_channels=8, num_local_experts=2, num_experts_per_tok=2)
     assert len(inspect_model(model, {"input_ids": whole()}).rows) == 8
