@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, device_of, model_inputs, parameters_of
+from levattn.integrations.transformers.calls import as_cache_of, inputs_device, model_inputs, parameters_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
 from levattn.integrations.transformers.heads_table import HeadsTable
 
-__all__ = ["CompressedCache", "check_padding", "places"]
+__all__ = ["CompressedCache", "check_padding", "token_positions"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
@@ -215,7 +215,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     def _read(self, model: Any, ids: Any, mask: Any) -> None:
         """Read further tokens; `mask`: of all positions so far and these."""
-        base, positions = model.base_model, places(model, mask)
+        base, positions = model.base_model, token_positions(model, mask)
         inputs = {} if positions is None else {"position_ids": positions[:, -ids.shape[1] :]}
         with torch.no_grad():
             base(input_ids=ids, attention_mask=mask, use_cache=True, **inputs, **as_cache_of(base, self))
@@ -348,7 +348,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the file cannot be read.
         """
         check_model(model)
-        layers, tokens, present, of = read_context(path, device_of(model))
+        layers, tokens, present, of = read_context(path, inputs_device(model))
         origin = Origin(model, of)
         origin.check_file(path)
         check_layers(path, layers, model)
@@ -400,7 +400,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         )
 
 
-def places(model: Any, present: Any) -> Any:
+def token_positions(model: Any, present: Any) -> Any:
     """Return the positions that `generate` gives tokens, (B, n), or None if the model takes none.
 
     RoBERTa and others count otherwise where none are given.
@@ -412,7 +412,7 @@ def places(model: Any, present: Any) -> Any:
 
 def check_padding(model: Any, layers: Any, present: Any) -> None:
     """Raise for padding after tokens, if it would fill windows of layers that slide, or count as positions."""
-    slides, counts = any(layer.is_sliding for layer in layers), places(model, present) is None
+    slides, counts = any(layer.is_sliding for layer in layers), token_positions(model, present) is None
     if (slides or counts) and bool((present[:, :-1] & ~present[:, 1:]).any()):
         what = "fill the windows of layers that slide" if slides else "count, as the model takes no position_ids"
         raise ValueError(

@@ -14,7 +14,7 @@ from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, places
+from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
@@ -133,7 +133,7 @@ def compress(
     keeper = _Keeper(cache, present, shares, split)
     base, P = model.base_model, tokens.shape[1]
     check_padding(model, layers, present)
-    positions = places(model, present)
+    positions = token_positions(model, present)
     with torch.no_grad(), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
