@@ -13,8 +13,8 @@ import torch
 __all__ = [
     "as_cache_of",
     "cache_among",
-    "inputs_device",
     "given_to",
+    "inputs_device",
     "layer_of",
     "model_inputs",
     "numbers_among",

@@ -10,7 +10,7 @@ import torch
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned.contract import mapped
 from levattn._kernels.tensors import memory_of, tensor_of
-from levattn.attention.common.space import inputs_device, namespace_of
+from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.checks import Checks
 
@@ -87,8 +87,8 @@ def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any
     sinks, size, window, R = split.counts(count)
     checks = Checks()
     X, along = choice.measured(choice.Sums.of(Q), choice.Sums.of(K, second=False), None, K.dtype, checks).places(K)
-    ones = xp.ones((G, n), dtype=K.dtype, device=inputs_device(K))
-    place = xp.arange(n, device=inputs_device(K))
+    ones = xp.ones((G, n), dtype=K.dtype, device=device_of(K))
+    place = xp.arange(n, device=device_of(K))
     forced = (place < sinks) | (place >= n - window)
     scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None, checks)
     first = xp.broadcast_to(forced, (G, n))
