@@ -46,7 +46,7 @@ UNCOMPRESSED = """
 """
 # Families that go past the attention interface, or add to it what pruning refuses
 UNPRUNED = """
-    axk2 big_bird bloom deepseek_v32 deepseek_v4 diffllama doge dots3_note_text falcon falcon_h1 flint gemma2
+    axk2 big_bird bloom deepseek_v32 deepseek_v4 diffllama doge dory dots3_note_text falcon falcon_h1 flint gemma2
     glm_moe_dsa gpt_neo gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hrm_text hy_v4 inkling_text
     llama4_text longcat_flash megatron-bert mimo_v2_flash minimax mvp olmo_hybrid openai-gpt prophetnet rembert
     roformer rwkv trocr vaultgemma xglm xlnet zaya
@@ -200,4 +200,7 @@ def test_a_compressed_cache_of_all_slots_answers_as_a_dense_one(family: str, imp
 def test_slots_for_all_keys_prune_nothing(family: str, implementation: str) -> None:
     model = tiny(family, implementation, sliding_window=64)  # windows that hold all positions
     found = check(model, PRUNED)
-    assert set(found) == (set(PRUNED) if family in UNPRUNED.split() else set()), found
+    if family in UNPRUNED.split():
+        assert "pruned" in found, f"{family} is pruned: {found}"
+    else:
+        assert not found, found
