@@ -302,7 +302,7 @@ def universal_press(
 def _present(mask: Any, K: Any) -> Any:
     """Return which keys are not padding, (B, 1, S), or None for all: the keys that the last query may see.
 
-    Layers that slide hold the last keys of those for which there is a mask.
+    Layers that slide hold the last of the keys that have a column in the mask.
     """
     if mask is None:
         return None
@@ -313,7 +313,7 @@ def _present(mask: Any, K: Any) -> Any:
 
 
 def _present_rows(mask: Any, m: int) -> Any:
-    """Return which of the last m positions, those of the queries, are not padding, (B, 1, m), or None for all."""
+    """Return which of the last m positions, at which the queries are, hold no padding: (B, 1, m), or None for all."""
     if mask is None:
         return None
     seen = seen_by(mask, m)[..., -m:]  # a window hides earlier positions from the last query, none from itself

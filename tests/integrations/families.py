@@ -75,7 +75,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def model_of(model_type: str, implementation: str | None = None) -> Any:
+def model_of(model_type: str, implementation: str | None = None, **sizes: Any) -> Any:
     """A tiny model of a family, or raise ValueError with the reason why there is none."""
     kind = getattr(transformers, NAMES[model_type], None)
     if kind is None:
@@ -83,7 +83,7 @@ def model_of(model_type: str, implementation: str | None = None) -> Any:
     found: list[Any] = []
     for way in WAYS:
         try:
-            config = _config(CONFIG_MAPPING[model_type], way)
+            config = _config(CONFIG_MAPPING[model_type], way, sizes)
             with torch.device("meta"):
                 size = sum(p.numel() for p in kind(config).parameters())
             if size > LARGEST:
@@ -102,8 +102,8 @@ def model_of(model_type: str, implementation: str | None = None) -> Any:
     raise ValueError(f"cannot be made tiny: {type(found[1]).__name__}: {found[1]}")
 
 
-def _config(kind: Any, way: dict[str, Any]) -> Any:
+def _config(kind: Any, way: dict[str, Any], sizes: dict[str, Any]) -> Any:
     names = options_of(kind)
     if "layer_types" in way and not {"layer_types", "sliding_window"} <= names:
         raise ValueError("has no layers that slide")
-    return kind(**{name: value for name, value in {**SIZES, **way}.items() if name in names})
+    return kind(**{name: value for name, value in {**SIZES, **way, **sizes}.items() if name in names})

@@ -1,4 +1,4 @@
-"""Changed models and compressed caches where their users have them: options of generate, wrappers, offloaded weights."""
+"""Changed models and compressed caches where users have them: options of generate, wrappers, offloaded weights."""
 
 from __future__ import annotations
 
@@ -217,6 +217,7 @@ def test_weights_may_be_elsewhere(how: str, tmp_path: Path) -> None:
     assert inspect_model(moved, {"input_ids": whole()}).rows == inspect_model(model, {"input_ids": whole()}).rows
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="JetMoE goes past the attention interface there")
 def test_heads_repeated_one_after_another_are_pruned_and_inspected() -> None:
     model = base("JetMoe", num_key_value_heads=2, kv_channels=8, num_local_experts=2, num_experts_per_tok=2)
     assert len(inspect_model(model, {"input_ids": whole()}).rows) == 8
@@ -248,7 +249,7 @@ def test_padding_after_tokens_is_refused_where_layers_slide() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("DiffLlama", {"num_key_value_heads": 2}, "DiffLlamaForCausalLM: layer 0 of the model calls chunk on the keys"),
+        ("DiffLlama", {"num_key_value_heads": 2}, "DiffLlamaForCausalLM: layer 0 of the model calls chunk"),
         ("OpenAIGPT", {"n_embd": 32}, "OpenAIGPTModel takes no cache"),
     ],
 )
@@ -275,8 +276,8 @@ def test_compiled_models_compute_the_same(change: str) -> None:
             with prune(model, 12, measure=False):
                 torch.testing.assert_close(compiled(whole())[0], model(whole())[0], rtol=1e-4, atol=1e-4)
             return
-        cache = cache_of(model, 0.5)
+        cache = cache_of(model, {(0, 0): 0.5})
+        fork = cache.copy()
         for asked in (QUESTION, QUESTION[:, :1], QUESTION[:, :1]):
-            found = compiled(asked, **{CACHE: cache})[0]
-            fork = cache_of(model, 0.5) if asked is QUESTION else fork
-            torch.testing.assert_close(found, model(asked, **{CACHE: fork})[0], rtol=1e-4, atol=1e-4)
+            expected = model(asked, **{CACHE: fork})[0]
+            torch.testing.assert_close(compiled(asked, **{CACHE: cache})[0], expected, rtol=1e-4, atol=1e-4)

@@ -13,8 +13,8 @@ import torch
 __all__ = [
     "as_cache_of",
     "cache_among",
-    "device_of",
     "given_to",
+    "inputs_device",
     "layer_of",
     "model_inputs",
     "numbers_among",
@@ -71,7 +71,7 @@ def model_inputs(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def device_of(model: Any) -> Any:
+def inputs_device(model: Any) -> Any:
     """Return the device of a model's inputs: the CPU where accelerate brings weights that are elsewhere."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import device_of, layer_of, model_inputs, parameters_of
+from levattn.integrations.transformers.calls import inputs_device, layer_of, model_inputs, parameters_of
 from levattn.integrations.transformers.interface import Interface, Probe
 
 __all__ = ["ModelLayer", "attention_modules", "discovered", "shared_configs"]
@@ -120,7 +120,7 @@ def _holds_another(module: Any) -> bool:
 def _inputs(model: Any) -> dict[str, Any]:
     """Return a few tokens or a small image, as the model expects."""
     name, names = model.main_input_name, parameters_of(model)[0]
-    device = device_of(model)
+    device = inputs_device(model)
     if name == "input_ids":
         inputs = {name: torch.zeros((1, _POSITIONS), dtype=torch.int64, device=device)}
         if "attention_mask" in names:

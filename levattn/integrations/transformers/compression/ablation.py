@@ -12,7 +12,7 @@ from torch import nn
 
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
-from levattn.integrations.transformers.calls import as_cache_of, device_of
+from levattn.integrations.transformers.calls import as_cache_of, inputs_device
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
@@ -160,7 +160,7 @@ class _Trial:
     @classmethod
     def of(cls, model: Any, task: Task, share: float) -> _Trial:
         """Read the context of a task."""
-        context = task.context[None].to(device_of(model))
+        context = task.context[None].to(inputs_device(model))
         whole = compress(model, context, budget=1.0)
         light = compress(model, context, budget=dict.fromkeys(_heads(whole), share))
         return cls(model, task, whole, light)
@@ -170,7 +170,7 @@ class _Trial:
 
         A whole head is cut. A cut head is made whole, and the curves convert its gain into the cost of a cut.
         """
-        low = compress(self.model, self.task.context[None].to(device_of(self.model)), budget=shares)
+        low = compress(self.model, self.task.context[None].to(inputs_device(self.model)), budget=shares)
         losses, found = _Losses(self.model, self.task, low), {}
         for (layer, head), kept in shares.items():
             changed = _exchanged(low, self.light if kept == 1 else self.whole, layer, head)
@@ -225,6 +225,6 @@ def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head:
 
 def _loss(model: Any, cache: CompressedCache, tokens: Any) -> Any:
     """Return the loss of each token after the first, (n - 1,), of numpy."""
-    tokens = tokens.to(device_of(model))
+    tokens = tokens.to(inputs_device(model))
     logits = model(tokens[None], **as_cache_of(model, cache)).logits[0, :-1].float()
     return nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()

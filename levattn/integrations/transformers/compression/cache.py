@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, device_of, model_inputs, parameters_of
+from levattn.integrations.transformers.calls import as_cache_of, inputs_device, model_inputs, parameters_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
 from levattn.integrations.transformers.heads_table import HeadsTable
 
-__all__ = ["CompressedCache", "check_padding", "places"]
+__all__ = ["CompressedCache", "check_padding", "token_positions"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
@@ -172,7 +172,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
-        check_padding(self.layers, seen.bool())
+        check_padding(model, self.layers, seen.bool())
         length = before.shape[1]
         beams, many = (int(_option(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
         cache = self.copy() if beams > 1 or many > 1 else self
@@ -283,7 +283,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     def _read(self, model: Any, ids: Any, mask: Any) -> None:
         """Read further tokens; `mask`: of all positions so far and these."""
-        base, positions = model.base_model, places(model, mask)
+        base, positions = model.base_model, token_positions(model, mask)
         inputs = {} if positions is None else {"position_ids": positions[:, -ids.shape[1] :]}
         with torch.no_grad():
             base(input_ids=ids, attention_mask=mask, use_cache=True, **inputs, **as_cache_of(base, self))
@@ -420,7 +420,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the file cannot be read.
         """
         check_model(model)
-        layers, tokens, present, of = read_context(path, device_of(model))
+        layers, tokens, present, of = read_context(path, inputs_device(model))
         origin = Origin(model, of)
         origin.check_file(path)
         check_layers(path, layers, model)
@@ -472,7 +472,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         )
 
 
-def places(model: Any, present: Any) -> Any:
+def token_positions(model: Any, present: Any) -> Any:
     """Return the positions that `generate` gives tokens, (B, n), or None if the model takes none.
 
     RoBERTa and others count otherwise where none are given.
@@ -482,12 +482,14 @@ def places(model: Any, present: Any) -> Any:
     return (present.long().cumsum(1) - 1).clamp(min=0)
 
 
-def check_padding(layers: Any, present: Any) -> None:
-    """Raise if padding after tokens would fill windows of layers that slide: these count positions, not tokens."""
-    if any(layer.is_sliding for layer in layers) and bool((present[:, :-1] & ~present[:, 1:]).any()):
+def check_padding(model: Any, layers: Any, present: Any) -> None:
+    """Raise for padding after tokens, if it would fill windows of layers that slide, or count as positions."""
+    slides, counts = any(layer.is_sliding for layer in layers), token_positions(model, present) is None
+    if (slides or counts) and bool((present[:, :-1] & ~present[:, 1:]).any()):
+        what = "fill the windows of layers that slide" if slides else "count, as the model takes no position_ids"
         raise ValueError(
-            "a sequence has padding after tokens, which would fill the windows of layers that slide; expected padding "
-            "on the left alone. Give padding_side='left' to the tokenizer, or one sequence at a time"
+            f"a sequence has padding after tokens, which would {what}; expected padding on the left alone. Give "
+            "padding_side='left' to the tokenizer, or one sequence at a time"
         )
 
 
@@ -548,7 +550,7 @@ def _told(model: Any, answer: Any, options: dict[str, Any]) -> Any:
 
 
 def _generated(model: Any, whole: Any, length: int, **options: Any) -> Any:
-    """Return what `generate` makes of all tokens, the first of which are in a cache.
+    """Return the output of `generate` for all tokens, the first of which are in a cache.
 
     With drafts, releases of transformers read these again, so they are given the question alone.
     """

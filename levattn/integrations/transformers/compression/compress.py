@@ -14,7 +14,7 @@ from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, places
+from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
@@ -100,7 +100,8 @@ def compress(
     ------
     TypeError, ValueError
         If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
-        `prune` refuses. If its positions are learned, and the context has more.
+        `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
+        positions are learned, and the context has more. If padding follows tokens, and layers slide.
 
     Notes
     -----
@@ -141,8 +142,8 @@ def compress(
     cache = CompressedCache(layers, tokens, present, Origin(model))
     keeper = _Keeper(cache, present, shares, split, renew_every)
     base, P = model.base_model, tokens.shape[1]
-    check_padding(layers, present)
-    positions = places(model, present)
+    check_padding(model, layers, present)
+    positions = token_positions(model, present)
     with torch.no_grad(), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
             last = min(first + chunk, P)

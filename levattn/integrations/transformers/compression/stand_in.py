@@ -19,7 +19,7 @@ __all__ = ["Asked", "Reading", "UnreadError", "handed_over"]
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What attention asks for: queries (B, H, T, d), a mask as transformers makes it, and the scale of logits."""
+    """The request of attention: queries (B, H, T, d), a mask as transformers makes it, and the scale of logits."""
 
     q: Any
     mask: Any
@@ -34,9 +34,17 @@ class UnreadError(ValueError):
 class Reading(Protocol):
     """A call of a layer that reads a cache."""
 
-    number: int  # of the layer
-    rows: int  # positions of the call
-    real: tuple[Any, Any] | None  # keys and values that the model's attention reads itself, if it can
+    @property
+    def number(self) -> int:
+        """The number of the layer."""
+
+    @property
+    def rows(self) -> int:
+        """Positions of the call."""
+
+    @property
+    def real(self) -> tuple[Any, Any] | None:
+        """Keys and values that the model's attention reads itself, if it can."""
 
     def answered(self, asked: Asked) -> Any:
         """Return the output (B, H, T, D), or None if the model's attention computes it from `real`."""
@@ -44,7 +52,7 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Record:
-    """What has been done to keys or values, or to the logits or weights of attention."""
+    """A record of the steps so far on keys or values, or on the logits or weights of attention."""
 
     reading: Reading
     kind: str  # "keys", "values", "logits" or "weights"
@@ -58,7 +66,7 @@ class _Record:
     mask: Any = None
 
 
-class _StandIn(torch.Tensor):
+class _StandIn(torch.Tensor):  # type: ignore[misc]
     """A tensor with a shape and no numbers."""
 
     record: _Record
@@ -100,7 +108,7 @@ def _made(record: _Record, shape: Any, dtype: Any, device: Any) -> _StandIn:
     held = record.real
     if held is not None:
         shape, dtype = held.shape, held.dtype
-    found = torch.Tensor._make_wrapper_subclass(_StandIn, tuple(shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+    found = torch.Tensor._make_wrapper_subclass(_StandIn, tuple(shape), dtype=dtype, device=device)
     found.record = record
     return found  # type: ignore[no-any-return]
 
@@ -114,8 +122,8 @@ def _refusal(name: str, args: Any) -> Exception:
         )
     return UnreadError(
         f"layer {number} of the model calls {name} on the keys of a cache of levattn, or on what came of them; "
-        "expected attention of the kind 'sdpa' or 'eager' without attention weights, dropout, sinks or other additions. Call "
-        "model.set_attn_implementation('sdpa'), or give a DynamicCache"
+        "expected attention of the kind 'sdpa' or 'eager' without attention weights, dropout, sinks or other "
+        "additions. Call model.set_attn_implementation('sdpa'), or give a DynamicCache"
     )
 
 
@@ -154,7 +162,7 @@ def _stays(function: Any, x: _StandIn, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(function: Any, x: _StandIn, index: Any) -> Any:
-    """An axis before that of positions, for copies of heads; or slices that take all."""
+    """Insert an axis before the axis of positions, for copies of heads; or take all by slices."""
     index = index if isinstance(index, tuple) else (index,)
     if x.record.kind not in ("keys", "values") or Ellipsis in [i for i in index if not isinstance(i, slice)]:
         return None
@@ -291,8 +299,9 @@ def _masked(function: Any, a: Any, b: Any) -> Any:
     return _after(function, x, x.shape, mask, mask=mask)
 
 
-def _softmax(function: Any, x: _StandIn, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+def _softmax(function: Any, x: _StandIn, dim: int | None = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
     record = x.record
+    dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
     if record.kind != "logits" or dim not in (-1, 3) or record.bounded != (record.bound is not None):
         return None
     of = None if record.real is None else torch.softmax(record.real, -1, dtype=dtype)

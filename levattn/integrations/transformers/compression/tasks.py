@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from levattn.integrations.transformers.calls import device_of
+from levattn.integrations.transformers.calls import inputs_device
 
 __all__ = ["Task", "made_up", "written_by"]
 
@@ -67,7 +67,7 @@ def written_by(model: Any, tokenizer: Any, count: int, length: int, seed: int) -
     """Return texts (length,) that a model samples token by token, each in several pieces."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     pieces = -(-length // _PIECE)
-    start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=device_of(model))
+    start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=inputs_device(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = model.generate(

@@ -17,7 +17,7 @@ from levattn.integrations.transformers.calls import numbers_among, whole_numbers
 from levattn.integrations.transformers.changes import PART, Changes, check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
 from levattn.integrations.transformers.discovery import ModelLayer, discovered
-from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions
+from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions
 from levattn.integrations.transformers.pruning.interface import PRUNED, LayerPruning, register
 from levattn.integrations.transformers.pruning.layers import (
     budgets_of,
