@@ -70,24 +70,19 @@ def share_blocks(
     if not whole:
         step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
     rows, complete = _read(keys, order) if whole else None, len(order) == len(all_keys)
-    largest, least, given, asked = np.zeros(keys.d), np.full(keys.d, np.inf), keys, Q
-    lost = faint = np.zeros(len(Q), np.bool_)
-    for start in range(0, len(all_keys), width):
-        some = np.abs(_read(keys, all_keys[start : start + width]) if rows is None or not complete else rows)
-        largest = np.maximum(largest, some.max(axis=0))
-        least = np.minimum(least, np.min(some, axis=0, initial=np.inf, where=some > 0))
+    lost, given, asked = np.zeros(len(Q), np.bool_), keys, Q
+    largest, least = _extremes(keys, all_keys, width, rows if complete else None)
+    faint = _faint(f, Q, largest, least)
     if isinstance(f, Power):
-        faint = _faint(Q, largest, least) if f.p < 1 else faint
         Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
         rows = rows if rows is None or keys is given else _read(keys, order)
     Q, f = _of_larger_parameter(Q, f, largest)
     alone, later = rows if elsewhere is None and complete else None, list[Int64]()
     attention = _Attention(keys, present, f, largest, level, together)
-    noises = attention.noise(Q)
     for first in range(0, len(Q), step):
         part: slice | Int64 = slice(first, min(first + step, len(Q)))
         rest = None if elsewhere is None else elsewhere[part]
-        mine, noise = Q[part], noises[part]
+        mine, noise = Q[part], attention.noise(Q[part])
         D, A, error = attention.in_float64(mine, noise, alone, rest)
         vanished = attention.vanished(mine, D)
         if len(vanished) and not isinstance(f, Power):
@@ -111,7 +106,7 @@ def share_blocks(
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
             if faint.any():
-                A, error = _above_zero(A, error, faint[part], asked[part], _read(given, places), f.p)
+                A, error = _above_zero(A, error, faint[part], asked[part], _read(given, places), f)
             yield part, places, A, error
     for again in later:
         g = _of_tiny_products(f, Q[again], largest)
@@ -119,8 +114,20 @@ def share_blocks(
             yield again[part], places, A, error
 
 
-def _faint(Q: Float64, largest: Float64, least: Float64) -> Flags:
-    """Tell which queries have products with some keys that may vanish beside their largest; least: entries, or inf."""
+def _extremes(keys: Matrices, places: Int64, width: int, read: Float64 | None) -> tuple[Float64, Float64]:
+    """Return the largest and the least size of the entries of each column; 0 and infinity of none but zeros."""
+    largest, least = np.zeros(keys.d), np.full(keys.d, np.inf)
+    for start in range(0, len(places), width):
+        some = np.abs(_read(keys, places[start : start + width]) if read is None else read)
+        largest = np.maximum(largest, some.max(axis=0, initial=0.0))
+        least = np.minimum(least, np.min(some, axis=0, initial=np.inf, where=some > 0))
+    return largest, least
+
+
+def _faint(f: Any, Q: Float64, largest: Float64, least: Float64) -> Flags:
+    """Tell which queries have products that may vanish beside their largest, for powers below 1; least: of entries."""
+    if not (isinstance(f, Power) and f.p < 1):
+        return np.zeros(len(Q), np.bool_)
     exponents = [np.frexp(np.where((x > 0) & np.isfinite(x), x, 1.0))[1] for x in (np.abs(Q), largest, least)]
     there = (Q != 0) & (largest > 0)
     high = np.where(there, exponents[0] + exponents[1], -(2**20)).max(axis=1, initial=-(2**20))
@@ -129,10 +136,10 @@ def _faint(Q: Float64, largest: Float64, least: Float64) -> Flags:
 
 
 def _above_zero(
-    A: Float64, error: Float64, faint: Flags, Q: Float64, rows: Float64, p: float
+    A: Float64, error: Float64, faint: Flags, Q: Float64, rows: Float64, f: Any
 ) -> tuple[Float64, Float64]:
     """Return shares of a power below 1, and their errors, with a bound in place of shares that may have vanished."""
-    bound = _FAINT**p
+    bound = _FAINT**f.p
     meets = np.zeros(A.shape, np.bool_)
     meets[faint] = ((Q[faint] != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T) > 0
     A = np.where(meets & (bound > A), bound, A)

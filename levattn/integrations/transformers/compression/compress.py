@@ -21,7 +21,7 @@ from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,
-    Slots,
+    SlotArrays,
     Split,
     appended,
     padded_together,
@@ -84,9 +84,9 @@ def compress(
         Shares of the other slots of a head for the last positions, and for summaries, at most 256 of a head and chunk.
         Scores select the rest.
     renew_every : int, optional
-        Positions after the context that the cache holds in full, before it compresses them as well. Each head that is
-        cut keeps its number of slots then: those of its slots and of the new keys that the queries so far ask for, the
-        last positions, and summaries of all others. So a long conversation stays in bounded memory, but for heads that
+        Positions after the context that the cache holds in full, before it compresses them as well. A head that is cut
+        then keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions
+        stay, and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that
         keep everything. Never if None.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
@@ -327,7 +327,7 @@ class _Keeper:
             groups.append(padded_together(heads, parts))
         return tuple(groups)
 
-    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> Slots:
+    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> SlotArrays:
         """Return keys, values, log-weights and places for a head of a sequence that keeps a share of its bytes."""
         here = self.present[b, self.first : self.last].to(K.device)
         before = int(self.present[b, : self.first].sum())

@@ -14,9 +14,9 @@ from levattn.integrations.transformers.compression.attended import attended
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,
-    Slots,
+    SlotArrays,
     Split,
-    joined,
+    both_slots,
     padded_together,
     slots_of,
 )
@@ -117,7 +117,7 @@ class _Reading:
 
 
 def seen_by_layer(q: Any, K: Any, present: Any, most: int) -> Seen:
-    """Return what queries (B, H, T, d), times their scale, and keys (B, G, T, d) tell, for each sequence and head.
+    """Return the moments of queries (B, H, T, d), times their scale, and keys (B, G, T, d), of each sequence and head.
 
     `most`: of the queries of a head that are read, about. `present`: (B, T) bool, or None.
     """
@@ -132,9 +132,15 @@ def seen_by_layer(q: Any, K: Any, present: Any, most: int) -> Seen:
 class Renewal:
     """When and how a layer compresses the positions after the context.
 
-    every: positions that the layer holds in full. whole: heads that keep everything. seen: for each sequence and head.
-    counts: (B,) positions of each sequence in its slots, without padding. present: (B, t) bool, of the positions after
-    them, or None for all.
+    every: positions that the layer holds in full.
+
+    whole: heads that keep everything.
+
+    seen: moments for each sequence and head.
+
+    counts: (B,) positions of each sequence in its slots, without padding.
+
+    present: (B, t) bool, of the positions after them, or None for all.
     """
 
     every: int
@@ -158,12 +164,12 @@ class Renewal:
         present = torch.ones(B, t, dtype=torch.bool) if self.present is None else self.present
         counts = self.counts.tolist()
 
-        def of_sequence(group: HeadSlots, b: int) -> Slots:
+        def of_sequence(group: HeadSlots, b: int) -> SlotArrays:
             heads, here = list(group.heads), present[b].to(tail[0].device)
             K, V = (array[b, heads][:, here] for array in tail)
             if self.whole.issuperset(heads):
                 places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
-                return joined(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
+                return both_slots(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
             seen = self.seen.of_items(b * G + np.array(heads))
             return slots_of(seen, K, V, group.keys.shape[2], self.split, counts[b], group.of_sequence(b))
 

@@ -14,9 +14,19 @@ from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.checks import Checks
 
-__all__ = ["HeadSlots", "Seen", "Slots", "Split", "appended", "joined", "padded_together", "slots_of", "together"]
+__all__ = [
+    "HeadSlots",
+    "Seen",
+    "SlotArrays",
+    "Split",
+    "appended",
+    "both_slots",
+    "padded_together",
+    "slots_of",
+    "together",
+]
 
-Slots = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
+SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
 
@@ -69,7 +79,7 @@ class HeadSlots:
         found: HeadSlots = mapped(self, lambda array: array.index_select(1, index))
         return replace(found, heads=heads)
 
-    def of_sequence(self, b: int) -> Slots:
+    def of_sequence(self, b: int) -> SlotArrays:
         """Return the slots of a sequence, as `slots_of` returns them."""
         weight = None if self.log_weight is None else self.log_weight[b]
         return self.keys[b], self.values[b], weight, self.places[b]
@@ -82,22 +92,22 @@ class HeadSlots:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Moments of the queries of some heads, and the sum and number of their keys so far: what a selection knows."""
+    """Moments of the queries of some heads, and the sum and number of their keys so far."""
 
     queries: choice.Sums
     keys: choice.Sums
 
     @classmethod
     def of(cls, Q: Any, K: Any) -> Seen:
-        """Return what queries (G, m, d), times their scale, and keys (G, n, d) tell."""
+        """Return the moments of queries (G, m, d), times their scale, and of keys (G, n, d)."""
         return cls(*(choice.Sums.of(_read(array), second=array is Q) for array in (Q, K)))
 
     def plus(self, other: Seen) -> Seen:
-        """Return what both tell."""
+        """Return the moments of the queries and keys of both."""
         return Seen(self.queries.plus(other.queries), self.keys.plus(other.keys))
 
     def of_items(self, items: Any) -> Seen:
-        """Return what is known of the heads with these numbers, a numpy array."""
+        """Return the moments of the heads with these numbers, a numpy array."""
         return Seen(*(_some(sums, items) for sums in (self.queries, self.keys)))
 
 
@@ -111,7 +121,9 @@ def _read(array: Any) -> Any:
 
 
 @where_arrays_are
-def slots_of(seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 0, held: Slots | None = None) -> Slots:
+def slots_of(
+    seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 0, held: SlotArrays | None = None
+) -> SlotArrays:
     """Return the slots of light heads, at most `count` for each.
 
     `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of the positions before. Slots and new keys
@@ -154,13 +166,13 @@ def slots_of(seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 
     return kept.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
 
 
-def together(parts: list[Slots]) -> Slots:
+def together(parts: list[SlotArrays]) -> SlotArrays:
     """Join the slots of several heads with equal numbers of slots."""
     keys, values, weight, places = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
     return keys, values, weight, places
 
 
-def joined(first: Slots, second: Slots) -> Slots:
+def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
     """Join the slots of the same heads from two parts of a context."""
     weights = None
     if first[2] is not None or second[2] is not None:
@@ -169,11 +181,11 @@ def joined(first: Slots, second: Slots) -> Slots:
     return keys, values, weights, places
 
 
-def _zeros(slots: Slots) -> Any:
+def _zeros(slots: SlotArrays) -> Any:
     return torch.zeros(slots[0].shape[:2], device=slots[0].device)
 
 
-def padded_together(heads: tuple[int, ...], parts: list[Slots]) -> HeadSlots:
+def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlots:
     """Join the slots of several sequences, padding shorter ones with slots without weight."""
     most = max(keys.shape[1] for keys, *_ in parts)
     plain = all(weight is None and keys.shape[1] == most for keys, _, weight, _ in parts)

@@ -113,8 +113,8 @@ def prune(
     -----
     A call takes the time of `pruned_attention` for each group of heads with the same budget, instead of O(n²). For
     shares, each length of sequences makes its own group. A cache keeps all keys and values, which dense heads and the
-    model without pruning read, and also the bounded states of pruned heads: for less memory, `compress` with
-    `renew_every`. States cannot
+    model without pruning read, and also the bounded states of pruned heads. `compress` with `renew_every` takes less
+    memory. States cannot
     forget positions, so assisted generation is refused. Weights (``output_attentions=True``) are the weights of the
     mixture, where each summary spreads its weight over its members; they take O(n²) time and memory. Gradients flow as
     through `pruned_attention`.
