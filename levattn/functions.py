@@ -275,11 +275,12 @@ class Fair(_Scaled):
 
     def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
-        u = np.abs(x) / self.c if self.c > 1e-40 else np.minimum(np.abs(x), 1e300 * self.c) / self.c
+        size = np.abs(x)
+        u = np.minimum(size, 1e300 * self.c) / self.c if self.c < 1 else size / self.c
         near = np.minimum(u, 1e-3)
         series = near * near * (1 / 2 - near * (1 / 3 - near * (1 / 4 - near * (1 / 5 - near / 6))))
-        if self.c <= 1e-40:  # the square of c may vanish
-            return np.asarray(self.c * np.where(u < 1e-3, self.c * series, np.abs(x) - self.c * np.log1p(u)))
+        if self.c < 1:  # its square may vanish, and u is cut where it would be infinite
+            return np.asarray(self.c * np.where(u < 1e-3, self.c * series, size - self.c * np.log1p(u)))
         return np.asarray(self.c**2 * np.where(u < 1e-3, series, u - np.log1p(u)))
 
 

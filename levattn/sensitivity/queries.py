@@ -200,8 +200,8 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
     covariance = apart_from_last(moments) / weight.reshape(-1, 1, 1)
     covariance = _for_items(covariance.reshape(*moments.batch, keys.d, keys.d), 2, moments.batch, keys)
     if moments.decay is not None:  # sums in float64: what is left of the squares may be rounding
-        variance = np.trace(covariance, axis1=1, axis2=2)
-        rounding = _ROUNDING * np.max(np.diagonal(G, axis1=1, axis2=2)[:, :-1], axis=1)
+        variance, squares = (np.diagonal(x, axis1=1, axis2=2) for x in (covariance, G[:, :-1, :-1]))
+        rounding = _ROUNDING * squares
         if ((rounding > _RESOLVED * variance) & (variance != 0)).any():
             raise ValueError(
                 "queries are Moments that decay, too far from zero for their variance to be known; expected Moments "

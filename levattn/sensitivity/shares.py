@@ -36,8 +36,7 @@ _SURE = TIE / 2  # relative error of shares that changes no answer
 _TAME = 500  # largest power of two in the columns of keys that meet queries as they are
 _LEAST_SUM = 2.0**-900  # of powers: terms of a smaller sum may have vanished
 _LEAST_PARAMETER = 2.0**-300  # of a function near x²/2: if a sum of it is below `_LEAST_SUM`, so are its arguments
-_FAINT = 2.0**-1000  # of the largest product of a query: smaller ones may have vanished
-_NEGLIGIBLE = 1e-12  # a share that changes no mean
+_FAINT = 2.0**-1020  # of the largest product of a query: smaller ones may have vanished
 _STEEP = 900  # power from which on no power of two brings a sum into range
 
 
@@ -51,6 +50,7 @@ def share_blocks(
     *,
     level: float = 1.0,
     together: bool = True,
+    safe: bool = False,
 ) -> Iterator[tuple[slice | Int64, Int64, Float64, Float64]]:
     """Yield blocks of the attention of queries (m, d): the queries, the keys, their scores, and errors of the queries.
 
@@ -61,7 +61,8 @@ def share_blocks(
 
     Products are in float64. Their rounding may change a score of at least `level`, or scores that reach it `together`,
     by more than `_SURE`, relative. Then they are computed as in twice the precision. The error is 0 unless such scores
-    remain uncertain: then it bounds their relative error, and is infinite if nothing is known.
+    remain uncertain: then it bounds their relative error, and is infinite if nothing is known. If `safe`, shares of
+    powers below 1 whose products may vanish are bounds.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
@@ -70,9 +71,8 @@ def share_blocks(
     if not whole:
         step, width = _QUERIES, max(1, BLOCK_ENTRIES // max(_QUERIES, Q.shape[1]))
     rows, complete = _read(keys, order) if whole else None, len(order) == len(all_keys)
-    lost, given, asked = np.zeros(len(Q), np.bool_), keys, Q
-    largest, least = _extremes(keys, all_keys, width, rows if complete else None)
-    faint = _faint(f, Q, largest, least)
+    given, asked, lost = keys, Q, np.zeros(len(Q), np.bool_)
+    largest, faint = _sizes(Q, keys, all_keys, width, rows if complete else None, f if safe else None)
     if isinstance(f, Power):
         Q, keys, largest, lost = _tamed(Q, keys, present, largest, f.p)
         rows = rows if rows is None or keys is given else _read(keys, order)
@@ -106,7 +106,7 @@ def share_blocks(
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
             if faint.any():
-                A, error = _above_zero(A, error, faint[part], asked[part], _read(given, places), f)
+                A = _above_zero(A, faint[part], asked[part], _read(given, places), f)
             yield part, places, A, error
     for again in later:
         g = _of_tiny_products(f, Q[again], largest)
@@ -114,20 +114,24 @@ def share_blocks(
             yield again[part], places, A, error
 
 
-def _extremes(keys: Matrices, places: Int64, width: int, read: Float64 | None) -> tuple[Float64, Float64]:
-    """Return the largest and the least size of the entries of each column; 0 and infinity of none but zeros."""
-    largest, least = np.zeros(keys.d), np.full(keys.d, np.inf)
+def _sizes(
+    Q: Float64, keys: Matrices, places: Int64, width: int, read: Float64 | None, f: Any
+) -> tuple[Float64, Flags]:
+    """Return the largest size of the entries of each column, and which queries have products that may vanish.
+
+    These are looked for only if f is a power below 1. `read`: the keys, if they are at hand.
+    """
+    largest, least, below = np.zeros(keys.d), np.full(keys.d, np.inf), isinstance(f, Power) and f.p < 1
     for start in range(0, len(places), width):
         some = np.abs(_read(keys, places[start : start + width]) if read is None else read)
-        largest = np.maximum(largest, some.max(axis=0, initial=0.0))
-        least = np.minimum(least, np.min(some, axis=0, initial=np.inf, where=some > 0))
-    return largest, least
+        largest = np.maximum(largest, some.max(axis=0))
+        if below:
+            least = np.minimum(least, np.min(some, axis=0, initial=np.inf, where=some > 0))
+    return largest, _faint(Q, largest, least) if below else np.zeros(len(Q), np.bool_)
 
 
-def _faint(f: Any, Q: Float64, largest: Float64, least: Float64) -> Flags:
-    """Tell which queries have products that may vanish beside their largest, for powers below 1; least: of entries."""
-    if not (isinstance(f, Power) and f.p < 1):
-        return np.zeros(len(Q), np.bool_)
+def _faint(Q: Float64, largest: Float64, least: Float64) -> Flags:
+    """Tell which queries have products that may vanish beside their largest; least: entries, or inf."""
     exponents = [np.frexp(np.where((x > 0) & np.isfinite(x), x, 1.0))[1] for x in (np.abs(Q), largest, least)]
     there = (Q != 0) & (largest > 0)
     high = np.where(there, exponents[0] + exponents[1], -(2**20)).max(axis=1, initial=-(2**20))
@@ -135,15 +139,12 @@ def _faint(f: Any, Q: Float64, largest: Float64, least: Float64) -> Flags:
     return np.asarray(low - high < np.log2(_FAINT))
 
 
-def _above_zero(
-    A: Float64, error: Float64, faint: Flags, Q: Float64, rows: Float64, f: Any
-) -> tuple[Float64, Float64]:
-    """Return shares of a power below 1, and their errors, with a bound in place of shares that may have vanished."""
-    bound = _FAINT**f.p
+def _above_zero(A: Float64, faint: Flags, Q: Float64, rows: Float64, f: Any) -> Float64:
+    """Return shares of a power below 1, with a bound in place of shares that may have vanished."""
+    bound = _FAINT**f.p  # of products that are subnormal beside a largest of about 1, or 0
     meets = np.zeros(A.shape, np.bool_)
     meets[faint] = ((Q[faint] != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T) > 0
-    A = np.where(meets & (bound > A), bound, A)
-    return A, error if bound < _NEGLIGIBLE else np.where(faint, np.inf, error)
+    return np.where(meets & (bound > A), bound, A)
 
 
 def _parameter(f: Any) -> float:
@@ -259,10 +260,10 @@ class _Attention:
         if not isinstance(self.f, (Power, *_NEAR_SQUARES)):
             return np.zeros(0, np.int64)
         least = _LEAST_SUM * max(1.0, scale_of(self.f) ** 2)
-        enough = least <= D
-        if enough.all():
+        few = ~(least <= D) if isinstance(self.f, Power) else least > D
+        if not few.any():
             return np.zeros(0, np.int64)
-        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & ~enough)
+        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & few)
 
     def raised(self, Q: Float64, which: Int64) -> tuple[Float64, Float64]:
         """Return queries of which some are scaled to a largest product of about 1, and their noise."""

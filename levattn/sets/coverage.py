@@ -72,7 +72,7 @@ class Covered:
         found, doubt = np.zeros(len(Q)), np.zeros(len(Q))  # what rounding leaves uncertain counts as a need
         if self.size is not None:
             for part, _, A, error in share_blocks(
-                Q, keys, present, f, order[self.size :], elsewhere, level=_SMALL, together=False
+                Q, keys, present, f, order[self.size :], elsewhere, level=_SMALL, together=False, safe=True
             ):
                 found[part], doubt[part] = np.maximum(found[part], A.max(axis=1, initial=0.0)), 2 * error
             return np.where(doubt < 1, np.minimum(found + doubt * np.maximum(found, _SMALL), 1.0), 1.0)

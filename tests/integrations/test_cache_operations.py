@@ -530,3 +530,73 @@ def test_a_model_in_another_dtype_than_its_cache_is_refused(dtype: Any) -> None:
         read(model, cache, QUESTION)
     assert isinstance(cache, CompressedCache)
     assert cache.get_seq_length() == CONTEXT
+
+
+def test_a_config_without_caches_is_no_config_for_a_question() -> None:
+    model = decoder()
+    cache, ids = compress(model, tokens(1, CONTEXT), budget=1.0), torch.cat([tokens(1, CONTEXT), QUESTION], 1)
+    expected = model.generate(ids, **GREEDY)[:, CONTEXT:]
+    model.generation_config.use_cache = False
+    for options in ({}, {"use_cache": None}):
+        held = cache.copy()
+        assert torch.equal(held.ask(model, QUESTION, **GREEDY, **options), expected)
+        assert held.get_seq_length() == CONTEXT + 3 + NEW - 1
+    config = transformers.GenerationConfig(use_cache=False, **GREEDY)
+    with pytest.raises(ValueError, match="use_cache is False"):
+        cache.copy().ask(model, QUESTION, generation_config=config)
+
+
+def test_a_question_during_another_is_refused_before_it_reads_anything() -> None:
+    model = decoder()
+    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    expected = cache.copy().ask(model, QUESTION, **GREEDY)
+    refused: list[str] = []
+
+    def ask_again(*_: Any) -> None:
+        with pytest.raises(ValueError, match="answering another question"):
+            cache.ask(model, AGAIN, **GREEDY)
+        refused.append("once")
+
+    hook = model.model.layers[0].register_forward_pre_hook(ask_again)
+    assert torch.equal(cache.ask(model, QUESTION, **GREEDY), expected)
+    hook.remove()
+    assert len(refused) == NEW
+    assert cache.tokens.shape[1] == CONTEXT + 3 + NEW
+
+
+QUESTIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "cache": (lambda: {"past_key_values": 1}, "past_key_values was given to ask"),
+    "positions": (lambda: {"position_ids": torch.arange(3)[None]}, "position_ids was given to ask"),
+    "list": (lambda: {"attention_mask": [[1, 1, 1]]}, "attention_mask is of type list"),
+    "padding": (lambda: {"attention_mask": torch.zeros(1, 3)}, "a row of padding alone"),
+    "two masks": (
+        lambda: {
+            "attention_mask": torch.ones(1, 3),
+            "question": {"input_ids": QUESTION, "attention_mask": torch.ones(1, 3)},
+        },
+        "attention_mask was given, and the question has one",
+    ),
+    "picture": (lambda: {"question": {"input_ids": QUESTION, "pixel_values": torch.ones(1)}}, "question has .*pixel"),
+    "kinds": (
+        lambda: {"question": {"input_ids": QUESTION, "token_type_ids": QUESTION}},
+        "token_type_ids that are not",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_questions_with_what_is_not_read_are_refused(name: str) -> None:
+    given, message = QUESTIONS[name]
+    options = given()
+    model = decoder()
+    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        cache.ask(model, options.pop("question", QUESTION), **options, **GREEDY)
+
+
+def test_a_cache_of_layers_that_slide_is_copied_after_a_call_with_gradients() -> None:
+    model = decoder("Gemma3")
+    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    model(QUESTION, **{CACHE: cache})
+    fork = cache.copy()
+    assert torch.equal(read(model, fork, AGAIN), read(model, cache, AGAIN))

@@ -57,7 +57,9 @@ def test_keys_that_are_alike_lose_nothing(every: int) -> None:
     dense = compress(model, tokens(1, CONTEXT), budget=1.0)
     cut = compress(model, tokens(1, CONTEXT), budget={(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
     for turn in range(3):
-        assert difference(logits(cut, model, turn), logits(dense, model, turn)) < 1e-6  # weights are in float32
+        assert (
+            difference(logits(cut, model, turn), logits(dense, model, turn)) < 1e-5
+        )  # weights are logarithms in float32
     for layer in cut.layers:
         for group in layer.groups:
             assert torch.allclose(group.log_weight.exp().sum(-1), torch.tensor(float(layer.length)))
@@ -101,12 +103,12 @@ def test_rows_and_copies_go_their_own_way() -> None:
     model = base().double()
     first, second = tokens(2, CONTEXT)[:1], tokens(2, CONTEXT)[1:]
     both = compress(model, torch.cat([first, second]), budget=CUT, renew_every=6)
-    alone = compress(model, second, budget=CUT, renew_every=6)
-    assert difference(logits(both, model, 0, 2)[1:], logits(alone, model, 0)) < 1e-12
+    alone = compress(model, torch.cat([second, second]), budget=CUT, renew_every=6)  # batches renew between questions
+    assert difference(logits(both, model, 0, 2)[1:], logits(alone, model, 0, 2)[1:]) < 1e-12
     fork = both.copy()
     fork.batch_select_indices(torch.tensor([1]))
     fork.batch_repeat_interleave(2)
-    expected = logits(alone.copy(), model, 1)
+    expected = logits(alone.copy(), model, 1, 2)[1:]
     for row in logits(fork, model, 1, 2):
         assert difference(row[None], expected) < 1e-12
     assert difference(logits(both, model, 1, 2)[1:], expected) < 1e-12
@@ -132,3 +134,61 @@ def test_gradients_keep_what_they_read() -> None:
     total.backward()
     assert cache.layers[0].length == CONTEXT
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_slots_of_short_sequences_and_of_uneven_heads_hold_every_position_once() -> None:
+    model, ids = base(max_position_embeddings=400).double(), tokens(2, 200)
+    mask = torch.ones_like(ids)
+    mask[1, :180] = 0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.zero_()  # so the weights of summaries are numbers of positions
+    cut = {(0, 0): 0.5, (1, 1): 0.5}
+    uneven = compress(
+        model, tokens(1, 170), budget={(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, chunk=40, renew_every=6
+    )
+    for cache, batch in (
+        (compress(model, {"input_ids": ids, "attention_mask": mask}, budget=cut, renew_every=6), 2),
+        (uneven, 1),
+    ):
+        for turn in range(3):
+            cache.ask(model, question(turn, batch), **GREEDY)
+        for layer in cache.layers:
+            for group in layer.groups:
+                held = torch.ones_like(group.places, dtype=torch.float64)
+                held = held if group.log_weight is None else group.log_weight.double().exp()
+                assert torch.allclose(held.sum(2), layer.renewal.counts.double()[:, None])
+
+
+@pytest.mark.parametrize("every", [2, 5, 8])
+def test_rows_that_end_early_go_on_as_alone(every: int) -> None:
+    model, ids = base().double(), tokens(2, CONTEXT)
+    first = model.generate(torch.cat([ids, question(0, 2)], 1), **GREEDY)[:, CONTEXT + 3 :]
+    end = int(first[1, 1])  # the second row ends with it, before the first row does
+    options = {**GREEDY, "eos_token_id": end}
+    both = compress(model, ids, budget=1.0, renew_every=every)
+    alone = [compress(model, row[None], budget=1.0) for row in ids]
+    for turn in range(3):
+        found = both.ask(model, question(turn, 2), output_logits=True, return_dict_in_generate=True, **options)
+        for row, cache in enumerate(alone):
+            own = cache.ask(model, question(turn), output_logits=True, return_dict_in_generate=True, **options)
+            steps = len(own.logits)
+            assert difference(torch.stack(found.logits[:steps], 1)[row : row + 1], torch.stack(own.logits, 1)) < 1e-11
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_positions_may_be_forgotten_before_slots_are_renewed(cut: int) -> None:
+    model = base().double()
+    asked = torch.cat([torch.zeros(1, 6, dtype=torch.int64), question(0)], 1)
+    mask = (torch.arange(9) > 5)[None].long()
+    cache, dense = (compress(model, tokens(1, CONTEXT), budget=1.0, renew_every=every) for every in (8, None))
+    for held in (cache, dense):
+        held.ask(model, {"input_ids": asked, "attention_mask": mask}, max_new_tokens=1, do_sample=False)
+        held.crop(-cut)
+    assert difference(logits(cache, model, 1), logits(dense, model, 1)) < 1e-11
+
+
+def test_a_file_of_a_cache_that_renews_is_refused(tmp_path: Any) -> None:
+    cache = compress(base(), tokens(1, CONTEXT), budget=CUT, renew_every=5)
+    with pytest.raises(ValueError, match="compressed without renew_every"):
+        cache.save(tmp_path / "cache")

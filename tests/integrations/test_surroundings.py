@@ -73,9 +73,13 @@ def test_drafts_give_the_same_answers_and_the_cache_goes_on(drafts: str) -> None
     further = torch.cat([dense, QUESTION], 1)
     mask = torch.ones_like(further)  # token 0 among them is no padding
     expected = model.generate(further, attention_mask=mask, **GREEDY)[:, dense.shape[1] :]
+    assert torch.equal(cache.copy().ask(model, QUESTION, **options, **GREEDY), expected)
     assert torch.equal(cache.ask(model, QUESTION, **GREEDY), expected)
     length = dense.shape[1]
     found = cache_of(model).ask(model, QUESTION, max_length=length, do_sample=False, pad_token_id=0, **options)
+    assert torch.equal(found, dense[:, CONTEXT:])
+    config = transformers.GenerationConfig(max_length=length, do_sample=False, pad_token_id=0, eos_token_id=39)
+    found = cache_of(model).ask(model, QUESTION, generation_config=config, **options)
     assert torch.equal(found, dense[:, CONTEXT:])
 
 

@@ -649,3 +649,29 @@ def test_decaying_moments_of_equal_queries_and_of_constant_columns_are_taken() -
         moments = Moments(3, decay=0.9).update(np.hstack([rows, np.tile(ones, (len(rows), 1))]))
         scores = levattn.expected_scores(np.eye(2), moments, f=levattn.Huber())
         assert scores.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.01, 0.03, 0.5])
+def test_products_of_zero_count_as_zero_whatever_the_power(p: float) -> None:
+    K = np.array([[1e155, 1e-155], [1.0, -1.0]])
+    np.testing.assert_array_equal(levattn.expected_scores(K, np.array([[1.0, 1.0]]), f=p, method="mean"), [1, 0])
+    K, Q = np.array([[1.0, 0.0], [0.0, 1e-200]]), np.array([[1.0, 1e-105]])
+    share = 1 / (1 + 10.0 ** (305 * p))
+    np.testing.assert_allclose(levattn.expected_scores(K, Q, f=p, method="mean"), [1 - share, share], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("c", "size", "q"), [(1e-30, 1e140, 1e140), (1e-39, 1e135, 1e135), (2.9e-98, 3.5e119, -9.5e90)]
+)
+def test_fair_is_linear_far_beyond_its_parameter(c: float, size: float, q: float) -> None:
+    K, Q, f = np.array([[size], [2 * size]]), np.array([[q]]), levattn.Fair(c)
+    np.testing.assert_allclose(levattn.expected_scores(K, Q, f=f), [1 / 3, 2 / 3], rtol=1e-9)
+    np.testing.assert_allclose(levattn.heavy_attention(Q, K, 0.3, f=f).captured_mass, [1], rtol=1e-9)
+
+
+def test_the_variance_of_each_column_of_decaying_moments_is_known_or_refused() -> None:
+    noise = np.random.default_rng(0).standard_normal((4000, 3))
+    Q = np.column_stack([1e7 + 1e-2 * noise[:, :2], 1e4 * noise[:, 2], np.ones(4000)])
+    K = np.array([[0.0, 0, 0], [50, -50, 0], [-50, 50, 0]])
+    with pytest.raises(ValueError, match="too far from zero for their variance"):
+        levattn.expected_scores(K, Moments(4, decay=1 - 1e-9).update(Q), f="softmax", method="normal")

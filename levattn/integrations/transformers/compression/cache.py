@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, inputs_device, model_inputs, parameters_of
+from levattn.integrations.transformers.calls import as_cache_of, inputs_device, parameters_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
+from levattn.integrations.transformers.compression.questions import (
+    FromQuestionOn,
+    as_question,
+    generated,
+    option_of,
+    told_by,
+)
 from levattn.integrations.transformers.heads_table import HeadsTable
 
 __all__ = ["CompressedCache", "check_padding", "token_positions"]
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
-_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 _FEWEST = 16  # tokens of a context that no question repeats by chance
 
 
@@ -109,9 +115,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         CompressedCache
             Its context is not copied; the positions after the context are.
         """
-        layers = [
-            layer.copy() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in self.layers
-        ]
+        layers = [layer.copy() if isinstance(layer, CompressedLayer) else copy.copy(layer) for layer in self.layers]
         fork = CompressedCache(layers, self.tokens, self.present, self.origin)
         fork.context_length = self.context_length
         return fork
@@ -164,35 +168,48 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the question is empty, begins with the context again, or has another number of rows. If the model is
             another one, or an option excludes caches. If another thread asks this cache.
         """
-        ids, mask = _question(question)
+        ids, mask = as_question(question, options.pop("attention_mask", None))
+        with self._kept():
+            return self._answered(model, ids, mask, options)
+
+    def _answered(self, model: Any, ids: Any, mask: Any, options: dict[str, Any]) -> Any:
         self._check(model, ids, options)
-        given = options.pop("attention_mask", None)
-        mask = mask if given is None else given
-        if tuple(mask.shape) != tuple(ids.shape):
-            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)}")
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
         check_padding(model, self.layers, seen.bool())
         length = before.shape[1]
-        beams, many = (int(_option(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
+        beams, many = (int(option_of(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
+        self._renew_before(present.bool(), paused=len(ids) > 1)
         cache = self.copy() if beams > 1 or many > 1 else self
         if cache is not self:
             cache.batch_repeat_interleave(max(beams, many))
         streamer = options.get("streamer")
         if streamer is not None:
-            options["streamer"] = _FromQuestionOn(streamer, length)
-        with self._kept():
-            found = _generated(model, whole, length, attention_mask=seen, **as_cache_of(model, cache), **options)
-            sequences = found if isinstance(found, torch.Tensor) else found.sequences
-            if many == 1:
-                told = torch.cat([seen.bool(), _told(model, sequences[:, whole.shape[1] :], options)], 1)
-                if cache is not self:
-                    self._read(model, sequences[:, self.get_seq_length() : -1], told[:, :-1])
-                self.tokens, self.present = sequences.to(self.tokens), told.to(self.present)
+            options["streamer"] = FromQuestionOn(streamer, length)
+        given = {**as_cache_of(model, cache), **options, "use_cache": True}
+        found = generated(model, whole, cache.get_seq_length(), attention_mask=seen, **given)
+        sequences = found if isinstance(found, torch.Tensor) else found.sequences
+        if many == 1:
+            told = torch.cat([seen.bool(), told_by(model, sequences[:, whole.shape[1] :], options)], 1)
+            if cache is not self:
+                self._read(model, sequences[:, self.get_seq_length() : -1], told[:, :-1])
+            self.tokens, self.present = sequences.to(self.tokens), told.to(self.present)
+        self._renew_before(None, paused=False)
         if isinstance(found, torch.Tensor):
             return found[:, length:]
         found.sequences = sequences[:, length:]
         return found
+
+    def _renew_before(self, present: Any, *, paused: bool) -> None:
+        """Let layers renew their slots, knowing the padding so far (B, n); then let them wait if `paused`."""
+        for layer in self.layers:
+            renewal = getattr(layer, "renewal", None)
+            if renewal is None:
+                continue
+            if present is not None and paused:
+                renewal.present = present[:, layer.length : layer.get_seq_length()]
+                layer.renew()
+            renewal.paused = paused
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -264,8 +281,12 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if not hasattr(model, "generate"):
             raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
         self.origin.check(model)
-        if options.get("use_cache") is False:
+        config = options.get("generation_config")
+        if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
             raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        for name in ("cache", "past_key_values", "position_ids", "inputs_embeds"):
+            if options.get(name) is not None:
+                raise ValueError(f"{name} was given to ask; expected options of generate alone, as the cache has it")
         if len(ids) != len(self.tokens):
             raise ValueError(
                 f"question has {len(ids)} rows and the cache {len(self.tokens)}; expected as many. Call "
@@ -386,6 +407,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         ImportError
             If safetensors is not installed.
         """
+        if any(getattr(layer, "renewal", None) is not None for layer in self.layers):
+            raise ValueError(
+                "the cache renews its slots, and files do not hold the statistics for it; expected a cache that was "
+                "compressed without renew_every. Compress the context again where it is used"
+            )
         more = self.get_seq_length() - self.context_length
         if more:
             raise ValueError(
@@ -496,90 +522,3 @@ def check_padding(model: Any, layers: Any, present: Any) -> None:
 def _dense_bytes(layer: Any) -> int:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     return sum(part.numel() * part.element_size() for part in (keys, values) if part is not None)
-
-
-def _question(question: Any) -> tuple[Any, Any]:
-    """Return the tokens of a question and its mask, or raise."""
-    mask = None
-    if isinstance(question, Mapping):
-        given = model_inputs("question", question)
-        if "input_ids" not in given:
-            raise ValueError(f"question has {sorted(given)}; expected input_ids and perhaps attention_mask")
-        question, mask = given["input_ids"], given.get("attention_mask")
-    if isinstance(question, torch.Tensor) and question.ndim == 2 and not question.shape[1]:
-        raise ValueError("question has no tokens; expected at least one in each row")  # of any type, for tokenizers
-    if (
-        not isinstance(question, torch.Tensor)
-        or question.ndim != 2
-        or question.dtype not in (torch.int64, torch.int32)
-    ):
-        shown = f"{question.dtype} {tuple(question.shape)}" if isinstance(question, torch.Tensor) else type(question)
-        raise TypeError(
-            f"question is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
-            "tokenizer(text, return_tensors='pt')"
-        )
-    return question, torch.ones_like(question) if mask is None else mask
-
-
-def _option(model: Any, options: dict[str, Any], name: str) -> Any:
-    """Return an option of `generate` as it takes it: from its keywords, or from its configurations."""
-    if name in options:
-        return options[name]
-    for config in (options.get("generation_config"), model.generation_config):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    return None
-
-
-def _told(model: Any, answer: Any, options: dict[str, Any]) -> Any:
-    """Return which tokens of answers are no padding: all up to the first token of the end.
-
-    A row that a criterion of its own stopped is filled with padding from there on.
-    """
-    ends = _option(model, options, "eos_token_id")
-    if ends is None:
-        return torch.ones_like(answer, dtype=torch.bool)  # then all rows go on to the end
-    ends = torch.as_tensor(ends, device=answer.device).reshape(-1)
-    is_end = torch.isin(answer, ends)
-    told = is_end.cumsum(1) - is_end.long() == 0
-    if _option(model, options, "stop_strings") is not None or options.get("stopping_criteria"):
-        pad = _option(model, options, "pad_token_id")
-        pad = ends[0] if pad is None else torch.as_tensor(pad, device=answer.device)
-        told &= (answer != pad).flip(1).cumsum(1).flip(1).bool() | is_end
-    return told
-
-
-def _generated(model: Any, whole: Any, length: int, **options: Any) -> Any:
-    """Return the output of `generate` for all tokens, the first of which are in a cache.
-
-    With drafts, releases of transformers read these again, so they are given the question alone.
-    """
-    drafts = any(_option(model, options, name) for name in _DRAFTS)
-    if not drafts or "next_sequence_length" not in parameters_of(model, "prepare_inputs_for_generation")[0]:
-        return model.generate(whole, **options)
-    if isinstance(options.get("streamer"), _FromQuestionOn):
-        options["streamer"] = options["streamer"].streamer
-    if options.get("max_length") is not None:
-        options["max_length"] -= length
-    found = model.generate(whole[:, length:], **options)
-    if isinstance(found, torch.Tensor):
-        return torch.cat([whole[:, :length], found], 1)
-    found.sequences = torch.cat([whole[:, :length], found.sequences], 1)
-    return found
-
-
-class _FromQuestionOn:
-    """A streamer that hands on all but the first tokens of a prompt."""
-
-    def __init__(self, streamer: Any, length: int) -> None:
-        self.streamer, self._length = streamer, length
-
-    def put(self, value: Any) -> None:
-        """Take the prompt, and then each token."""
-        if self._length:
-            value, self._length = value[..., self._length :], 0
-        self.streamer.put(value)
-
-    def end(self) -> None:
-        """Take notice of the end."""
-        self.streamer.end()

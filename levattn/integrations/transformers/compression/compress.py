@@ -15,7 +15,7 @@ from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, model_inputs
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
-from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
+from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
@@ -87,7 +87,8 @@ def compress(
         Positions after the context that the cache holds in full, before it compresses them as well. A head that is cut
         then keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions
         stay, and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that
-        keep everything. Never if None.
+        keep everything. Never if None. In a batch, `CompressedCache.ask` does it between questions, as rows may end
+        early. Padding counts in the statistics of the queries, so a head that is cut may choose other keys than alone.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -306,7 +307,8 @@ class _Keeper:
                 shares = self.shares.of_layer(layer.number, len(heads))
                 whole = frozenset(head for head in heads if shares[head] == 1)
                 counts = self.present.sum(1).cpu()
-                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], counts)
+                slots = torch.stack([slot_counts(group) for group in layer.groups])
+                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], counts, slots)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each share."""

@@ -23,7 +23,7 @@ from levattn.integrations.transformers.compression.slots import (
 from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
 from levattn.integrations.transformers.masks import padding_and_kind
 
-__all__ = ["CompressedLayer", "Look", "Renewal", "Tail", "seen_by_layer"]
+__all__ = ["CompressedLayer", "Look", "Renewal", "Tail", "seen_by_layer", "slot_counts"]
 
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
@@ -128,6 +128,13 @@ def seen_by_layer(q: Any, K: Any, present: Any, most: int) -> Seen:
     return Seen.of(q.flatten(2, 3).flatten(0, 1), K.flatten(0, 1))
 
 
+def slot_counts(group: HeadSlots) -> Any:
+    """Return the number of slots of each sequence, (B,), the most of its heads."""
+    if group.log_weight is None:
+        return torch.full((len(group.keys),), group.keys.shape[2])
+    return (group.log_weight > -torch.inf).sum(2).amax(1).cpu()
+
+
 @dataclass
 class Renewal:
     """When and how a layer compresses the positions after the context.
@@ -140,7 +147,11 @@ class Renewal:
 
     counts: (B,) positions of each sequence in its slots, without padding.
 
+    slots: (groups, B) how many slots a head has in each sequence.
+
     present: (B, t) bool, of the positions after them, or None for all.
+
+    paused: whether it waits, because no mask tells yet which positions are padding.
     """
 
     every: int
@@ -148,7 +159,9 @@ class Renewal:
     whole: frozenset[int]
     seen: Seen
     counts: Any
+    slots: Any
     present: Any = None
+    paused: bool = False
 
     def take(self, q: Any, K: Any, present: Any) -> None:
         """Learn from the queries (B, H, T, d) of a call, times their scale; K: of all positions after the slots."""
@@ -161,19 +174,23 @@ class Renewal:
     def renewed(self, groups: tuple[HeadSlots, ...], tail: tuple[Any, Any]) -> tuple[HeadSlots, ...]:
         """Return the slots of all positions so far, as many as before in each head that is cut."""
         B, G, t, _ = tail[0].shape
-        present = torch.ones(B, t, dtype=torch.bool) if self.present is None else self.present
+        present = torch.ones(B, t, dtype=torch.bool) if self.present is None else self.present[:, :t]
         counts = self.counts.tolist()
 
-        def of_sequence(group: HeadSlots, b: int) -> SlotArrays:
+        def of_sequence(i: int, b: int) -> SlotArrays:
+            group = groups[i]
             heads, here = list(group.heads), present[b].to(tail[0].device)
             K, V = (array[b, heads][:, here] for array in tail)
             if self.whole.issuperset(heads):
                 places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
                 return both_slots(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
+            if not K.shape[1]:
+                return group.of_sequence(b)
             seen = self.seen.of_items(b * G + np.array(heads))
-            return slots_of(seen, K, V, group.keys.shape[2], self.split, counts[b], group.of_sequence(b))
+            return slots_of(seen, K, V, int(self.slots[i, b]), self.split, counts[b], group.of_sequence(b))
 
-        found = [padded_together(group.heads, [of_sequence(group, b) for b in range(B)]) for group in groups]
+        parts = [[of_sequence(i, b) for b in range(B)] for i in range(len(groups))]
+        found = [padded_together(group.heads, part) for group, part in zip(groups, parts, strict=True)]
         self.counts, self.present = self.counts + present.sum(1).cpu(), None
         return tuple(found)
 
@@ -181,7 +198,9 @@ class Renewal:
         """Return the same for the sequences with these numbers."""
         items = (rows.cpu()[:, None] * heads + torch.arange(heads)).reshape(-1).numpy()
         present = None if self.present is None else self.present[rows.to(self.present.device)]
-        return replace(self, seen=self.seen.of_items(items), counts=self.counts[rows.cpu()], present=present)
+        rows = rows.cpu()
+        moved = {"counts": self.counts[rows], "slots": self.slots[:, rows], "present": present}
+        return replace(self, seen=self.seen.of_items(items), **moved)
 
 
 class CompressedLayer(DynamicLayer):  # type: ignore[misc]
@@ -203,7 +222,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         rows = key_states.shape[2]
         if self.look is None:
             self._check(key_states, value_states)
-            self._renew()
+            self.renew()
             self.tail.append(key_states, value_states)
             tail = self.tail.arrays
         else:
@@ -223,10 +242,12 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
                     "Compress the context with this model"
                 )
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Compress the positions after the slots, if there are enough of them."""
         renewal = self.renewal
-        if renewal is None or self.tail.length < renewal.every or any(a.requires_grad for a in self.tail.arrays):
+        if renewal is None or renewal.paused or self.tail.length < renewal.every:
+            return
+        if any(array.requires_grad for array in self.tail.arrays):
             return
         with torch.no_grad():
             self.groups = renewal.renewed(self.groups, self.tail.arrays)

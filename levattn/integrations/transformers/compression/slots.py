@@ -145,21 +145,25 @@ def slots_of(
     X, along = choice.measured(seen.queries, seen.keys, None, K.dtype, checks).places(K)
     scores, clusters = choice.scored("residual" if R else "expected", X, along, mass, R, None, checks)
     scores = xp.where(place >= 0, scores, xp.full_like(scores, -xp.inf))
-    forced = ((place >= 0) & (place < sinks)) | (place >= end - window)
+    forced = (place >= 0) & ((place < sinks) | (place >= end - window))
     sure = sinks + window if held is None else None
-    order, _, flags = choice.chosen(scores, size, None, forced, sure, checks)
+    order, counts, flags = choice.chosen(scores, size, None, forced, sure, checks)
     checks.settle()
     kept, values, places = (choice.rows_at(array, order) for array in (K, V, place))
-    weight = None
+    weight, logs = None, xp.zeros_like(scores[:, : order.shape[1]])
+    if counts is not None:  # of a head with fewer keys, the other rows are none
+        there = xp.arange(order.shape[1], device=device_of(K)) < counts[:, None]
+        weight = logs = xp.where(there, logs, xp.full_like(logs, -xp.inf))
+        places = xp.where(there, places, xp.full_like(places, -1))
     if R:
         left = xp.where(flags, xp.zeros_like(mass), mass)
         items = Summaries(mass, mass[..., None] * K, mass[..., None] * V, xp.zeros_like(mass), xp.ones_like(mass))
         _, _, sums = choice.grouped(X, along, items, left, R, None, clusters)
         means, total = choice.means_of(sums)
-        logs = xp.where(sums.count > 0, xp.log(total) - sums.offset / total, xp.full_like(total, -xp.inf))
+        heavy = xp.where(sums.count > 0, xp.log(total) - sums.offset / total, xp.full_like(total, -xp.inf))
         kept = xp.concat([kept, means], axis=1)
         values = xp.concat([values, sums.values / total[..., None]], axis=1)
-        weight = xp.concat([xp.zeros_like(scores[:, : order.shape[1]]), logs], axis=1)
+        weight = xp.concat([logs, heavy], axis=1)
         places = xp.concat([places, xp.full_like(sums.count, -1, dtype=places.dtype)], axis=1)
     kept, values, places = map(tensor_of, (kept, values, places))
     weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
