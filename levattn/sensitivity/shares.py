@@ -81,8 +81,7 @@ def share_blocks(
     attention = _Attention(keys, present, f, largest, level, together)
     for first in range(0, len(Q), step):
         part: slice | Int64 = slice(first, min(first + step, len(Q)))
-        rest = None if elsewhere is None else elsewhere[part]
-        mine, noise = Q[part], attention.noise(Q[part])
+        mine, noise, rest = Q[part], attention.noise(Q[part]), None if elsewhere is None else elsewhere[part]
         D, A, error = attention.in_float64(mine, noise, alone, rest)
         vanished = attention.vanished(mine, D)
         if len(vanished) and not isinstance(f, Power):
@@ -98,6 +97,7 @@ def share_blocks(
         if len(doubtful):
             D[doubtful], few = attention.precisely(mine[doubtful], None if rest is None else rest[doubtful])
             error[doubtful] = np.where(few <= _SURE, 0.0, np.where(lost[part][doubtful], np.inf, few))
+        error[lost[part] & (D == 0)] = np.inf  # products that vanished may be all that there are
         for start in range(0, len(order), width):
             places = order[start : start + width]
             read = _read(keys, places) if rows is None else rows

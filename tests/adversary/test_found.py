@@ -322,3 +322,12 @@ def test_what_a_set_leaves_out_counts_although_its_products_vanish(p: float, f: 
     assert share <= found.epsilon <= 1e-70
     whole = levattn.universal_set(K[[0, 2]], f=levattn.Power(p), queries=Q, coverage=0.8, scores=order[[0, 2]], size=1)
     assert whole.epsilon == 0  # no query meets the third key
+
+
+@pytest.mark.parametrize("wish", [{"mass": 0.99}, {"epsilon": 0.2}, {"size": 1}], ids=str)
+def test_a_product_that_vanishes_beside_others_that_cancel_may_be_all(wish: Any) -> None:
+    """The last query is orthogonal to the first key, so the second has all of its attention."""
+    K, Q = np.array([[-(2.0**501), 2.0**501], [0.0, -4e-308]]), np.array([[0.0, 0.0]] * 3 + [[-1.0, -1.0]])
+    order = np.array([2.0, 1.0], np.float32)
+    found = levattn.universal_set(K, f=levattn.Power(3), queries=Q, coverage=0.8, scores=order, **wish)
+    assert found.mask[1] or found.epsilon == 1
