@@ -221,7 +221,7 @@ def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
         sizes = np.abs(values) / np.repeat(largest[alone], some.counts)
         starts = some.indptr[:-1]
         pivots = np.add.reduceat(sizes * left[rows], starts) if len(alone) else np.zeros(0)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", divide="ignore"):  # a pivot may vanish beside the largest of its column
             inverse = (1 + np.add.reduceat(sizes * norms[rows], starts)) / pivots if len(alone) else pivots
         sound = inverse < _LARGEST_INVERSE
         alone, inverse = alone[sound], inverse[sound]

@@ -331,3 +331,10 @@ def test_a_product_that_vanishes_beside_others_that_cancel_may_be_all(wish: Any)
     order = np.array([2.0, 1.0], np.float32)
     found = levattn.universal_set(K, f=levattn.Power(3), queries=Q, coverage=0.8, scores=order, **wish)
     assert found.mask[1] or found.epsilon == 1
+
+
+def test_a_sparse_entry_that_vanishes_beside_the_largest_of_its_column() -> None:
+    from scipy.sparse import csr_array
+
+    K = csr_array(np.array([[0.0, -1e307, 1.0], [0.0, 5e-324, 0.0]]))
+    np.testing.assert_array_equal(levattn.universal_set(K, 0.5).indices, [0, 1])
