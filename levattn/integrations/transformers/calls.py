@@ -21,6 +21,7 @@ __all__ = [
     "parameters_of",
     "refuse",
     "takes_cache",
+    "tokens_of",
     "whole_numbers",
 ]
 
@@ -74,6 +75,35 @@ def model_inputs(name: str, value: Any) -> dict[str, Any]:
 def inputs_device(model: Any) -> Any:
     """Return the device of a model's inputs: the CPU where accelerate brings weights that are elsewhere."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+def tokens_of(name: str, value: Any, mask: Any = None) -> tuple[Any, Any]:
+    """Return tokens (B, n) and their mask, or raise; the value may be the output of a tokenizer."""
+    if isinstance(value, Mapping):
+        parts = model_inputs(name, value)
+        unknown = sorted(set(parts) - {"input_ids", "attention_mask", "token_type_ids"})
+        if unknown or "input_ids" not in parts:
+            raise ValueError(f"{name} has {sorted(parts)}; expected input_ids and perhaps attention_mask")
+        kinds = parts.get("token_type_ids")
+        if kinds is not None and bool(torch.as_tensor(kinds).any()):
+            raise ValueError(f"{name} has token_type_ids that are not zero, which are not read; expected one kind")
+        if mask is not None and parts.get("attention_mask") is not None:
+            raise ValueError(f"attention_mask was given, and the {name} has one; expected one of the two")
+        value, mask = parts["input_ids"], parts.get("attention_mask", mask)
+    if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.shape[1]:
+        raise ValueError(f"{name} has no tokens; expected at least one in each row")  # of any type, for tokenizers
+    if not isinstance(value, torch.Tensor) or value.ndim != 2 or value.dtype not in (torch.int64, torch.int32):
+        shown = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+        raise TypeError(
+            f"{name} is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. {_AS_TENSORS}"
+        )
+    if mask is None:
+        return value, torch.ones_like(value)
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"attention_mask is of type {type(mask).__name__}; expected a tensor of torch")
+    if mask.shape != value.shape:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(value.shape)}")
+    return value, mask
 
 
 def layer_of(module: Any) -> str:

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
-from levattn.integrations.transformers.calls import as_cache_of, model_inputs
+from levattn.integrations.transformers.calls import as_cache_of, tokens_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
@@ -166,26 +166,7 @@ def compress(
 
 def _read(context: Any) -> tuple[Any, Any]:
     """Return the tokens of a context and their padding mask, False for padding, both (B, P), or raise."""
-    mask = None
-    if isinstance(context, Mapping):
-        context = model_inputs("context", context)
-        unknown = sorted(set(context) - {"input_ids", "attention_mask", "token_type_ids"})
-        if unknown or "input_ids" not in context:
-            raise ValueError(f"context has {sorted(context)}; expected input_ids and perhaps attention_mask")
-        kinds = context.get("token_type_ids")
-        if kinds is not None and bool(torch.as_tensor(kinds).any()):
-            raise ValueError("context has token_type_ids that are not zero, which are not read; expected one kind")
-        context, mask = context["input_ids"], context.get("attention_mask")
-    if not isinstance(context, torch.Tensor) or context.ndim != 2 or context.dtype not in (torch.int64, torch.int32):
-        shown = f"{context.dtype} {tuple(context.shape)}" if isinstance(context, torch.Tensor) else type(context)
-        raise TypeError(
-            f"context is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
-            "tokenizer(text, return_tensors='pt')"
-        )
-    if mask is None:
-        mask = torch.ones_like(context)
-    if mask.shape != context.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(context.shape)}")
+    context, mask = tokens_of("context", context)
     present = mask.bool()
     if not bool(present.any(1).all()):
         raise ValueError("context has a sequence without positions; expected at least one in each. Leave it out")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import model_inputs, parameters_of
+from levattn.integrations.transformers.calls import parameters_of, tokens_of
 
 __all__ = ["FromQuestionOn", "as_question", "generated", "option_of", "told_by"]
 
@@ -17,36 +16,7 @@ _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 def as_question(question: Any, given: Any) -> tuple[Any, Any]:
     """Return the tokens of a question and its mask, or raise; given: a mask beside the question."""
-    mask = given
-    if isinstance(question, Mapping):
-        parts = model_inputs("question", question)
-        unknown = sorted(set(parts) - {"input_ids", "attention_mask", "token_type_ids"})
-        if unknown or "input_ids" not in parts:
-            raise ValueError(f"question has {sorted(parts)}; expected input_ids and perhaps attention_mask")
-        kinds = parts.get("token_type_ids")
-        if kinds is not None and bool(torch.as_tensor(kinds).any()):
-            raise ValueError("question has token_type_ids that are not zero, which are not read; expected one kind")
-        if given is not None and parts.get("attention_mask") is not None:
-            raise ValueError("attention_mask was given, and the question has one; expected one of the two")
-        question, mask = parts["input_ids"], parts.get("attention_mask", given)
-    if isinstance(question, torch.Tensor) and question.ndim == 2 and not question.shape[1]:
-        raise ValueError("question has no tokens; expected at least one in each row")  # of any type, for tokenizers
-    if (
-        not isinstance(question, torch.Tensor)
-        or question.ndim != 2
-        or question.dtype not in (torch.int64, torch.int32)
-    ):
-        shown = f"{question.dtype} {tuple(question.shape)}" if isinstance(question, torch.Tensor) else type(question)
-        raise TypeError(
-            f"question is {shown}; expected whole numbers of shape (sequences, positions), of torch, e.g. "
-            "tokenizer(text, return_tensors='pt')"
-        )
-    if mask is None:
-        return question, torch.ones_like(question)
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"attention_mask is of type {type(mask).__name__}; expected a tensor of torch")
-    if mask.shape != question.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(question.shape)}")
+    question, mask = tokens_of("question", question, given)
     if not bool(mask.any(1).all()):
         raise ValueError("question has a row of padding alone; expected at least one token in each. Leave the row out")
     return question, mask

@@ -180,13 +180,14 @@ def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
     """Join the slots of the same heads from two parts of a context."""
     weights = None
     if first[2] is not None or second[2] is not None:
-        weights = torch.cat([_zeros(part) if part[2] is None else part[2] for part in (first, second)], 1)
+        weights = torch.cat([_or_zeros(weight, keys) for keys, _, weight, _ in (first, second)], 1)
     keys, values, places = (torch.cat([first[i], second[i]], 1) for i in (0, 1, 3))
     return keys, values, weights, places
 
 
-def _zeros(slots: SlotArrays) -> Any:
-    return torch.zeros(slots[0].shape[:2], device=slots[0].device)
+def _or_zeros(weight: Any, keys: Any) -> Any:
+    """Return log-weights; None stands for zeros."""
+    return torch.zeros(keys.shape[:-1], device=keys.device) if weight is None else weight
 
 
 def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlots:
@@ -203,8 +204,7 @@ def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlot
     keys, values = (torch.stack([filled(part[i], 0) for part in parts]) for i in (0, 1))
     weights = None
     if not plain:
-        zeros = (torch.zeros(part[0].shape[:2], device=keys.device) if part[2] is None else part[2] for part in parts)
-        weights = torch.stack([filled(part, -torch.inf) for part in zeros])
+        weights = torch.stack([filled(_or_zeros(part[2], part[0]), -torch.inf) for part in parts])
     return HeadSlots(heads, keys, values, weights, torch.stack([filled(part[3], -1) for part in parts]))
 
 
@@ -212,13 +212,7 @@ def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
     """Join the slots of the same heads from two parts of a context."""
     weights = None
     if first.log_weight is not None or second.log_weight is not None:
-        weights = torch.cat([_weights(first), _weights(second)], 2)
+        weights = torch.cat([_or_zeros(part.log_weight, part.keys) for part in (first, second)], 2)
     pairs = ((first.keys, second.keys), (first.values, second.values), (first.places, second.places))
     keys, values, places = (torch.cat(pair, 2) for pair in pairs)
     return HeadSlots(first.heads, keys, values, weights, places)
-
-
-def _weights(slots: HeadSlots) -> Any:
-    if slots.log_weight is not None:
-        return slots.log_weight
-    return torch.zeros(slots.keys.shape[:3], device=slots.keys.device)
