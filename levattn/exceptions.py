@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AxesWarning",
-    "CacheWarning",
-    "KeyFileError",
-    "LevattnError",
-    "NonFiniteError",
-    "RankWarning",
-    "RecallWarning",
-]
-
 
 class LevattnError(Exception):
     """Base class of levattn's own errors."""

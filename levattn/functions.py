@@ -12,24 +12,6 @@ import numpy as np
 from levattn._core.checks import positive_number
 from levattn._core.types import Flags, Float64
 
-__all__ = [
-    "FAMILIES",
-    "INSIDE",
-    "L1L2",
-    "NAMES",
-    "AttentionFunction",
-    "Fair",
-    "Huber",
-    "Power",
-    "Softmax",
-    "Tukey",
-    "as_function",
-    "function_named",
-    "is_square",
-    "scale_of",
-]
-
-
 INSIDE = 1e-12  # by which queries may be larger than the radius, relative to it
 _ALIKE = 1e-12  # relative error of the entries up to which a matrix counts as symmetric, and positive semi-definite
 

@@ -12,8 +12,6 @@ import levattn
 from levattn import attention, states
 from levattn._core.progress import reported
 
-__all__ = ["calls", "warmup"]
-
 
 def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None) -> None:
     """Compile the kernels for this processor, so that no later call has to.

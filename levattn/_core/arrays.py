@@ -21,34 +21,6 @@ from levattn._core.memory import memory_of_tensor, plain_tensor, seen, without_w
 from levattn._core.remedies import remedy_of
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
 
-__all__ = [
-    "Matrices",
-    "array_namespace",
-    "as_cupy",
-    "as_mask",
-    "as_matrices",
-    "as_numbers",
-    "as_tensor",
-    "check_flags",
-    "float64_beside",
-    "from_list",
-    "has_cupy",
-    "is_torch",
-    "item_entries",
-    "lengths",
-    "named_numpy",
-    "nonzero",
-    "on_cuda",
-    "take_entries",
-    "take_rows",
-    "tensor_behind",
-    "to_device",
-    "to_float64",
-    "to_numpy",
-    "where",
-    "with_shape",
-]
-
 _PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats of numpy that the kernels read directly
 _NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of the array-API standard
 

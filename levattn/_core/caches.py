@@ -6,8 +6,6 @@ from typing import Any
 
 import array_api_compat
 
-__all__ = ["cached_keys", "layers_of"]
-
 _LEAST_AXES = 3  # of the keys of a layer: heads, positions, columns
 
 

@@ -11,19 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "TIE",
-    "check_offsets",
-    "check_type",
-    "fraction",
-    "needing",
-    "positive_number",
-    "real_number",
-    "refuse_masked_tensor",
-    "shown",
-    "whole_number",
-]
-
 TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in the set
 
 

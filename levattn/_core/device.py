@@ -21,8 +21,6 @@ from levattn._core.arrays import has_cupy, is_torch, on_cuda, tensor_behind
 from levattn._core.caches import layers_of
 from levattn._core.jax import BY_NUMPY, called_by_numpy, has_jax
 
-__all__ = ["on_a_device", "where_arrays_are"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["decode_half", "dtype_name", "format_of"]
-
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 

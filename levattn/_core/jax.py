@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BY_NUMPY", "by_numpy", "called_by_numpy", "from_jax", "has_jax", "is_jax", "to_jax"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 BY_NUMPY: set[Callable[..., Any]] = set()  # functions that see arrays of JAX as numpy arrays

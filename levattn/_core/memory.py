@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from levattn._core.checks import refuse_masked_tensor
 
-__all__ = ["memory_of_tensor", "plain_tensor", "seen", "without_wrappers"]
-
 
 class _Memory(ctypes.c_char * 2**62):  # type: ignore[misc]  # larger than any array: the sizes of an array bound what is read
     """Memory that an array reads; it keeps the tensor alive."""

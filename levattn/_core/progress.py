@@ -8,8 +8,6 @@ from typing import Any
 
 from levattn._core.checks import needing
 
-__all__ = ["reported"]
-
 
 @contextmanager
 def reported(progress: Any, total: int | None, what: str = "rows of keys") -> Iterator[Callable[[int], None]]:

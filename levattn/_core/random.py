@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from levattn._core.types import Float64
 
-__all__ = ["as_seed", "below", "normals", "philox", "signs", "words"]
-
 Words = npt.NDArray[np.uint32]
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

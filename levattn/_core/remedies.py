@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["remedy_of"]
-
 
 def remedy_of(array: Any, name: str) -> str:
     """Return how an array comes of something that is none; its package is known by its methods, and not imported."""

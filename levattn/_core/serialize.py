@@ -24,8 +24,6 @@ import numpy.typing as npt
 from levattn._core.checks import check_type
 from levattn._core.state import SharedState
 
-__all__ = ["MOST_ROWS", "StoredState", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
-
 MOST_ROWS = 2**53  # of a state: sums of many such numbers, and of their multiples, fit in 64 bits
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from levattn._core.formats import format_of
 
-__all__ = ["Csr", "from_csr", "is_scipy_sparse"]
-
 _CHUNK = 1 << 20  # entries whose order is checked together
 
 

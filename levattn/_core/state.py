@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-__all__ = ["SharedState", "lock_of", "locked", "locked_with", "twin"]
-
 _process = object()  # another one in a forked process, whose other threads cannot give back their locks
 _making = threading.Lock()
 

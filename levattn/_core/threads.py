@@ -21,8 +21,6 @@ import numpy as np
 
 from levattn._core.checks import whole_number
 
-__all__ = ["Background", "available_threads", "look_out_by", "num_threads", "parallel_for", "thread_limit"]
-
 _limit: ContextVar[int | None] = ContextVar("levattn_thread_limit", default=None)
 _PATIENCE = 10.0  # seconds
 _LOOKS = 50  # of some tenths of a millisecond, in which a waiting thread looks for work

@@ -20,8 +20,6 @@ from numba.core.serialize import dumps
 
 from levattn._kernels.shipped import entry, shipped
 
-__all__ = ["KernelCache", "ShippedCache", "packed"]
-
 _log = logging.getLogger("levattn")
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from levattn._kernels.uncached import say_uncached
 
-__all__ = ["keep_code", "kept_code", "key_of"]
-
 _DIGEST = 32  # bytes
 
 

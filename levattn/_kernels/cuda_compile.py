@@ -14,8 +14,6 @@ from typing import Any
 
 from levattn._kernels import cuda_cache
 
-__all__ = ["OPTIONS", "Compiled", "Kernel", "architecture", "compiled", "loaded"]
-
 # Only explicit fma calls are contracted. NVRTC's defaults keep subnormal numbers, and round quotients and roots
 # correctly. So a kernel's own sums, products, quotients and roots have the same bits on every architecture, and in the
 # tests on the host. But tensor cores and cuBLAS have an order of summation for each architecture, and exp and log may

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from levattn._kernels.sketch.contract import SketchKernels
     from levattn._kernels.tokens.contract import TokenGradients, TokenKernels
 
-__all__ = ["kernels_for"]
-
 _HERE = sys.modules[__name__]
 _FILES = ("cpu", "csr", "cuda", "definition", "torch")
 

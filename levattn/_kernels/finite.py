@@ -11,8 +11,6 @@ import numpy as np
 from levattn._core.arrays import array_namespace
 from levattn._core.memory import memory_of_tensor
 
-__all__ = ["surely_finite"]
-
 
 def surely_finite(*arrays: Any) -> bool:
     """Tell whether all numbers of some arrays of one library are known to be finite.

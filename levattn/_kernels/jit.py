@@ -21,20 +21,6 @@ from numba.extending import register_jitable
 
 from levattn._kernels.uncached import say_uncached
 
-__all__ = [
-    "FULL_ROWS",
-    "LONE_ROWS",
-    "PANEL",
-    "SCORE_ROWS",
-    "SCORE_VECTORS",
-    "STATE_VECTORS",
-    "TILE_ROWS",
-    "VECTOR_BYTES",
-    "helper",
-    "jit",
-]
-
-
 _say_uncached = partial(say_uncached, variable="NUMBA_CACHE_DIR")
 _FOLDER = Path(__file__).parent
 _IMPORT = re.compile(rb"^from levattn\._kernels\.([\w.]+) import", re.MULTILINE)

@@ -22,39 +22,6 @@ from numba.extending import intrinsic
 
 from levattn._kernels.jit import VECTOR_BYTES
 
-__all__ = [
-    "I64",
-    "Builder",
-    "Value",
-    "Vectors",
-    "across",
-    "added_at",
-    "address",
-    "as_pointer",
-    "combine",
-    "exponential",
-    "fma",
-    "fused_multiply_add",
-    "halves",
-    "integer",
-    "larger",
-    "load",
-    "pointer",
-    "prefetch",
-    "primitive",
-    "product_high",
-    "repeated",
-    "rolled",
-    "smaller",
-    "splat",
-    "store",
-    "subtract_rows",
-    "taken",
-    "vector_code",
-    "vector_type",
-    "word_now",
-]
-
 Builder = Any
 Value = Any
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["PairwiseSum", "pairwise_sum"]
-
 
 class _Addable(Protocol):
     def __add__(self: _T, other: _T, /) -> _T: ...

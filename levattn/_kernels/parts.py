@@ -15,8 +15,6 @@ from numba.core.compiler import Compiler
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
-__all__ = ["PartCompiler"]
-
 
 class _Part(JITCodeLibrary):  # type: ignore[misc]
     """Code that its callers link in as it is, and that never runs alone."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from levattn._core.types import Int64
 
-__all__ = ["Record", "RecordType", "Scratch"]
-
 _LINE = 64  # bytes of a cache line
 _addressof, _of_memory = ctypes.addressof, ctypes.c_char.from_buffer
 

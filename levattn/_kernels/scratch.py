@@ -13,8 +13,6 @@ from numba.extending import intrinsic
 from levattn._kernels.jit import helper
 from levattn._kernels.llvm import as_pointer
 
-__all__ = ["clear", "empty", "fill", "filled", "zeros"]
-
 
 def _define(like: Any, shape: Any, cleared: bool) -> Any:
     dtype = like.dtype if isinstance(like, types.Array) else types.unliteral(like)

@@ -21,8 +21,6 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 
-__all__ = ["ARCHIVES", "CPU_FEATURES", "entry", "shipped", "versions"]
-
 ARCHIVES = Path(__file__).with_name("compiled")
 _V2 = ("cx16", "popcnt", "sahf", "sse3", "sse4.1", "sse4.2", "ssse3")
 _V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")

@@ -10,8 +10,6 @@ import numpy as np
 from levattn._core.threads import look_out_by, num_threads, parallel_for
 from levattn._core.types import Int64
 
-__all__ = ["runs", "share", "share_one_by_one", "threads_for"]
-
 _THREAD_WORK = 6_000_000  # multiply-adds below which a second thread costs more than it brings
 _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
 

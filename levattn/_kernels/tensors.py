@@ -20,25 +20,6 @@ from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
 from levattn._core.memory import memory_of_tensor, without_wrappers
 
-__all__ = [
-    "bounds_of",
-    "follows_definition",
-    "has_kernels",
-    "has_tangent",
-    "hidden_by",
-    "in_memory",
-    "in_plain_memory",
-    "is_plain",
-    "is_transformed",
-    "is_within_func",
-    "make_attention",
-    "make_operator",
-    "memories_of",
-    "memory_of",
-    "tensor_of",
-    "without_autocast",
-]
-
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARED = (torch.float32, torch.float64)

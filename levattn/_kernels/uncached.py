@@ -7,8 +7,6 @@ from functools import cache
 
 from levattn.exceptions import CacheWarning
 
-__all__ = ["say_uncached"]
-
 
 @cache
 def say_uncached(reason: str, variable: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from levattn._kernels.jit import jit
 from levattn._kernels.llvm import address, word_now
 
-__all__ = ["wait_for_change"]
-
 _TIMES = 10_000  # reads, of some tens of nanoseconds each
 _GRACE = 500  # further reads, while the other thread releases the GIL, because waiting for the GIL takes long
 

@@ -13,8 +13,6 @@ from levattn.cli.output import check_output, fail, new_console, print_json, repo
 from levattn.cli.page import HeatMap, KeptText, write_page
 from levattn.cli.profiles import check_profile, profile_of, told_of_recall
 
-__all__ = ["Compression", "Measurement", "ask", "compress_text", "profile"]
-
 _COSTS = {
     "layer": "layer",
     "head": "head",

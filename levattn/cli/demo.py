@@ -17,8 +17,6 @@ from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_co
 from levattn.io import replace_file
 from levattn.io.common import printable
 
-__all__ = ["run_demo"]
-
 _COLUMNS = {
     "layer": "layer",
     "head": "head",

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 
-__all__ = ["ALLOWED", "Function", "parse_function"]
-
 ALLOWED = f"{NAMES} (without a radius only with --queries)"
 
 

@@ -13,8 +13,6 @@ from levattn.cli.page import HeatMap, write_page
 from levattn.cli.profiles import check_profile, profile_of, told_of_recall
 from levattn.io import replace_file
 
-__all__ = ["Inquiry", "ScoreColumn", "draw", "inspect", "prune_report"]
-
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians
 ScoreColumn = Literal["residual", "expected", "leverage"]
 _PRUNED_HEADS = {

@@ -10,15 +10,6 @@ from typing import Any
 from levattn._core.checks import needing
 from levattn.cli.output import fail
 
-__all__ = [
-    "check_model_path",
-    "forward_errors_in_one_line",
-    "most_tokens",
-    "opened_decoder",
-    "opened_model",
-    "read_text",
-]
-
 _GGUF_NEEDS = ("gguf", "accelerate")
 
 

@@ -19,24 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = [
-    "CLOSED",
-    "INTERRUPTED",
-    "VACUOUS",
-    "VACUOUS_IN_GENERAL",
-    "WRONG_COMMAND_LINE",
-    "cell",
-    "check_folder",
-    "check_output",
-    "check_target",
-    "fail",
-    "new_console",
-    "of_system",
-    "print_json",
-    "report",
-    "table_of",
-]
-
 # Exit status, beside 0 and 1. The last two are the status of a program that a signal ends: 128 plus its number.
 WRONG_COMMAND_LINE, INTERRUPTED, CLOSED = 2, 130, 141
 

@@ -14,8 +14,6 @@ from typing import Any
 from levattn.cli.output import cell
 from levattn.io import replace_file
 
-__all__ = ["HeatMap", "KeptText", "write_page"]
-
 _PAGE = Template("""\
 <!DOCTYPE html>
 <html lang="en">

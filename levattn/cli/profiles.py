@@ -9,8 +9,6 @@ from typing import Any
 from levattn.cli.output import fail, report
 from levattn.exceptions import RecallWarning
 
-__all__ = ["check_profile", "profile_of", "told_of_recall"]
-
 
 def check_profile(path: Path | None) -> None:
     """End the program if there is no such file."""

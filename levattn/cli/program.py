@@ -16,8 +16,6 @@ import levattn
 from levattn.cli.output import CLOSED, INTERRUPTED, WRONG_COMMAND_LINE, fail, of_system, report
 from levattn.cli.streams import drop_rest, encodable, is_broken, prepare_streams
 
-__all__ = ["Command", "new_app"]
-
 # Later versions of typer contain click, and earlier ones import it: this is the class of either.
 _UsageError: Any = typer.BadParameter.__base__
 

@@ -30,8 +30,6 @@ from levattn.io import replace_file
 from levattn.io.source import whole_keys
 from levattn.sets.views import saved_arrays
 
-__all__ = ["Request", "SetMethod", "find_sets", "read_from_pipe"]
-
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
 _COLUMNS = {

@@ -6,8 +6,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["IN_LETTERS", "drop_rest", "encodable", "is_broken", "prepare_streams"]
-
 # What stands for a character that a stream cannot encode; any other is shown by its number, as Python escapes it.
 IN_LETTERS = {
     "ε": "epsilon",

@@ -26,8 +26,6 @@ from levattn.sets.universal import set_of
 from levattn.sets.views import item_of
 from levattn.states.block_buffer import matrices_in_memory
 
-__all__ = ["heavy_attention"]
-
 
 @where_arrays_are
 def heavy_attention(

@@ -16,8 +16,6 @@ from levattn._core.types import Float64
 from levattn.heavy.result import HeavyAttention
 from levattn.sets.views import number_of, span
 
-__all__ = ["HeavyAttentionBatch", "keys_of_heads"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeavyAttentionBatch:

@@ -26,8 +26,6 @@ from levattn.heavy.normalizers import (
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.routes import factor_moments
 
-__all__ = ["CHUNK", "Causal", "CausalChunk"]
-
 CHUNK = 256  # rows
 _SCORE_ERROR = 1e-3  # largest estimated relative error of scores from moments that drop keys
 _LEAST_SUM = 2.0**-900  # smaller normalizers may have lost squares to underflow

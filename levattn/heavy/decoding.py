@@ -39,8 +39,6 @@ from levattn.sets.result import rescored
 from levattn.states import factor_of_sum
 from levattn.states.block_buffer import in_main_memory, payload_of
 
-__all__ = ["CausalUniversalSet", "HeavyKeys"]
-
 _RECENT = 64  # recent keys, at least, before they are factored with the others
 
 

@@ -32,8 +32,6 @@ from levattn.sets.result import UniversalSet
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["csr_of", "heavy_places", "of_other_function"]
-
 _LARGEST_POWER = 1000  # of two in a query
 _LARGEST_SHARE = 500  # of two in a term of a sum
 _UNKNOWN = 0.1  # relative error of scores above which a query counts as unknown

@@ -13,8 +13,6 @@ from levattn._kernels import Rows, kernels_for
 from levattn.sensitivity.approximate import FAILURE, projection_spread
 from levattn.sketch import GaussianJL
 
-__all__ = ["estimated_normalizers", "recovered_entries", "recovery_size"]
-
 _PLACES = 102  # random stream
 _ENTRIES = 1 << 22  # estimates in memory at a time
 

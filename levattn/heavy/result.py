@@ -39,8 +39,6 @@ from levattn.states.block_buffer import matrices_in_memory
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["Figures", "HeavyAttention", "PreciseQueries", "Products"]
-
 _LARGE = 2.0**1020
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 

@@ -36,8 +36,6 @@ from levattn.sketch import jl_size
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["NormalizerMethod", "of_squares"]
-
 NormalizerMethod = Literal["auto", "countsketch", "jl"]
 
 

@@ -29,8 +29,6 @@ from levattn.linalg.gram import (
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
-__all__ = ["GramAccumulator", "Terms"]
-
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and the rounding errors of their sums, are sound
 _LEVEL = 6  # of the longest run that is summed together; a run that must be split costs its time again
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait

@@ -13,8 +13,6 @@ from levattn._kernels import Rows, kernels_for
 from levattn.linalg.reading import require_finite
 from levattn.linalg.sums import scaled_columns
 
-__all__ = ["centered", "means"]
-
 
 def centered(rows: Rows) -> Rows:
     """Return rows that have no shift yet, less the mean of all rows that take part.

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from levattn._core.serialize import shaped
 from levattn._kernels import BLOCK, Rows
 
-__all__ = ["RowDigest"]
-
 _LINE = 512  # words that are hashed together, at least
 _COPIED = 1 << 20  # numbers that are copied at a time, where columns are apart
 _WORK = 16  # multiply-adds that take as long as a word

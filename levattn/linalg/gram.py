@@ -16,21 +16,6 @@ from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
 from levattn.linalg.span import Span
 
-__all__ = [
-    "LARGEST_EXPONENT",
-    "PLAIN_ERROR",
-    "PLAIN_NOISE",
-    "SETTLED",
-    "UNIT",
-    "DoubleDouble",
-    "Exponents",
-    "diagonals",
-    "pieces_of",
-    "second_moments",
-    "span_arrays",
-    "spans_of",
-]
-
 UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
 PLAIN_NOISE = 24 * UNIT  # error of such a sum, relative to the columns: the largest observed, for copied rows

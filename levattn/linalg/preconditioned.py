@@ -19,19 +19,6 @@ from levattn.linalg.factor import column_norms, upper_form
 from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.span import Span
 
-__all__ = [
-    "MOST_ROUNDS",
-    "ROUNDING",
-    "SPLIT_ERROR",
-    "SURE_CONDITION",
-    "MatrixFactor",
-    "MomentsInBasis",
-    "answered",
-    "decompose",
-    "precondition",
-    "resolve",
-]
-
 ROUNDING = 2 * UNIT  # of moments summed in float64
 SURE_CONDITION = 2e5  # condition above which products are compensated: float64 of few columns, factors of LAPACK
 _NOISE = 2.0**-40  # singular values below this, of unit columns, may come from rounding of many equal rows

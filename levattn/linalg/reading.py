@@ -16,17 +16,6 @@ from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.exceptions import NonFiniteError
 
-__all__ = [
-    "as_read",
-    "check_finite",
-    "each_in_memory",
-    "read_in_pieces",
-    "refuse_nonfinite",
-    "require_finite",
-    "require_room",
-    "rows_named",
-]
-
 _COUNTED = ", counted from the first row that this state was given"  # where the user holds a state
 _UNCHANGED = ". The state is as it was"
 _PIECE = BLOCK // 4  # rows converted to float64 at a time

@@ -41,8 +41,6 @@ from levattn.linalg.sums import (
 )
 from levattn.linalg.together import Together
 
-__all__ = ["factor_moments", "factor_qr", "factor_sum", "rank_tolerance"]
-
 # Largest relative error of a score, for keys without copies, at which a route is taken; tuned by
 # examples/benchmarks/accuracy.py. The claimed error is `PLAIN_NOISE`, for copies.
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}

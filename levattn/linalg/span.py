@@ -21,8 +21,6 @@ from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.linalg.reading import as_read
 
-__all__ = ["Span", "nonzero_rows", "zero_products"]
-
 _NUMBERS = 1 << 18  # numbers widened to float64 at a time
 
 

@@ -17,17 +17,6 @@ from levattn.linalg.gram import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
 
-__all__ = [
-    "SINGLE_SUMS",
-    "factored_in_range",
-    "first_sums",
-    "moments_in_bases",
-    "moments_of_items",
-    "moments_there",
-    "ridge_penalty",
-    "scaled_columns",
-]
-
 _SAMPLED_FROM = 4 * BLOCK  # rows from which a sample decides whether sums may be float32
 _SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # rows of the sample, and the largest figure of `_isotropic` for float32
 SINGLE_SUMS = 4.0  # squared norm of the inverse up to which sums may be float32

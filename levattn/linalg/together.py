@@ -14,8 +14,6 @@ from levattn._kernels import Arithmetic, kernels_for
 from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.preconditioned import MOST_ROUNDS, ROUNDING, SPLIT_ERROR, MatrixFactor
 
-__all__ = ["Together"]
-
 # returns the moments of the keys of the listed matrices, (k,), each in its own basis, (k, d, d), on the device
 MomentsThere = Callable[[Int64, Any, Arithmetic], Any]
 

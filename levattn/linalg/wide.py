@@ -25,8 +25,6 @@ from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 
-__all__ = ["Wide", "folded"]
-
 Places = npt.NDArray[np.int64]
 
 _SMALL_PIVOT = 2.0**-26  # of scaled rows; columns with smaller pivots come later

@@ -10,8 +10,6 @@ import torch
 
 from levattn.nn.checks import check_input, check_positions, refuse_bidirectional, refuse_repeated
 
-__all__ = ["Cache", "Layer", "Module", "Recurrent"]
-
 
 class Cache:
     """The decoding state for the positions so far."""

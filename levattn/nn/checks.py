@@ -8,16 +8,6 @@ import torch
 
 from levattn._core.checks import check_type, whole_number
 
-__all__ = [
-    "check_input",
-    "check_positions",
-    "check_sequence",
-    "projection",
-    "refuse_bidirectional",
-    "refuse_repeated",
-    "split_in_heads",
-]
-
 
 def split_in_heads(dim: Any, heads: Any, kv_heads: Any = None) -> tuple[int, int, int]:
     """Return the numbers of channels, heads, and heads of keys and values (None: as many as heads), or raise."""

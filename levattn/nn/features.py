@@ -9,8 +9,6 @@ import torch
 from levattn._core.checks import check_type
 from levattn.nn.memory import RGLRU, CausalConv
 
-__all__ = ["feature_map", "feature_size", "run_feature"]
-
 _NAMED: dict[str, Any] = {"conv": CausalConv, "rg_lru": RGLRU}
 
 

@@ -13,8 +13,6 @@ from levattn.attention import rotate_values
 from levattn.nn.base import Cache, Recurrent
 from levattn.nn.features import feature_map, feature_size, run_feature
 
-__all__ = ["LatentLayer"]
-
 CacheType = TypeVar("CacheType", bound=Cache)
 
 

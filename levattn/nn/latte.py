@@ -11,8 +11,6 @@ from levattn.nn.base import Cache
 from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.latents import LatentLayer
 
-__all__ = ["Latte", "LatteCache"]
-
 
 class LatteCache(Cache):
     """The decoding cache of a `Latte` layer, as returned by its ``new_cache()``.

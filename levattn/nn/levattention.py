@@ -15,8 +15,6 @@ from levattn.attention.pruned.state import converted
 from levattn.nn.base import Layer
 from levattn.nn.checks import projection, split_in_heads
 
-__all__ = ["LevAttention", "LevAttentionCache", "Prunable", "attend_to_all", "check_selection", "set_dense"]
-
 
 class Prunable:
     """A layer that `set_dense` can switch: it attends to all keys while `dense`, and otherwise to few."""

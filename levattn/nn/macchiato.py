@@ -16,8 +16,6 @@ from levattn.nn.base import Cache
 from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.latents import LatentLayer
 
-__all__ = ["Macchiato", "MacchiatoCache"]
-
 
 class MacchiatoCache(Cache):
     """The decoding cache of a `Macchiato` layer, as returned by its ``new_cache()``.

@@ -15,8 +15,6 @@ from levattn.attention import causal_conv, rg_lru
 from levattn.nn.base import Module
 from levattn.nn.checks import check_sequence, split_in_heads
 
-__all__ = ["RGLRU", "CausalConv"]
-
 _SLOWEST, _FASTEST = 0.999, 0.9  # the range of initial decays r of the recurrence
 
 

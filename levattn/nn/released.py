@@ -9,8 +9,6 @@ import torch
 
 from levattn._core.checks import check_type
 
-__all__ = ["read_released"]
-
 # Names of this library, and the corresponding names in the public image and language models
 _IMAGES = {
     "project.weight": "qkv.weight",

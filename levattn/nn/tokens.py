@@ -18,8 +18,6 @@ from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.released import read_released
 from levattn.states import TokenState
 
-__all__ = ["TokenStatistics", "TokenStatisticsCache"]
-
 
 class TokenStatisticsCache(Cache):
     """The decoding cache of a `TokenStatistics` layer, as returned by its ``new_cache()``.

@@ -20,17 +20,6 @@ from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
 from levattn.sketch.operator import unscaled_sketch
 
-__all__ = [
-    "APPROXIMATE",
-    "FAILURE",
-    "Screened",
-    "check_sketch_size",
-    "projected",
-    "projection_spread",
-    "screen",
-    "sketched_factor",
-]
-
 _SKETCHED = ("countsketch", "osnap", "srht")
 APPROXIMATE = (*_SKETCHED, "jl")
 

@@ -18,8 +18,6 @@ from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import Certificate, Problem, by_chunks, raised_scores
 from levattn.sensitivity.lewis import iterated
 
-__all__ = ["BLOCK_BOUND"]
-
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
 _TOGETHER, _ROWS = 16, 1 << 14  # blocks whose factors are in memory together, and keys that they score together
 _MOST_IN_VAIN = 256  # blocks, where none of their bounds falls below ε

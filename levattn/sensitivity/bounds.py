@@ -21,8 +21,6 @@ from levattn.sensitivity.lewis import DIRECT_BOUND, LEWIS_BOUND, iterated
 from levattn.sensitivity.lift import LIFT_BOUND
 from levattn.sensitivity.softmax import BALL_BOUND, JENSEN_BOUND
 
-__all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
-
 CertificateMethod = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
 
 # The smallest bound among the certificates that apply to f counts

@@ -15,8 +15,6 @@ from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Softmax
 from levattn.linalg.factor import Factor
 
-__all__ = ["LOG_ERROR", "Certificate", "Problem", "by_chunks", "in_row_space", "raised_scores"]
-
 LOG_ERROR = 1e-12  # of a logarithm; raises the bounds
 _CHUNK = 1 << 15  # keys in a slice
 

@@ -19,9 +19,6 @@ from levattn.exceptions import NonFiniteError
 from levattn.functions import Power, Softmax, as_function
 from levattn.linalg.routes import rank_tolerance
 
-__all__ = ["ExactSensitivities", "exact_sensitivities"]
-
-
 _EPS = float(np.finfo(np.float64).eps)
 _MOST_KEYS = 2000
 _MOST_VERTICES = 20_000_000  # subsets times keys

@@ -22,8 +22,6 @@ from levattn.sensitivity.queries import Queries, as_queries, right_svd
 from levattn.sensitivity.shares import share_blocks
 from levattn.sensitivity.sums import BLOCK_ENTRIES, certain_products
 
-__all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
-
 ExpectedMethod = Literal["auto", "normal", "mean"]
 _STEP, _FIRST, _LAST = 0.125, -40.0, 100.0  # of the quadrature, in log t
 _SAMPLES = 1024

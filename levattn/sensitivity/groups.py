@@ -20,9 +20,6 @@ from levattn._core.types import Float64, Int64
 from levattn.linalg.factor import Factor, blockwise_product, float64_rows
 from levattn.sensitivity.leverage import factorize
 
-__all__ = ["as_labels", "check_angle", "group_leverage", "group_scores", "near_duplicates"]
-
-
 _CHUNK = 1 << 11  # rows in a block that is whitened, compared or given signatures
 _LEAST_ANGLE = 1e-8  # smaller angles are below the rounding of whitened keys
 _TINY = 2.0**-500  # squared norms below which a whitened key is computed again from the key scaled up

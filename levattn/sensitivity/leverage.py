@@ -22,16 +22,6 @@ from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 
-__all__ = [
-    "ScoreMethod",
-    "check_epsilon",
-    "check_method",
-    "factorize",
-    "leverage_scores",
-    "refuse_randomness",
-    "rows_of",
-]
-
 ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
 
 _EXACT = ("auto", "gram", "qr", "svd")

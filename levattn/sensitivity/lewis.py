@@ -16,8 +16,6 @@ from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import LOG_ERROR, Certificate, Problem, by_chunks, in_row_space, raised_scores
 from levattn.sensitivity.lift import root_error
 
-__all__ = ["DIRECT_BOUND", "LEWIS_BOUND", "iterated"]
-
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay well scaled
 
 

@@ -18,8 +18,6 @@ from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import Certificate, Problem, in_row_space, raised_scores
 
-__all__ = ["LIFT_BOUND", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
-
 _MILD_CONDITION = 100.0  # largest condition number at which products with a whitening matrix keep their digits
 _ROWS = 512  # in a block that is lifted
 _ENTRIES = 1 << 22  # numbers in a block of lifted queries

@@ -19,8 +19,6 @@ from levattn.linalg.factor import float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.states.block_buffer import in_main_memory
 
-__all__ = ["online_leverage_scores"]
-
 _TAME = 300  # largest power of two of entries that are read unscaled
 _FAR = 400  # powers of two by which an entry may exceed its unit
 _NONE = -(1 << 20)  # stands for the exponent of zero

@@ -15,8 +15,6 @@ from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 from levattn.states.moments import apart_from_last
 
-__all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "right_svd", "symmetric_root"]
-
 _ALIKE = 1e-9  # relative error allowed in a symmetric, positive semi-definite covariance, and in a weight
 _ROUNDING, _RESOLVED = 2.0**-49, 2.0**-10  # of the mean squares of queries, and of their variance
 _FEW = 64  # queries per column up to which they are factored in blocks

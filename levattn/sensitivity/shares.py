@@ -28,8 +28,6 @@ from levattn.sensitivity.sums import (
     uncertain_sums,
 )
 
-__all__ = ["share_blocks"]
-
 _NEAR_SQUARES = (Huber, Tukey, L1L2, Fair)  # x²/2 near 0; a common factor of x and the parameter changes no share
 _QUERIES, _FEW = 256, 16  # queries of a block, and the fewest of a block with all keys
 _SURE = TIE / 2  # relative error of shares that changes no answer

@@ -16,8 +16,6 @@ from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.contract import Certificate, Problem
 
-__all__ = ["BALL_BOUND", "JENSEN_BOUND"]
-
 _NUMBERS = 1 << 18  # logits in a block
 _UNGROUPED = 4096  # most keys for which no groups are made
 _LINE_STEPS = 6

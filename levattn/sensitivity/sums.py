@@ -17,22 +17,6 @@ from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softm
 from levattn.linalg.factor import UNIT
 from levattn.linalg.span import zero_products
 
-__all__ = [
-    "BLOCK_ENTRIES",
-    "LEAST_POSITIVE",
-    "certain_products",
-    "entry_change",
-    "evaluation_error",
-    "is_bounded_by_sums",
-    "key_blocks",
-    "mild_changes",
-    "mild_entry_change",
-    "product_noise",
-    "small_changes",
-    "sums",
-    "uncertain_sums",
-]
-
 BLOCK_ENTRIES = 1 << 19  # numbers in a block of products of queries and keys, or of keys
 _NOTHING = 2.0**-104  # relative rounding of twice the precision
 LEAST_POSITIVE = 2.0**-1074  # of float64

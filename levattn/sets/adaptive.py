@@ -17,8 +17,6 @@ from levattn.functions import as_function
 from levattn.sets.coverage import Covered, conformal_place, logarithms
 from levattn.sets.result import UniversalSet, require_set_of
 
-__all__ = ["AdaptiveCoverage"]
-
 
 class AdaptiveCoverage(SharedState):
     r"""The keys that the next query needs, adjusted after each query to reach the coverage in the long run.

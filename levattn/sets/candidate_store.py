@@ -22,8 +22,6 @@ from levattn.sets.prefix_bounds import Reference, Running, RunningBlocks, Runnin
 from levattn.sets.prefix_functions import require_backed, running_bounds
 from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format, rows_in_memory
 
-__all__ = ["CandidateStore", "ChunkForm"]
-
 
 @dataclass(frozen=True)
 class ChunkForm:

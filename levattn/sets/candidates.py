@@ -17,8 +17,6 @@ from levattn.sets.held_candidates import Candidates, HeldCandidates
 from levattn.sets.prefix_bounds import Judged, Reference, Running
 from levattn.states.block_buffer import RowNumbers
 
-__all__ = ["RunningCandidates", "SelectedKeys"]
-
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
 _JUDGED_NUMBERS = 1 << 26  # at most this many numbers of keys, which a CUDA device judges at once

@@ -10,8 +10,6 @@ from typing import Any
 
 from levattn._core.checks import whole_number
 
-__all__ = ["Checkpoint"]
-
 _CHECKPOINT_ROWS = 1 << 22
 
 

@@ -18,16 +18,6 @@ from levattn.sensitivity.queries import as_queries, of_sample
 from levattn.sensitivity.shares import share_blocks
 from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of
 
-__all__ = [
-    "Covered",
-    "conformal_place",
-    "conformal_quantile",
-    "covering_set",
-    "least_queries",
-    "logarithms",
-    "split_queries",
-]
-
 _DRAWS = 1024  # normal queries beside the given ones
 _SMALL = 2.0**-16  # the scores left out of a set of a given size are as certain as one of this
 

@@ -14,8 +14,6 @@ from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64, Int64
 from levattn._kernels import kernels_for
 
-__all__ = ["DTYPES", "Candidates", "HeldCandidates"]
-
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 _MOST_COMING = 64  # runs of blocks whose keys are held apart before they are joined
 

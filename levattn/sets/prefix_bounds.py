@@ -29,14 +29,6 @@ from levattn.sets.screen import Screen
 from levattn.states import factor_of, factor_of_sum
 from levattn.states.block_buffer import rows_in_memory
 
-__all__ = [
-    "Judged",
-    "Running",
-    "RunningBlocks",
-    "RunningSquares",
-    "group_count",
-]
-
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range

@@ -12,8 +12,6 @@ from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.sensitivity.lift import lift_columns
 from levattn.sets.prefix_bounds import Running, RunningBlocks, RunningSquares, group_count
 
-__all__ = ["require_backed", "require_bounds", "running_bounds"]
-
 _MOST_GROUPS = 100_000
 _LARGEST_POWER = 64
 

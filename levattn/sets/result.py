@@ -31,18 +31,6 @@ from levattn.sets.views import (
 if TYPE_CHECKING:
     from levattn.plots.spectrum import LeverageSpectrumDisplay
 
-__all__ = [
-    "Guarantee",
-    "UniversalSet",
-    "flag_counts",
-    "keys_at",
-    "known_by",
-    "reaches",
-    "require_set_of",
-    "rescored",
-    "result_of",
-]
-
 _SAMPLE = 64  # keys outside a set whose scores are compared with the scores of K
 
 Guarantee = Literal["exact", "superset", "coverage", "none"]

@@ -13,8 +13,6 @@ from levattn._kernels import Arithmetic, kernels_for
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, DoubleDouble
 
-__all__ = ["Screen"]
-
 _NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
 _SINGLE_ERROR = 2.0**-8  # largest error of a score of such a screen
 

@@ -16,8 +16,6 @@ from levattn._kernels.select.contract import SelectKernels
 from levattn.linalg.factor import Factor
 from levattn.sets.result import flag_counts
 
-__all__ = ["at_least", "largest_scores", "rescored_all"]
-
 _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of the listed rows, one after the other
 _SMALL_SCORE = 2.0**-100  # smaller float32 scores may have underflowed
 

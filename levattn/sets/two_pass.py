@@ -27,8 +27,6 @@ from levattn.sets.checkpoint import Checkpoint
 from levattn.states import Moments
 from levattn.states.block_buffer import in_main_memory
 
-__all__ = ["Source", "as_source", "two_passes"]
-
 _VERSION = 3
 
 _SURE = 16  # estimated errors of the scores by which their sum may differ from the rank

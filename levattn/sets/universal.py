@@ -32,8 +32,6 @@ from levattn.sets.selection import at_least, largest_scores, rescored_all
 from levattn.sets.two_pass import Source, as_source, two_passes
 from levattn.sets.warned import warn_of_axes, warn_of_rank
 
-__all__ = ["set_of", "universal_set"]
-
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
 # Options that a set with coverage does not read
 _OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")

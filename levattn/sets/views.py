@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from levattn.sets.result import UniversalSet
     from levattn.sets.streaming import StreamedSet
 
-__all__ = [
-    "ListedKeys",
-    "frame_of",
-    "html_of",
-    "item_of",
-    "line_of",
-    "number_of",
-    "refuse_batch",
-    "save_arrays",
-    "saved_arrays",
-    "span",
-    "storable_arrays",
-]
-
 _KEYS_SHOWN = 10  # in a notebook
 
 

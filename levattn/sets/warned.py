@@ -12,8 +12,6 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices
 from levattn.exceptions import AxesWarning, RankWarning
 
-__all__ = ["warn_of_axes", "warn_of_rank"]
-
 _MANY = 32  # matrices along an axis, from which it may be the axis of the keys
 _MANY_OF_CHUNK = 256  # the same for a chunk, which may have few rows of many heads
 _WIDTHS = 16  # divides the usual widths of heads, which are at most

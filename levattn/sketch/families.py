@@ -19,8 +19,6 @@ from levattn._core.random import below, normals, signs, words
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 
-__all__ = ["OSNAP", "SKETCHES", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL"]
-
 # Streams of the generator, so that no two distributions share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
 

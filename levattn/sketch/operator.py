@@ -20,8 +20,6 @@ from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.sketch.families import SKETCHES, Distribution
 
-__all__ = ["Sketch", "SketchedRows", "unscaled_sketch"]
-
 _ROWS = 2**62  # row numbers are below
 
 

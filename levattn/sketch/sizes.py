@@ -9,8 +9,6 @@ import numpy as np
 
 from levattn._core.checks import real_number, whole_number
 
-__all__ = ["countsketch_size", "gaussian_size", "jl_size", "osnap_size", "sign_size", "srht_size"]
-
 
 def countsketch_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     r"""Rows of a `CountSketch` that embeds a subspace of dimension d.

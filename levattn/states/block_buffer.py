@@ -27,18 +27,6 @@ from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
 from levattn.linalg.reading import check_finite
 
-__all__ = [
-    "BlockBuffer",
-    "RowNumbers",
-    "in_main_memory",
-    "matrices_in_memory",
-    "payload_of",
-    "present_rows",
-    "readable",
-    "require_format",
-    "rows_in_memory",
-]
-
 _WAITING = 9 << 20  # at most this many bytes of rows and payload wait together; one block may take more
 _TOGETHER = 16  # at most this many blocks of them
 

@@ -20,8 +20,6 @@ from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
 from levattn.states.block_buffer import BlockBuffer, rows_in_memory
 from levattn.states.factors import factor_of, factor_of_sum
 
-__all__ = ["BlockSums", "RunningSums"]
-
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
 
 

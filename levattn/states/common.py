@@ -9,8 +9,6 @@ import numpy as np
 
 from levattn._core.arrays import to_numpy
 
-__all__ = ["held_as", "same_decay"]
-
 
 def held_as(name: str, array: Any) -> Any:
     """Return an array of float64 as a state holds it, or raise."""

@@ -12,8 +12,6 @@ from levattn.linalg.factor import Factor
 from levattn.linalg.gram import DoubleDouble, Exponents
 from levattn.linalg.routes import factor_moments, factor_sum
 
-__all__ = ["factor_of", "factor_of_sum"]
-
 
 def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
     """Return the factor of the keys of a sum and of the rows that wait, without holding these rows."""

@@ -21,8 +21,6 @@ from levattn.states.block_buffer import present_rows, readable
 from levattn.states.blocks import BlockSums, RunningSums
 from levattn.states.common import held_as, same_decay
 
-__all__ = ["Moments", "apart_from_last", "flat_sums", "followed"]
-
 
 class Moments(StoredState, name="Moments", version=2):
     """The second moment ``G = Σ w k kᵀ`` of keys that come in chunks, or its diagonal, and the factor of it.

@@ -17,8 +17,6 @@ from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.states.common import held_as
 
-__all__ = ["SoftmaxState", "held_sums", "with_sums"]
-
 _MOST_UNSEEN = 2**31  # largest number of sums in a saved state without positions
 
 

@@ -12,8 +12,6 @@ from levattn._core.state import locked, locked_with
 from levattn.states.common import same_decay
 from levattn.states.moments import Moments
 
-__all__ = ["TokenState"]
-
 
 class TokenState(StoredState, name="TokenState", version=1):
     """The statistics of tokens in token statistics attention: one or two diagonal second moments for each head.

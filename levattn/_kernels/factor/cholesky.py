@@ -8,8 +8,6 @@ from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, combine, larger, smaller, subtract_rows
 from levattn._kernels.scratch import clear, empty, zeros
 
-__all__ = ["cholesky_tasks"]
-
 _STEP = 8  # inner loops begin and end at multiples of this, so that they run over whole vectors
 _LANES = VECTOR_BYTES // 8
 

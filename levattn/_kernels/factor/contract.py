@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from levattn._core.types import Flags, Float64, Int64
 
-__all__ = ["FactorKernels", "Inverses", "Rebased"]
-
 
 class Inverses(Protocol):
     """Inverse Cholesky factors W of a batch of moments G, (b, d, d), and figures of each in main memory.

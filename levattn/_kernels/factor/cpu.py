@@ -13,8 +13,6 @@ from levattn._kernels.factor.norms import extremes_of, multiply, sharpened, spec
 from levattn._kernels.gram.blas import LAPACK_COLUMNS, lapack_cholesky
 from levattn._kernels.tasks import share
 
-__all__ = ["inverse_cholesky", "rebased"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Inverses:

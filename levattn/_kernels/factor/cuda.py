@@ -11,8 +11,6 @@ from levattn._core.arrays import to_numpy
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit
 
-__all__ = ["inverse_cholesky", "rebased"]
-
 _THREADS = 512
 _FIGURES, _NORMS = 6, 3  # figures of a matrix, and of its whitening matrix, in the order of dense.cu
 _STEPS = 30  # of power iteration, as in norms.py

@@ -8,8 +8,6 @@ import numpy as np
 
 from levattn._core.types import Float64
 
-__all__ = ["extremes_of", "multiply", "sharpened", "spectral_norm"]
-
 _STEPS, _FEW_STEPS = 30, 10  # of power iteration; few from _WIDE columns on, where a step is slow
 _SMALL = 128  # columns up to which products do not use BLAS
 _WIDE, _SHORT = 512, 1.5  # after few steps, _SHORT multiplies the squared norm

@@ -10,8 +10,6 @@ from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Pieces
 
-__all__ = ["BLAS_COLUMNS", "LAPACK_COLUMNS", "blas_moments", "lapack_cholesky"]
-
 BLAS_COLUMNS = 2048
 LAPACK_COLUMNS = 512
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from levattn._core.types import Float64
 from levattn._kernels.rows.contract import Arithmetic, Pieces, Rows
 
-__all__ = ["GramKernels"]
-
 
 class GramKernels(Protocol):
     """Second moments of rows, and squared norms of rows in another basis.

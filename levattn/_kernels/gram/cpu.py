@@ -19,17 +19,6 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import digested, scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
-__all__ = [
-    "SINGLE_UNIT",
-    "levels_of",
-    "longest_run",
-    "moments",
-    "moments_and_sqnorms",
-    "projected_sqnorms",
-    "shares_blocks",
-    "sqnorms",
-]
-
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 20  # numbers of keys that are projected at a time
 _WIDE = 1024  # columns from which adding up runs takes long

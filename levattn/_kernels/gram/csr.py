@@ -36,7 +36,6 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 from levattn._kernels.tasks import share, threads_for
 
-__all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 
 _NARROW = 256  # columns up to which a second moment stays in a near cache while the rows are added to it

@@ -16,20 +16,6 @@ from levattn._kernels.scratch import empty, zeros
 from levattn._kernels.sketch.compiled import number_below
 from levattn._kernels.sketch.random import GROUP, fill_words
 
-__all__ = [
-    "PANEL_VECTORS",
-    "TILE",
-    "band_moment_tasks",
-    "count_bands",
-    "list_bands",
-    "mirror_tasks",
-    "panels_of",
-    "projected_rows",
-    "row_moment_tasks",
-    "row_sqnorms",
-    "scatter_entries",
-]
-
 PANEL_VECTORS = 8  # vectors of whitened columns that are summed in registers, enough to hide the latency of the sums
 _RUN = 256  # entries for each column of a band that are summed before sums are combined pairwise
 TILE = 64  # side of the squares in which a triangle is copied

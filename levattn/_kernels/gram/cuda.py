@@ -17,7 +17,6 @@ from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moment
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
-__all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-22  # tensor cores multiply numbers in two parts, of eleven bits each
 
 # As in moments.cu and products.cu

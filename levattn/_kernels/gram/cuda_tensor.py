@@ -15,8 +15,6 @@ from levattn._kernels.cuda_source import launch, namespace, on_device, with_step
 from levattn._kernels.rows.contract import Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
-__all__ = ["has_tensor_products", "tensor_moments", "tensor_squares"]
-
 _ROOM = 1 << 28  # bytes of split factors at a time
 _BUSY = 528  # blocks of threads that take turns over the rows; each has a copy of the factor
 

@@ -16,7 +16,6 @@ from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.definition import lost_rests, send, transformed_rows
 
-__all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 
 

@@ -12,8 +12,6 @@ from levattn._kernels.llvm import address, larger, smaller
 from levattn._kernels.rows.compiled import COLUMNS, SHIFT, load_rests, load_rows
 from levattn._kernels.scratch import empty, filled, zeros
 
-__all__ = ["moment_in_basis_tasks", "sqnorm_in_basis_tasks"]
-
 
 @helper
 def _multiply_rows(rows, n, panels, in_basis):

@@ -10,8 +10,6 @@ from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_ad
 from levattn._kernels.rows.digest import begin, done, on, tally
 from levattn._kernels.scratch import clear, empty, zeros
 
-__all__ = ["add_rows", "carry", "fold", "moment_panels", "moment_tasks"]
-
 _NEAR = 512  # bytes between rows, up to which the nearest cache holds a slab without packing
 
 

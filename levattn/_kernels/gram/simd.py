@@ -30,8 +30,6 @@ from levattn._kernels.llvm import (
     vector_type,
 )
 
-__all__ = ["add_upper", "entry_tile", "lane_sum", "moment_tiles", "product_tile", "twofold_tile"]
-
 
 def moment_tiles(shapes: Callable[[int], Sequence[tuple[int, int]]]) -> Callable[..., Any]:
     """Return a tile for sums of outer products, whose shape is chosen at run time.

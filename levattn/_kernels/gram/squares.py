@@ -13,8 +13,6 @@ from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_ad
 from levattn._kernels.rows.digest import begin, done, on, tally
 from levattn._kernels.scratch import clear, empty, zeros
 
-__all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "scores_at", "sqnorm_tasks", "write_sums"]
-
 SLAB = 64  # rows that stay in the nearest cache while every tile passes over them
 SCRATCH_ROWS = (SLAB + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS  # a slab in whole groups of rows
 SCORE_SLAB = SLAB // SCORE_ROWS * SCORE_ROWS

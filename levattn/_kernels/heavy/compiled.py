@@ -14,8 +14,6 @@ from levattn._kernels.jit import VECTOR_BYTES, jit
 from levattn._kernels.llvm import load, rolled, splat, store
 from levattn._kernels.scratch import empty
 
-__all__ = ["heavy_tasks", "norm_tasks"]
-
 _I64 = ir.IntType(64)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["HeavyKernels"]
-
 
 class HeavyKernels(Protocol):
     """Squared attention of queries: arrays of float64 and int64, in main memory or on one CUDA device."""

@@ -10,8 +10,6 @@ from levattn._core.types import Float64
 from levattn._kernels.heavy.compiled import heavy_tasks, norm_tasks
 from levattn._kernels.tasks import share
 
-__all__ = ["heavy_entries", "query_norms"]
-
 
 def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
     """Return the normalizers of queries."""

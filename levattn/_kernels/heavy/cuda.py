@@ -12,8 +12,6 @@ import numpy as np
 from levattn._kernels.cuda_source import launch, namespace, on_device
 from levattn._kernels.rows.cuda import sum_in_pairs
 
-__all__ = ["heavy_entries", "query_norms"]
-
 _TILE = 64  # queries of a block
 _CHUNK = 2048  # keys that a block counts: a count and a sum are kept for each query and chunk
 

@@ -35,8 +35,6 @@ from levattn._kernels.latent.simd import copy_vectors, differs, dot_vectors, exp
 from levattn._kernels.llvm import as_pointer, smaller
 from levattn._kernels.scratch import fill
 
-__all__ = ["backward_tasks"]
-
 
 @helper
 def _drop_rows_of_no_weight(like, p, first, last, c_at):

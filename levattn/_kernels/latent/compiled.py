@@ -37,8 +37,6 @@ from levattn._kernels.latent.simd import exp_row, row_tile, step_tile, weigh_pla
 from levattn._kernels.llvm import address, as_pointer, smaller, taken
 from levattn._kernels.scratch import empty, fill
 
-__all__ = ["everywhere_tasks", "forward_tasks", "join_rows", "join_runs", "step_tasks", "summary_tasks"]
-
 
 @helper
 def _sum_up(like, p, head, low, high):

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LatentArguments", "LatentGradients", "LatentKernels", "LatentSteps", "State"]
-
 State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each sequence and latent
 
 

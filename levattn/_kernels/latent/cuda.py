@@ -32,8 +32,6 @@ from levattn._kernels.latent.cuda_runs import FOLLOWED, POSITIONS, ROWS, Runs, c
 from levattn._kernels.latent.cuda_step import step_at_once
 from levattn._kernels.rows.cuda import sum_in_pairs
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
-
 _BUSY = 528  # blocks of threads below which a block of a forward pass takes fewer columns
 
 # As in latent_tensor.cu

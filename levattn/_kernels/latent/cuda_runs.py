@@ -13,8 +13,6 @@ import numpy as np
 from levattn._core.types import Int64
 from levattn._kernels.cuda_source import on_device
 
-__all__ = ["FOLLOWED", "POSITIONS", "ROWS", "Runs", "causal_runs", "plain_runs", "send_runs"]
-
 FOLLOWED, ROWS, POSITIONS = 7, 6, 5  # fields of a run, as runs.cuh has them
 
 _SHORTEST, _LONGEST = 128, 1024  # positions of a run, powers of two

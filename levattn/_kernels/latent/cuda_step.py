@@ -13,8 +13,6 @@ import numpy as np
 from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit, stored, with_rows, with_steps
 from levattn._kernels.latent.contract import State
 
-__all__ = ["step_at_once"]
-
 # As in latent_step.cu
 _ROWS = 8
 _COLUMNS = 32

@@ -9,8 +9,6 @@ import numpy as np
 from levattn._kernels.latent.decay_compiled import decay_tasks
 from levattn._kernels.tasks import share
 
-__all__ = ["decayed_scan"]
-
 _BYTES = 512  # of a row in one task: whole cache lines, and enough tasks for the threads
 
 

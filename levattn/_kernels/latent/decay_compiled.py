@@ -5,8 +5,6 @@ from __future__ import annotations
 from levattn._kernels.jit import jit
 from levattn._kernels.llvm import smaller
 
-__all__ = ["decay_tasks"]
-
 
 @jit
 def decay_tasks(a, x, start, width, reverse, first, last, out):

@@ -17,8 +17,6 @@ from levattn._core.arrays import array_namespace
 from levattn._kernels.finite import surely_finite
 from levattn._kernels.latent.contract import LatentArguments, State
 
-__all__ = ["decayed_scan", "forward", "joined", "summary"]
-
 _BLOCK = 16  # rows of a block, which has an exponent for each pair of rows
 
 

@@ -27,36 +27,6 @@ from levattn._kernels.llvm import as_pointer, larger, smaller
 from levattn._kernels.records import RecordType, Scratch
 from levattn._kernels.scratch import fill
 
-__all__ = [
-    "FOLD",
-    "LATENT_PLAN",
-    "ROWS",
-    "SLACK",
-    "begins_fold",
-    "copy_row",
-    "copy_rows",
-    "enter",
-    "fold_gain",
-    "fold_tiles",
-    "grow_and_read",
-    "grow_tiles",
-    "latent_scratch",
-    "padded",
-    "raise_references",
-    "read_positions",
-    "read_tiles",
-    "row_address",
-    "scale_columns",
-    "scale_numbers",
-    "scale_rows",
-    "sum_rows",
-    "weigh_and_keep",
-    "weigh_given",
-    "weigh_rows",
-    "write_positions",
-    "write_rows",
-]
-
 ROWS = 32  # of a segment: its data stays in the first-level cache
 SLACK = 8.0  # a sum is at most e^SLACK times the number of positions times its largest term
 FOLD = 64  # rows whose gain is summed separately, and then added to sums in float64

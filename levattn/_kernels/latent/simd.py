@@ -26,23 +26,6 @@ from levattn._kernels.llvm import (
     vector_code,
 )
 
-__all__ = [
-    "copy_vectors",
-    "differs",
-    "dot_vectors",
-    "exceeds",
-    "exp_row",
-    "fold_vectors",
-    "key_row",
-    "query_row",
-    "row_tile",
-    "state_tile",
-    "step_tile",
-    "top_rows",
-    "weigh_plain_row",
-    "weigh_row",
-]
-
 PLAIN_LOGIT = 32.0  # sums of e^x over thousands of such logits stay within the square root of the range
 
 

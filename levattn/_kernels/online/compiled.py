@@ -19,8 +19,6 @@ from levattn._kernels.llvm import fused_multiply_add, larger, smaller
 from levattn._kernels.rows.compiled import copy_numbers, load_rows
 from levattn._kernels.scratch import empty, zeros
 
-__all__ = ["online_tasks"]
-
 _ROWS = 4
 _NOISE = 64 * 2.0**-53  # the remainder of a row in the span of earlier ones, relative to what cancels, times √d
 _SMALL, _LARGE = 2.0**-460, 2.0**500  # between these, squares are in range

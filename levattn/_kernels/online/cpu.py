@@ -8,8 +8,6 @@ from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.contract import Rows
 from levattn._kernels.tasks import share
 
-__all__ = ["online_scores"]
-
 
 def online_scores(rows: Rows, root: Float64) -> Float64:
     """Return ``kᵀ(diag(root²) + Σ k kᵀ)⁺ k`` of each row, the sum over the rows up to it, (b, n).

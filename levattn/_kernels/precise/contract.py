@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from levattn._core.types import Float64
 
-__all__ = ["PreciseKernels"]
-
 _Field = npt.NDArray[np.uint64]
 
 

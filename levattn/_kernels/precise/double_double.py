@@ -10,8 +10,6 @@ from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, fused_multiply_add, smaller
 from levattn._kernels.scratch import empty
 
-__all__ = ["TALL", "WIDTH", "product_rows", "product_tasks", "solve_tasks", "split_means"]
-
 TALL = 2  # rows of a tile
 _VECTORS = 2  # vectors of a tile
 _ROWS = 32  # after so many rows the sum takes up its errors, because the errors of copied rows all have one sign

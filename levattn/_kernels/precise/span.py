@@ -17,8 +17,6 @@ from levattn._kernels.jit import helper, jit
 from levattn._kernels.llvm import product_high
 from levattn._kernels.scratch import empty
 
-__all__ = ["draw_field", "field", "insert_rows", "mark_outside", "mark_zeros"]
-
 # The parts of a field: the prime, −1/p modulo 2^64, the residue of 1, a secret number, and powers of two.
 _PRIME, _NEGATED, _UNIT, _SECRET, _POWERS = range(5)
 _LOWEST, _HIGHEST = -1126, 971  # exponents of float64 as integers of 53 bits

@@ -16,8 +16,6 @@ from levattn._kernels.pruned.panels import TILE_ROWS, multiply_panels, pack_row,
 from levattn._kernels.pruned.simd import logit_gradients, mean_of, turned_tile
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = ["mixture_back_tasks"]
-
 
 @helper
 def _load(like, view, item, head, low, positions, rows, X, panels):

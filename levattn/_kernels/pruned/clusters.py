@@ -18,22 +18,6 @@ from levattn._kernels.pruned.panels import (
 from levattn._kernels.pruned.simd import accumulate, approach, length_squared, nearest, squared, turned_tile
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = [
-    "add_tasks",
-    "assign_tasks",
-    "far_of",
-    "far_tasks",
-    "farthest",
-    "level_tasks",
-    "moments_of_rows",
-    "pack_centers",
-    "place_tasks",
-    "radius_tasks",
-    "row_room",
-    "square_columns",
-    "vector_row",
-]
-
 
 @jit
 def moments_of_rows(like, view, n, total, second, first, last):

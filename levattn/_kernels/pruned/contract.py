@@ -10,21 +10,6 @@ import array_api_compat
 
 from levattn._core.arrays import array_namespace
 
-__all__ = [
-    "JITTER",
-    "SAME",
-    "SPREAD_ROUNDING",
-    "TILT",
-    "PrunedArguments",
-    "PrunedGradients",
-    "PrunedKernels",
-    "RenewalArguments",
-    "Summaries",
-    "as_one_batch",
-    "differentiable",
-    "mapped",
-]
-
 TILT = 3.0  # a member's weight is within exp(±this) of its cluster's, so that taking it out does not cancel
 SAME = 2.0**-16  # of a key's squared length: smaller squared distances count as zero
 JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space

@@ -19,19 +19,6 @@ from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
-__all__ = [
-    "at_once",
-    "cluster",
-    "levels",
-    "merged",
-    "mixture",
-    "mixture_gradients",
-    "places",
-    "radii",
-    "renewed",
-    "row_moments",
-]
-
 _FEW = 64  # rows whose moments need no kernel
 _STRETCHES = 8  # blocks of positions that are worth sums of gradients of their own
 _MOST_PARTS = 8  # of an item, with such sums

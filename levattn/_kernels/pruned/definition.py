@@ -13,22 +13,6 @@ import array_api_compat
 from levattn._core.arrays import array_namespace, is_torch, lengths
 from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
 
-__all__ = [
-    "at_once",
-    "cluster",
-    "far_rows",
-    "from_rows",
-    "levels",
-    "merged",
-    "mixture",
-    "places",
-    "radii",
-    "renewed",
-    "row_moments",
-    "sample_step",
-    "weighted_mean",
-]
-
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
 _SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least, and for each center

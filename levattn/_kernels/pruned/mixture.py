@@ -22,18 +22,6 @@ from levattn._kernels.pruned.panels import (
 from levattn._kernels.pruned.simd import exponentials, raised
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
-__all__ = [
-    "fill_block",
-    "forget",
-    "mixture_tasks",
-    "pack_near",
-    "pack_slots",
-    "put_right",
-    "row_weights",
-    "take_out",
-    "whole_vectors",
-]
-
 
 @helper
 def whole_vectors(like, n):

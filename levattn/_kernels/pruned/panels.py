@@ -10,17 +10,6 @@ from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.simd import matrix_tile, turned_tile
 
-__all__ = [
-    "TILE_ROWS",
-    "multiply_panels",
-    "multiply_rows",
-    "pack_columns",
-    "pack_row",
-    "row_at_view",
-    "row_pointer",
-    "whole_tiles",
-]
-
 TILE_ROWS = 48  # of a block: whole tiles on all machines, and few enough that their logits stay in the second cache
 
 

@@ -12,8 +12,6 @@ from levattn._kernels.pruned.panels import multiply_panels, pack_columns, row_at
 from levattn._kernels.pruned.simd import accumulate
 from levattn._kernels.scratch import clear, empty, zeros
 
-__all__ = ["renewal_tasks"]
-
 
 @helper
 def _root(total, second, count, mean, L):

@@ -27,20 +27,6 @@ from levattn._kernels.llvm import (
     vector_code,
 )
 
-__all__ = [
-    "accumulate",
-    "approach",
-    "exponentials",
-    "length_squared",
-    "logit_gradients",
-    "matrix_tile",
-    "mean_of",
-    "nearest",
-    "raised",
-    "squared",
-    "turned_tile",
-]
-
 
 @vector_code(literals="rows vectors adds")
 def matrix_tile(v, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):

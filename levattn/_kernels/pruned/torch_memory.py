@@ -16,8 +16,6 @@ from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.contract import PrunedArguments, PrunedGradients, Summaries, differentiable, mapped
 from levattn._kernels.tensors import in_plain_memory, memory_of, tensor_of
 
-__all__ = ["is_read", "levels", "merged", "mixed", "on_memory", "places", "radii", "row_moments"]
-
 
 def on_memory(name: str, *given: Any) -> Any:
     """Return the result of a kernel that has no gradient, on the memory of plain tensors, else of its definition."""

@@ -32,8 +32,6 @@ from levattn._kernels.llvm import (
 if TYPE_CHECKING:
     from levattn._kernels.rows.contract import Rows
 
-__all__ = ["copy_numbers", "entry_address", "load_rests", "load_rows", "products_together", "view_of"]
-
 # The places in the vector; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
 IN_PLACE = 6  # whether the tiles can read the keys where they lie, instead of from a scratch

@@ -14,8 +14,6 @@ from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels.dispatch import kernels_for
 
-__all__ = ["BLOCK", "Arithmetic", "Pieces", "RowKernels", "Rows"]
-
 Pieces = npt.NDArray[np.int64]  # (t, 4): slot, item, first row, row after the last
 
 BLOCK = 2048  # rows whose moments are summed before they are combined pairwise

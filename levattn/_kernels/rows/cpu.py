@@ -16,8 +16,6 @@ from levattn._kernels.rows.definition import summed_in_pairs
 from levattn._kernels.rows.scan import APART_WIDTH, apart_tasks, column_tasks, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share
 
-__all__ = ["column_figures", "digested", "nonfinite_rows", "scratch_like", "stored_rows", "sums_apart"]
-
 
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
     """Return an array that tells the compiled code the precision and the padded width."""

@@ -14,8 +14,6 @@ from levattn._kernels.rows import cpu
 from levattn._kernels.rows.contract import BLOCK, Rows
 from levattn._kernels.rows.definition import summed_in_pairs
 
-__all__ = ["blocks_of", "column_figures", "entries_of", "nonfinite_rows", "sums_apart", "written_out"]
-
 
 def entries_of(rows: Rows) -> tuple[Any, ...]:
     """Return the arrays that compiled code reads: row bounds, columns, scaled and weighted values, mask."""

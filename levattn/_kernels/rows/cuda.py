@@ -12,8 +12,6 @@ from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_d
 from levattn._kernels.rows.contract import BLOCK, Rows
 from levattn._kernels.rows.definition import summed_in_pairs
 
-__all__ = ["MOST_SLABS", "column_figures", "key_arguments", "key_type", "nonfinite_rows", "sum_in_pairs", "sums_apart"]
-
 MOST_SLABS = 65535  # blocks of threads along the second and the third axis of a grid
 
 

@@ -13,17 +13,6 @@ from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Rows
 
-__all__ = [
-    "column_figures",
-    "exact_sum",
-    "lost_rests",
-    "nonfinite_rows",
-    "send",
-    "summed_in_pairs",
-    "sums_apart",
-    "transformed_rows",
-]
-
 
 def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:
     """Return rows ``start:stop`` of one matrix in float64, transformed, 0 where masked."""

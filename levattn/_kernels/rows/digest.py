@@ -14,8 +14,6 @@ from levattn._kernels.llvm import added_at, address, as_pointer, larger, smaller
 from levattn._kernels.rows.compiled import ADDRESS, DIGEST, ROW_STEP, TOGETHER, entry_address, products_together
 from levattn._kernels.scratch import zeros
 
-__all__ = ["begin", "digest_tasks", "done", "on", "tally"]
-
 # The places in the vector: the bytes of a row, the logarithm of the rows in a line, the number of the first row in the
 # whole, the number of rows, the logarithm of the rows in a cell, and the number of cells. Then follow the addresses of
 # the keys of a line, of the sums of lines that the rows before left open and that these leave open, one for each

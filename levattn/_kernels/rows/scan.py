@@ -11,8 +11,6 @@ from levattn._kernels.llvm import address, as_pointer, repeated, smaller, store,
 from levattn._kernels.rows.compiled import COLUMNS, MASK, copy_numbers, entry_address, load_rows
 from levattn._kernels.scratch import empty, zeros
 
-__all__ = ["APART_WIDTH", "apart_tasks", "column_tasks", "nonfinite_scan", "read_rows"]
-
 _SLAB = 128
 _VECTORS = 2  # of columns whose sums are in registers
 APART_WIDTH = _VECTORS * (VECTOR_BYTES // 8)

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from levattn._core.types import Float64
 
-__all__ = ["SelectKernels"]
-
 
 class SelectKernels(Protocol):
     """Which scores (b, n) reach a bound or are the largest, and which are too close to call."""

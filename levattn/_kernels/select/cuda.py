@@ -15,8 +15,6 @@ from levattn._core.arrays import to_numpy
 from levattn._core.types import Float64, Int64
 from levattn._kernels.cuda_source import TYPES, WORDS, launch, namespace, on_device, with_steps
 
-__all__ = ["gathered", "held", "include", "largest", "maxima", "reaching", "stacked", "threshold"]
-
 _TILE = 2048  # entries that a block lists
 _SPAN = 8192  # entries whose digits a block counts
 _DIGITS = 2048

@@ -14,8 +14,6 @@ from levattn._core.arrays import array_namespace, take_rows, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
 
-__all__ = ["gathered", "held", "include", "largest", "maxima", "reaching", "stacked", "threshold"]
-
 
 def held(array: Any) -> Any:
     """Return scores or flags where the selection reads them."""

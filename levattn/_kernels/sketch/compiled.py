@@ -22,8 +22,6 @@ from levattn._kernels.scratch import empty, zeros
 from levattn._kernels.sketch.random import GROUP, fill_group, fill_normals, fill_signs, fill_words
 from levattn._kernels.sketch.simd import add_signed, hadamard_tile
 
-__all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
-
 _SLAB = 512  # rows whose places are drawn at a time, a multiple of GROUP
 _LOADED = 32  # rows that are widened at a time
 _AHEAD = 8  # rows by which a place of the sketch is fetched before its turn

@@ -9,8 +9,6 @@ import numpy.typing as npt
 from levattn._core.types import Float64
 from levattn._kernels.rows.contract import Rows
 
-__all__ = ["SketchKernels"]
-
 
 class SketchKernels(Protocol):
     """Sketches of the rows of each matrix, added to `out`, (b, size, d), float32 or float64.

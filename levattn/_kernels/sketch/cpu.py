@@ -17,8 +17,6 @@ from levattn._kernels.sketch.compiled import FIRST_ROWS, dense_rows, hadamard_bl
 from levattn._kernels.sketch.random import key_words
 from levattn._kernels.tasks import threads_for
 
-__all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
-
 _TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in the second cache
 
 

@@ -16,8 +16,6 @@ from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_d
 from levattn._kernels.rows.contract import Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
-__all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
-
 # Constants of sketch.cu as well
 _TILE = 4096  # rows that are sorted at a time
 _WARPS = THREADS // 32

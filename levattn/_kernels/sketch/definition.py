@@ -13,8 +13,6 @@ from levattn._core.types import Float64
 from levattn._kernels.rows.contract import Rows
 from levattn._kernels.rows.definition import send, transformed_rows
 
-__all__ = ["add_products", "scatter", "sketch_zeros"]
-
 _SKETCHED = 256  # rows for which a dense piece of a sparse sketch is formed
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from levattn._core.random import INCREMENTS, MULTIPLIERS, ROUNDS
 from levattn._kernels.jit import helper
 
-__all__ = ["GROUP", "fill_group", "fill_normals", "fill_signs", "fill_words", "key_words"]
-
 GROUP = 4  # rows that share a counter
 
 _M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)

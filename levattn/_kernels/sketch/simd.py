@@ -23,8 +23,6 @@ from levattn._kernels.llvm import (
     vector_type,
 )
 
-__all__ = ["add_signed", "hadamard_tile"]
-
 
 @intrinsic
 def add_signed(typing, like, total, source, target, sign, vectors, ahead, next_target):

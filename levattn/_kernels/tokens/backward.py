@@ -54,8 +54,6 @@ from levattn._kernels.tokens.simd import (
     sum_gradients,
 )
 
-__all__ = ["backward_tasks"]
-
 # Beyond these products of float32 may leave its range: c, the gain, c m, second moments m, and gain² m³
 _MOST_C, _MOST_GAIN, _MOST_SHRINKAGE, _LEAST_M, _MOST_M, _LEAST_PRODUCT = 1e12, 1e24, 1e12, 1e-24, 1e16, 1e-60
 _MOST_LOGIT = 256.0  # rounding a larger one changes memberships, and with them gradients, by up to 1e-4

@@ -8,8 +8,6 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LOGITS", "Logits", "TokenArguments", "TokenGradients", "TokenKernels", "TokenSums"]
-
 TokenSums = tuple[Any, Any, Any, Any]  # (A, n, M, N) of each head and sequence, in float64
 
 Logits = Literal["none", "norm", "diagonal"]

@@ -24,8 +24,6 @@ from levattn._kernels.tokens.plan import SLAB, SPAN, TOKEN_PLAN, token_scratch
 from levattn._kernels.tokens.simd import GAIN_BLOCK
 from levattn._kernels.tokens.squares import BAND, square_rows
 
-__all__ = ["add_squares", "backward", "forward", "memberships"]
-
 _ENOUGH = 4  # sequences for each thread, so that they are balanced
 _ROWS = 4096  # rows of float16 that are widened at a time
 

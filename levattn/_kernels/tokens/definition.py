@@ -15,8 +15,6 @@ from levattn._core.arrays import array_namespace
 from levattn._kernels.latent.definition import decayed_scan
 from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 
-__all__ = ["add_squares", "forward", "memberships"]
-
 _BLOCK = 64  # tokens whose sums are formed together, so that no sum is kept for every token
 
 

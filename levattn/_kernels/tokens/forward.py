@@ -37,24 +37,6 @@ from levattn._kernels.tokens.plan import (
 )
 from levattn._kernels.tokens.simd import read_run, score_run, share_run, spread_run
 
-__all__ = [
-    "ALL",
-    "D_LOGITS",
-    "D_MEMBERSHIPS",
-    "D_SCORES",
-    "MEMBERSHIPS",
-    "OUTPUTS",
-    "SCORES",
-    "complete",
-    "forward_tasks",
-    "inverses",
-    "place_arrays",
-    "score",
-    "shrinkage",
-    "slope_of",
-    "weigh",
-]
-
 ALL, SCORES, MEMBERSHIPS, OUTPUTS, D_MEMBERSHIPS, D_LOGITS, D_SCORES = range(7)  # steps
 
 

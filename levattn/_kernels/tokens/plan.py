@@ -16,35 +16,6 @@ from levattn._kernels.records import RecordType, Scratch
 from levattn._kernels.scratch import fill
 from levattn._kernels.tokens.simd import GAIN_BLOCK, dot_run, gather_run
 
-__all__ = [
-    "DIAGONAL",
-    "NONE",
-    "NORM",
-    "RUN",
-    "SLAB",
-    "SPAN",
-    "TOKEN_PLAN",
-    "advance",
-    "begin_sums",
-    "bounds",
-    "clear_masked",
-    "copy_sums",
-    "dot",
-    "end_sums",
-    "gather",
-    "head_rows",
-    "rate_of",
-    "read_numbers",
-    "run_of",
-    "sums_of",
-    "sums_place",
-    "table",
-    "take",
-    "temperature_of",
-    "token_scratch",
-    "write",
-]
-
 NONE, NORM, DIAGONAL = range(3)  # the indices of LOGITS
 
 RUN = 8 * GAIN_BLOCK

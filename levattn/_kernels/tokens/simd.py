@@ -40,21 +40,6 @@ from levattn._kernels.llvm import (
     vector_type,
 )
 
-__all__ = [
-    "GAIN_BLOCK",
-    "causal_output_gradients",
-    "causal_score_gradients",
-    "dot_run",
-    "gather_run",
-    "output_gradients",
-    "read_run",
-    "score_gradients",
-    "score_run",
-    "share_run",
-    "spread_run",
-    "sum_gradients",
-]
-
 GAIN_BLOCK = 16  # tokens whose gain is summed apart
 
 _AHEAD = 16  # tokens by which rows are prefetched

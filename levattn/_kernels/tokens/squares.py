@@ -6,8 +6,6 @@ from levattn._kernels.jit import jit
 from levattn._kernels.llvm import smaller
 from levattn._kernels.scratch import empty
 
-__all__ = ["BAND", "square_rows"]
-
 BAND = 16  # rows of a second moment
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from levattn.attention.common.space import namespace_of
 
-__all__ = ["Heads", "heads_of"]
-
 
 @dataclass(frozen=True)
 class Heads:

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from levattn._core.arrays import from_list, is_torch, to_numpy
 from levattn._core.checks import check_offsets, shown
 
-__all__ = ["compiling", "cumulative", "given_bounds", "reads_numbers", "refuse_packed", "untraced"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -11,20 +11,6 @@ import numpy as np
 
 from levattn._core.arrays import array_namespace, is_torch
 
-__all__ = [
-    "as_given",
-    "changed",
-    "device_of",
-    "empty_output",
-    "followable",
-    "masked_first",
-    "namespace_of",
-    "plain_arrays",
-    "rows_of_items",
-    "running_counts",
-    "without_gradient",
-]
-
 _Record = TypeVar("_Record")
 
 

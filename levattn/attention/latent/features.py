@@ -12,8 +12,6 @@ from levattn.attention.common.arguments import dense_arrays, reshaped, stack_arg
 from levattn.attention.common.packed import cumulative, refuse_packed
 from levattn.attention.common.space import device_of, followable, namespace_of, rows_of_items, running_counts
 
-__all__ = ["causal_conv", "rg_lru"]
-
 _STEEPEST = 1000.0  # the slope of the square root near 0, where it has none
 _POWER = 8.0  # of the decay, as in Griffin
 

@@ -18,8 +18,6 @@ from levattn.attention.common.space import as_given, plain_arrays
 from levattn.attention.latent.plain import are_read_as_stored, one_step, plain_call, plain_step
 from levattn.states import SoftmaxState
 
-__all__ = ["latte"]
-
 
 @where_arrays_are
 @by_numpy

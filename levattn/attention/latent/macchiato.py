@@ -23,8 +23,6 @@ from levattn.attention.common.space import device_of, masked_first, namespace_of
 from levattn.attention.latent.window import check_scale, check_softcap, windowed
 from levattn.states import SoftmaxState
 
-__all__ = ["MacchiatoState", "check_overlap", "macchiato"]
-
 Overlap = Literal["mixture", "exclusive"]
 
 

@@ -18,8 +18,6 @@ from levattn.attention.common.arguments import latent_attention, reshaped
 from levattn.states import SoftmaxState
 from levattn.states.softmax import held_sums, with_sums
 
-__all__ = ["are_read_as_stored", "one_step", "plain_call", "plain_step"]
-
 _KINDS = np.dtype(np.float32), np.dtype(np.float64)
 
 

@@ -18,8 +18,6 @@ from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative, reads_numbers
 from levattn.attention.common.space import without_gradient
 
-__all__ = ["repeated_mass"]
-
 
 @reads_numbers
 @where_arrays_are

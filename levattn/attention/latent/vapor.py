@@ -10,8 +10,6 @@ from levattn._core.jax import by_numpy
 from levattn.attention.common.arguments import dense_array, moved, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 
-__all__ = ["rotate_values"]
-
 
 @where_arrays_are
 @by_numpy

@@ -26,8 +26,6 @@ from levattn.attention.common.space import (
     running_counts,
 )
 
-__all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
-
 _PAIRS = 1 << 20  # pairs of positions held at a time, over all heads: about the size of the last cache
 _MANY_PAIRS = 1 << 24  # the same if logits are not written, or on a device, which needs large calls
 _LEAST = 32  # rows of a block: the products of smaller blocks cost more than the pairs that they save

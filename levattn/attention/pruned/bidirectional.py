@@ -22,8 +22,6 @@ from levattn.functions import Power
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sets.universal import set_of
 
-__all__ = ["whole_attention"]
-
 _ROUNDS = 1  # of Lloyd's algorithm
 _MANY = 256  # queries of an item that are worth a thread
 

@@ -16,8 +16,6 @@ from levattn.attention.common.heads import Heads
 from levattn.attention.common.space import device_of, followable, namespace_of
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
-__all__ = ["Piece", "PrunedCall", "at_places", "by_items"]
-
 Piece = tuple[Any, Any, tuple[Any, ...]]  # items of the batch, places of queries, arrays (b', g, m', ...)
 
 

@@ -20,8 +20,6 @@ from levattn.attention.pruned.renewal import Known, known_after, selected_anew
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 
-__all__ = ["causal_attention"]
-
 
 @dataclass(frozen=True)
 class _Walk:

@@ -14,8 +14,6 @@ from levattn._kernels.pruned.contract import TILT, PrunedArguments, Summaries
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.choice import means_of
 
-__all__ = ["PrunedCertificate", "bounded", "longest_of", "with_bounds"]
-
 
 @dataclass(frozen=True, eq=False)
 class PrunedCertificate:

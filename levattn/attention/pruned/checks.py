@@ -8,8 +8,6 @@ from levattn._core.arrays import is_torch, on_cuda
 from levattn.attention.common.space import namespace_of
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["Checks"]
-
 
 class Checks:
     """Conditions that hold unless numbers are not finite or out of range, each with its message.

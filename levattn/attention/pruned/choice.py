@@ -13,25 +13,6 @@ from levattn._kernels.pruned.contract import JITTER, SAME, SPREAD_ROUNDING, TILT
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.checks import Checks
 
-__all__ = [
-    "Measure",
-    "Sums",
-    "balanced",
-    "chosen",
-    "finite_or_zero",
-    "grouped",
-    "in_range",
-    "items_of",
-    "means_of",
-    "measured",
-    "measures",
-    "one_sided",
-    "rows_at",
-    "rows_of_each",
-    "scored",
-    "spectra",
-]
-
 _ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 
 

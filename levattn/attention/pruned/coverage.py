@@ -22,8 +22,6 @@ from levattn.attention.pruned.rule import exponent_of
 from levattn.exceptions import NonFiniteError
 from levattn.sets.coverage import conformal_place, split_queries
 
-__all__ = ["PrunedCoverage", "pruned_coverage"]
-
 # of a dtype, the least relative and the least absolute difference
 _DIGITS = {
     "float64": (2.0**-52, 2.0**-1074),

@@ -18,8 +18,6 @@ from levattn.attention.pruned.rule import SCORES, SelectionRule, exponent_of, ru
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 
-__all__ = ["pruned_attention"]
-
 
 @reads_numbers
 @where_arrays_are

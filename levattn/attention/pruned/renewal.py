@@ -15,8 +15,6 @@ from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart
 
-__all__ = ["Known", "known_after", "selected_anew"]
-
 # The measure of the queries and keys so far, and the spectrum of the keys if it is needed
 Known = tuple[choice.Measure, Any]
 

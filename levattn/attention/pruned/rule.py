@@ -11,8 +11,6 @@ from levattn.attention.pruned.slots import Slots, slots_for
 from levattn.functions import Power
 from levattn.sensitivity.leverage import check_epsilon
 
-__all__ = ["SCORES", "SelectionRule", "exponent_of", "rule_of"]
-
 SCORES = ("residual", "expected", "leverage")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from levattn._core.checks import whole_number
 
-__all__ = ["Slots", "slots_for"]
-
 _CHUNK = 64  # positions between two selections of causal attention by default
 _NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
 _NEAR = 8  # keys on each side of a query at most, where a budget is split

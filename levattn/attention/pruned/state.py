@@ -15,18 +15,6 @@ from levattn.attention.pruned.choice import Sums
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.slots import Slots
 
-__all__ = [
-    "PrunedPart",
-    "PrunedState",
-    "all_of",
-    "arrays_of",
-    "continued_rule",
-    "converted",
-    "empty_part",
-    "picked",
-    "some_of",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class PrunedPart:

@@ -33,8 +33,6 @@ from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
 from levattn.states.block_buffer import readable
 
-__all__ = ["Membership", "TokenCall", "check_form", "checked_call", "decay_rates"]
-
 Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
 _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
 _NUMBERS = {int, float}  # types of arguments by which a repeated call is recognized

@@ -16,8 +16,6 @@ from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
 from levattn.states.moments import flat_sums, followed
 
-__all__ = ["entered", "token_state_after"]
-
 
 def _axes(call: TokenCall) -> tuple[int, ...]:
     """Return the axes of the state of a call."""

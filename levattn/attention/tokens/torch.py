@@ -9,8 +9,6 @@ import torch
 from levattn._kernels.tensors import has_tangent, hidden_by
 from levattn.sensitivity.leverage import leverage_scores
 
-__all__ = ["leverage"]
-
 
 def leverage(W: Any, mask: Any) -> Any:
     """Return the leverage scores (b, h, T) of the tokens (b, h, T, d) that `mask` (b, 1, T) flags."""

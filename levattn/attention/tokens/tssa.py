@@ -14,8 +14,6 @@ from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, token_state_after
 from levattn.states import TokenState
 
-__all__ = ["memberships", "tssa"]
-
 
 @where_arrays_are
 @by_numpy

@@ -7,8 +7,6 @@ from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from levattn.cli.program import Command
 
-__all__ = ["add"]
-
 _Shell = Annotated[Literal["bash", "zsh", "fish", "powershell"], typer.Argument(help="The shell.")]
 
 _HELP = """\

@@ -9,8 +9,6 @@ from levattn.cli import contexts
 from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in
 from levattn.cli.program import Command
 
-__all__ = ["add"]
-
 _PROFILE = """\
 Measure the cost of cutting each head of a decoder.
 

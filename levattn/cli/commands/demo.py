@@ -9,8 +9,6 @@ from levattn.cli.commands.options import RESULTS, AsJson, HeavyFrom
 from levattn.cli.demo import run_demo
 from levattn.cli.program import Command
 
-__all__ = ["add"]
-
 _HELP = """\
 Try it: universal sets of the 72 heads of a real encoder.
 

@@ -10,8 +10,6 @@ from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, 
 from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
-__all__ = ["add"]
-
 _INSPECT = """\
 Show the universal sets of a model's keys on a text.
 

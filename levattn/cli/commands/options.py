@@ -9,8 +9,6 @@ import typer
 
 from levattn._core.checks import fraction
 
-__all__ = ["RESULTS", "AsJson", "HeavyFrom", "ModelPath", "Picture", "ProfilePath", "WebPage", "by_library", "ends_in"]
-
 RESULTS = "Results"
 PAGE = "https://levattn.readthedocs.io/en/stable/program.html"
 

@@ -13,8 +13,6 @@ from levattn.cli.function import ALLOWED, parse_function
 from levattn.cli.program import Command
 from levattn.cli.sets import SetMethod
 
-__all__ = ["add"]
-
 _HELP = """\
 Find the universal set of the keys in a file.
 

@@ -8,8 +8,6 @@ import levattn
 from levattn.cli.output import report
 from levattn.cli.program import Command
 
-__all__ = ["add"]
-
 _HELP = """\
 Compile all kernels now, so that no later call does.
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["refuse_crop", "replaced"]
-
 
 def refuse_crop(owner: str) -> None:
     """Raise, because states cannot forget positions."""

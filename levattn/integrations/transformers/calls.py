@@ -10,21 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "as_cache_of",
-    "cache_among",
-    "given_to",
-    "inputs_device",
-    "layer_of",
-    "model_inputs",
-    "numbers_among",
-    "parameters_of",
-    "refuse",
-    "takes_cache",
-    "tokens_of",
-    "whole_numbers",
-]
-
 # Names of the cache argument: since transformers 5.24, and before
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 # Inputs of models that a tokenizer gives, as lists if it is not told otherwise

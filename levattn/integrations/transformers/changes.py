@@ -9,8 +9,6 @@ from typing import Any
 from levattn._core.checks import check_type
 from levattn.integrations.transformers.calls import layer_of
 
-__all__ = ["EXTENSION", "PART", "Changes", "check_model"]
-
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
 EXTENSION = "macchiato"  # the submodule of an attention module that holds the trained parameters
 

@@ -11,8 +11,6 @@ import torch
 from levattn.integrations.transformers.calls import inputs_device, layer_of, model_inputs, parameters_of
 from levattn.integrations.transformers.interface import Interface, Probe
 
-__all__ = ["ModelLayer", "attention_modules", "discovered", "shared_configs"]
-
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
 _POSITIONS = 3  # of the trial input
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from levattn.plots import LayerHeadDisplay
 
-__all__ = ["HeadsTable", "in_columns"]
-
 
 class HeadsTable:
     """Rows of figures; the figures with a label can be drawn."""

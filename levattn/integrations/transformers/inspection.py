@@ -14,8 +14,6 @@ from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.pruning.heads import Arrays, Group
 from levattn.integrations.transformers.pruning.prune import observed
 
-__all__ = ["COLUMNS", "Inspection", "inspect_model", "mean_line", "printed"]
-
 _QUERIES = 256  # of a sequence, whose attention is measured
 COLUMNS = {
     "layer": "layer",

@@ -12,8 +12,6 @@ import torch
 from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
 from levattn.integrations.transformers.changes import Changes
 
-__all__ = ["Call", "Interface", "Probe", "Trial"]
-
 
 @dataclass
 class Call:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["causal_padding", "padding_and_kind", "padding_mask", "seen_by"]
-
 _HIDDEN = -1e4  # a mask adds at most this to a masked logit
 
 

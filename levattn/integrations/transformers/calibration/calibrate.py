@@ -22,8 +22,6 @@ from levattn.integrations.transformers.discovery import discovered
 from levattn.integrations.transformers.pruning.interface import PRUNED, register
 from levattn.integrations.transformers.pruning.prune import prune
 
-__all__ = ["calibrate"]
-
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads

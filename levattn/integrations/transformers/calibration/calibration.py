@@ -11,8 +11,6 @@ from typing import Any
 
 from levattn.io import replace_file
 
-__all__ = ["METRICS", "Calibration"]
-
 METRICS = ("embedding", "logits", "perplexity")
 _FORMAT, _VERSION = "levattn calibration", 2
 _RISK = ("risk", "confidence", "texts")

@@ -12,8 +12,6 @@ import torch
 
 from levattn.integrations.transformers.pruning.prune import prune
 
-__all__ = ["Loss", "embeddings", "following", "perplexity", "text_losses"]
-
 
 class Loss:
     """The loss of budgets on all inputs."""

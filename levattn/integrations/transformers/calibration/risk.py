@@ -10,8 +10,6 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["count_shown", "least_texts", "p_value"]
-
 
 def p_value(total: float, count: int, risk: float) -> float:
     """Return the Hoeffding–Bentkus p-value of an expected loss above `risk`, for independent losses with this sum.

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["EVERY", "dealt", "needed_for"]
-
 EVERY = 4  # the first of so many texts is for choosing, the others are for testing
 
 

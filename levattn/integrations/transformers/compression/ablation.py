@@ -22,8 +22,6 @@ from levattn.integrations.transformers.compression.replay import Replay
 from levattn.integrations.transformers.compression.shares import curves
 from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
 
-__all__ = ["head_profile"]
-
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
 # Round 1 finds heads that recall alone, round 2 heads that stand in for others, round 3 the remaining ones

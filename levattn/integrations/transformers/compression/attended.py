@@ -10,8 +10,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn.integrations.transformers.compression.slots import HeadSlots
 
-__all__ = ["attended"]
-
 _LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
 _ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or torch copies the mask
 

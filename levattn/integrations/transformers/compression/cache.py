@@ -25,8 +25,6 @@ from levattn.integrations.transformers.compression.questions import (
 )
 from levattn.integrations.transformers.heads_table import HeadsTable
 
-__all__ = ["CompressedCache", "check_padding", "token_positions"]
-
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
 _FEWEST = 16  # tokens of a context that no question repeats by chance

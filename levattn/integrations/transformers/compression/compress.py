@@ -30,8 +30,6 @@ from levattn.integrations.transformers.compression.slots import (
 )
 from levattn.integrations.transformers.compression.stand_in import UnreadError
 
-__all__ = ["compress"]
-
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 

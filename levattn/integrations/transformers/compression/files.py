@@ -16,8 +16,6 @@ from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.io import replace_file
 
-__all__ = ["check_layers", "read_context", "write_context"]
-
 _FORMAT, _VERSION = "levattn context", 2
 _ARRAYS = ("keys", "values", "log_weight", "places")
 

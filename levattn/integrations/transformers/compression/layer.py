@@ -23,8 +23,6 @@ from levattn.integrations.transformers.compression.slots import (
 from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
 from levattn.integrations.transformers.masks import padding_and_kind
 
-__all__ = ["CompressedLayer", "Look", "Renewal", "Tail", "seen_by_layer", "slot_counts"]
-
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Origin", "changing_positions", "fingerprint"]
-
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
 _FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
     "scaling",

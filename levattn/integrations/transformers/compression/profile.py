@@ -14,8 +14,6 @@ from levattn.integrations.transformers.compression.shares import curves, share_o
 from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.io import replace_file
 
-__all__ = ["FIGURES", "HeadProfile"]
-
 _FORMAT, _VERSION = "levattn head profile", 1
 # Factor of the cost of recall; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
 _RECALL = 4.0

@@ -9,8 +9,6 @@ import torch
 
 from levattn.integrations.transformers.calls import parameters_of, tokens_of
 
-__all__ = ["FromQuestionOn", "as_question", "generated", "option_of", "told_by"]
-
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from levattn.integrations.transformers.discovery import attention_modules
 
-__all__ = ["Replay"]
-
 
 class Replay:
     """The recorded outputs of a decoder's layers for some tokens; a changed layer costs only the layers from it on.

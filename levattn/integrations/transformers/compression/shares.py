@@ -14,8 +14,6 @@ import numpy as np
 
 from levattn.exceptions import RecallWarning
 
-__all__ = ["Shares", "curves", "share_of_bytes", "split_bytes"]
-
 _LEVELS = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 
 

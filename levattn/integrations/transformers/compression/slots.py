@@ -14,18 +14,6 @@ from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.checks import Checks
 
-__all__ = [
-    "HeadSlots",
-    "Seen",
-    "SlotArrays",
-    "Split",
-    "appended",
-    "both_slots",
-    "padded_together",
-    "slots_of",
-    "together",
-]
-
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Asked", "Reading", "UnreadError", "handed_over"]
-
 
 @dataclass(frozen=True, eq=False)
 class Asked:

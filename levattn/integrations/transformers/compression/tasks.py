@@ -10,8 +10,6 @@ import torch
 
 from levattn.integrations.transformers.calls import inputs_device
 
-__all__ = ["Task", "made_up", "written_by"]
-
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated

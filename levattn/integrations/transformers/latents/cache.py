@@ -13,8 +13,6 @@ from levattn.attention import MacchiatoState
 from levattn.integrations.transformers.cache import refuse_crop, replaced
 from levattn.states import SoftmaxState
 
-__all__ = ["LatentState", "latent_layer_for"]
-
 _OWNER = "a model extended by macchiato_from"
 
 

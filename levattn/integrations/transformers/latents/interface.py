@@ -11,8 +11,6 @@ from levattn.integrations.transformers.interface import Interface, Probe
 from levattn.integrations.transformers.latents.cache import latent_layer_for
 from levattn.integrations.transformers.masks import causal_padding, padding_mask
 
-__all__ = ["LATENTS", "register_latents"]
-
 
 def _held_in(cache: Any, module: Any) -> Any:
     return latent_layer_for(cache, module.layer_idx)

@@ -10,8 +10,6 @@ from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.discovery import ModelLayer, discovered
 from levattn.integrations.transformers.latents.interface import LATENTS
 
-__all__ = ["extendable"]
-
 
 def extendable(model: Any, layers: Iterable[int] | None) -> list[ModelLayer]:
     """Return the layers of a causal decoder with these numbers (None for all), or raise if one cannot be extended."""

@@ -16,15 +16,6 @@ from levattn.integrations.transformers.latents.layers import extendable
 from levattn.integrations.transformers.latents.parameters import FEATURES, OVERLAPS, LatentLogits
 from levattn.integrations.transformers.pruning.report import REPORT
 
-__all__ = [
-    "latent_parameters",
-    "latent_state_dict",
-    "load_latent_state_dict",
-    "macchiato_from",
-    "remove",
-    "state_size",
-]
-
 _RECORD = "_levattn_macchiato"  # the attribute of an extended model that records its changes
 
 

@@ -10,8 +10,6 @@ import torch
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.nn.features import feature_map, run_feature
 
-__all__ = ["FEATURES", "OVERLAPS", "LatentLogits"]
-
 FEATURES = ("conv", "rg_lru")
 OVERLAPS = ("mixture", "exclusive")
 

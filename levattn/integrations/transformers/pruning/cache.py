@@ -14,8 +14,6 @@ from levattn.attention import PrunedState
 from levattn.attention.pruned.state import picked
 from levattn.integrations.transformers.cache import refuse_crop, replaced
 
-__all__ = ["Held", "Progress", "PrunedLayer", "exactly", "of_sequences", "pruned_layer_for"]
-
 _OWNER = "a model pruned by prune"
 
 

@@ -13,8 +13,6 @@ from levattn.attention import PrunedState, Slots, pruned_attention
 from levattn.attention.pruned.slots import slots_for
 from levattn.integrations.transformers.pruning.cache import Held
 
-__all__ = ["Arrays", "Group", "SharedOptions", "concatenated", "outputs", "weights"]
-
 _ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does not depend on the current length
 
 

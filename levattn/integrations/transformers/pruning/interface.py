@@ -24,8 +24,6 @@ from levattn.integrations.transformers.pruning.heads import (
 )
 from levattn.integrations.transformers.pruning.sample import Tally, sampled
 
-__all__ = ["PRUNED", "LayerPruning", "register"]
-
 
 @dataclass
 class LayerPruning:

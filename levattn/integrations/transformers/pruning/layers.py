@@ -11,8 +11,6 @@ from levattn.integrations.transformers.discovery import ModelLayer, shared_confi
 from levattn.integrations.transformers.pruning.heads import Group
 from levattn.integrations.transformers.pruning.interface import PRUNED
 
-__all__ = ["budgets_of", "check_layer", "groups_of", "needs_masks"]
-
 _READABLE = ("eager", "sdpa", PRUNED.name)  # implementations whose masks tell which keys a query sees
 
 

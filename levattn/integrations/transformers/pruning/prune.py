@@ -29,8 +29,6 @@ from levattn.integrations.transformers.pruning.report import PruneReport
 from levattn.integrations.transformers.pruning.sample import Tally
 from levattn.nn.levattention import check_selection
 
-__all__ = ["observed", "prune"]
-
 _ALIKE = (
     "all heads of a decoder are pruned alike: the decoder loses recall, while the loss of plain text hardly "
     "changes. Give heads=head_profile(model, tokenizer), or name the layers to prune"

@@ -12,8 +12,6 @@ from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.pruning.sample import Tally
 from levattn.io import replace_file
 
-__all__ = ["REPORT", "PruneReport"]
-
 REPORT = "_levattn_report"  # the attribute of a pruned model that holds its report
 
 _COLUMNS = ("layer", "head", "calls", "measured", "slots", "selected", "captured", "error", "seconds")

@@ -14,8 +14,6 @@ from levattn.attention.pruned.rule import rule_of
 from levattn.integrations.transformers.pruning.cache import Held, exactly, of_sequences
 from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions, plans
 
-__all__ = ["Tally", "sampled"]
-
 _QUERIES = 64  # of a call
 _SEQUENCES = 8  # at most, with these queries
 _RUNS = 8  # of consecutive queries, where attention is causal
