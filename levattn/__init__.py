@@ -92,6 +92,7 @@ __version__ = "0.1.0"
 _PACKAGES = (
     "attention",
     "datasets",
+    "definitions",
     "distributed",
     "integrations",
     "nn",

@@ -76,6 +76,10 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     ValueError
         If a shape or ε is out of range, or a mask comes with `Moments`.
 
+    See Also
+    --------
+    levattn.definitions.coding_rate : The definition, in NumPy.
+
     Notes
     -----
     Time O(n d min(n, d)), memory O(min(n, d)²) and Z in float64. The determinant comes from a Cholesky factor of the

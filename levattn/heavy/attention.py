@@ -97,6 +97,7 @@ def heavy_attention(
     See Also
     --------
     universal_set : The keys that can be heavy for any query.
+    levattn.definitions.heavy_attention : The definition, in NumPy.
 
     Notes
     -----

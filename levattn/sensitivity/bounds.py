@@ -112,6 +112,10 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     NonFiniteError
         If the keys hold NaN or infinity outside the mask.
 
+    See Also
+    --------
+    levattn.definitions.lewis_weights : The definition, in NumPy.
+
     Notes
     -----
     Time O(iterations · n d²), memory O(n) beyond K.
@@ -198,6 +202,7 @@ def sensitivities(
     --------
     universal_set : The keys whose bound is at least ε.
     exact_sensitivities : The sensitivities themselves, for few keys.
+    levattn.definitions.sensitivities : The definition, in NumPy.
 
     Notes
     -----

@@ -111,6 +111,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     See Also
     --------
     sensitivities : Certified upper bounds of the sensitivities for any f and any number of keys.
+    levattn.definitions.sensitivities : The definition, in NumPy.
 
     Notes
     -----

@@ -75,6 +75,7 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     See Also
     --------
     near_duplicates : Groups of keys that queries hardly tell apart.
+    levattn.definitions.group_leverage : The definition, in NumPy.
 
     Notes
     -----

@@ -232,6 +232,7 @@ def leverage_scores(
     See Also
     --------
     universal_set : The keys whose score is at least ε.
+    levattn.definitions.leverage_scores : The definition, in NumPy.
 
     Notes
     -----

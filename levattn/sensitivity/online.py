@@ -79,6 +79,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     --------
     leverage_scores : The scores among all keys.
     CausalUniversalSet : The keys of a growing prefix that can still receive an attention score of at least ε.
+    levattn.definitions.online_leverage_scores : The definition, in NumPy.
 
     Notes
     -----

@@ -175,6 +175,7 @@ def universal_set(
     --------
     heavy_attention : The large attention scores themselves.
     near_duplicates : Groups of keys in which attention may hide.
+    levattn.definitions.universal_set : The definition, in NumPy.
 
     Notes
     -----

@@ -41,6 +41,7 @@ MODULES = (
     "levattn.attention",
     "levattn.attention.rates",
     "levattn.datasets",
+    "levattn.definitions",
     "levattn.distributed.dask",
     "levattn.distributed.torch",
     "levattn.integrations.kvpress",

@@ -94,6 +94,10 @@ def latte(
     ValueError
         If shapes do not match, offsets do not ascend from 0 to T, or both offsets and lengths are given.
 
+    See Also
+    --------
+    levattn.definitions.latte : The definition, in NumPy.
+
     Notes
     -----
     Time is O(TLD). Memory is O(LD), plus O(T(L + D)) for arrays of other precisions and layouts. States between runs

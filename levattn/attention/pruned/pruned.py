@@ -154,6 +154,10 @@ def pruned_attention(
     NonFiniteError
         If scores are NaN, because Q or K holds NaN or infinity.
 
+    See Also
+    --------
+    levattn.definitions.pruned_attention : The definition, in NumPy.
+
     Notes
     -----
     If `causal`, each renewal scales the weights of a summary to a mean of 1, in float64. The summary still stands for

@@ -118,6 +118,10 @@ def tssa(
     ValueError
         If shapes do not match, a number is out of range, or options exclude each other.
 
+    See Also
+    --------
+    levattn.definitions.tssa : The definition, in NumPy.
+
     Notes
     -----
     Time O(T h d), memory for the result and O(h (T + d)). No other memory of size T × h × d is needed, except float32
