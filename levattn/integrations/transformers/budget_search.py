@@ -16,17 +16,16 @@ from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
-from levattn.integrations.transformers.losses import Errors, Losses, count_shown, dealt, least_texts, needed_for
+from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads
 _CANDIDATES = 12  # budgets to test for a risk
 _CONFIDENCE = 0.95
+_EVERY = 4  # the first of so many texts is for choosing budgets, the others are for testing them
 
-_Batches = list[dict[str, Any]]
-_Budgets = dict[tuple[int, int], float]
-_Ladder = list[Callable[[], _Budgets]]  # functions that make budgets: dense ones first, then from large to small
+_Ladder = list[Callable[[], Budgets]]  # functions that make budgets: dense ones first, then from large to small
 
 
 def calibrate(
@@ -111,7 +110,8 @@ def calibrate(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
+        If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model. If
+        a loss is not a number: of a text that is all padding, or of a model with infinite outputs.
         Each batch must be a mapping of tensors. With `risk` also if the texts are too few to show the risk, or have
         too large a loss with all tested budgets. The message then gives a sufficient number of texts. With `risk`,
         dense budgets, which have no loss, are never returned.
@@ -124,7 +124,7 @@ def calibrate(
     all inputs. With `risk`, it runs once for each budget, once dense and 12 times on a quarter of the texts. On the
     others it runs once dense and at most 12 times, so 7 budgets cost about 15 runs over all texts. Batches whose texts
     have the same length are faster, as for budgets in shares `prune` processes each length separately. Memory with
-    `risk`: the outputs of two runs on one batch; with `target`, the outputs of two runs on all inputs.
+    `risk`: the outputs of two runs on one batch; with `target`, the dense outputs of all inputs as well.
 
     Number of texts: without any loss, n tested texts show a risk if
     :math:`(1 - \text{risk})^n \le 1 - \text{confidence}`, which takes 199 texts for 0.02 and 0.95, 149 of them
@@ -173,7 +173,7 @@ def calibrate(
     profile = heads if isinstance(heads, HeadProfile) else None
     if profile and layers is not None:
         raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers with a profile")
-    choosing, testing = (batches, []) if risk is None else _dealt(model, batches, risk, confidence)
+    choosing, testing = (batches, []) if risk is None else dealt(model, batches, risk, confidence)
     tries = 1 + (_STEPS + 1 if risk is None else _CANDIDATES)  # each pass over the texts, and the dense one
     passes = len(choosing) * (tries + (0 if profile else len(shares))) + len(testing) * tries
     kind = type(model).__name__
@@ -184,13 +184,13 @@ def calibrate(
         else:
             ladder = _by_errors(losses.of_heads(choosing, shares, layers, heads))
         if risk is None:
-            found, reached = _bisected(ladder, target, losses.of_all(choosing))
-            return Calibration(found, kind, metric, target, reached, options)
+            best, reached = _bisected(ladder, target, losses.of_all(choosing))
+            return Calibration(best, kind, metric, target, reached, options)
         candidates = _candidates(ladder[1:], risk, partial(losses.of_texts, choosing))
         tested = losses.of_texts(testing, candidates)
     place = _last_shown(tested, risk, confidence)
-    of_texts = {"risk": risk, "confidence": confidence, "texts": len(tested)}
-    return Calibration(candidates[place], kind, metric, None, tested[:, place].mean(), options, **of_texts)
+    best, reached = candidates[place], float(tested[:, place].mean())
+    return Calibration(best, kind, metric, None, reached, options, risk=risk, confidence=confidence, texts=len(tested))
 
 
 def _wanted(target: Any, risk: Any, confidence: Any) -> tuple[Any, Any, Any]:
@@ -210,7 +210,7 @@ def _wanted(target: Any, risk: Any, confidence: Any) -> tuple[Any, Any, Any]:
     return positive_number("target", target, what="a finite loss above 0, e.g. 0.01"), None, None
 
 
-def _batches(inputs: Any) -> _Batches:
+def _batches(inputs: Any) -> Batches:
     """Return the batches, or raise."""
     if isinstance(inputs, Mapping | str | torch.Tensor) or not isinstance(inputs, Iterable):
         return [model_inputs("inputs", inputs)]
@@ -220,23 +220,62 @@ def _batches(inputs: Any) -> _Batches:
     return batches
 
 
-def _dealt(model: Any, batches: _Batches, risk: float, confidence: float) -> tuple[_Batches, _Batches]:
+def dealt(model: Any, batches: Batches, risk: float, confidence: float) -> tuple[Batches, Batches]:
     """Return the batches of texts for choosing and for testing, or raise if the latter are too few for any result."""
-    choosing, testing, first, tested = dealt(model, batches)
-    least = least_texts(0.0, risk, confidence)
+    parts: tuple[Batches, Batches] = [], []
+    seen = 0
+    for batch in batches:
+        count = _texts_in(model, batch)
+        first = torch.arange(seen, seen + count) % _EVERY == 0
+        for part, chosen in zip(parts, (first, ~first), strict=True):
+            if chosen.any():
+                part.append(batch if chosen.all() else _rows(batch, chosen))
+        seen += count
+    tested, least = seen * (_EVERY - 1) // _EVERY, least_texts(0.0, risk, confidence)
     if least and tested < least:
         raise ValueError(
-            f"inputs has {first + tested} texts, of which {tested} are for the test of {_wish(risk, confidence)}; "
-            f"expected at least {needed_for(least)} texts, {least} of them for the test. Give more texts, a larger "
-            "risk or a smaller confidence (no text was tested yet)"
+            f"inputs has {seen} texts, of which {tested} are for the test of risk={risk:g} with "
+            f"confidence={confidence:g}; expected at least {needed_for(least)} texts, {least} of them for the test. "
+            "Give more texts, a larger risk or a smaller confidence (no text was tested yet)"
         )
-    return choosing, testing
+    return parts
+
+
+def needed_for(tested: int) -> int:
+    """Return the least number of texts that leaves `tested` of them for testing."""
+    return -(-tested * _EVERY // (_EVERY - 1))
+
+
+def _texts_in(model: Any, batch: dict[str, Any]) -> int:
+    names = dict.fromkeys(("input_ids", "inputs_embeds", model.main_input_name))
+    for name in names:
+        if isinstance(batch.get(name), torch.Tensor):
+            return len(batch[name])
+    raise ValueError(
+        f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(names)} "
+        "with risk, which needs single texts"
+    )
+
+
+def _rows(batch: dict[str, Any], chosen: Any) -> dict[str, Any]:
+    """Return the chosen texts of a batch; entries without a row for each text stay."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1:
+            continue
+        if len(value) != len(chosen):
+            raise ValueError(
+                f"inputs has {name} of shape {tuple(value.shape)} in a batch of {len(chosen)} texts; expected a row "
+                "for each text with risk, which needs single texts. Give each text its own batch"
+            )
+        found[name] = value[chosen.to(value.device)]
+    return found
 
 
 def _by_errors(errors: Errors) -> _Ladder:
     """Return budgets by bounds on the errors: each head has the smallest one within the bound, or 1.0."""
 
-    def within(bound: float) -> _Budgets:
+    def within(bound: float) -> Budgets:
         return {
             head: min((share for share, error in of.items() if error <= bound), default=1.0)
             for head, of in errors.items()
@@ -246,7 +285,7 @@ def _by_errors(errors: Errors) -> _Ladder:
     return [partial(within, bound) for bound in (-1.0, *bounds)]
 
 
-def _bisected(ladder: _Ladder, target: float, loss: Callable[[_Budgets], float]) -> tuple[_Budgets, float]:
+def _bisected(ladder: _Ladder, target: float, loss: Callable[[Budgets], float]) -> tuple[Budgets, float]:
     """Return the smallest budgets found that reach the target, and their loss."""
     low, best, reached = 0, ladder[0](), 0.0  # the budgets at low reach the target, the ones after high do not
     high = middle = len(ladder) - 1  # the smallest budgets come first, because they often do
@@ -263,7 +302,7 @@ def _bisected(ladder: _Ladder, target: float, loss: Callable[[_Budgets], float])
     return best, reached
 
 
-def _candidates(ladder: _Ladder, risk: float, losses: Callable[[list[_Budgets]], Any]) -> list[_Budgets]:
+def _candidates(ladder: _Ladder, risk: float, losses: Callable[[list[Budgets]], Any]) -> list[Budgets]:
     """Return budgets to test, the largest first, up to the first with a loss above the risk on the choosing texts."""
     if not ladder:
         raise ValueError(
@@ -291,10 +330,6 @@ def _last_shown(losses: Any, risk: float, confidence: float) -> int:
     remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
     raise ValueError(
         f"the {len(losses)} tested texts of inputs have a mean loss of {mean:.3g} with the largest budgets, which "
-        f"does not show {_wish(risk, confidence)}; expected {remedy}. Give {'more texts, ' if more else ''}a larger "
-        "risk or larger budgets"
+        f"does not show risk={risk:g} with confidence={confidence:g}; expected {remedy}. Give "
+        f"{'more texts, ' if more else ''}a larger risk or larger budgets"
     )
-
-
-def _wish(risk: float, confidence: float) -> str:
-    return f"risk={risk:g} with confidence={confidence:g}"

@@ -52,8 +52,7 @@ class Calibration(HeadsRecord):
     (risk at most 0.02 with confidence 0.95)>
     """
 
-    _kind: ClassVar = "calibration"
-    _version: ClassVar = 2
+    _format: ClassVar = ("calibration", 2)
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class Calibration(HeadsRecord):
     @property
     def mean(self) -> float:
         """The mean budget of the heads."""
-        return sum(self._table.values()) / max(len(self), 1)
+        return sum(self.values()) / max(len(self), 1)
 
     def _facts(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in _FACTS}
@@ -105,7 +104,7 @@ class Calibration(HeadsRecord):
 
     @classmethod
     def _of(cls, document: dict[str, Any]) -> Self:
-        found = dict.fromkeys(_RISK) | document  # files of version 1 have no risk
+        found: dict[str, Any] = dict.fromkeys(_RISK) | document  # files of version 1 have no risk
         if not isinstance(found["model"], str) or found["metric"] not in METRICS:
             raise ValueError("model or metric is invalid")
         if not isinstance(found["options"], dict):

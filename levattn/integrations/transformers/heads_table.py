@@ -56,8 +56,7 @@ class HeadsTable:
 class HeadsRecord(Mapping[tuple[int, int], float]):
     """A number for each (layer, head) of a model, and further facts, kept in a JSON file."""
 
-    _kind: ClassVar[str]  # names the format of the file
-    _version: ClassVar[int]  # of the files that are written; older ones are read
+    _format: ClassVar[tuple[str, int]]  # the kind of the file, and its version; files of earlier versions are read
     _table: dict[tuple[int, int], Any]
 
     def _facts(self) -> dict[str, Any]:
@@ -83,7 +82,8 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
         dict
             ``format``, ``version``, and the constructor's arguments as numbers, strings, lists and dictionaries.
         """
-        return {"format": f"levattn {self._kind}", "version": self._version, **self._facts()}
+        kind, version = self._format
+        return {"format": f"levattn {kind}", "version": version, **self._facts()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, which appears whole or not at all.
@@ -117,20 +117,20 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
         OSError
             If the file cannot be read.
         """
-        remedy = f"expected a file of {cls.__name__}.save"
+        (kind, newest), remedy = cls._format, f"expected a file of {cls.__name__}.save"
         try:
             document = json.loads(Path(path).read_bytes())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error}); {remedy}") from error
         try:
-            if not isinstance(document, dict) or document.get("format") != f"levattn {cls._kind}":
-                raise ValueError(f"its format is not 'levattn {cls._kind}'")
+            if not isinstance(document, dict) or document.get("format") != f"levattn {kind}":
+                raise ValueError(f"its format is not 'levattn {kind}'")
             version = document.get("version")
-            if type(version) is not int or not 1 <= version <= cls._version:
-                raise ValueError(f"it is of version {version!r}, and this release reads 1 to {cls._version}")
+            if type(version) is not int or not 1 <= version <= newest:
+                raise ValueError(f"it is of version {version!r}, and this release reads 1 to {newest}")
             return cls._of(document)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no {cls._kind}: {error}; {remedy}") from error
+            raise ValueError(f"{path} is no {kind}: {error}; {remedy}") from error
 
 
 def by_head(name: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[tuple[int, int], Any]:

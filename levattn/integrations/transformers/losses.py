@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,8 @@ from levattn.integrations.transformers.discovery import discovered
 from levattn.integrations.transformers.pruning.interface import PRUNED, register
 from levattn.integrations.transformers.pruning.prune import prune
 
-EVERY = 4  # the first of so many texts is for choosing budgets, the others are for testing them
-
-_Batches = list[dict[str, Any]]
-_Budgets = Mapping[tuple[int, int], float]
+Batches = list[dict[str, Any]]
+Budgets = dict[tuple[int, int], float]
 Errors = dict[tuple[int, int], dict[float, float]]  # of each head's output, at each share of the keys
 
 
@@ -30,11 +28,11 @@ class Losses:
     options: dict[str, Any]
     advance: Callable[[int], None]
 
-    def of_all(self, batches: _Batches) -> Callable[[_Budgets], float]:
+    def of_all(self, batches: Batches) -> Callable[[Budgets], float]:
         """Return a function from budgets to the loss on all inputs; it keeps the outputs of the dense model."""
         dense = [self._read(batch) for batch in batches]
 
-        def loss(budgets: _Budgets) -> float:
+        def loss(budgets: Budgets) -> float:
             with prune(self.model, budgets, measure=False, **self.options):
                 sums = [self._sums(batch, before) for batch, before in zip(batches, dense, strict=True)]
             found = float(self._from_sums(torch.cat(sums).sum(0)))
@@ -42,7 +40,7 @@ class Losses:
 
         return loss
 
-    def of_texts(self, batches: _Batches, candidates: Sequence[_Budgets]) -> Any:
+    def of_texts(self, batches: Batches, candidates: Sequence[Budgets]) -> Any:
         """Return the loss of each text (rows), in [0, 1], with each of several budgets (columns).
 
         Memory holds the outputs of two runs on one batch at a time.
@@ -56,7 +54,7 @@ class Losses:
             rows.append(torch.stack(sums, 1))
         return self._from_sums(torch.cat(rows)).clamp(0, 1).numpy()
 
-    def of_heads(self, batches: _Batches, shares: Sequence[float], layers: Any, heads: Any) -> Errors:
+    def of_heads(self, batches: Batches, shares: Sequence[float], layers: Any, heads: Any) -> Errors:
         """Return the relative errors of the outputs of heads, each on the inputs of that head."""
         layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
         if layers is None and heads is None:  # named, because heads get different budgets in the end
@@ -131,52 +129,6 @@ def following(batch: dict[str, Any], output: Any) -> tuple[Any, Any]:
     """Return the log-probability of each next token in an output, in float64, and flags of the ones to count."""
     log_p, there = output.logits[:, :-1].double().log_softmax(-1), _present(batch, output.logits)
     return log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0], there[:, 1:] & there[:, :-1]
-
-
-def dealt(model: Any, batches: _Batches) -> tuple[_Batches, _Batches, int, int]:
-    """Return the batches of texts for choosing and for testing, and the number of texts of both."""
-    parts: tuple[_Batches, _Batches] = [], []
-    seen = 0
-    for batch in batches:
-        count = _texts_in(model, batch)
-        first = torch.arange(seen, seen + count) % EVERY == 0
-        for part, chosen in zip(parts, (first, ~first), strict=True):
-            if chosen.any():
-                part.append(batch if chosen.all() else _rows(batch, chosen))
-        seen += count
-    for_choosing = -(-seen // EVERY)
-    return *parts, for_choosing, seen - for_choosing
-
-
-def needed_for(tested: int) -> int:
-    """Return the least number of texts that leaves `tested` of them for testing."""
-    return -(-tested * EVERY // (EVERY - 1))
-
-
-def _texts_in(model: Any, batch: dict[str, Any]) -> int:
-    names = dict.fromkeys(("input_ids", "inputs_embeds", model.main_input_name))
-    for name in names:
-        if isinstance(batch.get(name), torch.Tensor):
-            return len(batch[name])
-    raise ValueError(
-        f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(names)} "
-        "with risk, which needs single texts"
-    )
-
-
-def _rows(batch: dict[str, Any], chosen: Any) -> dict[str, Any]:
-    """Return the chosen texts of a batch; entries without a row for each text stay."""
-    found = dict(batch)
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1:
-            continue
-        if len(value) != len(chosen):
-            raise ValueError(
-                f"inputs has {name} of shape {tuple(value.shape)} in a batch of {len(chosen)} texts; expected a row "
-                "for each text with risk, which needs single texts. Give each text its own batch"
-            )
-        found[name] = value[chosen.to(value.device)]
-    return found
 
 
 def p_value(total: float, count: int, risk: float) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
@@ -31,6 +30,7 @@ _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
 _PIECE = 256  # tokens that a model writes at once
+_LENGTH = {"min_new_tokens": _PIECE, "max_new_tokens": _PIECE}
 _SAMPLED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
 
 
@@ -105,10 +105,7 @@ def head_profile(
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
-    if texts is None:
-        given = _written_by(model, tasks, positions + _FOLLOWING, tokenizer, seed)
-    else:
-        given = _tokens_of(texts, tasks, positions + _FOLLOWING, tokenizer)
+    given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed)
     words, rng = _words(tokenizer), np.random.default_rng(seed)
     with torch.no_grad():
         trials = [_Trial(model, share, *_task(tokenizer, text, positions, words, rng)) for text in given]
@@ -123,9 +120,7 @@ def head_profile(
 
 def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float) -> HeadProfile:
     """Return the profile from costs (tasks, heads, 2): means over tasks, and intervals."""
-    errors = np.zeros(costs.shape[1:])
-    if len(costs) > 1:
-        errors = _DOUBT * costs.std(0, ddof=1) / len(costs) ** 0.5
+    errors = _DOUBT * costs.std(0, ddof=min(1, len(costs) - 1)) / len(costs) ** 0.5  # zeros for one task
     rows = []
     for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors.tolist(), strict=True):
         figures = {"recall": mean[0], "recall_error": error[0], "text": mean[1], "text_error": error[1]}
@@ -133,8 +128,10 @@ def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float)
     return HeadProfile(rows, type(model).__name__, share)
 
 
-def _tokens_of(texts: Any, count: int, length: int, tokenizer: Any) -> list[Any]:
-    """Return the tokens of texts, or raise if they are too few or too short."""
+def _texts(model: Any, tokenizer: Any, texts: Any, count: int, length: int, seed: int) -> list[Any]:
+    """Return the tokens of texts, or of some that the model writes, or raise if they are too few or too short."""
+    if texts is None:
+        return _written(model, tokenizer, count, length, seed)
     if isinstance(texts, str) or len(texts) < count or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"texts is {type(texts).__name__}; expected at least tasks={count} strings")
     found = [_tokens(tokenizer, text) for text in texts[:count]]
@@ -151,21 +148,15 @@ def _tokens(tokenizer: Any, text: str) -> Any:
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
 
-def _written_by(model: Any, count: int, length: int, tokenizer: Any, seed: int) -> list[Any]:
+def _written(model: Any, tokenizer: Any, count: int, length: int, seed: int) -> list[Any]:
     """Return the tokens of texts that a model samples token by token, each in several pieces."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     pieces = -(-length // _PIECE)
     start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=inputs_device(model))
+    unused = {"pad_token_id": int(start[0, 0] == 0)}  # because all pieces have one length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        found = model.generate(
-            start,
-            attention_mask=torch.ones_like(start),
-            pad_token_id=int(start[0, 0] == 0),  # not used, because all pieces have one length
-            max_new_tokens=_PIECE,
-            min_new_tokens=_PIECE,
-            **_SAMPLED,
-        )
+        found = model.generate(start, attention_mask=torch.ones_like(start), **_SAMPLED, **_LENGTH, **unused)
     return list(found[:, 1:].reshape(count, -1)[:, :length].cpu().numpy())
 
 
@@ -196,11 +187,10 @@ def _task(tokenizer: Any, text: Any, positions: int, words: Any, rng: np.random.
     for start in rng.integers(0, room - _PASSAGE, _PAIRS // 4):
         first, rest = np.split(text[start : start + _PASSAGE], 2)
         asked.append(([line, first], rest))
-    questions = [part for question, answer in asked for part in (*question, answer)]
-    answers = [np.full(len(part), part is answer) for question, answer in asked for part in (*question, answer)]
-    after = text[room : room + _FOLLOWING]
-    counted = np.concatenate(answers), np.ones(len(after), bool)
-    return np.concatenate([*context, last]), (np.concatenate(questions), counted[0]), (after, counted[1])
+    questions = np.concatenate([part for question, answer in asked for part in (*question, answer)])
+    lengths = [length for question, answer in asked for length in (sum(map(len, question)), len(answer))]
+    answers, after = np.repeat([False, True] * len(asked), lengths), text[room : room + _FOLLOWING]
+    return np.concatenate([*context, last]), (questions, answers), (after, np.ones(len(after), bool))
 
 
 class _Trial:
@@ -236,19 +226,18 @@ class _Trial:
         for (tokens, counted), replay in zip(self._asked, passes, strict=True):
             with replay:
                 logits = self._model(tokens[None], **as_cache_of(self._model, cache.copy())).logits[0, :-1].float()
-            losses = nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()
+            losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()
             means.append(losses[counted].mean())
         return np.array(means)
 
 
 def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:
     """Return a cache with one head taken from another cache of the same context."""
-    others = [tuple(number for number in group.heads if number != head) for group in cache.layers[layer].groups]
-    pairs = zip(cache.layers[layer].groups, others, strict=True)
-    groups = [group.of_heads(rest) for group, rest in pairs if rest]
-    groups += [group.of_heads((head,)) for group in other.layers[layer].groups if head in group.heads]
+    parts = [(group, set(group.heads) - {head}) for group in cache.layers[layer].groups]
+    parts += [(group, set(group.heads) & {head}) for group in other.layers[layer].groups]
+    groups = tuple(group.of_heads(tuple(sorted(heads))) for group, heads in parts if heads)
     changed = cache.copy()
-    changed.layers[layer] = CompressedLayer(layer, tuple(groups), cache.context_length)
+    changed.layers[layer] = CompressedLayer(layer, groups, cache.context_length)
     return changed
 
 
@@ -256,10 +245,10 @@ class Replay:
     """The recorded outputs of a decoder's layers for some tokens; a changed layer costs only the layers from it on."""
 
     def __init__(self, model: Any) -> None:
-        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._layers = {
             attention.layer_idx: layer
-            for stack in stacks
+            for stack in model.modules()
+            if isinstance(stack, torch.nn.ModuleList)
             for layer in stack
             for attention in attention_modules(layer)
             if getattr(attention, "layer_idx", None) is not None
@@ -283,11 +272,10 @@ class Replay:
         """Let the layers before the given one return their recorded outputs instead of computing."""
         with ExitStack() as changes:
             for number, layer in self._layers.items():
-                if number >= first:
-                    continue
-                if "forward" in vars(layer):  # accelerate sets one
-                    changes.callback(setattr, layer, "forward", layer.forward)
-                else:
-                    changes.callback(delattr, layer, "forward")
-                layer.forward = lambda *_, output=self._outputs[number], **__: output
+                if number < first:
+                    if "forward" in vars(layer):  # accelerate sets one
+                        changes.callback(setattr, layer, "forward", layer.forward)
+                    else:
+                        changes.callback(delattr, layer, "forward")
+                    layer.forward = lambda *_, output=self._outputs[number], **__: output
             yield

@@ -56,8 +56,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
     {(0, 0): 1.0, (0, 1): 0.125}
     """
 
-    _kind: ClassVar = "head profile"
-    _version: ClassVar = 1
+    _format: ClassVar = ("head profile", 1)
     _labels: ClassVar = {
         "recall": "loss of answers if a head is cut (nats)",
         "text": "loss of text if a head is cut (nats)",
@@ -76,7 +75,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         self.share = fraction("share", share)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
-        row = self._table[key]
+        row: dict[str, float] = self._table[key]
         return max(row["recall"], 0.0) + max(row["text"], 0.0)
 
     def __repr__(self) -> str:
@@ -173,9 +172,7 @@ class Shares:
             if layer not in full:
                 raise ValueError(f"{found.source} names layer {layer}; expected one of the {len(full)} of the model")
         if not full and found.rest not in (None, 1.0):
-            raise ValueError(
-                "all layers of the model slide and keep their windows, so there is nothing to cut; expected budget=1.0"
-            )
+            raise ValueError("all layers slide and keep their windows, so nothing can be cut; expected budget=1.0")
         if found.rest is not None and found.rest < 1:
             warnings.warn(
                 f"all heads are cut to {found.rest:.0%}, because there is no profile of them: decoders then fail to "
@@ -189,9 +186,7 @@ class Shares:
         """Return the shares of the heads of a layer, or raise if a named head does not exist or a share is missing."""
         for number, head in self.named:
             if number == layer and head >= heads:
-                raise ValueError(
-                    f"{self.source} names head {head} of layer {layer}; expected one of its {heads} heads"
-                )
+                raise ValueError(f"{self.source} names head {head} of layer {layer}; expected one of {heads} heads")
         shares: list[Any] = [self.named.get((layer, head), self.rest) for head in range(heads)]
         if None in shares:
             head = shares.index(None)
