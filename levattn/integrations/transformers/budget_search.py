@@ -233,10 +233,11 @@ def dealt(model: Any, batches: Batches, risk: float, confidence: float) -> tuple
         seen += count
     tested, least = seen * (_EVERY - 1) // _EVERY, least_texts(0.0, risk, confidence)
     if least and tested < least:
+        wish = f"risk={risk:g} with confidence={confidence:g}"
         raise ValueError(
-            f"inputs has {seen} texts, of which {tested} are for the test of risk={risk:g} with "
-            f"confidence={confidence:g}; expected at least {needed_for(least)} texts, {least} of them for the test. "
-            "Give more texts, a larger risk or a smaller confidence (no text was tested yet)"
+            f"inputs has {seen} texts, of which {tested} are for the test of {wish}; expected at least "
+            f"{needed_for(least)} texts, {least} of them for the test. Give more texts, a larger risk or a smaller "
+            "confidence (no text was tested yet)"
         )
     return parts
 
@@ -329,7 +330,7 @@ def _last_shown(losses: Any, risk: float, confidence: float) -> int:
     more = least_texts(mean, risk, confidence)
     remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
     raise ValueError(
-        f"the {len(losses)} tested texts of inputs have a mean loss of {mean:.3g} with the largest budgets, which "
-        f"does not show risk={risk:g} with confidence={confidence:g}; expected {remedy}. Give "
+        f"with the largest budgets, the {len(losses)} tested texts of inputs have a mean loss of {mean:.3g}. This does "
+        f"not show risk={risk:g} with confidence={confidence:g}; expected {remedy}. Give "
         f"{'more texts, ' if more else ''}a larger risk or larger budgets"
     )
