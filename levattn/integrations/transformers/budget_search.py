@@ -330,7 +330,7 @@ def _last_shown(losses: Any, risk: float, confidence: float) -> int:
     more = least_texts(mean, risk, confidence)
     remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
     raise ValueError(
-        f"with the largest budgets, the {len(losses)} tested texts of inputs have a mean loss of {mean:.3g}. This does "
-        f"not show risk={risk:g} with confidence={confidence:g}; expected {remedy}. Give "
+        f"with the largest budgets, the {len(losses)} tested texts of inputs have a mean loss of {mean:.3g}. This "
+        f"does not show risk={risk:g} with confidence={confidence:g}; expected {remedy}. Give "
         f"{'more texts, ' if more else ''}a larger risk or larger budgets"
     )
