@@ -210,11 +210,11 @@ def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: fl
     """
     if budget * _PARTS <= _LEVELS[0]:
         return dict.fromkeys(costs, budget)
-    steps = [(high - low, curves(low / _PARTS) - curves(high / _PARTS)) for low, high in pairwise(_LEVELS)]
+    steps = [(high - low, *(curves(low / _PARTS) - curves(high / _PARTS))) for low, high in pairwise(_LEVELS)]
     order = sorted(
-        (-float(np.dot(cost, fall)) / more, head, i)
-        for head, cost in costs.items()
-        for i, (more, fall) in enumerate(steps)
+        (-(a * recall + b * text) / more, head, i)
+        for head, (a, b) in costs.items()
+        for i, (more, recall, text) in enumerate(steps)
     )
     at, left = dict.fromkeys(costs, 0), (budget * _PARTS - _LEVELS[0]) * len(costs)
     for _, head, i in order:
