@@ -83,7 +83,7 @@ adapter-transformers := levattn/integrations/transformers
 adapter-kvpress := levattn/integrations/kvpress.py
 adapter-timm := levattn/integrations/timm.py
 # Examples with BERT, which goes past the attention interface there
-passes-transformers := $(foreach name,calibration/calibrate.py::levattn.integrations.transformers.calibration.calibrate.calibrate \
+passes-transformers := $(foreach name,budget_search.py::levattn.integrations.transformers.budget_search.calibrate \
     inspection.py::levattn.integrations.transformers.inspection.Inspection \
     inspection.py::levattn.integrations.transformers.inspection.inspect_model,--deselect $(adapter-transformers)/$(name))
 warnings-kvpress := -W ignore::DeprecationWarning # of what it imports

@@ -1,5 +1,6 @@
 """``levattn inspect`` and ``levattn prune-report``: universal sets and pruning on a text."""
 
+import math
 import time
 from dataclasses import dataclass
 from inspect import signature
@@ -131,14 +132,16 @@ def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float | 
     """Return the difference of two outputs of a model; None for figures that do not apply to the model."""
     import torch
 
-    from levattn.integrations.transformers.calibration.losses import embeddings, following, perplexity
+    from levattn.integrations.transformers.losses import embeddings, following
 
     found: dict[str, float | None] = dict.fromkeys(("embedding_cosine", "dense_perplexity", "perplexity"))
     if getattr(dense, "logits", None) is None:
         first, second = (embeddings(inputs, output) for output in (dense, pruned))
         return found | {"embedding_cosine": float(torch.nn.functional.cosine_similarity(first, second).mean())}
-    before, after = (perplexity([following(inputs, output)]) for output in (dense, pruned))
-    return found | {"dense_perplexity": before, "perplexity": after}
+    for name, output in (("dense_perplexity", dense), ("perplexity", pruned)):
+        log_p, counted = following(inputs, output)
+        found[name] = math.exp(-float(log_p[counted].mean()))
+    return found
 
 
 def draw(path: Path | None, picture: Any) -> None:

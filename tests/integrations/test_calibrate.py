@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -157,11 +158,24 @@ def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
         ({"metric": "logits"}, ValueError, "returns no logits"),
         ({"inputs": []}, ValueError, "inputs is empty"),
         ({"stream": True}, TypeError, "stream is no option here"),
+        ({"heads": 5}, TypeError, "heads is 5; expected numbers of heads"),
     ],
 )
 def test_errors(encoder, options, error, message):
     with pytest.raises(error, match=message):
         calibrate(encoder, **{"inputs": batch(1, 20), "target": 0.1} | options)
+
+
+@pytest.mark.parametrize("metric", ["embedding", "logits", "perplexity"])
+def test_a_loss_that_is_no_number_reaches_no_target(encoder, decoder, metric):
+    model, inputs = encoder, batch(2, 20)
+    if metric == "embedding":
+        inputs["attention_mask"][0] = 0
+    else:
+        model = copy.deepcopy(decoder)
+        model.lm_head.weight.data[7] = math.nan
+    with pytest.raises(ValueError, match="a text whose loss is not a number; expected texts with an unmasked token"):
+        calibrate(model, inputs, target=0.1, metric=metric, budgets=(0.5,))
 
 
 def test_models_that_train_are_refused(encoder):

@@ -12,9 +12,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from levattn.integrations.transformers import Calibration, calibrate, prune  # noqa: E402
-from levattn.integrations.transformers.calibration import calibrate as module  # noqa: E402
-from levattn.integrations.transformers.calibration.risk import count_shown, least_texts, p_value  # noqa: E402
-from levattn.integrations.transformers.calibration.texts import dealt, needed_for  # noqa: E402
+from levattn.integrations.transformers.budget_search import dealt, needed_for  # noqa: E402
+from levattn.integrations.transformers.losses import Losses, count_shown, least_texts, p_value  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
 RISK = {"risk": 0.1, "confidence": 0.9}  # 22 tested texts show it if they have no loss
@@ -162,7 +161,7 @@ def clipped_loss(model, metric, budgets, text):
 
 @pytest.mark.parametrize(("metric", "risk"), [("embedding", 0.2), ("logits", 0.3), ("perplexity", 0.3)])
 def test_every_text_but_the_fourths_was_tested(encoder, decoder, monkeypatch, metric, risk):
-    monkeypatch.setattr(module, "_CANDIDATES", 4)  # for time
+    monkeypatch.setattr("levattn.integrations.transformers.budget_search._CANDIDATES", 4)  # for time
     model = encoder if metric == "embedding" else decoder
     inputs = [batch(21, 24, lengths=2), batch(1, 20, seed=4), batch(18, 23, seed=5, lengths=1)]
     chosen = calibrate(model, inputs, metric=metric, risk=risk, confidence=0.9, budgets=(0.6, 0.9), sinks=1)
@@ -180,12 +179,12 @@ def test_every_text_but_the_fourths_was_tested(encoder, decoder, monkeypatch, me
 def test_what_is_tested_is_chosen_without_the_tested_texts(encoder, monkeypatch):
     tried = []
 
-    def seen(model, batches, candidates, *rest):
+    def seen(losses, batches, candidates):
         tried.append([dict(one) for one in candidates])
-        return text_losses(model, batches, candidates, *rest)
+        return measured(losses, batches, candidates)
 
-    text_losses = module.text_losses
-    monkeypatch.setattr(module, "text_losses", seen)
+    measured = Losses.of_texts
+    monkeypatch.setattr(Losses, "of_texts", seen)
     first, second = batch(40, 24), batch(40, 24, seed=9)
     fourths = torch.arange(40) % 4 == 0
     second["input_ids"][fourths] = first["input_ids"][fourths]
@@ -218,10 +217,9 @@ def test_texts_are_dealt_out_by_their_number(encoder, sizes):
         }
         for part in numbers.split(sizes)
     ]
-    choosing, testing, first, tested = dealt(encoder, batches)
+    choosing, testing = dealt(encoder, batches, risk=0.9, confidence=0.1)
     found = [torch.cat([one["input_ids"][:, 0] for one in part]).tolist() for part in (choosing, testing)]
     assert found == [numbers[numbers % 4 == 0].tolist(), numbers[numbers % 4 != 0].tolist()]
-    assert (first, tested) == (len(found[0]), len(found[1]))
     assert all(one["position_ids"].shape == (1, 1) and one["use_cache"] is False for one in choosing + testing)
 
 
@@ -262,12 +260,12 @@ def test_too_few_texts_name_how_many_would_do(encoder):
 
 
 def test_a_loss_that_shows_no_risk_names_how_many_texts_would_do(encoder, monkeypatch):
-    measured = module.text_losses
+    measured = Losses.of_texts
     for loss, message in (
         (0.05, r"have a mean loss of 0\.05 .*at least 184 texts of that loss\. Give more"),
         (0.2, "below the risk. Give a larger"),
     ):
-        monkeypatch.setattr(module, "text_losses", lambda *given, loss=loss: 0 * measured(*given) + loss)
+        monkeypatch.setattr(Losses, "of_texts", lambda *given, loss=loss: 0 * measured(*given) + loss)
         with pytest.raises(ValueError, match=message):
             calibrate(encoder, batch(40, 20), budgets=(0.5,), **RISK)
 

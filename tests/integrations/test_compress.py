@@ -22,9 +22,9 @@ from decoders import CACHE, base, difference, tokens  # noqa: E402
 import levattn  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 from levattn.integrations.transformers.compression import attended as attended_module  # noqa: E402
+from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.attended import attended  # noqa: E402
-from levattn.integrations.transformers.compression.replay import Replay  # noqa: E402
-from levattn.integrations.transformers.compression.shares import split_bytes  # noqa: E402
+from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
 from levattn.integrations.transformers.compression.slots import HeadSlots  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -561,6 +561,13 @@ def test_bytes_are_split_within_the_budget_and_where_they_count(budget: float) -
         check_split({head: (a * cost, b * cost) for head, cost in costs.items()}, budget)
 
 
+@pytest.mark.parametrize("heads", [256, 1000, 4096])
+def test_the_whole_budget_leaves_all_of_many_heads_whole(heads: int) -> None:
+    costs = np.random.default_rng(0).exponential(size=heads) ** 3
+    found = profile({(0, head): float(cost) for head, cost in enumerate(costs)})
+    assert set(found.shares(1.0).values()) == {1.0}
+
+
 def check_split(costs: dict[tuple[int, int], tuple[float, float]], budget: float) -> None:
     def loss(head: tuple[int, int], share: float) -> float:
         a, b = costs[head]
@@ -593,6 +600,7 @@ def test_profile_is_written_down_and_read(tmp_path: Path) -> None:
         {"version": 7},
         {"heads": []},
         {"heads": document["heads"] * 2},
+        {"heads": [{**document["heads"][0], "recall": 10**400}]},
         {"heads": [{"layer": 0}]},
         {"share": 2},
     ):

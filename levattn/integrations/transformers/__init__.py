@@ -10,8 +10,8 @@ from __future__ import annotations
 from levattn._core.checks import needing
 
 with needing("this needs torch and transformers>=4.56", "transformers"):
-    from levattn.integrations.transformers.calibration.calibrate import calibrate
-    from levattn.integrations.transformers.calibration.calibration import Calibration
+    from levattn.integrations.transformers.budget_search import calibrate
+    from levattn.integrations.transformers.calibration import Calibration
     from levattn.integrations.transformers.compression.ablation import head_profile
     from levattn.integrations.transformers.compression.cache import CompressedCache
     from levattn.integrations.transformers.compression.compress import compress

@@ -1,14 +1,15 @@
-"""Measure the loss of a decoder if each of its heads is cut."""
+"""Measure the loss of a decoder if each of its heads is cut, by tasks that need recall and by plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
@@ -17,16 +18,20 @@ from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.profile import FIGURES, HeadProfile
-from levattn.integrations.transformers.compression.replay import Replay
-from levattn.integrations.transformers.compression.shares import curves
-from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
+from levattn.integrations.transformers.compression.profile import HeadProfile, curves
+from levattn.integrations.transformers.discovery import attention_modules
 
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
 # Round 1 finds heads that recall alone, round 2 heads that stand in for others, round 3 the remaining ones
 _ROUNDS = 3
 _DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
+_PAIRS = 8  # keys and values that are hidden in a text
+_KEY, _VALUE = 2, 4  # their tokens
+_PASSAGE = 16  # tokens that are to be repeated
+_PIECE = 256  # tokens that a model writes at once
+_LENGTH = {"min_new_tokens": _PIECE, "max_new_tokens": _PIECE}
+_SAMPLED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
 
 
 def head_profile(
@@ -100,129 +105,177 @@ def head_profile(
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
-    given = _texts(model, tokenizer, texts, tasks, positions, seed)
-    rng = np.random.default_rng(seed)
-    asked = [made_up(tokenizer, text, positions, _FOLLOWING, rng) for text in given]
-    name = type(model).__name__
+    given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed)
+    words, rng = _words(tokenizer), np.random.default_rng(seed)
     with torch.no_grad():
-        trials = [_Trial.of(model, task, share) for task in asked]
-    heads = _heads(trials[0].whole)
-    shares, rounds = dict.fromkeys(heads, 1.0), []
-    with torch.no_grad(), reported(progress, _ROUNDS * tasks * len(heads), "heads") as advance:
-        for _ in range(_ROUNDS):
-            rounds.append([trial.costs(shares, share, advance) for trial in trials])
-            shares = _profile(rounds, name, share).shares(_COMPANY)
-    return _profile(rounds, name, share)
+        trials = [_Trial(model, share, *_task(tokenizer, text, positions, words, rng)) for text in given]
+        shares, rounds = dict.fromkeys(trials[0].heads, 1.0), []
+        with reported(progress, _ROUNDS * tasks * len(shares), "heads") as advance:
+            for _ in range(_ROUNDS):
+                rounds.append([trial.costs(shares, advance) for trial in trials])
+                profile = _profile(model, list(shares), np.mean(rounds, 0), share)
+                shares = profile.shares(_COMPANY)
+    return profile
 
 
-def _profile(rounds: list[list[dict[tuple[int, int], Any]]], model: str, share: float) -> HeadProfile:
-    """Return the profile from the costs of each head in each round and task: means, and intervals over tasks."""
+def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float) -> HeadProfile:
+    """Return the profile from costs (tasks, heads, 2): means over tasks, and intervals."""
+    errors = _DOUBT * costs.std(0, ddof=min(1, len(costs) - 1)) / len(costs) ** 0.5  # zeros for one task
     rows = []
-    for layer, head in sorted(rounds[0][0]):
-        costs = np.mean([[task[layer, head] for task in found] for found in rounds], 0)
-        means, errors = costs.mean(0), np.zeros(2)
-        if len(costs) > 1:
-            errors = _DOUBT * costs.std(0, ddof=1) / len(costs) ** 0.5
-        figures = (float(means[0]), float(errors[0]), float(means[1]), float(errors[1]))
-        rows.append({"layer": layer, "head": head, **dict(zip(FIGURES, figures, strict=True))})
-    return HeadProfile(rows, model, share)
+    for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors.tolist(), strict=True):
+        figures = {"recall": mean[0], "recall_error": error[0], "text": mean[1], "text_error": error[1]}
+        rows.append({"layer": layer, "head": head, **figures})
+    return HeadProfile(rows, type(model).__name__, share)
 
 
-def _texts(model: Any, tokenizer: Any, texts: Any, tasks: int, positions: int, seed: int) -> list[Any]:
-    """Return the tokens of texts, long enough for a context and the text after it."""
+def _texts(model: Any, tokenizer: Any, texts: Any, count: int, length: int, seed: int) -> list[Any]:
+    """Return the tokens of texts, or of some that the model writes, or raise if they are too few or too short."""
     if texts is None:
-        return written_by(model, tokenizer, tasks, positions + _FOLLOWING, seed)
-    if isinstance(texts, str) or len(texts) < tasks or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"texts is {type(texts).__name__}; expected at least tasks={tasks} strings")
-    found = []
-    for number, text in enumerate(texts[:tasks]):
-        tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if len(tokens) < positions + _FOLLOWING:
+        return _written(model, tokenizer, count, length, seed)
+    if isinstance(texts, str) or len(texts) < count or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"texts is {type(texts).__name__}; expected at least tasks={count} strings")
+    found = [_tokens(tokenizer, text) for text in texts[:count]]
+    for number, tokens in enumerate(found):
+        if len(tokens) < length:
             raise ValueError(
-                f"texts[{number}] has {len(tokens)} tokens; expected at least {positions + _FOLLOWING}. Give longer "
-                "texts, or fewer positions"
+                f"texts[{number}] has {len(tokens)} tokens; expected at least {length}. Give longer texts, or fewer "
+                "positions"
             )
-        found.append(tokens)
     return found
 
 
-@dataclass(frozen=True)
+def _tokens(tokenizer: Any, text: str) -> Any:
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+
+def _written(model: Any, tokenizer: Any, count: int, length: int, seed: int) -> list[Any]:
+    """Return the tokens of texts that a model samples token by token, each in several pieces."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    pieces = -(-length // _PIECE)
+    start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=inputs_device(model))
+    unused = {"pad_token_id": int(start[0, 0] == 0)}  # because all pieces have one length
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        found = model.generate(start, attention_mask=torch.ones_like(start), **_SAMPLED, **_LENGTH, **unused)
+    return list(found[:, 1:].reshape(count, -1)[:, :length].cpu().numpy())
+
+
+def _words(tokenizer: Any) -> Any:
+    """Return the tokens of a vocabulary that are a space and a word of ASCII letters, or ordinary ones if few are."""
+    tokens = range(len(tokenizer))
+    words = [token for token in tokens if re.fullmatch(" [A-Za-z]{3,}", tokenizer.decode([token]))]
+    if len(words) < _PAIRS * (_KEY + _VALUE):
+        words = sorted(set(tokens) - set(getattr(tokenizer, "all_special_ids", ())))
+    return np.array(words)
+
+
+def _task(tokenizer: Any, text: Any, positions: int, words: Any, rng: np.random.Generator) -> tuple[Any, Any, Any]:
+    """Return a context, questions on it with flags of the answers, and the text after it with flags, all True.
+
+    The context is the first positions of a text, tokens (n,), with pairs of random words hidden in it: lines
+    "key = value". A question is the line up to the value. For some passages of the text, the question is their first
+    half.
+    """
+    equal, line = (_tokens(tokenizer, mark) for mark in (" =", "\n"))
+    pairs = [(rng.choice(words, _KEY), rng.choice(words, _VALUE)) for _ in range(_PAIRS)]
+    lines = [np.concatenate([line, key, equal, value, line]) for key, value in pairs]
+    room = positions - sum(map(len, lines))
+    cuts = np.sort(rng.choice(np.arange(room // 16, room - room // 16), _PAIRS, replace=False))
+    *pieces, last = np.split(text[:room], cuts)
+    context = [part for pair in zip(pieces, lines, strict=True) for part in pair]
+    asked = [([line, pairs[i][0], equal], pairs[i][1]) for i in rng.permutation(_PAIRS)]
+    for start in rng.integers(0, room - _PASSAGE, _PAIRS // 4):
+        first, rest = np.split(text[start : start + _PASSAGE], 2)
+        asked.append(([line, first], rest))
+    questions = np.concatenate([part for question, answer in asked for part in (*question, answer)])
+    lengths = [length for question, answer in asked for length in (sum(map(len, question)), len(answer))]
+    answers, after = np.repeat([False, True] * len(asked), lengths), text[room : room + _FOLLOWING]
+    return np.concatenate([*context, last]), (questions, answers), (after, np.ones(len(after), bool))
+
+
 class _Trial:
-    """A task whose context was read: the cache with all heads whole, and the cache with all heads cut."""
+    """A task whose context a model has read, with all heads whole and with all heads cut to a share."""
 
-    model: Any
-    task: Task
-    whole: CompressedCache
-    light: CompressedCache
+    def __init__(self, model: Any, share: float, context: Any, *asked: tuple[Any, Any]) -> None:
+        self._model, self._share = model, share
+        device = inputs_device(model)
+        self._context = torch.tensor(context[None], device=device)
+        self._asked = [(torch.tensor(tokens, device=device), counted[1:]) for tokens, counted in asked]
+        self._whole = compress(model, self._context, budget=1.0)
+        self.heads = [(row["layer"], row["head"]) for row in self._whole.table() if not row["slides"]]
+        self._light = compress(model, self._context, budget=dict.fromkeys(self.heads, share))
 
-    @classmethod
-    def of(cls, model: Any, task: Task, share: float) -> _Trial:
-        """Read the context of a task."""
-        context = task.context[None].to(inputs_device(model))
-        whole = compress(model, context, budget=1.0)
-        light = compress(model, context, budget=dict.fromkeys(_heads(whole), share))
-        return cls(model, task, whole, light)
-
-    def costs(self, shares: dict[tuple[int, int], float], share: float, advance: Callable[[int], None]) -> Any:
-        """Return the cost of cutting each head from whole to `share`, where the others have `shares`.
+    def costs(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> list[Any]:
+        """Return the costs (2,) of cutting each head from whole to the share, where the others have `shares`.
 
         A whole head is cut. A cut head is made whole, and the curves convert its gain into the cost of a cut.
         """
-        low = compress(self.model, self.task.context[None].to(inputs_device(self.model)), budget=shares)
-        losses, found = _Losses(self.model, self.task, low), {}
+        low = compress(self._model, self._context, budget=shares)
+        replays = [Replay(self._model) for _ in self._asked]
+        before, found = self._losses(low, [replay.recorded() for replay in replays]), []
         for (layer, head), kept in shares.items():
-            changed = _exchanged(low, self.light if kept == 1 else self.whole, layer, head)
-            rise = losses.with_changed(changed, layer) - losses.before
-            found[layer, head] = rise if kept == 1 else -rise * (curves(share) / curves(kept))
+            changed = _exchanged(low, self._light if kept == 1 else self._whole, layer, head)
+            rise = self._losses(changed, [replay.begun_at(layer) for replay in replays]) - before
+            found.append(rise if kept == 1 else -rise * (curves(self._share) / curves(kept)))
             advance(1)
         return found
 
-
-class _Losses:
-    """The mean losses of answers, and of the text after the context, in nats a token, with a cache and with others."""
-
-    def __init__(self, model: Any, task: Task, cache: CompressedCache) -> None:
-        self._model, self._task = model, task
-        self._replays = Replay(model), Replay(model)
-        with self._replays[0].recorded():
-            asked = self._asked(cache)
-        with self._replays[1].recorded():
-            text = self._text(cache)
-        self.before = np.array([asked, text])
-
-    def with_changed(self, cache: CompressedCache, layer: int) -> Any:
-        """Return the losses with a cache that differs from the given layer on."""
-        with self._replays[0].begun_at(layer):
-            asked = self._asked(cache)
-        with self._replays[1].begun_at(layer):
-            return np.array([asked, self._text(cache)])
-
-    def _asked(self, cache: CompressedCache) -> float:
-        return float(_loss(self._model, cache.copy(), self._task.questions)[self._task.answers[1:]].mean())
-
-    def _text(self, cache: CompressedCache) -> float:
-        return float(_loss(self._model, cache.copy(), self._task.text).mean())
-
-
-def _heads(cache: CompressedCache) -> list[tuple[int, int]]:
-    """Return the heads that can be cut: the heads of the layers that do not slide."""
-    return [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
+    def _losses(self, cache: CompressedCache, passes: list[Any]) -> Any:
+        """Return the mean losses of answers and of the text after the context, in nats a token, in such passes."""
+        means = []
+        for (tokens, counted), replay in zip(self._asked, passes, strict=True):
+            with replay:
+                logits = self._model(tokens[None], **as_cache_of(self._model, cache.copy())).logits[0, :-1].float()
+            losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()
+            means.append(losses[counted].mean())
+        return np.array(means)
 
 
 def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:
     """Return a cache with one head taken from another cache of the same context."""
+    parts = [(group, set(group.heads) - {head}) for group in cache.layers[layer].groups]
+    parts += [(group, set(group.heads) & {head}) for group in other.layers[layer].groups]
+    groups = tuple(group.of_heads(tuple(sorted(heads))) for group, heads in parts if heads)
     changed = cache.copy()
-    groups = []
-    for group in cache.layers[layer].groups:
-        rest = tuple(number for number in group.heads if number != head)
-        groups += [group.of_heads(rest)] if rest else []
-    groups += [group.of_heads((head,)) for group in other.layers[layer].groups if head in group.heads]
-    changed.layers[layer] = CompressedLayer(layer, tuple(groups), cache.context_length)
+    changed.layers[layer] = CompressedLayer(layer, groups, cache.context_length)
     return changed
 
 
-def _loss(model: Any, cache: CompressedCache, tokens: Any) -> Any:
-    """Return the loss of each token after the first, (n - 1,), of numpy."""
-    tokens = tokens.to(inputs_device(model))
-    logits = model(tokens[None], **as_cache_of(model, cache)).logits[0, :-1].float()
-    return nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()
+class Replay:
+    """The recorded outputs of a decoder's layers for some tokens; a changed layer costs only the layers from it on."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers = {
+            attention.layer_idx: layer
+            for stack in model.modules()
+            if isinstance(stack, torch.nn.ModuleList)
+            for layer in stack
+            for attention in attention_modules(layer)
+            if getattr(attention, "layer_idx", None) is not None
+        }
+        self._outputs: dict[int, Any] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the outputs of the layers in the pass made meanwhile."""
+
+        def note(number: int, _module: Any, _args: Any, output: Any) -> None:
+            self._outputs[number] = output
+
+        with ExitStack() as hooks:
+            for number, layer in self._layers.items():
+                hooks.enter_context(layer.register_forward_hook(partial(note, number)))
+            yield
+
+    @contextmanager
+    def begun_at(self, first: int) -> Iterator[None]:
+        """Let the layers before the given one return their recorded outputs instead of computing."""
+        with ExitStack() as changes:
+            for number, layer in self._layers.items():
+                if number < first:
+                    if "forward" in vars(layer):  # accelerate sets one
+                        changes.callback(setattr, layer, "forward", layer.forward)
+                    else:
+                        changes.callback(delattr, layer, "forward")
+                    layer.forward = lambda *_, output=self._outputs[number], **__: output
+            yield

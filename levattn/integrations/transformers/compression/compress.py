@@ -17,7 +17,7 @@ from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
-from levattn.integrations.transformers.compression.shares import Shares
+from levattn.integrations.transformers.compression.profile import Shares
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,

@@ -1,26 +1,29 @@
-"""The cost of cutting each head of a decoder, and the split of a budget by these costs."""
+"""The cost of cutting each head of a decoder, and the split of a budget of bytes by these costs."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral
+from typing import Any, ClassVar, Self
+
+import numpy as np
 
 from levattn._core.checks import fraction
-from levattn.integrations.transformers.compression.shares import curves, share_of_bytes, split_bytes
-from levattn.integrations.transformers.heads_table import HeadsTable
-from levattn.io import replace_file
+from levattn.exceptions import RecallWarning
+from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
-_FORMAT, _VERSION = "levattn head profile", 1
 # Factor of the cost of recall; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
 _RECALL = 4.0
-FIGURES = ("recall", "recall_error", "text", "text_error")
+_FIGURES = ("recall", "recall_error", "text", "text_error")
+_PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
+_LEVELS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
 
-class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
+class HeadProfile(HeadsRecord, HeadsTable):
     """The cost of cutting each head of the keys of a decoder, in nats a token, as `head_profile` measured it.
 
     A mapping from (layer, head) to the cost: the loss of answers that need recall, plus the loss of plain text.
@@ -53,34 +56,27 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     {(0, 0): 1.0, (0, 1): 0.125}
     """
 
+    _format: ClassVar = ("head profile", 1)
     _labels: ClassVar = {
         "recall": "loss of answers if a head is cut (nats)",
         "text": "loss of text if a head is cut (nats)",
     }
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], model: str, share: float) -> None:
-        self._table: dict[tuple[int, int], dict[str, float]] = {}
-        for row in rows:
-            key, figures = (row["layer"], row["head"]), {name: row[name] for name in FIGURES}
-            if not all(type(number) is int and number >= 0 for number in key) or key in self._table:
-                raise ValueError(f"rows name head {key[1]!r} of layer {key[0]!r}; expected each head once, from 0")
-            if not all(type(x) in (int, float) and math.isfinite(x) for x in figures.values()):
-                raise ValueError(f"rows hold {figures} for head {key[1]} of layer {key[0]}; expected finite numbers")
-            self._table[key] = {name: float(x) for name, x in figures.items()}
+        self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
+        for (layer, head), row in self._table.items():
+            figures = {name: row[name] for name in _FIGURES}
+            if not all(map(is_number, figures.values())):
+                raise ValueError(f"rows hold {figures} for head {head} of layer {layer}; expected finite numbers")
+            self._table[layer, head] = {name: float(x) for name, x in figures.items()}
         if not self._table:
             raise ValueError("rows is empty; expected one for each head")
         self.model = str(model)
         self.share = fraction("share", share)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
-        row = self._table[key]
+        row: dict[str, float] = self._table[key]
         return max(row["recall"], 0.0) + max(row["text"], 0.0)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def __repr__(self) -> str:
         dearest = max(self, key=self.__getitem__)
@@ -133,58 +129,116 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
 
     _rows = table
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the profile as plain numbers and strings.
-
-        Returns
-        -------
-        dict
-            ``format``, ``version``, ``model``, ``share`` and ``heads``, the rows.
-        """
-        known = {"format": _FORMAT, "version": _VERSION, "model": self.model, "share": self.share}
-        return {**known, "heads": self.table()}
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to a JSON file, which appears whole or not at all.
-
-        Parameters
-        ----------
-        path : path-like
-            The file.
-        """
-        with replace_file(path) as stream:
-            stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
+    def _facts(self) -> dict[str, Any]:
+        return {"model": self.model, "share": self.share, "heads": self.table()}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> HeadProfile:
-        """Read a profile from a file that `save` wrote.
+    def _of(cls, document: dict[str, Any]) -> Self:
+        return cls(document["heads"], document["model"], document["share"])
 
-        Parameters
-        ----------
-        path : path-like
-            The file.
 
-        Returns
-        -------
-        HeadProfile
-            The saved profile.
+@dataclass(frozen=True)
+class Shares:
+    """The share of the bytes that each head keeps.
 
-        Raises
-        ------
-        ValueError
-            If the file is no profile, or is damaged; the message names the fault.
-        OSError
-            If the file cannot be read.
-        """
-        try:
-            document = json.loads(Path(path).read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON ({error}); expected a file of HeadProfile.save") from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError(f"{path} is no profile of heads; expected a file of HeadProfile.save")
-        if document.get("version") != _VERSION:
-            raise ValueError(f"{path} is of version {document.get('version')!r}, and this release reads {_VERSION}")
-        try:
-            return cls(document["heads"], document["model"], document["share"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is a damaged profile of heads: {error}") from error
+    named: by (layer, head).
+
+    rest: the share of heads that are not named, or None if `named` must have all heads.
+
+    source: the argument that gave the shares, for messages.
+    """
+
+    named: Mapping[tuple[int, int], float]
+    rest: float | None
+    source: str
+
+    @classmethod
+    def of(cls, budget: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> Shares:
+        """Return the shares from the arguments of `compress`, for a model with these layers, or raise."""
+        if isinstance(budget, Mapping):
+            if profile is not None:
+                raise ValueError("budget names heads, and heads is given; expected one of the two. Leave heads out")
+            found = cls(_named(budget), 1.0, "budget")
+        elif profile is None:
+            found = cls({}, share_of_bytes("budget", budget), "budget")
+        else:
+            found = cls(profile.shares(budget), None, "heads")
+        for layer, head in found.named:
+            if layer in sliding:
+                raise ValueError(
+                    f"{found.source} names head {head} of layer {layer}, which slides and keeps its window; expected "
+                    "layers that attend to all positions"
+                )
+            if layer not in full:
+                raise ValueError(f"{found.source} names layer {layer}; expected one of the {len(full)} of the model")
+        if not full and found.rest not in (None, 1.0):
+            raise ValueError("all layers slide and keep their windows, so nothing can be cut; expected budget=1.0")
+        if found.rest is not None and found.rest < 1:
+            warnings.warn(
+                f"all heads are cut to {found.rest:.0%}, because there is no profile of them: decoders then fail to "
+                "recall facts of the context. Give heads=head_profile(model, tokenizer)",
+                RecallWarning,
+                stacklevel=3,
+            )
+        return found
+
+    def of_layer(self, layer: int, heads: int) -> list[float]:
+        """Return the shares of the heads of a layer, or raise if a named head does not exist or a share is missing."""
+        for number, head in self.named:
+            if number == layer and head >= heads:
+                raise ValueError(f"{self.source} names head {head} of layer {layer}; expected one of {heads} heads")
+        shares: list[Any] = [self.named.get((layer, head), self.rest) for head in range(heads)]
+        if None in shares:
+            head = shares.index(None)
+            raise ValueError(f"{self.source} has no cost of head {head} of layer {layer}; expected all heads")
+        return shares
+
+
+def curves(share: float) -> Any:
+    """Return the costs of recall and of plain text at a share of a head's bytes, (2,), up to factors of the head."""
+    return np.array([1 - math.sqrt(share), -math.log(share)])
+
+
+def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: float) -> dict[tuple[int, int], float]:
+    """Return a share for each head, their mean at most a budget, so that the sum of the costs is least.
+
+    costs: (a, b) of each head, the factors of its `curves`.
+
+    Shares take few levels, so that heads of a layer share groups. All begin at the lowest level. Steps to the next
+    level come in the order in which the sum falls most for each byte. This is optimal but for the steps that the
+    budget cuts off, because costs are convex. The remaining bytes go to the heads with the lowest share.
+    """
+    if budget * _PARTS <= _LEVELS[0]:
+        return dict.fromkeys(costs, budget)
+    steps = [(high - low, *(curves(low / _PARTS) - curves(high / _PARTS))) for low, high in pairwise(_LEVELS)]
+    order = sorted(
+        (-(a * recall + b * text) / more, head, i)
+        for head, (a, b) in costs.items()
+        for i, (more, recall, text) in enumerate(steps)
+    )
+    at, left = dict.fromkeys(costs, 0), (budget * _PARTS - _LEVELS[0]) * len(costs)
+    for _, head, i in order:
+        more = steps[i][0]
+        if at[head] == i and more <= left * (1 + 1e-12):
+            left, at[head] = left - more, i + 1
+    shares = {head: _LEVELS[i] / _PARTS for head, i in at.items()}
+    low = min(shares.values())
+    few = [head for head, share in shares.items() if share == low]
+    return shares | dict.fromkeys(few, min(1.0, low + left / _PARTS / len(few)))
+
+
+def share_of_bytes(name: str, value: Any) -> float:
+    """Return an argument that is a share of the bytes, or raise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name} is {value!r}; expected a share of the bytes in (0, 1]")
+    return float(value)
+
+
+def _named(budget: Mapping[Any, Any]) -> dict[tuple[int, int], float]:
+    """Return the shares of heads that a budget names, or raise."""
+    found = {}
+    for key, share in budget.items():
+        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(x, Integral) for x in key)):
+            raise TypeError(f"budget has the key {key!r}; expected (layer, head)")
+        found[int(key[0]), int(key[1])] = share_of_bytes(f"budget[{key!r}]", share)
+    return found

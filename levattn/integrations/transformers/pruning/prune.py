@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from levattn.exceptions import RecallWarning
-from levattn.integrations.transformers.calibration.calibration import Calibration
+from levattn.integrations.transformers.calibration import Calibration
 from levattn.integrations.transformers.calls import numbers_among, whole_numbers
 from levattn.integrations.transformers.changes import PART, Changes, check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile

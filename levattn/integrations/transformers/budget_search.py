@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from levattn._core.checks import fraction, positive_number
 from levattn._core.progress import reported
-from levattn.integrations.transformers.calibration.calibration import METRICS, Calibration
-from levattn.integrations.transformers.calibration.losses import Loss, text_losses
-from levattn.integrations.transformers.calibration.risk import count_shown, least_texts
-from levattn.integrations.transformers.calibration.texts import dealt, needed_for
+from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
-from levattn.integrations.transformers.discovery import discovered
-from levattn.integrations.transformers.pruning.interface import PRUNED, register
-from levattn.integrations.transformers.pruning.prune import prune
+from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads
 _CANDIDATES = 12  # budgets to test for a risk
 _CONFIDENCE = 0.95
+_EVERY = 4  # the first of so many texts is for choosing budgets, the others are for testing them
 
-_Budgets = dict[tuple[int, int], float]
-_Errors = dict[tuple[int, int], dict[float, float]]  # the error of each head's output at each share of the keys
+_Ladder = list[Callable[[], Budgets]]  # functions that make budgets: dense ones first, then from large to small
 
 
 def calibrate(
@@ -114,7 +110,8 @@ def calibrate(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
+        If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model. If
+        a loss is not a number: of a text that is all padding, or of a model with infinite outputs.
         Each batch must be a mapping of tensors. With `risk` also if the texts are too few to show the risk, or have
         too large a loss with all tested budgets. The message then gives a sufficient number of texts. With `risk`,
         dense budgets, which have no loss, are never returned.
@@ -127,7 +124,7 @@ def calibrate(
     all inputs. With `risk`, it runs once for each budget, once dense and 12 times on a quarter of the texts. On the
     others it runs once dense and at most 12 times, so 7 budgets cost about 15 runs over all texts. Batches whose texts
     have the same length are faster, as for budgets in shares `prune` processes each length separately. Memory with
-    `risk`: the outputs of two runs on one batch; with `target`, the outputs of two runs on all inputs.
+    `risk`: the outputs of two runs on one batch; with `target`, the dense outputs of all inputs as well.
 
     Number of texts: without any loss, n tested texts show a risk if
     :math:`(1 - \text{risk})^n \le 1 - \text{confidence}`, which takes 199 texts for 0.02 and 0.95, 149 of them
@@ -162,7 +159,7 @@ def calibrate(
     >>> chosen.texts, chosen.reached <= 0.1
     (30, True)
     """
-    wanted = _wanted(target, risk, confidence)
+    target, risk, confidence = _wanted(target, risk, confidence)
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     shares = sorted({fraction("budgets", budget) for budget in budgets})
@@ -172,22 +169,48 @@ def calibrate(
     check_model(model)
     batches = _batches(inputs)
     if model.training:
-        raise ValueError(
-            "model is in training mode; expected evaluation mode, to make outputs comparable. Call model.eval()"
-        )
-    if isinstance(heads, HeadProfile) and layers is not None:
+        raise ValueError("model is in training mode; expected evaluation mode. Call model.eval()")
+    profile = heads if isinstance(heads, HeadProfile) else None
+    if profile and layers is not None:
         raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers with a profile")
-    source = _Source(model, shares, layers, heads, options)
-    if isinstance(wanted, tuple):
-        with torch.no_grad():
-            return _by_risk(source, batches, metric, *wanted, progress)
-    with reported(progress, len(batches) * (source.passes + _STEPS + 2)) as advance, torch.no_grad():
-        measure = Loss(model, batches, metric, advance)
-        chosen, reached = _bisected(source.ladder(batches, advance), wanted, lambda found: measure(found, options))
-    return Calibration(chosen, type(model).__name__, metric, wanted, reached, options)
+    choosing, testing = (batches, []) if risk is None else dealt(model, batches, risk, confidence)
+    tries = 1 + (_STEPS + 1 if risk is None else _CANDIDATES)  # each pass over the texts, and the dense one
+    passes = len(choosing) * (tries + (0 if profile else len(shares))) + len(testing) * tries
+    kind = type(model).__name__
+    with reported(progress, passes) as advance, torch.no_grad():
+        losses = Losses(model, metric, options, advance)
+        if profile:
+            ladder: _Ladder = [partial(profile.shares, share) for share in (1.0, *reversed(shares))]
+        else:
+            ladder = _by_errors(losses.of_heads(choosing, shares, layers, heads))
+        if risk is None:
+            best, reached = _bisected(ladder, target, losses.of_all(choosing))
+            return Calibration(best, kind, metric, target, reached, options)
+        candidates = _candidates(ladder[1:], risk, partial(losses.of_texts, choosing))
+        tested = losses.of_texts(testing, candidates)
+    place = _last_shown(tested, risk, confidence)
+    best, reached = candidates[place], float(tested[:, place].mean())
+    return Calibration(best, kind, metric, None, reached, options, risk=risk, confidence=confidence, texts=len(tested))
 
 
-def _batches(inputs: Any) -> list[dict[str, Any]]:
+def _wanted(target: Any, risk: Any, confidence: Any) -> tuple[Any, Any, Any]:
+    """Return the target, or the risk and its confidence, and None for the others, or raise."""
+    if (target is None) == (risk is None):
+        raise ValueError(
+            f"target is {target!r} and risk is {risk!r}; expected one of them. target is for the loss on the inputs, "
+            "risk for similar texts"
+        )
+    if risk is not None:
+        return None, fraction("risk", risk), fraction("confidence", _CONFIDENCE if confidence is None else confidence)
+    if confidence is not None:
+        raise ValueError(
+            f"confidence is {confidence!r} and target is given; expected confidence with risk only. Leave it out, "
+            "or give risk instead of target"
+        )
+    return positive_number("target", target, what="a finite loss above 0, e.g. 0.01"), None, None
+
+
+def _batches(inputs: Any) -> Batches:
     """Return the batches, or raise."""
     if isinstance(inputs, Mapping | str | torch.Tensor) or not isinstance(inputs, Iterable):
         return [model_inputs("inputs", inputs)]
@@ -197,158 +220,117 @@ def _batches(inputs: Any) -> list[dict[str, Any]]:
     return batches
 
 
-def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, float]:
-    """Return the target, or the risk and the confidence, or raise."""
-    if (target is None) == (risk is None):
-        raise ValueError(
-            f"target is {target!r} and risk is {risk!r}; expected one of them. target is for the loss on the inputs, "
-            "risk for similar texts"
-        )
-    if risk is None:
-        if confidence is not None:
-            raise ValueError(
-                f"confidence is {confidence!r} and target is given; expected confidence with risk only. Leave it out, "
-                "or give risk instead of target"
-            )
-        return positive_number("target", target, what="a finite loss above 0, e.g. 0.01")
-    confidence = _CONFIDENCE if confidence is None else confidence
-    return fraction("risk", risk), fraction("confidence", confidence)
-
-
-@dataclass(frozen=True)
-class _Ladder:
-    """Budgets to choose from, the largest first: their number, the budgets at a place, and the dense budgets."""
-
-    count: int
-    at: Callable[[int], _Budgets]
-    dense: _Budgets
-
-
-class _Source:
-    """The source of budgets: the errors of heads on texts, or a profile of the heads."""
-
-    def __init__(self, model: Any, shares: list[float], layers: Any, heads: Any, options: dict[str, Any]) -> None:
-        self.model, self.shares, self.options = model, shares, options
-        self.profile = heads if isinstance(heads, HeadProfile) else None
-        self.layers = layers if layers is None else list(layers)
-        self.heads = heads if heads is None or self.profile else list(heads)
-
-    @property
-    def passes(self) -> int:
-        """Number of times that the model reads each batch."""
-        return 0 if self.profile else len(self.shares)
-
-    def ladder(self, batches: list[dict[str, Any]], advance: Callable[[int], None]) -> _Ladder:
-        """Return the budgets, measured on these batches if there is no profile."""
-        profile, shares = self.profile, self.shares
-        if profile:
-            return _Ladder(len(shares), lambda i: profile.shares(shares[-1 - i]), dict.fromkeys(profile, 1.0))
-        errors = self._errors(batches, advance)
-        bounds = sorted({error for of in errors.values() for error in of.values() if error < math.inf})
-        return _Ladder(len(bounds), lambda i: _within(errors, bounds[i]), dict.fromkeys(errors, 1.0))
-
-    def _errors(self, batches: list[dict[str, Any]], advance: Callable[[int], None]) -> _Errors:
-        """Return the relative error of each head's output with each budget, on the inputs of that head."""
-        layers = self.layers
-        if layers is None and self.heads is None:  # named, because heads get different budgets in the end
-            register()
-            layers = list(discovered(PRUNED, self.model, None))
-        errors: _Errors = {}
-        for share in self.shares:
-            with prune(self.model, share, layers=layers, heads=self.heads, **self.options) as report:
-                for batch in batches:
-                    self.model(**batch)
-                    advance(1)
-            for row in report.table():
-                found = row["error"]
-                errors.setdefault((row["layer"], row["head"]), {})[share] = math.inf if found is None else found
-        return errors
-
-
-def _within(errors: _Errors, bound: float) -> _Budgets:
-    """Return the smallest budget of each head whose error is within a bound, or 1.0."""
-    return {
-        head: min((share for share, error in of.items() if error <= bound), default=1.0) for head, of in errors.items()
-    }
-
-
-def _bisected(ladder: _Ladder, target: float, loss: Callable[[_Budgets], float]) -> tuple[_Budgets, float]:
-    """Return the smallest budgets found that reach the target, and their loss."""
-    best = (ladder.dense, 0.0)
-    low, high = -1, ladder.count - 1  # the budgets at low reach the target, budgets after high do not
-    for _ in range(_STEPS + 1):
-        if low >= high:
-            break
-        middle = high if low < 0 and high == ladder.count - 1 else (low + high + 1) // 2
-        found = ladder.at(middle)
-        value = loss(found)
-        if value <= target:
-            low, best = middle, (found, value)
-        else:
-            high = middle - 1
-    return best
-
-
-def _by_risk(
-    source: _Source, batches: list[dict[str, Any]], metric: str, risk: float, confidence: float, progress: Any
-) -> Calibration:
-    """Return the smallest budgets that the tests show to keep the risk."""
-    model, options = source.model, source.options
-    choosing, testing, first, tested = dealt(model, batches)
-    wish = f"risk={risk:g} with confidence={confidence:g}"
-    least = least_texts(0.0, risk, confidence)
+def dealt(model: Any, batches: Batches, risk: float, confidence: float) -> tuple[Batches, Batches]:
+    """Return the batches of texts for choosing and for testing, or raise if the latter are too few for any result."""
+    parts: tuple[Batches, Batches] = [], []
+    seen = 0
+    for batch in batches:
+        count = _texts_in(model, batch)
+        first = torch.arange(seen, seen + count) % _EVERY == 0
+        for part, chosen in zip(parts, (first, ~first), strict=True):
+            if chosen.any():
+                part.append(batch if chosen.all() else _rows(batch, chosen))
+        seen += count
+    tested, least = seen * (_EVERY - 1) // _EVERY, least_texts(0.0, risk, confidence)
     if least and tested < least:
+        wish = f"risk={risk:g} with confidence={confidence:g}"
         raise ValueError(
-            f"inputs has {first + tested} texts, of which {tested} are for the test of {wish}; expected at least "
+            f"inputs has {seen} texts, of which {tested} are for the test of {wish}; expected at least "
             f"{needed_for(least)} texts, {least} of them for the test. Give more texts, a larger risk or a smaller "
             "confidence (no text was tested yet)"
         )
-    passes = len(choosing) * (source.passes + 1 + _CANDIDATES) + len(testing) * (1 + _CANDIDATES)
-    with reported(progress, passes) as advance:
-        candidates = _candidates(
-            source.ladder(choosing, advance),
-            risk,
-            lambda some: text_losses(model, choosing, some, metric, options, advance).mean(0),
-        )
-        losses = text_losses(model, testing, candidates, metric, options, advance)
-    shown = count_shown(losses, risk, confidence)
-    if not shown:
-        mean = float(losses[:, 0].mean())
-        more = least_texts(mean, risk, confidence)
-        remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
-        raise ValueError(
-            f"inputs has {first + tested} texts, and {tested} of them have a mean loss of {mean:.3g} with the largest "
-            f"budgets, which does not show {wish}; expected {remedy}. Give "
-            f"{'more texts, ' if more else ''}a larger risk or larger budgets"
-        )
-    reached = float(losses[:, shown - 1].mean())
-    return Calibration(
-        candidates[shown - 1],
-        type(model).__name__,
-        metric,
-        None,
-        reached,
-        options,
-        risk=risk,
-        confidence=confidence,
-        texts=tested,
+    return parts
+
+
+def needed_for(tested: int) -> int:
+    """Return the least number of texts that leaves `tested` of them for testing."""
+    return -(-tested * _EVERY // (_EVERY - 1))
+
+
+def _texts_in(model: Any, batch: dict[str, Any]) -> int:
+    names = dict.fromkeys(("input_ids", "inputs_embeds", model.main_input_name))
+    for name in names:
+        if isinstance(batch.get(name), torch.Tensor):
+            return len(batch[name])
+    raise ValueError(
+        f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(names)} "
+        "with risk, which needs single texts"
     )
 
 
-def _candidates(ladder: _Ladder, risk: float, loss: Callable[[list[_Budgets]], Any]) -> list[_Budgets]:
+def _rows(batch: dict[str, Any], chosen: Any) -> dict[str, Any]:
+    """Return the chosen texts of a batch; entries without a row for each text stay."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1:
+            continue
+        if len(value) != len(chosen):
+            raise ValueError(
+                f"inputs has {name} of shape {tuple(value.shape)} in a batch of {len(chosen)} texts; expected a row "
+                "for each text with risk, which needs single texts. Give each text its own batch"
+            )
+        found[name] = value[chosen.to(value.device)]
+    return found
+
+
+def _by_errors(errors: Errors) -> _Ladder:
+    """Return budgets by bounds on the errors: each head has the smallest one within the bound, or 1.0."""
+
+    def within(bound: float) -> Budgets:
+        return {
+            head: min((share for share, error in of.items() if error <= bound), default=1.0)
+            for head, of in errors.items()
+        }
+
+    bounds = sorted({error for of in errors.values() for error in of.values() if error < math.inf})
+    return [partial(within, bound) for bound in (-1.0, *bounds)]
+
+
+def _bisected(ladder: _Ladder, target: float, loss: Callable[[Budgets], float]) -> tuple[Budgets, float]:
+    """Return the smallest budgets found that reach the target, and their loss."""
+    low, best, reached = 0, ladder[0](), 0.0  # the budgets at low reach the target, the ones after high do not
+    high = middle = len(ladder) - 1  # the smallest budgets come first, because they often do
+    for _ in range(_STEPS + 1):
+        if low >= high:
+            break
+        budgets = ladder[middle]()
+        found = loss(budgets)
+        if found <= target:
+            low, best, reached = middle, budgets, found
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return best, reached
+
+
+def _candidates(ladder: _Ladder, risk: float, losses: Callable[[list[Budgets]], Any]) -> list[Budgets]:
     """Return budgets to test, the largest first, up to the first with a loss above the risk on the choosing texts."""
-    if not ladder.count:
+    if not ladder:
         raise ValueError(
             "inputs has no output of a head to measure in every fourth text; expected texts with unmasked tokens, "
             "and heads with outputs other than 0"
         )
-    coarse = _spread(ladder.count)
-    losses = loss([ladder.at(place) for place in coarse])
-    last = next((place for place, value in zip(coarse, losses, strict=True) if value > risk), coarse[-1])
-    found = [ladder.at(place) for place in _spread(last + 1)]
-    return [one for place, one in enumerate(found) if not place or one != found[place - 1]]
+    coarse = _spread(len(ladder))
+    means = losses([ladder[place]() for place in coarse]).mean(0)
+    last = next((place for place, mean in zip(coarse, means, strict=True) if mean > risk), coarse[-1])
+    return [budgets for budgets, _ in groupby(ladder[place]() for place in _spread(last + 1))]
 
 
 def _spread(count: int) -> list[int]:
     """Return places in a list of `count` items, evenly spread, with the last place."""
     return sorted({-(-count * step // _CANDIDATES) - 1 for step in range(1, _CANDIDATES + 1)})
+
+
+def _last_shown(losses: Any, risk: float, confidence: float) -> int:
+    """Return the place of the last budgets (columns) that the tests show to keep the risk, or raise."""
+    shown = count_shown(losses, risk, confidence)
+    if shown:
+        return shown - 1
+    mean = float(losses[:, 0].mean())
+    more = least_texts(mean, risk, confidence)
+    remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
+    raise ValueError(
+        f"with the largest budgets, the {len(losses)} tested texts of inputs have a mean loss of {mean:.3g}. This "
+        f"does not show risk={risk:g} with confidence={confidence:g}; expected {remedy}. Give "
+        f"{'more texts, ' if more else ''}a larger risk or larger budgets"
+    )

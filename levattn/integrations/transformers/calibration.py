@@ -1,0 +1,129 @@
+"""A budget for each layer and head of a model, and its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from levattn.integrations.transformers.heads_table import HeadsRecord, by_head, is_number
+
+METRICS = ("embedding", "logits", "perplexity")
+_RISK = ("risk", "confidence", "texts")
+_FACTS = ("model", "metric", "target", "reached", *_RISK, "options")
+
+
+class Calibration(HeadsRecord):
+    """A budget for each layer and key head, as chosen by `calibrate`; pass it to `prune` as the budget.
+
+    Parameters
+    ----------
+    budgets : mapping
+        From (layer, head) to the share of the keys, in (0, 1]; 1.0 is dense. The calibration is such a mapping itself,
+        and has the other parameters as attributes.
+    model : str
+        The type of the model.
+    metric : {"embedding", "logits", "perplexity"}
+        The measured loss.
+    target : float, optional
+        The wanted loss on the sample inputs; None with a risk.
+    reached : float
+        The measured loss with these budgets, on the sample inputs or as a mean over the texts that tested the risk.
+    options : mapping, optional
+        Further options of `prune` that belong to the budgets; ``prune(model, calibration)`` uses them.
+    risk, confidence : float, optional
+        The wanted expected loss on texts like the sample inputs, and the confidence; None with a target.
+    texts : int, optional
+        The number of texts that tested the risk.
+
+    Raises
+    ------
+    ValueError
+        If both or neither of target and risk are given, or confidence and texts do not come with risk.
+
+    Examples
+    --------
+    >>> from levattn.integrations.transformers import Calibration
+    >>> chosen = Calibration({(0, 0): 0.12, (0, 1): 0.5}, "BertModel", "embedding", 0.01, 0.008)
+    >>> chosen[0, 1], round(chosen.mean, 2)
+    (0.5, 0.31)
+    >>> loss = dict(target=None, reached=0.008, risk=0.02, confidence=0.95, texts=300)
+    >>> Calibration(chosen, "BertModel", "embedding", **loss)
+    <Calibration of BertModel: 2 heads, 31% of the keys in the mean, embedding 0.008 on 300 texts
+    (risk at most 0.02 with confidence 0.95)>
+    """
+
+    _format: ClassVar = ("calibration", 2)
+
+    def __init__(
+        self,
+        budgets: Mapping[tuple[int, int], float],
+        model: str,
+        metric: str,
+        target: float | None,
+        reached: float,
+        options: Mapping[str, Any] | None = None,
+        *,
+        risk: float | None = None,
+        confidence: float | None = None,
+        texts: int | None = None,
+    ) -> None:
+        if (target is None) == (risk is None):
+            raise ValueError(f"target is {target!r} and risk is {risk!r}; expected one of them")
+        if {value is None for value in (risk, confidence, texts)} == {True, False}:
+            raise ValueError(
+                f"risk, confidence and texts are {risk!r}, {confidence!r} and {texts!r}; expected all of them or none"
+            )
+        self._table = {(int(layer), int(head)): float(share) for (layer, head), share in sorted(budgets.items())}
+        self.model, self.metric, self.options = model, metric, dict(options or {})
+        self.target, self.risk, self.confidence = (
+            None if value is None else float(value) for value in (target, risk, confidence)
+        )
+        self.reached, self.texts = float(reached), None if texts is None else int(texts)
+
+    def __getitem__(self, key: tuple[int, int]) -> float:
+        return float(self._table[key])
+
+    def __repr__(self) -> str:
+        if self.target is None:
+            wanted = f"on {self.texts} texts (risk at most {self.risk:.3g} with confidence {self.confidence:.6g})"
+        else:
+            wanted = f"(wanted {self.target:.3g})"
+        return (
+            f"<Calibration of {self.model}: {len(self)} heads, {self.mean:.0%} of the keys in the mean, "
+            f"{self.metric} {self.reached:.3g} {wanted}>"
+        )
+
+    @property
+    def mean(self) -> float:
+        """The mean budget of the heads."""
+        return sum(self.values()) / max(len(self), 1)
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {name: getattr(self, name) for name in _FACTS}
+        return {**facts, "budgets": [[*head, share] for head, share in self.items()]}
+
+    @classmethod
+    def _of(cls, document: dict[str, Any]) -> Self:
+        found: dict[str, Any] = dict.fromkeys(_RISK) | document  # files of version 1 have no risk
+        if not isinstance(found["model"], str) or found["metric"] not in METRICS:
+            raise ValueError("model or metric is invalid")
+        if not isinstance(found["options"], dict):
+            raise ValueError("options are no mapping")
+        if not all(value is None or isinstance(value, str | int | float) for value in found["options"].values()):
+            raise ValueError("options hold more than numbers and names")
+        if found["version"] == 1 or found["target"] is not None:
+            if not (is_number(found["target"]) and is_number(found["reached"])):
+                raise ValueError("target or reached is no finite number")
+            if any(found[name] is not None for name in _RISK):
+                raise ValueError("it has a target, and risk, confidence or texts as well")
+        elif not all(is_number(found[name]) and 0 < found[name] < 1 for name in ("risk", "confidence")):
+            raise ValueError("risk or confidence is no number above 0 and below 1")
+        elif not is_number(found["reached"], 0, found["risk"]):
+            raise ValueError("reached is no number from 0 to the risk")
+        elif type(found["texts"]) is not int or found["texts"] < 1:
+            raise ValueError("texts is no number of texts")
+        budgets = by_head("budgets", found["budgets"])
+        for share in budgets.values():
+            if not is_number(share, 0, 1) or share == 0:
+                raise ValueError(f"the budget {share!r} is not in (0, 1]")
+        return cls(budgets, **{name: found[name] for name in _FACTS})

@@ -1,1 +1,0 @@
-"""Budgets for a wanted loss."""
