@@ -282,8 +282,6 @@ def test_a_file_answers_to_the_bit_and_for_its_model_alone(tmp_path: Path) -> No
     cache.save(file)
     loaded = CompressedCache.load(file, model)
     assert torch.equal(logits(model, loaded, question(2)), logits(model, cache.copy(), question(2)))
-    with pytest.raises(ValueError, match="positions after the context; expected none"):
-        loaded.save(file)
     with pytest.raises(ValueError, match="was made with another model, or another revision"):
         CompressedCache.load(file, base("Qwen2"))
     revised, turned = copy.deepcopy(model), copy.deepcopy(model)

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, base, difference, tokens  # noqa: E402
 
-from levattn.integrations.transformers import compress  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -188,7 +188,33 @@ def test_positions_may_be_forgotten_before_slots_are_renewed(cut: int) -> None:
     assert difference(logits(cache, model, 1), logits(dense, model, 1)) < 1e-11
 
 
-def test_a_file_of_a_cache_that_renews_is_refused(tmp_path: Any) -> None:
-    cache = compress(base(), tokens(1, CONTEXT), budget=CUT, renew_every=5)
-    with pytest.raises(ValueError, match="compressed without renew_every"):
-        cache.save(tmp_path / "cache")
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("turns", [0, 1, 3])
+@pytest.mark.parametrize("cut", [0, 2])
+def test_a_file_of_a_cache_that_renews_goes_on_as_the_cache(
+    family: str, batch: int, turns: int, cut: int, tmp_path: Any
+) -> None:
+    pytest.importorskip("safetensors")
+    if cut and (not turns or family == "Gemma3"):
+        pytest.skip("the context cannot be shortened, and layers that slide have dropped what was before")
+    model, ids = base(family), tokens(batch, CONTEXT)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    budget = {(1, 1): 0.5} if family == "Gemma3" else CUT
+    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=budget, renew_every=5)
+    asked = {"input_ids": question(0, batch), "attention_mask": torch.ones(batch, 3)}
+    asked["attention_mask"][0, 0] = 0
+    for _ in range(turns):
+        cache.ask(model, asked, **GREEDY)
+    assert (cache.layers[1].length > CONTEXT) == (turns > batch - 1)  # a batch renews before the next question
+    cache.crop(-cut)
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    assert loaded.table() == cache.table()
+    assert loaded.context_length == CONTEXT
+    assert torch.equal(loaded.present, cache.present)
+    for turn in range(3):
+        assert torch.equal(logits(loaded, model, turn, batch), logits(cache, model, turn, batch))
+    assert loaded.layers[1].length == cache.layers[1].length > CONTEXT
+    assert torch.equal(loaded.tokens, cache.tokens)

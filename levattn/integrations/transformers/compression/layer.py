@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from levattn._core.checks import whole_number
+from levattn._kernels.tensors import memory_of, tensor_of
+from levattn.attention.pruned import choice
 from levattn.integrations.transformers.compression.attended import attended
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
@@ -192,6 +195,28 @@ class Renewal:
         self.counts, self.present = self.counts + present.sum(1).cpu(), None
         return tuple(found)
 
+    def to_arrays(self, t: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return figures and arrays that `from_arrays` reads, with t positions after the slots."""
+        queries, keys = self.seen.queries, self.seen.keys
+        figures = {"every": self.every, "split": list(vars(self.split).values()), "whole": sorted(self.whole)}
+        arrays = {name: getattr(self, name) for name in ("counts", "slots")}
+        if self.present is not None and t:
+            arrays["present"] = self.present[:, :t]
+        moments = {"queries": queries.total, "squares": queries.second, "keys": keys.total}
+        arrays |= {name: tensor_of(array) for name, array in moments.items()}
+        return {**figures, "seen": [queries.count, keys.count]}, arrays
+
+    @classmethod
+    def from_arrays(cls, figures: dict[str, Any], arrays: dict[str, Any]) -> Renewal:
+        """Return the renewal that `to_arrays` told of, or raise."""
+        every = whole_number("renew_every", figures["every"])
+        queries, squares, keys = (memory_of(arrays[name]) for name in ("queries", "squares", "keys"))
+        seen, numbers = (whole_number("seen", count, 0) for count in figures["seen"])
+        moments = Seen(choice.Sums(queries, squares, seen), choice.Sums(keys, None, numbers))
+        counts, slots = arrays["counts"].cpu(), arrays["slots"].cpu()
+        split, whole = Split.of(*figures["split"]), frozenset(figures["whole"])
+        return cls(every, split, whole, moments, counts, slots, arrays.get("present"))
+
     def of_sequences(self, rows: Any, heads: int) -> Renewal:
         """Return the same for the sequences with these numbers."""
         items = (rows.cpu()[:, None] * heads + torch.arange(heads)).reshape(-1).numpy()
@@ -247,7 +272,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
             return
         if any(array.requires_grad for array in self.tail.arrays):
             return
-        with torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():  # gradients may read the slots later
             self.groups = renewal.renewed(self.groups, self.tail.arrays)
         self.length, self.tail = self.length + self.tail.length, Tail()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,40 +12,15 @@ import torch
 
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
 _FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
-    "scaling",
-    "sliding_window",
-    "attn_logit_softcapping",
-    "variance_epsilon",
-    "eps",
-    "_active_adapter",
-    "_disable_adapters",
-    "merged_adapters",
+    *("scaling", "sliding_window", "attn_logit_softcapping", "variance_epsilon", "eps"),
+    *("_active_adapter", "_disable_adapters", "merged_adapters"),
 }
-_HARMLESS = {  # entries of configs that no key depends on
-    "_attn_implementation",
-    "_commit_hash",
-    "_name_or_path",
-    "architectures",
-    "attn_implementation",
-    "bos_token_id",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "label2id",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "return_dict",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-    "use_cache",
+_HARMLESS = {  # entries of configs that no key depends on: names, ways to compute, outputs, tokens, tasks and training
+    *("_commit_hash", "_name_or_path", "architectures", "name_or_path", "transformers_version"),
+    *("_attn_implementation", "attn_implementation", "chunk_size_feed_forward", "dtype", "torch_dtype", "torchscript"),
+    *("cache_implementation", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
+    *("id2label", "initializer_range", "label2id", "problem_type"),
 }
 
 
@@ -75,31 +50,29 @@ class Origin:
         if own is base:
             same = _state(model) == self._state
         else:
-            same = fingerprint(model) == self._known if self._known else _hashed(model, _SAMPLES) == self._glimpse
+            same = _fingerprint(model) == self._known if self._known else _hashed(model, _SAMPLES) == self._glimpse
         if not same:
             raise ValueError(
                 f"the cache was made with another model than this {type(model).__name__}, or with other weights or "
                 "adapters; expected that model. Compress the context with this one"
             )
-        if own is not base:
-            self._model = weakref.ref(base)
+        self._model = weakref.ref(base)
 
     def check_file(self, path: Any) -> None:
         """Raise unless the model has the fingerprint of a file."""
         model, known = self._model(), str(self._known)
-        found = fingerprint(model)
-        if found == known:
-            return
-        kinds, kinds_there = (text.partition(":")[2] for text in (found, known))
-        if kinds != kinds_there:
+        found, name = _fingerprint(model), type(model).__name__
+        kind, kind_there = (text.partition(":")[2] for text in (found, known))
+        if kind != kind_there:
             raise ValueError(
-                f"{path} was made with a model in {kinds_there or 'another dtype'}, and this {type(model).__name__} "
-                f"is in {kinds}; expected the same dtype. Load the model in that dtype, or compress the context again"
+                f"{path} was made with a model in {kind_there or 'another dtype'}, and this {name} is in {kind}; "
+                "expected the same dtype. Load the model in that dtype, or compress the context again"
             )
-        raise ValueError(
-            f"{path} was made with another model, or another revision, config or adapter, than this "
-            f"{type(model).__name__}; expected the same. Load that model, or compress the context with this one"
-        )
+        if found != known:
+            raise ValueError(
+                f"{path} was made with another model, or another revision, config or adapter, than this {name}; "
+                "expected the same. Load that model, or compress the context with this one"
+            )
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the model, or raise if it is gone or changed since it read the context."""
@@ -115,14 +88,17 @@ class Origin:
                     f"the weights of the {type(model).__name__} changed after it read the context; expected the "
                     "weights that made the cache. Compress the context again"
                 )
-            self._known = fingerprint(model)
+            self._known = _fingerprint(model)
         return self._known
 
 
-def fingerprint(model: Any) -> str:
-    """Return a hash of all that keys depend on: weights, config and active adapters; and the dtypes after a colon."""
-    kinds = sorted({str(array.dtype).partition(".")[2] for array in model.parameters()})
-    return f"{_hashed(model, None)}:{' and '.join(kinds)}"
+def changing_positions(model: Any) -> str | None:
+    """Return the kind of a model's rotary positions if they change with the length of an input, or None."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # one for each type of layer
+    found = [part.get("rope_type", part.get("type")) for part in kinds]
+    return next((str(kind) for kind in found if kind in ("dynamic", "longrope")), None)
 
 
 def _base(model: Any) -> Any:
@@ -130,16 +106,25 @@ def _base(model: Any) -> Any:
     return getattr(model, "base_model", model)
 
 
+def _fingerprint(model: Any) -> str:
+    """Return a hash of all that keys depend on: weights, config and active adapters; and the dtypes after a colon."""
+    kinds = sorted({str(array.dtype).partition(".")[2] for array in model.parameters()})
+    return f"{_hashed(model, None)}:{' and '.join(kinds)}"
+
+
 def _hashed(model: Any, samples: int | None) -> str:
     """Return a hash of all entries, or of about `samples` entries of each array."""
     model = _base(model)
     found = hashlib.sha256(type(model).__name__.encode())
-    found.update(_figures(model.config.to_dict()).encode())
+    found.update(_entries(model.config.to_dict()).encode())
     found.update(_state(model).encode())
     changing = changing_positions(model) is not None
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
         with _there(module):
-            for own, array in sorted(_arrays(module, changing)):
+            arrays = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for own, array in sorted(arrays, key=lambda pair: pair[0]):
+                if changing and own in module._non_persistent_buffers_set:
+                    continue  # in no file of the model, and dependent on earlier inputs
                 flat = array.detach().reshape(-1)
                 if samples is not None:
                     flat = flat[:: max(1, len(flat) // samples)]
@@ -170,29 +155,9 @@ def _there(module: Any) -> AbstractContextManager[Any]:
     return align_module_device(module)  # type: ignore[no-any-return]
 
 
-def _arrays(module: Any, changing: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the array of each weight and buffer of a module.
-
-    changing: whether buffers that are in no file of the model depend on earlier inputs.
-    """
-    yield from module.named_parameters(recurse=False)
-    for name, array in module.named_buffers(recurse=False):
-        if not (changing and name in module._non_persistent_buffers_set):
-            yield name, array
-
-
-def changing_positions(model: Any) -> str | None:
-    """Return the kind of a model's rotary positions if they change with the length of an input, or None."""
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # one for each type of layer
-    found = [part.get("rope_type", part.get("type")) for part in kinds]
-    return next((str(kind) for kind in found if kind in ("dynamic", "longrope")), None)
-
-
-def _figures(config: Any) -> str:
+def _entries(config: Any) -> str:
     """Return the entries of a config that may change keys, as text."""
     if isinstance(config, dict):
         kept = sorted((str(name), value) for name, value in config.items() if str(name) not in _HARMLESS)
-        return "{" + ", ".join(f"{name}: {_figures(value)}" for name, value in kept if value is not None) + "}"
+        return "{" + ", ".join(f"{name}: {_entries(value)}" for name, value in kept if value is not None) + "}"
     return repr(config)

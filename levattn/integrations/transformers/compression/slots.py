@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned.contract import Summaries, mapped
 from levattn._kernels.tensors import memory_of, tensor_of
@@ -30,6 +31,16 @@ class Split:
     sinks: int
     window: float
     summaries: float
+
+    @classmethod
+    def of(cls, sinks: Any, window: Any, summaries: Any) -> Split:
+        """Return the split for arguments of `compress`, or raise."""
+        for name, share in (("window", window), ("summaries", summaries)):
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share!r}; expected a share in [0, 1]")
+        if window + summaries > 1:
+            raise ValueError(f"{window=} and {summaries=} are more than 1 together; expected at most 1")
+        return cls(whole_number("sinks", sinks, 0), float(window), float(summaries))
 
     def counts(self, slots: int) -> tuple[int, int, int, int]:
         """Return the numbers of sinks, selected positions, last positions and summaries."""
@@ -175,7 +186,7 @@ def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
 
 def _or_zeros(weight: Any, keys: Any) -> Any:
     """Return log-weights; None stands for zeros."""
-    return torch.zeros(keys.shape[:-1], device=keys.device) if weight is None else weight
+    return torch.zeros(keys.shape[:-1], dtype=torch.float32, device=keys.device) if weight is None else weight
 
 
 def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlots:
