@@ -89,12 +89,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     @property
     def dense_nbytes(self) -> int:
         """Bytes that a dense cache of as many positions takes."""
-        total = 0
-        for layer in self.layers:
-            for group in held_by(layer):
-                positions = group.keys.shape[2] if layer.is_sliding else layer.get_seq_length()
-                total += positions * _position_nbytes(group)
-        return total
+        return sum(
+            _position_nbytes(group) * (group.keys.shape[2] if layer.is_sliding else layer.get_seq_length())
+            for layer in self.layers
+            for group in held_by(layer)
+        )
 
     def copy(self) -> CompressedCache:
         """Return a fork, which shares the context and holds its own further positions.
@@ -172,28 +171,26 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             if cache is not self:
                 self._read(model, sequences[:, self.get_seq_length() : -1], told[:, :-1])
             self.tokens, self.present = sequences.to(self.tokens), told.to(self.present)
-        self._renew_before(None, paused=False)
+        self._renew_before(seen, paused=False)
         if isinstance(found, torch.Tensor):
             return found[:, before.shape[1] :]
         found.sequences = sequences[:, before.shape[1] :]
         return found
 
     def _renew_before(self, present: Any, *, paused: bool) -> None:
-        """Let layers renew their slots, knowing the padding so far (B, n); then let them wait if `paused`."""
+        """Let layers wait with their next renewal if `paused`, but first renew, knowing the padding so far (B, n)."""
         for layer in self.layers:
-            renewal = getattr(layer, "renewal", None)
-            if renewal is None:
-                continue
-            if present is not None and paused:
-                renewal.present = present[:, layer.length : layer.get_seq_length()]
-                layer.renew()
-            renewal.paused = paused
+            if getattr(layer, "renewal", None) is not None:
+                if paused:
+                    layer.renewal.present = present[:, layer.length : layer.get_seq_length()]
+                    layer.renew()
+                layer.renewal.paused = paused
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Put all layers back as they were if the block fails; raise if another thread is in such a block."""
         own = object()
-        if self.__dict__.setdefault("_asked", own) is not own:  # a single step for all threads
+        if vars(self).setdefault("_asked", own) is not own:  # a single step for all threads
             raise ValueError(
                 "the cache is answering another question; expected one at a time. Give each question a copy of the "
                 "cache, which shares the context"
@@ -269,17 +266,14 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if not hasattr(model, "generate"):
             raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
         self.origin.check(model)
-        config = options.get("generation_config")
-        if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
-            raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        self._check_rows("question", len(ids))
+        config, n = options.get("generation_config"), self.context_length - _BOUNDARY
         for name in ("cache", "past_key_values", "position_ids", "inputs_embeds"):
             if options.get(name) is not None:
                 raise ValueError(f"{name} was given to ask; expected options of generate alone, as the cache has it")
-        self._check_rows("question", len(ids))
-        n = self.context_length - _BOUNDARY
-        if self.context_length < _FEWEST or ids.shape[1] < n:
-            return
-        if torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
+        if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
+            raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        if self.context_length >= _FEWEST and torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
             raise ValueError(
                 f"question has {ids.shape[1]} tokens that begin with the {self.context_length} of the context, which "
                 "the cache holds; expected the question alone. Or give all tokens to model.generate, with "
@@ -533,22 +527,20 @@ def _generated(model: Any, whole: Any, told: int, held: int, options: dict[str, 
     if they make drafts. So they get the others alone.
     """
     drafts = any(_option(model, options, name) for name in _DRAFTS)
-    if not drafts or "next_sequence_length" not in parameters_of(model, "prepare_inputs_for_generation")[0]:
-        held = 0
+    again = drafts and "next_sequence_length" in parameters_of(model, "prepare_inputs_for_generation")[0]
+    first, config = held if again else 0, options.get("generation_config")
     if options.get("streamer") is not None:
-        options["streamer"] = _FromQuestionOn(options["streamer"], told - held)
-    if not held:
+        options["streamer"] = _FromQuestionOn(options["streamer"], told - first)
+    if not first:
         return model.generate(whole, **options)
-    config = options.get("generation_config")
-    if options.get("max_length") is not None:
-        options["max_length"] -= held
-    elif config is not None and config.max_length is not None and config.max_new_tokens is None:
-        options["generation_config"] = config = copy.deepcopy(config)
-        config.max_length -= held
-    found = model.generate(whole[:, held:], **options)
+    most = None if config is None or config.max_new_tokens is not None else config.max_length
+    most = options.get("max_length", most)
+    if most is not None:
+        options["max_length"] = most - first
+    found = model.generate(whole[:, first:], **options)
     if isinstance(found, torch.Tensor):
-        return torch.cat([whole[:, :held], found], 1)
-    found.sequences = torch.cat([whole[:, :held], found.sequences], 1)
+        return torch.cat([whole[:, :first], found], 1)
+    found.sequences = torch.cat([whole[:, :first], found.sequences], 1)
     return found
 
 

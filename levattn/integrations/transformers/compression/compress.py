@@ -163,16 +163,13 @@ def _check(model: Any, present: Any, chunk: int | None) -> None:
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
         raise ValueError(f"{name} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
     most, longest = getattr(config, "max_position_embeddings", None), int(present.sum(1).max())
-    learned = [
-        where
-        for where, module in model.named_modules()
-        if where.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding)
-    ]
-    if learned and most is not None and longest > most:
-        raise ValueError(
-            f"context has {longest} tokens; expected at most max_position_embeddings={most}, as {learned[0]} of the "
-            f"{name} has no more positions. Give a shorter context"
-        )
+    for where, module in model.named_modules():
+        learned = where.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding)
+        if learned and most is not None and longest > most:
+            raise ValueError(
+                f"context has {longest} tokens; expected at most max_position_embeddings={most}, as {where} of the "
+                f"{name} has no more positions. Give a shorter context"
+            )
     kind = changing_positions(model)
     if kind is not None and chunk is not None:  # keys of early positions depend on how many positions follow
         raise ValueError(

@@ -39,19 +39,16 @@ def write_context(path: str | os.PathLike[str], cache: Any) -> None:
     arrays = {"tokens": cache.tokens, "present": cache.present}
     kept: list[dict[str, Any]] = []
     for number, layer in enumerate(cache.layers):
-        groups = held_by(layer)
+        groups, positions = held_by(layer), cache.get_seq_length()
         own = {f"{i}.{name}": getattr(group, name) for i, group in enumerate(groups) for name in _SLOTS}
-        told: dict[str, Any] = {"heads": [list(group.heads) for group in groups]}
+        kept.append({"heads": [group.heads for group in groups], "length": getattr(layer, "length", positions)})
         if layer.is_sliding:
-            told["window"] = layer.sliding_window
-        else:
-            told["length"] = layer.length
-            if layer.tail.length:
-                own["tail.keys"], own["tail.values"] = layer.tail.arrays
-            if layer.renewal is not None:
-                told["renewal"], more = layer.renewal.to_arrays(layer.tail.length)
-                own |= {f"renewal.{name}": array for name, array in more.items()}
-        kept.append(told)
+            kept[-1]["window"] = layer.sliding_window
+        elif layer.tail.length:
+            own["tail.keys"], own["tail.values"] = layer.tail.arrays
+        if getattr(layer, "renewal", None) is not None:
+            kept[-1]["renewal"], more = layer.renewal.to_arrays(layer.tail.length)
+            own |= {f"renewal.{name}": array for name, array in more.items()}
         arrays |= {f"{number}.{name}": array for name, array in own.items() if array is not None}
     there = {name: array.detach().contiguous().cpu() for name, array in arrays.items()}
     head = {"format": _FORMAT, "version": _VERSION, "fingerprint": cache.origin.fingerprint(), "layers": kept}
@@ -81,21 +78,27 @@ def read_context(path: str | os.PathLike[str], model: Any) -> tuple[list[Any], A
     origin.check_file(path)
     try:
         tokens, present, context = arrays["tokens"], arrays["present"], head["context"]
-        kinds = tokens.dtype in (torch.int64, torch.int32) and present.dtype == torch.bool
-        if not kinds or tokens.ndim != 2 or present.shape != tokens.shape or not 0 < context <= tokens.shape[1]:
-            raise ValueError("its tokens and their mask do not fit together")
-        if not bool(present[:, :context].any(1).all()):
-            raise ValueError("a sequence has no positions")
-        _check_layers(head["layers"], arrays, model)
-        layers, devices = [], _devices(model)
+        _need(tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32), "its tokens are no whole numbers")
+        _need((present.dtype, present.shape) == (torch.bool, tokens.shape), "its mask is not of its tokens")
+        _need(0 < context <= tokens.shape[1], f"its context has {context} positions")
+        _need(bool(present[:, :context].any(1).all()), "a sequence has no positions")
+        heads = getattr(model.config.get_text_config(decoder=True), "num_key_value_heads", None)
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers]
+        _need(
+            [told.get("window") for told in head["layers"]] == windows, f"its windows are not the model's, {windows}"
+        )
+        layers, devices, device = [], _devices(model), inputs_device(model)
         for number, told in enumerate(head["layers"]):
-            own = {name[len(f"{number}.") :]: arrays[name] for name in arrays if name.startswith(f"{number}.")}
+            found = sorted(head for some in told["heads"] for head in some)
+            count = heads if isinstance(heads, int) else len(found)
+            _need(bool(found) and found == list(range(count)), f"layer {number} has the heads {found}")
+            own = {name.partition(".")[2]: arrays[name] for name in arrays if name.startswith(f"{number}.")}
             _check(number, told, own, present[:, :context], head["positions"])
-            own = {name: array.to(devices.get(number, inputs_device(model))) for name, array in own.items()}
+            own = {name: array.to(devices.get(number, device)) for name, array in own.items()}
             layers.append(_layer(number, told, own, head["positions"]))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is a damaged compressed context: {error}") from error
-    return layers, *(part.to(inputs_device(model)) for part in (tokens, present)), context, origin
+    return layers, tokens.to(device), present.to(device), context, origin
 
 
 def _digest(head: dict[str, Any], arrays: Mapping[str, Any]) -> str:
@@ -107,69 +110,50 @@ def _digest(head: dict[str, Any], arrays: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def _check_layers(kept: list[dict[str, Any]], arrays: Mapping[str, Any], model: Any) -> None:
-    """Raise unless a model has these layers in its config, and all numbers are finite."""
-    heads = getattr(model.config.get_text_config(decoder=True), "num_key_value_heads", None)
-    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers]
-    if [told.get("window") for told in kept] != windows:
-        raise ValueError(f"it has {len(kept)} layers; expected layers with the windows {windows} of the model")
-    for number, told in enumerate(kept):
-        found = sorted(head for some in told["heads"] for head in some)
-        if not found or found != list(range(heads if isinstance(heads, int) else len(found))):
-            raise ValueError(f"layer {number} has the heads {found}; expected those of the model")
-    for name, array in arrays.items():
-        least = -torch.inf if name.endswith("log_weight") else torch.finfo(torch.float64).min
-        if torch.is_floating_point(array) and not bool(((array >= least) & (array < torch.inf)).all()):
-            raise ValueError(f"{name} has numbers that are not finite")
+def _need(fits: bool, otherwise: str) -> None:
+    if not fits:
+        raise ValueError(otherwise)
 
 
 def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: Any, positions: int) -> None:
     """Raise unless the arrays of a layer fit together, and the context (B, n) and the positions read so far."""
-    counts, length = present.sum(1), told.get("length", present.shape[1])
-    most = length if "renewal" in told else present.shape[1]
-    if not present.shape[1] <= length <= min(most, positions):
-        raise ValueError(f"layer {number} has slots of {length} of {positions} positions")
-    wanted = _wanted(told, arrays, len(present), positions)
-    found = {name: (array.dtype, tuple(array.shape)) for name, array in arrays.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if found.get(name) != wanted.get(name):
-            raise ValueError(f"{number}.{name} is {found.get(name)}; expected {wanted.get(name)}")
+    (B, n), length, window = present.shape, told["length"], told.get("window")
+    lengths = range(n, positions + 1) if "renewal" in told else [n if window is None else positions]
+    _need(n <= positions and length in lengths, f"layer {number} has slots of {length} of {positions} positions")
+    kind, d, D = arrays["0.keys"].dtype, arrays["0.keys"].shape[3], arrays["0.values"].shape[3]
+    wanted: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for i, heads in enumerate(told["heads"]):
+        slots = (B, len(heads), arrays[f"{i}.keys"].shape[2] if window is None else min(positions, window - 1))
+        wanted |= {f"{i}.keys": (kind, (*slots, d)), f"{i}.values": (kind, (*slots, D))}
+        wanted |= {f"{i}.places": (torch.int32, slots)}
+        if f"{i}.log_weight" in arrays:
+            wanted[f"{i}.log_weight"] = torch.float32, slots
+    G, tail = sum(map(len, told["heads"])), positions - length
+    if tail:
+        wanted |= {"tail.keys": (kind, (B, G, tail, d)), "tail.values": (kind, (B, G, tail, D))}
     if "renewal" in told:
-        before, counts = counts, arrays["renewal.counts"]
-        fits = bool(((before <= counts) & (counts <= length)).all() & (arrays["renewal.slots"] > 0).all())
-        if not fits or not {head for some in told["heads"] for head in some}.issuperset(told["renewal"]["whole"]):
-            raise ValueError(f"layer {number} counts other heads, slots or positions than it has")
+        wanted |= {"renewal.queries": (torch.float64, (B * G, d)), "renewal.squares": (torch.float64, (B * G, d, d))}
+        wanted |= {"renewal.keys": (torch.float64, (B * G, d)), "renewal.present": (torch.bool, (B, tail))}
+        wanted |= {"renewal.counts": (torch.int64, (B,)), "renewal.slots": (torch.int64, (len(told["heads"]), B))}
+    for name in sorted(wanted.keys() | arrays.keys()):
+        array = arrays[name]
+        shown = array.dtype, tuple(array.shape)
+        _need(shown == wanted.get(name), f"{number}.{name} is {shown}; expected {wanted.get(name)}")
+        finite = array < torch.inf if name.endswith("log_weight") else array.isfinite()
+        _need(bool(finite.all()), f"{number}.{name} has numbers that are not finite")
+    _need(kind.is_floating_point, f"layer {number} has keys in {kind}")
+    counts = present.sum(1)
+    if "renewal" in told:
+        before, counts, held = counts, arrays["renewal.counts"], arrays["renewal.slots"]
+        fits = bool(((before <= counts) & (counts <= length)).all() & (held > 0).all())
+        fits = fits and set(told["renewal"]["whole"]) <= set(range(G))
+        _need(fits, f"layer {number} counts other heads, slots or positions than it has")
     for i, heads in enumerate(told["heads"]):
         places, weight = arrays[f"{i}.places"], arrays.get(f"{i}.log_weight")
         there = torch.ones(places.shape) if weight is None else weight > -torch.inf
-        if not bool(there.any(2).all()) and "window" not in told:
-            raise ValueError(f"the heads {heads} of layer {number} have no slots")
-        if bool(((places < -1) | (places >= counts[:, None, None])).any()):
-            raise ValueError(f"layer {number} has slots at positions that the context does not have")
-
-
-def _wanted(told: dict[str, Any], arrays: dict[str, Any], B: int, positions: int) -> dict[str, tuple[Any, Any]]:
-    """Return the dtype and the shape that each array of a layer must have."""
-    kind, d, D = arrays["0.keys"].dtype, arrays["0.keys"].shape[3], arrays["0.values"].shape[3]
-    if not kind.is_floating_point:
-        raise ValueError(f"its keys are {kind}")
-    found: dict[str, tuple[Any, Any]] = {}
-    for i, heads in enumerate(told["heads"]):
-        window = told.get("window")
-        slots = arrays[f"{i}.keys"].shape[2] if window is None else min(positions, window - 1)
-        shape = (B, len(heads), slots)
-        found |= {f"{i}.keys": (kind, (*shape, d)), f"{i}.values": (kind, (*shape, D))}
-        found |= {f"{i}.places": (torch.int32, shape), f"{i}.log_weight": (torch.float32, shape)}
-    G, tail = sum(map(len, told["heads"])), positions - told.get("length", positions)
-    if tail:
-        found |= {"tail.keys": (kind, (B, G, tail, d)), "tail.values": (kind, (B, G, tail, D))}
-    if "renewal" in told:
-        wide, whole = torch.float64, torch.int64
-        found |= {"renewal.queries": (wide, (B * G, d)), "renewal.squares": (wide, (B * G, d, d))}
-        found |= {"renewal.keys": (wide, (B * G, d)), "renewal.present": (torch.bool, (B, tail))}
-        found |= {"renewal.counts": (whole, (B,)), "renewal.slots": (whole, (len(told["heads"]), B))}
-    optional = {name for name in found if name.endswith(("log_weight", "present"))}
-    return {name: found[name] for name in found if name in arrays or name not in optional}
+        _need(window is not None or bool(there.any(2).all()), f"the heads {heads} of layer {number} have no slots")
+        known = (places >= -1) & (places < counts[:, None, None])
+        _need(bool(known.all()), f"layer {number} has slots at positions that the context does not have")
 
 
 def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions: int) -> Any:
@@ -194,15 +178,12 @@ def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions:
 
 def _devices(model: Any) -> dict[int, Any]:
     """Return the devices on which the layers of a model compute, by their numbers."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     found: dict[int, Any] = {}
     for module in (decoder or model).modules():
-        weight = next(module.parameters(), None)
-        if weight is None or not isinstance(getattr(module, "layer_idx", None), int):
-            continue
-        device = weight.device
-        if weight.is_meta:  # accelerate brings the weights
+        number, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(number, int) and weight is not None:
             hooks = [getattr(getattr(part, "_hf_hook", None), "execution_device", None) for part in module.modules()]
-            device = next((hook for hook in hooks if hook is not None), inputs_device(model))
-        found.setdefault(module.layer_idx, device)
+            brought = next((device for device in hooks if device is not None), inputs_device(model))
+            found.setdefault(number, brought if weight.is_meta else weight.device)  # accelerate brings weights
     return found

@@ -199,11 +199,10 @@ class Renewal:
         """Return figures and arrays that `from_arrays` reads, with t positions after the slots."""
         queries, keys = self.seen.queries, self.seen.keys
         figures = {"every": self.every, "split": list(vars(self.split).values()), "whole": sorted(self.whole)}
-        arrays = {name: getattr(self, name) for name in ("counts", "slots")}
-        if self.present is not None and t:
-            arrays["present"] = self.present[:, :t]
-        moments = {"queries": queries.total, "squares": queries.second, "keys": keys.total}
-        arrays |= {name: tensor_of(array) for name, array in moments.items()}
+        present = torch.ones(len(self.counts), t, dtype=torch.bool) if self.present is None else self.present[:, :t]
+        arrays = {"queries": queries.total, "squares": queries.second, "keys": keys.total}
+        arrays = {name: tensor_of(array) for name, array in arrays.items()}
+        arrays |= {"counts": self.counts, "slots": self.slots, "present": present}
         return {**figures, "seen": [queries.count, keys.count]}, arrays
 
     @classmethod
@@ -215,7 +214,7 @@ class Renewal:
         moments = Seen(choice.Sums(queries, squares, seen), choice.Sums(keys, None, numbers))
         counts, slots = arrays["counts"].cpu(), arrays["slots"].cpu()
         split, whole = Split.of(*figures["split"]), frozenset(figures["whole"])
-        return cls(every, split, whole, moments, counts, slots, arrays.get("present"))
+        return cls(every, split, whole, moments, counts, slots, arrays["present"])
 
     def of_sequences(self, rows: Any, heads: int) -> Renewal:
         """Return the same for the sequences with these numbers."""
