@@ -190,7 +190,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     def _kept(self) -> Iterator[None]:
         """Put all layers back as they were if the block fails; raise if another thread is in such a block."""
         own = object()
-        if vars(self).setdefault("_asked", own) is not own:  # a single step for all threads
+        if self.__dict__.setdefault("_asked", own) is not own:  # a single step for all threads
             raise ValueError(
                 "the cache is answering another question; expected one at a time. Give each question a copy of the "
                 "cache, which shares the context"
@@ -257,8 +257,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if len(lengths) > 1:
             raise ValueError(
                 f"layers of the cache hold {lengths[0]} and {lengths[-1]} positions, because a call failed between "
-                f"them; expected as many in all, and a model with all {len(self.layers)} layers. Call "
-                f"crop({lengths[0]}), or take a copy of an earlier cache"
+                f"them; expected as many in all {len(self.layers)} layers. Call crop({lengths[0]}), or take a copy of "
+                "an earlier cache. A model with fewer layers cannot read this one"
             )
 
     def _check(self, model: Any, ids: Any, options: dict[str, Any]) -> None:

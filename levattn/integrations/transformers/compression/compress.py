@@ -207,7 +207,7 @@ class _Keeper:
 
     @contextmanager
     def reading(self, model: Any, first: int, last: int) -> Iterator[None]:
-        """Keep what the model reads in the block, the positions from `first` to `last`."""
+        """Keep the slots of the positions from `first` to `last`, which the model reads in the block."""
         self.first, self.last = first, last
         yield
         for number, layer in enumerate(self.cache.layers):

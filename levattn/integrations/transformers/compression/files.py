@@ -23,7 +23,7 @@ _SLOTS = ("keys", "values", "log_weight", "places")
 
 
 def held_by(layer: Any) -> tuple[HeadSlots, ...]:
-    """Return the slots of a layer; those of a layer that slides are its window."""
+    """Return the slots of a layer; a layer that slides has its window."""
     if isinstance(layer, CompressedLayer):
         return layer.groups
     first = max(0, layer.keys.shape[2] - layer.sliding_window + 1)
