@@ -19,7 +19,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 from decoders import base, tokens  # noqa: E402
 
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
-from levattn.integrations.transformers.compression.origin import Origin  # noqa: E402
+from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

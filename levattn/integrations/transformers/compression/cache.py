@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache
 
 from levattn.integrations.transformers.calls import as_cache_of, parameters_of, tokens_of
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.files import held_by, read_context, write_context
+from levattn.integrations.transformers.compression.files import Origin, held_by, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.origin import Origin
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.integrations.transformers.heads_table import HeadsTable
 

@@ -22,8 +22,8 @@ from levattn.integrations.transformers.compression.cache import (
     token_positions,
     tokens_and_present,
 )
+from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
-from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.stand_in import UnreadError
 
