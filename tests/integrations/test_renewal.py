@@ -157,7 +157,7 @@ def test_slots_of_short_sequences_and_of_uneven_heads_hold_every_position_once()
             for group in layer.groups:
                 held = torch.ones_like(group.places, dtype=torch.float64)
                 held = held if group.log_weight is None else group.log_weight.double().exp()
-                assert torch.allclose(held.sum(2), layer.renewal.counts.double()[:, None])
+                assert torch.allclose(held.sum(2), layer.present.sum(1).double()[:, None])
 
 
 @pytest.mark.parametrize("every", [2, 5, 8])
@@ -186,6 +186,66 @@ def test_positions_may_be_forgotten_before_slots_are_renewed(cut: int) -> None:
         held.ask(model, {"input_ids": asked, "attention_mask": mask}, max_new_tokens=1, do_sample=False)
         held.crop(-cut)
     assert difference(logits(cache, model, 1), logits(dense, model, 1)) < 1e-11
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_asks_for_nothing_when_heads_are_cut(side: str) -> None:
+    model, ids, missing = base().double(), tokens(2, CONTEXT), 7
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)] = 0
+    asked, there = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+    asked[:, 2:], there[1, :2] = question(0, 2), 0
+    asked[0, :2] = 8
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=CUT, renew_every=4)
+    alone = compress(model, ids[1:, mask[1].bool()].expand(2, -1), budget=CUT, renew_every=4)  # a batch renews alike
+    both.ask(model, {"input_ids": asked, "attention_mask": there}, **GREEDY)
+    alone.ask(model, question(0, 2), **GREEDY)
+    for turn in (1, 2):
+        assert difference(logits(both, model, turn, 2)[1:], logits(alone, model, turn, 2)[1:]) < 1e-12
+    assert all(layer.length > CONTEXT for layer in both.layers)
+
+
+@pytest.mark.parametrize("forget", ["crop", "crop a part", "reset", "select", "copy"])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) -> None:
+    if forget == "reset" and renewed:
+        pytest.skip("the context is no longer there alone")
+    model, more = base().double(), torch.tensor([[30, 31, 32, 33]])
+    one, other = (compress(model, tokens(2, CONTEXT), budget=CUT, renew_every=12) for _ in range(2))
+    for cache in (one, other):
+        cache.batch_select_indices(torch.tensor([1]))
+        if renewed:
+            cache.ask(model, torch.cat([question(0)] * 4, 1), **GREEDY)
+            cache.ask(model, question(1), max_new_tokens=1, do_sample=False)
+            assert cache.layers[0].length > CONTEXT
+    forgotten = {"crop": -4, "crop a part": -2}
+    with torch.no_grad():
+        model(more[:, : 4 + forgotten.get(forget, -4)], **{CACHE: other}) if forget == "crop a part" else None
+        if forget == "copy":
+            model(more, **{CACHE: one.copy()})
+        elif forget == "select":
+            one.batch_repeat_interleave(2)
+            model(torch.cat([more, more + 1]), **{CACHE: one})
+            one.batch_select_indices(torch.tensor([0]))
+            one.crop(-4)
+        else:
+            model(more, **{CACHE: one})
+            one.reset() if forget == "reset" else one.crop(forgotten[forget])
+        for turn in range(7):
+            found, expected = (model(question(turn), **{CACHE: cache}).logits for cache in (one, other))
+            assert difference(found, expected) < 1e-11
+    assert one.layers[0].length == other.layers[0].length > CONTEXT
+
+
+def test_bytes_are_those_of_moments_and_queries_too() -> None:
+    model = base()
+    plain, cache = (compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=every) for every in (None, 20))
+    d = model.config.hidden_size // model.config.num_attention_heads
+    moments = len(cache.layers) * 2 * (d * d + 2 * d) * 8  # of two heads, and of their keys the means, in float64
+    assert cache.nbytes == plain.nbytes + moments
+    for held in (plain, cache):
+        held.ask(model, question(0), max_new_tokens=1, do_sample=False)
+    assert cache.nbytes == plain.nbytes + moments + len(cache.layers) * 3 * model.config.hidden_size * 4
 
 
 def test_a_file_of_a_cache_that_renews_is_refused(tmp_path: Any) -> None:

@@ -262,6 +262,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _check_step(self, rows: int) -> None:
+        self.origin.check_attention()
         if rows != len(self.tokens):
             raise ValueError(
                 f"the input has {rows} rows and the cache {len(self.tokens)}; expected as many. Call "

@@ -86,7 +86,7 @@ def compress(
         then keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions
         stay, and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that
         keep everything. Never if None. In a batch, `CompressedCache.ask` does it between questions, as rows may end
-        early. Padding counts in the statistics of the queries, so a head that is cut may choose other keys than alone.
+        early.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -242,7 +242,7 @@ class _Keeper:
     first: int = 0
     last: int = 0
     found: dict[int, tuple[HeadSlots, ...]] = field(default_factory=dict)
-    seen: dict[int, Seen] = field(default_factory=dict)  # of layers that will renew their slots
+    seen: dict[int, list[Seen]] = field(default_factory=dict)  # of layers that will renew their slots
 
     def begin(self, first: int, last: int) -> None:
         """Note the positions of the next chunk."""
@@ -262,8 +262,7 @@ class _Keeper:
         self.found[number] = groups
         if self.renew_every is not None:
             here = self.present[:, self.first : self.last]
-            new = seen_by_layer(q * scale, k, None if bool(here.all()) else here, _ASKING)
-            self.seen[number] = new if number not in self.seen else self.seen[number].plus(new)
+            self.seen[number] = seen_by_layer(q * scale, k, here, _ASKING, self.seen.get(number))
 
     def end(self, model: Any) -> None:
         """Add the positions of the chunk to the context."""
@@ -271,7 +270,7 @@ class _Keeper:
             if isinstance(layer, CompressedLayer):
                 if layer.fresh != self.last - self.first or number not in self.found:
                     raise _without_keys(model, number)
-                layer.keep(self.found.pop(number))
+                layer.keep(self.found.pop(number), self.present[:, : self.last])
             elif layer.get_seq_length() != self.last:
                 raise _without_keys(model, number)
             else:
@@ -285,9 +284,8 @@ class _Keeper:
                 heads = [head for group in layer.groups for head in group.heads]
                 shares = self.shares.of_layer(layer.number, len(heads))
                 whole = frozenset(head for head in heads if shares[head] == 1)
-                counts = self.present.sum(1).cpu()
                 slots = torch.stack([slot_counts(group) for group in layer.groups])
-                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], counts, slots)
+                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], slots)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each share."""

@@ -105,7 +105,7 @@ def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], present: A
         for i, heads in enumerate(kept["heads"])
     )
     _check(number, groups, present)
-    return CompressedLayer(number, groups, shape[1])
+    return CompressedLayer(number, groups, present)
 
 
 def _check_numbers(number: int, keys: Any, values: Any) -> None:

@@ -84,6 +84,17 @@ class Origin:
         if own is not base:
             self._model = weakref.ref(base)
 
+    def check_attention(self) -> None:
+        """Raise if the model has an attention that cannot read slots."""
+        model = None if self._model is None else self._model()
+        config = None if model is None else model.config.get_text_config(decoder=True)
+        kind = str(getattr(config, "_attn_implementation", None))
+        if "flex" in kind or "flash" in kind:
+            raise ValueError(
+                f"the {type(model).__name__} has the attention {kind!r}; expected 'sdpa' or 'eager', which read "
+                "compressed contexts. Call model.set_attn_implementation('sdpa')"
+            )
+
     def check_file(self, path: Any) -> None:
         """Raise unless the model has the fingerprint of a file."""
         model, known = self._model(), str(self._known)

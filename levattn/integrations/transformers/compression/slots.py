@@ -59,7 +59,11 @@ class HeadSlots:
     def nbytes(self) -> int:
         """Bytes of keys, values and weights."""
         arrays = (self.keys, self.values, self.log_weight)
-        return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def to(self, kind: Any) -> HeadSlots:
+        """Return the same with keys and values of this type."""
+        return replace(self, keys=self.keys.to(kind), values=self.values.to(kind))
 
     def of_heads(self, heads: tuple[int, ...]) -> HeadSlots:
         """Return the slots of some of the heads."""
@@ -90,6 +94,12 @@ class Seen:
         """Return the moments of queries (G, m, d), times their scale, and of keys (G, n, d)."""
         return cls(*(choice.Sums.of(_read(array), second=array is Q) for array in (Q, K)))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the moments."""
+        arrays = (self.queries.total, self.queries.second, self.keys.total)
+        return sum(array.nbytes for array in arrays)
+
     def plus(self, other: Seen) -> Seen:
         """Return the moments of the queries and keys of both."""
         return Seen(self.queries.plus(other.queries), self.keys.plus(other.keys))
@@ -117,7 +127,7 @@ def slots_of(
     `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of the positions before. Slots and new keys
     together are more than `count`.
     """
-    dtype, device = K.dtype, K.device
+    (dtype, of_values), device = (K.dtype, V.dtype), K.device
     K, V = _read(K), _read(V)
     xp, end = namespace_of(K), first + K.shape[1]
     place = xp.broadcast_to(xp.arange(first, end, device=device_of(K)), K.shape[:2])
@@ -155,7 +165,7 @@ def slots_of(
         places = xp.concat([places, xp.full_like(sums.count, -1, dtype=places.dtype)], axis=1)
     kept, values, places = map(tensor_of, (kept, values, places))
     weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
-    return kept.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
+    return kept.to(device, dtype), values.to(device, of_values), weights, places.to(device, torch.int32)
 
 
 def together(parts: list[SlotArrays]) -> SlotArrays:
