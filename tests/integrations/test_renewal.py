@@ -245,7 +245,21 @@ def test_bytes_are_those_of_moments_and_queries_too() -> None:
     assert cache.nbytes == plain.nbytes + moments
     for held in (plain, cache):
         held.ask(model, question(0), max_new_tokens=1, do_sample=False)
-    assert cache.nbytes == plain.nbytes + moments + len(cache.layers) * 3 * model.config.hidden_size * 4
+    queries = len(cache.layers) * 3 * model.config.hidden_size * 4
+    assert plain.nbytes + moments + queries <= cache.nbytes <= plain.nbytes + moments + 2 * queries  # room for more
+
+
+def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed() -> None:
+    model = base(num_hidden_layers=1)
+    cache = compress(model, tokens(1, CONTEXT), budget={(0, 0): 0.4}, renew_every=6)
+    with torch.no_grad():
+        model(question(0), **{CACHE: cache})
+    for turn in range(3):
+        with pytest.raises(ValueError, match="not causal"), torch.no_grad():
+            model(question(0), attention_mask=torch.zeros(1, 1, 3, CONTEXT + 6 + 6 * turn), **{CACHE: cache})
+        with torch.no_grad():
+            assert model(question(1), **{CACHE: cache}).logits.isfinite().all()
+    assert cache.layers[0].length > CONTEXT
 
 
 def test_a_file_of_a_cache_that_renews_is_refused(tmp_path: Any) -> None:

@@ -15,7 +15,7 @@ from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of, tokens_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
-from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
+from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.origin import Origin, changing_positions
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
@@ -25,6 +25,7 @@ from levattn.integrations.transformers.compression.slots import (
     Split,
     appended,
     padded_together,
+    slot_counts,
     slots_of,
     together,
 )

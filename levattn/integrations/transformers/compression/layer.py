@@ -2,63 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from levattn.integrations.transformers.compression.attended import attended
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,
     SlotArrays,
     Split,
+    attended,
     both_slots,
     padded_together,
     slots_of,
 )
-from levattn.integrations.transformers.compression.stand_in import Reading, handed_over
+from levattn.integrations.transformers.compression.stand_in import handed_over
 from levattn.integrations.transformers.masks import padding_and_kind
 
+Groups = tuple[HeadSlots, ...]  # of heads with one share each
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
 
+@dataclass
 class Tail:
-    """Keys and values (B, G, t, ·) of the positions after the context, in arrays with room for more."""
+    """Arrays (B, G, t, ·) of the positions after the context, such as keys and values, with room for more."""
 
-    def __init__(self) -> None:
-        self._room: list[Any] = []
-        self._own = False  # whether nobody else reads the arrays, not even a backward pass
-        self.length = 0
+    _room: list[Any] = field(default_factory=list)
+    length: int = 0
+    _own: bool = False  # whether nobody else reads the arrays, not even a backward pass
 
-    def append(self, keys: Any, values: Any) -> None:
-        """Append the keys and values of further positions."""
-        more = self.length + keys.shape[2]
-        if torch.is_grad_enabled() or (
-            self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()
-        ):
-            # what a backward pass has saved, or another mode has made, must not change
-            pairs = zip(self.arrays, (keys, values), strict=True) if self._room else ()
-            self._room = [torch.cat(pair, 2) for pair in pairs] or [keys, values]
-            self._own, self.length = False, more
-            return
-        if not self._own or more > self._room[0].shape[2]:
-            grown = [like.new_zeros((*like.shape[:2], 2 * more, like.shape[3])) for like in (keys, values)]
-            for new, old in zip(grown, self._room, strict=False):
-                new[:, :, : self.length] = old[:, :, : self.length]
-            self._room, self._own = grown, True
-        for room, new in zip(self._room, (keys, values), strict=True):
-            room[:, :, self.length : more] = new
+    def append(self, *new: Any) -> None:
+        """Append the arrays of further positions."""
+        more = self.length + new[0].shape[2]
+        # what a backward pass has saved, or another mode has made, must not change
+        other = bool(self._room) and self._room[0].is_inference() != torch.is_inference_mode_enabled()
+        fixed = torch.is_grad_enabled() or other
+        if not fixed and self._own and more <= self._room[0].shape[2]:
+            for room, array in zip(self._room, new, strict=True):
+                room[:, :, self.length : more] = array
+        else:
+            pairs = zip(self.arrays, new, strict=False)
+            self._room = [torch.cat(pair, 2) for pair in pairs] or [*new]
+            if not fixed:
+                self._room = [pad(room, (0, 0, 0, more)) for room in self._room]
+            self._own = not fixed
         self.length = more
 
     @property
-    def arrays(self) -> tuple[Any, Any]:
-        """Keys and values of the positions so far."""
-        keys, values = (room[:, :, : self.length] for room in self._room)
-        return keys, values
+    def arrays(self) -> list[Any]:
+        """The arrays of the positions so far, if there are any."""
+        return [room[:, :, : self.length] for room in self._room]
 
     @property
     def nbytes(self) -> int:
@@ -67,15 +65,12 @@ class Tail:
 
     def copy(self) -> Tail:
         """Return a copy with arrays of its own."""
-        tail = Tail()
-        if self.length:
-            tail._room, tail.length = [array.clone() for array in self.arrays], self.length
-        return tail
+        return Tail([array.clone() for array in self.arrays], self.length)
 
     def change(self, length: int, rows: Any) -> None:
         """Keep the first positions, of the sequences with these numbers (None for all)."""
         self.length = min(self.length, length)
-        if self._room and rows is not None:
+        if rows is not None:
             self._room = [room[rows.to(room.device)] for room in self._room]
 
 
@@ -87,18 +82,11 @@ def seen_by_layer(q: Any, K: Any, present: Any, most: int, before: list[Seen] | 
     found = []
     for b in range(len(K)):
         here = slice(None) if present is None else present[b].to(K.device)
-        Q = q[b, :, here].unflatten(0, (K.shape[1], -1))
+        Q = q[b][:, here].unflatten(0, (K.shape[1], -1))
         step = max(1, Q.shape[1] * Q.shape[2] // most)
-        seen = Seen.of(Q[:, :, ::step].flatten(1, 2), K[b, :, here])
+        seen = Seen.of(Q[:, :, ::step].flatten(1, 2), K[b][:, here])
         found.append(seen if before is None else before[b].plus(seen))
     return found
-
-
-def slot_counts(group: HeadSlots) -> Any:
-    """Return the number of slots of each sequence, (B,), the most of its heads."""
-    if group.log_weight is None:
-        return torch.full((len(group.keys),), group.keys.shape[2])
-    return (group.log_weight > -torch.inf).sum(2).amax(1).cpu()
 
 
 @dataclass
@@ -113,7 +101,7 @@ class Renewal:
 
     slots: (groups, B) how many slots a head has in each sequence.
 
-    asked: queries (B, H, ·, d) of the positions after them, times their scale, one call after another.
+    asked: queries (B, H, t, d) of the positions after them, times their scale.
 
     present: (B, t) bool, of these positions, or None for all.
 
@@ -125,67 +113,63 @@ class Renewal:
     whole: frozenset[int]
     seen: list[Seen]
     slots: Any
-    asked: tuple[Any, ...] = ()
+    asked: Tail = field(default_factory=Tail)
     present: Any = None
     paused: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of moments and queries."""
-        return sum(seen.nbytes for seen in self.seen) + sum(q.nbytes for q in self.asked)
+        return sum(seen.nbytes for seen in self.seen) + self.asked.nbytes
 
     def take(self, q: Any, present: Any, length: int) -> None:
         """Note the queries (B, H, T, d) of a call, times their scale; `length`: of all positions after the slots."""
-        missing = length - sum(part.shape[2] for part in (*self.asked, q))  # if a call failed before it asked
-        if missing:
-            q = torch.cat([q.new_zeros((*q.shape[:2], missing, q.shape[3])), q], 2)
-        self.asked, self.present = (*self.asked, q.detach()), present
+        before = length - q.shape[2]
+        self.asked.change(before, None)
+        if self.asked.length < before:  # a call failed before it asked
+            self.asked.append(q.new_zeros((*q.shape[:2], before - self.asked.length, q.shape[3])))
+        self.asked.append(q.detach())
+        self.present = present
 
     def change(self, length: int, rows: Any) -> None:
         """Keep the first positions after the slots, of the sequences with these numbers (None for all)."""
-        kept = torch.cat(self.asked, 2)[:, :, :length] if length and self.asked else None
+        self.asked.change(length, rows)
+        self.present = None if self.present is None else self.present[:, :length]
         if rows is not None:
             self.seen, self.slots = [self.seen[row] for row in rows.tolist()], self.slots[:, rows.cpu()]
-            kept = None if kept is None else kept[rows.to(kept.device)]
             self.present = None if self.present is None else self.present[rows.to(self.present.device)]
-        self.asked = () if kept is None else (kept,)
-        self.present = None if self.present is None else self.present[:, :length]
 
-    def renewed(
-        self, groups: tuple[HeadSlots, ...], tail: tuple[Any, Any], before: Any
-    ) -> tuple[tuple[HeadSlots, ...], Any]:
+    def renewed(self, groups: Groups, tail: Sequence[Any], before: Any) -> tuple[Groups, Any]:
         """Return the slots of all positions so far, as many as before in each head that is cut, and their padding.
 
         `before`: (B, n) bool, which positions of the slots are no padding.
         """
         B, _, t, _ = tail[0].shape
         present = before.new_ones((B, t)) if self.present is None else self.present.to(before.device)
-        q = torch.cat(self.asked, 2)
-        self.seen = seen_by_layer(q, tail[0], present, q.shape[1] * t, self.seen)
+        q = self.asked.arrays[0][:, :, :t]  # without those of a question that was undone
+        seen = seen_by_layer(q, tail[0], present, q.shape[1] * t, self.seen)
         counts = before.sum(1).tolist()
 
         def of_sequence(i: int, b: int) -> SlotArrays:
-            group = groups[i]
-            heads, here = list(group.heads), present[b].to(tail[0].device)
-            K, V = (array[b, heads][:, here] for array in tail)
+            held, heads = groups[i].of_sequences(torch.tensor(b)).arrays, list(groups[i].heads)
+            K, V = (array[b, heads][:, present[b].to(array.device)] for array in tail)
             if self.whole.issuperset(heads):
                 places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
-                return both_slots(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
+                return both_slots(held, (K, V, None, places.expand(K.shape[:2])))
             if not K.shape[1]:
-                return group.of_sequence(b)
-            seen = self.seen[b].of_items(heads)
-            return slots_of(seen, K, V, int(self.slots[i, b]), self.split, counts[b], group.of_sequence(b))
+                return held
+            return slots_of(seen[b].of_heads(heads), K, V, int(self.slots[i, b]), self.split, counts[b], held)
 
         parts = [[of_sequence(i, b) for b in range(B)] for i in range(len(groups))]
         found = [padded_together(group.heads, part) for group, part in zip(groups, parts, strict=True)]
-        self.asked, self.present = (), None
+        self.seen, self.asked, self.present = seen, Tail(), None
         return tuple(found), torch.cat([before, present], 1)
 
 
 class CompressedLayer(DynamicLayer):  # type: ignore[misc]
     """The slots of a context in a layer, and the keys and values of the positions after it."""
 
-    def __init__(self, number: int, groups: tuple[HeadSlots, ...] = (), present: Any = None) -> None:
+    def __init__(self, number: int, groups: Groups = (), present: Any = None) -> None:
         super().__init__()
         self.number = number
         self.groups = groups
@@ -203,17 +187,17 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Append new keys and values, and return stand-ins for all of them."""
-        rows, tail = key_states.shape[2], (key_states, value_states)
+        rows, tail = key_states.shape[2], [key_states, value_states]
         if self.look is None:
-            self._append(key_states, value_states)
-            tail = self.tail.arrays
+            tail = self._append(key_states, value_states)
         else:
             self.fresh = rows
-        reading = Reading(self.number, rows, not self.groups, partial(self._answered, tail))
-        return handed_over(reading, tail, self.length + tail[0].shape[2])
+        length = self.length + tail[0].shape[2] if self.groups else None
+        keys, values = handed_over(self.number, rows, partial(self._answered, tail), tail, length)
+        return keys, values
 
-    def _append(self, keys: Any, values: Any) -> None:
-        """Append keys and values, or raise for those of another model."""
+    def _append(self, keys: Any, values: Any) -> list[Any]:
+        """Return the keys and values after the slots with these ones, or raise for those of another model."""
         held = self.groups[0]
         if torch.is_autocast_enabled(keys.device.type):
             keys, values = keys.to(held.keys.dtype), values.to(held.values.dtype)
@@ -227,8 +211,9 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
                 )
         self.renew()
         self.tail.append(keys, values)
+        return self.tail.arrays
 
-    def _answered(self, tail: tuple[Any, Any], q: Any, mask: Any, scale: float, softcap: float | None) -> Any:
+    def _answered(self, tail: Sequence[Any], q: Any, mask: Any, scale: float, softcap: float | None) -> Any:
         """Return the output (B, H, T, D), or None if the model's own attention computes it."""
         layer = f"layer {self.number}"
         if self.look is not None:
@@ -255,8 +240,8 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         groups, kind = self.groups, tail[0].dtype
         if torch.is_autocast_enabled(q.device.type) and kind != torch.float64:
             kind = torch.get_autocast_dtype(q.device.type)
-            groups = tuple(group.to(kind) for group in groups)
-            tail = tail[0].to(kind), tail[1].to(kind)
+            groups = tuple(replace(x, keys=x.keys.to(kind), values=x.values.to(kind)) for x in groups)
+            tail = [array.to(kind) for array in tail]
         return attended(q.to(kind), groups, tail, after, scale, softcap)
 
     def renew(self) -> None:
@@ -265,16 +250,11 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         if renewal is None or renewal.paused or self.tail.length < renewal.every:
             return
         tail = self.tail.arrays
-        if any(array.requires_grad for array in tail):
-            return
+        if renewal.asked.length < self.tail.length or any(array.requires_grad for array in tail):
+            return  # a call failed before it asked, or a backward pass will read the tail
         with torch.no_grad(), torch.autocast(tail[0].device.type, enabled=False):
             self.groups, self.present = renewal.renewed(self.groups, tail, self.present)
         self.tail = Tail()
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return int(self.groups[0].keys.shape[0])
 
     def keep(self, groups: tuple[HeadSlots, ...], present: Any) -> None:
         """Add the chunk that was read to the context, which has these slots from now on; present: of all of it."""
@@ -297,7 +277,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         """Return a layer that shares the slots and has its own further positions."""
         layer = CompressedLayer(self.number, self.groups, self.present)
         layer.tail = self.tail.copy()
-        layer.renewal = None if self.renewal is None else replace(self.renewal)
+        layer.renewal = None if self.renewal is None else replace(self.renewal, asked=self.renewal.asked.copy())
         return layer
 
     __copy__ = copy
@@ -315,10 +295,6 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         if self.renewal is not None:
             self.renewal.change(length, rows)
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the sequences with these numbers, for beam search."""
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Any) -> None:
         """Take the sequences with these numbers."""
         rows = torch.as_tensor(indices)
@@ -328,6 +304,8 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         self.present = self.present[rows.to(self.present.device)]
         self._change(self.tail.length, rows)
 
+    reorder_cache = batch_select_indices  # for beam search
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        self.batch_select_indices(torch.arange(self.sequences).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.present)).repeat_interleave(repeats))

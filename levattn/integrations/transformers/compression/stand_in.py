@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+# Takes queries (B, H, T, d), a mask as transformers makes it, the scale of logits and their bound or None, and returns
+# the output (B, H, T, D); or None if the model's attention computes it
+Answer = Callable[[Any, Any, float, float | None], Any]
 
 
 class UnreadError(ValueError):
@@ -22,30 +26,16 @@ class UnreadError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """A call of a layer that reads a cache.
+class _Record:
+    """A record of the steps so far on keys or values, or on the logits or weights of attention.
 
-    number: the layer.
-
-    rows: positions of the call.
-
-    real: whether the model's attention may read the keys and values itself.
-
-    answered: takes queries (B, H, T, d), a mask as transformers makes it, the scale of logits and their bound or None.
-    It returns the output (B, H, T, D), or None if the model's attention computes it.
+    number: the layer that is read. rows: positions of the call. real: whether attention reads the numbers itself.
     """
 
     number: int
     rows: int
+    answered: Answer
     real: bool
-    answered: Callable[[Any, Any, float, float | None], Any]
-
-
-@dataclass(frozen=True, eq=False)
-class _Record:
-    """A record of the steps so far on keys or values, or on the logits or weights of attention."""
-
-    reading: Reading
     device: Any
     kind: str  # keys, turned keys (their last two axes exchanged), values, logits, tanh, bounded, masked or weights
     shadow: Any  # the numbers, where attention reads them itself; else a meta tensor, which knows shape and dtype
@@ -62,12 +52,9 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
     record: _Record
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        read = name == "__get__"  # of a property
-        name = getattr(function.__self__, "__name__", "") if read else name
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read, kwargs = getattr(function, "__name__", "") == "__get__", kwargs or {}  # read: a property
+        name = getattr(function.__self__ if read else function, "__name__", "")
         kinds, step = _STEPS.get(name, (None, None))
         if step is None and (read or name.startswith("is_") or name in _FIGURES):
             with torch._C.DisableTorchFunctionSubclass():
@@ -94,22 +81,25 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
 _formed = threading.local()  # the weights of attention that were last in use in a thread
 
 
-def handed_over(reading: Reading, arrays: tuple[Any, Any], positions: int) -> tuple[Any, Any]:
-    """Return stand-ins for keys and values of so many positions; `arrays`: those of the last ones, or all if real."""
-    weights = getattr(_formed, "weights", lambda: None)()
-    if weights is not None and weights.record.reading.number < reading.number:
+def handed_over(number: int, rows: int, answered: Answer, arrays: Sequence[Any], length: int | None) -> list[Any]:
+    """Return stand-ins for the keys and values that the last `rows` positions read in a layer.
+
+    `length`: how many they are, of which `arrays` are the last; None if the model's attention reads the arrays.
+    """
+    kept = getattr(_formed, "weights", lambda: None)()
+    if kept is not None and kept.record.number < number:
         raise UnreadError(
-            f"something keeps the weights of attention of layer {weights.record.reading.number}, as "
-            "output_attentions=True does; expected nothing to, because weights are not formed over slots of a "
-            "compressed context. Leave output_attentions out, or give a DynamicCache"
+            f"something keeps the weights of attention of layer {kept.record.number}, as output_attentions=True does; "
+            "expected nothing to, because weights are not formed over slots of a compressed context. Leave "
+            "output_attentions out, or give a DynamicCache"
         )
-    keys, values = arrays
-    if not reading.real:
-        keys, values = (
-            array.new_empty((*array.shape[:2], positions, array.shape[3]), device="meta") for array in arrays
-        )
-    device = arrays[0].device
-    return _made(_Record(reading, device, "keys", keys)), _made(_Record(reading, device, "values", values))
+    made = []
+    for kind, array in zip(("keys", "values"), arrays, strict=True):
+        shadow = array
+        if length is not None:
+            shadow = array.new_empty((*array.shape[:2], length, array.shape[3]), device="meta")
+        made.append(_made(_Record(number, rows, answered, length is None, array.device, kind, shadow)))
+    return made
 
 
 def _made(record: _Record) -> _StandIn:
@@ -128,7 +118,7 @@ def _stand_ins(args: Any) -> Iterator[_StandIn]:
 
 
 def _refusal(name: str, x: _StandIn, args: Any) -> Exception:
-    layer = f"layer {x.record.reading.number} of the model"
+    layer = f"layer {x.record.number} of the model"
     if name == "linear":
         return UnreadError(
             f"{layer} keeps latents, from which its heads make their keys; expected keys of each head. Such caches "
@@ -156,7 +146,7 @@ def _stays(function: Any, x: _StandIn, *args: Any, **kwargs: Any) -> Any:
     shadow = x.record.shadow
     if function.__name__ == "type" and not args:
         return None
-    if x.record.reading.real or not (args or kwargs):
+    if x.record.real or not (args or kwargs):
         return _after(x, function(shadow, *args, **kwargs))
     types = [getattr(arg, "dtype", arg) for arg in (*args, *kwargs.values())]  # without devices
     return _after(x, shadow.to(next((kind for kind in types if isinstance(kind, torch.dtype)), shadow.dtype)))
@@ -172,17 +162,13 @@ def _layout(function: Any, x: _StandIn, *args: Any, **kwargs: Any) -> Any:
     if found.ndim not in (4, 5) or (found.shape[0], *found.shape[-2:]) != (x.shape[0], *x.shape[-2:]):
         return None
     before, now = x.shape[1:-2], found.shape[1:-2]  # heads, and copies of each if they have an axis
-    if len(now) == 2:
-        same = now[0] == before[0] and (len(before) == 2 or now[1] == 1)
-    else:
-        same = now[0] == math.prod(before) or (len(before) == 1 and now[0] % before[0] == 0)
-    if not same:
+    if now[0] % math.prod(before) if len(now) == 1 else now[0] != before[0] or (len(before) == 1 and now[1] > 1):
         return None
     again = now[0] // before[0] if function.__name__ in ("repeat", "tile") else 1
     return _after(x, found, copies=x.record.copies * again)
 
 
-def _transpose(function: Any, x: _StandIn, dim0: int = -2, dim1: int = -1) -> Any:
+def _transpose(_: Any, x: _StandIn, dim0: int = -2, dim1: int = -1) -> Any:
     if x.ndim != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
         return None
     return _after(x, x.record.shadow.transpose(2, 3), kind="turned keys" if x.record.kind == "keys" else "keys")
@@ -190,19 +176,18 @@ def _transpose(function: Any, x: _StandIn, dim0: int = -2, dim1: int = -1) -> An
 
 def _product(function: Any, a: Any, b: Any) -> Any:
     """Queries with keys, or weights with values."""
-    if not isinstance(a, _StandIn):
-        shadow = b.record.shadow
-        if b.record.kind != "turned keys" or a.ndim != 4 or b.ndim != 4:
-            return None
-        made = function(a, shadow) if b.record.reading.real else a.new_empty((*a.shape[:3], b.shape[3]), device="meta")
-        return _after(b, made, kind="logits", q=a)
-    record = a.record
-    of_values = isinstance(b, _StandIn) and b.record.kind == "values" and b.ndim == 4
-    if record.kind != "weights" or not of_values or record.scale <= 0 or a.shape[2] != record.reading.rows:
+    if not isinstance(b, _StandIn) or a.ndim != 4 or b.ndim != 4:
         return None
-    found = _answered(record, record.q, record.mask, record.scale, record.bound)
+    kinds = [x.record.kind for x in (a, b) if isinstance(x, _StandIn)]
+    if kinds == ["turned keys"]:
+        real, shape = b.record.real, (*a.shape[:3], b.shape[3])
+        logits = function(a, b.record.shadow) if real else a.new_empty(shape, device="meta")
+        return _after(b, logits, kind="logits", q=a)
+    if kinds != ["weights", "values"] or a.record.scale <= 0 or a.shape[2] != a.record.rows:
+        return None
+    found = _answered(a.record, a.record.q, a.record.mask, a.record.scale, a.record.bound)
     if found is None:
-        return function(record.shadow, b.record.shadow)
+        return function(a.record.shadow, b.record.shadow)
     _formed.weights = weakref.ref(a)
     return found
 
@@ -210,9 +195,9 @@ def _product(function: Any, a: Any, b: Any) -> Any:
 def _answered(record: _Record, q: Any, mask: Any, scale: float, bound: float | None) -> Any:
     """Return the output of a layer for queries whose heads stand in the order of the heads of the keys."""
     if record.copies == 1:
-        return record.reading.answered(q, mask, scale, bound)
+        return record.answered(q, mask, scale, bound)
     q = q.unflatten(1, (record.copies, -1)).transpose(1, 2).flatten(1, 2)
-    found = record.reading.answered(q, mask, scale, bound)
+    found = record.answered(q, mask, scale, bound)
     return None if found is None else found.unflatten(1, (-1, record.copies)).transpose(1, 2).flatten(1, 2)
 
 
@@ -225,14 +210,10 @@ def _scaled(function: Any, a: Any, b: Any) -> Any:
     if not isinstance(number, int | float) or (over and x is b):
         return None
     factor = 1 / number if over else number
-    shadow = function(x.record.shadow, other if x.record.reading.real else number)
+    shadow = function(x.record.shadow, other if x.record.real else number)
     if x.record.kind == "tanh":
         return _after(x, shadow, kind="bounded", bound=factor, scale=x.record.scale * factor)
     return _after(x, shadow, scale=x.record.scale * factor)
-
-
-def _tanh(function: Any, x: _StandIn) -> Any:
-    return _after(x, function(x.record.shadow), kind="tanh")
 
 
 def _masked(function: Any, a: Any, b: Any) -> Any:
@@ -246,36 +227,24 @@ def _softmax(function: Any, x: _StandIn, dim: int | None = None, *args: Any, **k
     return _after(x, function(x.record.shadow, dim, *args, **kwargs), kind="weights") if dim in (-1, 3) else None
 
 
-def _dropout(function: Any, x: _StandIn, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: ARG001
-    return None if p and training else x
-
-
-def _fused(
-    function: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **others: Any,
-) -> Any:
+def _fused(function: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+    options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)), **options}
     kinds = [x.record.kind for x in (key, value) if isinstance(x, _StandIn)]
-    if kinds != ["keys", "values"] or dropout_p or query.ndim != 4 or key.ndim != 4:
+    if kinds != ["keys", "values"] or options.get("dropout_p") or query.ndim != 4 or key.ndim != 4:
         return None
-    record, shape, rows = key.record, query.shape, key.record.reading.rows
+    record, shape, rows = key.record, query.shape, key.record.rows
     if shape[2] != rows and rows != 1:
         return None
     q = query if shape[2] == rows else query.reshape(shape[0], -1, rows, shape[3])  # one query of each head, in groups
-    found = _answered(record, q, attn_mask, shape[3] ** -0.5 if scale is None else float(scale), None)
-    if found is not None:
-        return found.reshape(*shape[:3], found.shape[3])
-    options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, **others}
-    return function(query, record.shadow, value.record.shadow, **options)
+    scale = options.get("scale")
+    scale = shape[3] ** -0.5 if scale is None else float(scale)
+    found = _answered(record, q, options.get("attn_mask"), scale, None)
+    if found is None:
+        return function(query, record.shadow, value.record.shadow, **options)
+    return found.reshape(*shape[:3], found.shape[3])
 
 
-_FIGURES = "__len__ dim element_size get_device ndimension nelement numel size storage_offset stride".split()
+_FIGURES = {"__len__", "dim", "element_size", "get_device", "ndimension", "nelement", "numel", "size", "stride"}
 _KEYS = ("keys", "turned keys")
 _ANY = (*_KEYS, "values", "logits", "tanh", "bounded", "masked", "weights")
 _STEPS: dict[str, tuple[tuple[str, ...], Any]] = {  # names of torch: of which kinds of stand-ins they are steps
@@ -285,13 +254,13 @@ _STEPS: dict[str, tuple[tuple[str, ...], Any]] = {  # names of torch: of which k
         ("__getitem__ unsqueeze expand reshape view flatten", (*_KEYS, "values"), _layout),
         ("repeat tile repeat_interleave", (*_KEYS, "values"), _layout),
         ("transpose swapaxes swapdims mT", _KEYS, _transpose),
-        ("matmul __matmul__ __rmatmul__", ("turned keys", "weights"), _product),
+        ("matmul __matmul__", ("turned keys", "weights"), _product),
         ("mul __mul__ __rmul__ __imul__ multiply mul_", ("logits", "tanh"), _scaled),
         ("div __truediv__ __itruediv__ true_divide div_", ("logits", "tanh"), _scaled),
-        ("tanh", ("logits",), _tanh),
+        ("tanh", ("logits",), lambda function, x: _after(x, function(x.record.shadow), kind="tanh")),
         ("add __add__ __radd__ __iadd__ add_", ("logits", "bounded"), _masked),
         ("softmax", ("logits", "bounded", "masked"), _softmax),
-        ("dropout", ("weights",), _dropout),
+        ("dropout", ("weights",), lambda _, x, p=0.5, training=True, **__: None if p and training else x),
         ("scaled_dot_product_attention", ("keys",), _fused),
     )
     for name in names.split()
