@@ -21,11 +21,10 @@ from decoders import CACHE, base, difference, tokens  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
-from levattn.integrations.transformers.compression import attended as attended_module  # noqa: E402
-from levattn.integrations.transformers.compression.attended import attended  # noqa: E402
+from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.replay import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.shares import split_bytes  # noqa: E402
-from levattn.integrations.transformers.compression.slots import HeadSlots  # noqa: E402
+from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -305,7 +305,7 @@ RESEALED: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "keys and values turned": _of_all(lambda array: array.transpose(2, 3) if array.ndim == 4 else array),
     "another width": _of_all(lambda array: array[..., :4] if array.ndim == 4 else array),
     "fewer values": _set("0.1.values", lambda array: array[:, :, 1:]),
-    "fewer slots of all": _of_all(lambda array: array[:, :, :0]),
+    "fewer slots of all": _of_all(lambda array: array[:, :, :0] if array.ndim > 2 else array),
     "two sequences": _set("0.0.keys", lambda array: array.repeat(2, 1, 1, 1)),
     "weights that are no number": _set("0.0.log_weight", lambda array: filled(array, float("nan"))),
     "infinite weights": _set("0.0.log_weight", lambda array: filled(array, float("inf"))),
@@ -342,14 +342,16 @@ RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "no moments": lambda _, arrays: arrays.pop("0.renewal.squares"),
     "moments that are no number": _set("0.renewal.queries", lambda array: filled(array, float("nan"))),
     "moments in float32": _set("1.renewal.squares", lambda array: array.float()),
-    "moments of fewer heads": _set("1.renewal.keys", lambda array: array[1:]),
-    "more positions than there are": _set("0.renewal.counts", lambda array: array + 99),
-    "fewer positions than the context": _set("0.renewal.counts", lambda array: array * 0 + 1),
+    "moments of fewer heads": _set("1.renewal.keys", lambda array: array[:, 1:]),
+    "more positions than there are": _set("0.present", lambda array: torch.cat([array, array], 1)),
+    "fewer positions than the context": _set("0.present", torch.zeros_like),
+    "queries that are no number": _set("0.renewal.asked", lambda array: filled(array, float("nan"))),
+    "queries of fewer positions": _set("0.renewal.asked", lambda array: array[:, :, 1:]),
     "no slots": _set("0.renewal.slots", torch.zeros_like),
     "never": _set_renewal(every=0),
     "a share above 1": _set_renewal(split=[4, 0.25, 1.5]),
     "more than all": _set_renewal(split=[4, 0.75, 0.5]),
-    "a number of queries below 0": _set_renewal(seen=[-1, 3]),
+    "a number of queries below 0": _set_renewal(seen=[[-1, 3]]),
     "a head that is none": _set_renewal(whole=[7]),
     "no figures": lambda head, _: head["layers"][0].update(renewal={}),
     "no renewal": lambda head, _: head["layers"][0].pop("renewal"),
@@ -386,6 +388,7 @@ def test_a_conversation_goes_on_from_its_file(family: str, batch: int, tmp_path:
     cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
     for _ in range(2):
         cache.save(file)
+        CompressedCache.load(file, model).save(file)
         loaded = CompressedCache.load(file, model)
         expected = cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
         assert torch.equal(loaded.ask(model, QUESTION.expand(batch, -1), **GREEDY), expected)

@@ -217,7 +217,7 @@ def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head:
         rest = tuple(number for number in group.heads if number != head)
         groups += [group.of_heads(rest)] if rest else []
     groups += [group.of_heads((head,)) for group in other.layers[layer].groups if head in group.heads]
-    changed.layers[layer] = CompressedLayer(layer, tuple(groups), cache.context_length)
+    changed.layers[layer] = CompressedLayer(layer, tuple(groups), cache.layers[layer].present)
     return changed
 
 

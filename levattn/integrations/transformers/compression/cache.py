@@ -82,8 +82,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and weights that are held."""
-        tails = sum(layer.tail.nbytes for layer in self.layers if isinstance(layer, CompressedLayer))
-        return tails + sum(group.nbytes for layer in self.layers for group in held_by(layer))
+        windows = [group.nbytes for layer in self.layers if layer.is_sliding for group in held_by(layer)]
+        return sum(windows) + sum(layer.nbytes for layer in self.layers if not layer.is_sliding)
 
     @property
     def dense_nbytes(self) -> int:
@@ -240,6 +240,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                 "model. Compress the context with this model"
             )
         if layer_idx == 0:
+            self.origin.check_attention()
             self._check_rows("the input", len(key_states))
             self._check_layers()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from levattn.integrations.transformers.compression.cache import (
     tokens_and_present,
 )
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
-from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
+from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.stand_in import UnreadError
 
@@ -83,7 +83,7 @@ def compress(
         then keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions
         stay, and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that
         keep everything. Never if None. In a batch, `CompressedCache.ask` does it between questions, as rows may end
-        early. Padding counts in the statistics of the queries, so a head that is cut may choose other keys than alone.
+        early.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -200,7 +200,8 @@ class _Keeper:
     def __init__(self, cache: CompressedCache, shares: Shares, split: slots.Split, renew_every: int | None) -> None:
         self.cache, self.shares, self.split, self.renew_every = cache, shares, split, renew_every
         self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-        self.seen: dict[int, slots.Seen] = {}  # of layers that will renew their slots
+        self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
+        self.seen: dict[int, list[slots.Seen]] = {}  # of layers that will renew their slots
         self.first, self.last = 0, 0
         for layer in self.layers:
             layer.look = self._look
@@ -211,6 +212,8 @@ class _Keeper:
         self.first, self.last = first, last
         yield
         for number, layer in enumerate(self.cache.layers):
+            if number in self.found:
+                layer.keep(self.found.pop(number), self.cache.present[:, :last])
             if layer.get_seq_length() != last or getattr(layer, "fresh", 0):
                 raise _without_keys(model, number)
             if layer.is_sliding:  # frees the array of all positions, as the window is a view of it
@@ -222,11 +225,10 @@ class _Keeper:
         groups = self._kept(number, q * scale, k, v)
         if layer.groups:
             groups = tuple(slots.appended(a, b) for a, b in zip(layer.groups, groups, strict=True))
-        layer.keep(groups)
+        self.found[number] = groups
         if self.renew_every is not None:
             here = self.cache.present[:, self.first : self.last]
-            new = seen_by_layer(q * scale, k, None if bool(here.all()) else here, _ASKING)
-            self.seen[number] = new if number not in self.seen else self.seen[number].plus(new)
+            self.seen[number] = seen_by_layer(q * scale, k, here, _ASKING, self.seen.get(number))
 
     def close(self) -> None:
         """Let the layers be read, as the whole context is there."""
@@ -235,9 +237,8 @@ class _Keeper:
             if self.renew_every is not None:
                 shares = self.shares.of_layer(layer.number, sum(len(group.heads) for group in layer.groups))
                 whole = frozenset(head for head, share in enumerate(shares) if share == 1)
-                counts = self.cache.present.sum(1).cpu()
-                held = torch.stack([slot_counts(group) for group in layer.groups])
-                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], counts, held)
+                held = torch.stack([slots.slot_counts(group) for group in layer.groups])
+                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], held)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[slots.HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each share."""

@@ -57,13 +57,16 @@ def write_context(path: str | os.PathLike[str], cache: Any) -> None:
         kept.append({"heads": [group.heads for group in groups], "length": getattr(layer, "length", positions)})
         if layer.is_sliding:
             kept[-1]["window"] = layer.sliding_window
-        elif layer.tail.length:
+        else:
+            own["present"] = layer.present
+        if not layer.is_sliding and layer.tail.length:
             own["tail.keys"], own["tail.values"] = layer.tail.arrays
         if getattr(layer, "renewal", None) is not None:
             kept[-1]["renewal"], more = layer.renewal.to_arrays(layer.tail.length)
             own |= {f"renewal.{name}": array for name, array in more.items()}
         arrays |= {f"{number}.{name}": array for name, array in own.items() if array is not None}
-    there = {name: array.detach().contiguous().cpu() for name, array in arrays.items()}
+    whole = {"copy": True, "memory_format": torch.contiguous_format}  # because safetensors takes no shared memory
+    there = {name: array.detach().to("cpu", **whole) for name, array in arrays.items()}
     head = {"format": _FORMAT, "version": _VERSION, "fingerprint": cache.origin.fingerprint(), "layers": kept}
     head |= {"context": cache.context_length, "positions": cache.get_seq_length()}
     content = save(there, {"levattn": json.dumps({**head, "digest": _digest(head, there)})})
@@ -142,12 +145,18 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         if f"{i}.log_weight" in arrays:
             wanted[f"{i}.log_weight"] = torch.float32, slots
     G, tail = sum(map(len, told["heads"])), positions - length
+    if window is None:
+        wanted["present"] = torch.bool, (B, length)
     if tail:
         wanted |= {"tail.keys": (kind, (B, G, tail, d)), "tail.values": (kind, (B, G, tail, D))}
     if "renewal" in told:
-        wanted |= {"renewal.queries": (torch.float64, (B * G, d)), "renewal.squares": (torch.float64, (B * G, d, d))}
-        wanted |= {"renewal.keys": (torch.float64, (B * G, d)), "renewal.present": (torch.bool, (B, tail))}
-        wanted |= {"renewal.counts": (torch.int64, (B,)), "renewal.slots": (torch.int64, (len(told["heads"]), B))}
+        wide, moments = torch.float64, (B, G, d)
+        wanted |= {"renewal.queries": (wide, moments), "renewal.squares": (wide, (*moments, d))}
+        wanted |= {"renewal.keys": (wide, moments), "renewal.present": (torch.bool, (B, tail))}
+        wanted["renewal.slots"] = torch.int64, (len(told["heads"]), B)
+        asked = arrays.get("renewal.asked")
+        if asked is not None:
+            wanted["renewal.asked"] = asked.dtype, (B, asked.shape[1] // G * G, tail, d)
     for name in sorted(wanted.keys() | arrays.keys()):
         array = arrays[name]
         shown = array.dtype, tuple(array.shape)
@@ -155,18 +164,17 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         finite = array < torch.inf if name.endswith("log_weight") else array.isfinite()
         _need(bool(finite.all()), f"{number}.{name} has numbers that are not finite")
     _need(kind.is_floating_point, f"layer {number} has keys in {kind}")
-    counts = present.sum(1)
+    known = arrays.get("present", present)
+    _need(torch.equal(known[:, :n], present), f"layer {number} has another context")
     if "renewal" in told:
-        before, counts, held = counts, arrays["renewal.counts"], arrays["renewal.slots"]
-        fits = bool(((before <= counts) & (counts <= length)).all() & (held > 0).all())
-        fits = fits and set(told["renewal"]["whole"]) <= set(range(G))
-        _need(fits, f"layer {number} counts other heads, slots or positions than it has")
+        fits = bool((arrays["renewal.slots"] > 0).all()) and set(told["renewal"]["whole"]) <= set(range(G))
+        _need(fits, f"layer {number} counts other heads or slots than it has")
     for i, heads in enumerate(told["heads"]):
         places, weight = arrays[f"{i}.places"], arrays.get(f"{i}.log_weight")
         there = torch.ones(places.shape) if weight is None else weight > -torch.inf
         _need(window is not None or bool(there.any(2).all()), f"the heads {heads} of layer {number} have no slots")
-        known = (places >= -1) & (places < counts[:, None, None])
-        _need(bool(known.all()), f"layer {number} has slots at positions that the context does not have")
+        held = (places >= -1) & (places < known.sum(1)[:, None, None])
+        _need(bool(held.all()), f"layer {number} has slots at positions that the context does not have")
 
 
 def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions: int) -> Any:
@@ -180,7 +188,7 @@ def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions:
         window.update(groups[0].keys, groups[0].values)
         window.cumulative_length = positions
         return window
-    layer = CompressedLayer(number, groups, told["length"])
+    layer = CompressedLayer(number, groups, arrays["present"])
     if "tail.keys" in arrays:
         layer.tail.append(arrays["tail.keys"], arrays["tail.values"])
     if "renewal" in told:
@@ -238,6 +246,17 @@ class Origin:
                 "adapters; expected that model. Compress the context with this one"
             )
         self._model = weakref.ref(base)
+
+    def check_attention(self) -> None:
+        """Raise if the model has an attention that cannot read slots."""
+        model = None if self._model is None else self._model()
+        config = None if model is None else model.config.get_text_config(decoder=True)
+        kind = str(getattr(config, "_attn_implementation", None))
+        if "flex" in kind or "flash" in kind:
+            raise ValueError(
+                f"the {type(model).__name__} has the attention {kind!r}; expected 'sdpa' or 'eager', which read "
+                "compressed contexts. Call model.set_attn_implementation('sdpa')"
+            )
 
     def check_file(self, path: Any) -> None:
         """Raise unless the model has the fingerprint of a file."""
