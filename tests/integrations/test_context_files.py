@@ -386,6 +386,7 @@ def test_a_conversation_goes_on_from_its_file(family: str, batch: int, tmp_path:
     cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
     for _ in range(2):
         cache.save(file)
+        CompressedCache.load(file, model).save(file)
         loaded = CompressedCache.load(file, model)
         expected = cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
         assert torch.equal(loaded.ask(model, QUESTION.expand(batch, -1), **GREEDY), expected)

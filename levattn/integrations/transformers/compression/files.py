@@ -63,7 +63,8 @@ def write_context(path: str | os.PathLike[str], cache: Any) -> None:
             kept[-1]["renewal"], more = layer.renewal.to_arrays(layer.tail.length)
             own |= {f"renewal.{name}": array for name, array in more.items()}
         arrays |= {f"{number}.{name}": array for name, array in own.items() if array is not None}
-    there = {name: array.detach().contiguous().cpu() for name, array in arrays.items()}
+    whole = {"copy": True, "memory_format": torch.contiguous_format}  # because safetensors takes no shared memory
+    there = {name: array.detach().to("cpu", **whole) for name, array in arrays.items()}
     head = {"format": _FORMAT, "version": _VERSION, "fingerprint": cache.origin.fingerprint(), "layers": kept}
     head |= {"context": cache.context_length, "positions": cache.get_seq_length()}
     content = save(there, {"levattn": json.dumps({**head, "digest": _digest(head, there)})})
