@@ -55,7 +55,7 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read, kwargs = getattr(function, "__name__", "") == "__get__", kwargs or {}  # read: a property
         name = getattr(function.__self__ if read else function, "__name__", "")
-        kinds, step = _STEPS.get(name, (None, None))
+        kinds, step = _STEPS.get(name, ((), None))
         if step is None and (read or name.startswith("is_") or name in _FIGURES):
             with torch._C.DisableTorchFunctionSubclass():
                 found = function(*args, **kwargs)
@@ -89,9 +89,8 @@ def handed_over(number: int, rows: int, answered: Answer, arrays: Sequence[Any],
     kept = getattr(_formed, "weights", lambda: None)()
     if kept is not None and kept.record.number < number:
         raise UnreadError(
-            f"something keeps the weights of attention of layer {kept.record.number}, as output_attentions=True does; "
-            "expected nothing to, because weights are not formed over slots of a compressed context. Leave "
-            "output_attentions out, or give a DynamicCache"
+            f"the weights of attention of layer {kept.record.number} are kept, as by output_attentions=True; expected "
+            "not, because weights are not formed over slots. Leave output_attentions out, or give a DynamicCache"
         )
     made = []
     for kind, array in zip(("keys", "values"), arrays, strict=True):
