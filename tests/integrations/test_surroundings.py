@@ -310,7 +310,7 @@ def test_autocast_leaves_float64_as_it_is() -> None:
 
 
 def test_weights_of_attention_over_slots_are_refused() -> None:
-    model = base(attn_implementation="eager")
+    model = base(attn_implementation="eager", num_hidden_layers=3)
     for budget in (1.0, CUT):
         cache = cache_of(model, budget)
         for ask in (
@@ -321,6 +321,11 @@ def test_weights_of_attention_over_slots_are_refused() -> None:
                 ask(cache.copy())
         expected = cache.copy().ask(model, QUESTION, **GREEDY)
         assert torch.equal(cache.ask(model, QUESTION, output_hidden_states=True, **GREEDY), expected)
+    few = base(attn_implementation="eager")
+    found = few(QUESTION, output_attentions=True, **{CACHE: cache_of(few)})
+    with pytest.raises(ValueError, match=r"calls mean on the keys of a cache of levattn.* without attention weights"):
+        found.attentions[0].mean()
+    assert found.logits.isfinite().all()
 
 
 ASKED: dict[str, Callable[[Any, Any], Any]] = {

@@ -229,7 +229,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
     def _append(self, keys: Any, values: Any) -> list[Any]:
-        """Return the keys and values after the slots with these ones, or raise for those of another model."""
+        """Append keys and values, and return all after the slots; raise for keys of another model."""
         held = self.groups[0]
         if torch.is_autocast_enabled(keys.device.type):
             keys, values = keys.to(held.keys.dtype), values.to(held.values.dtype)
@@ -250,7 +250,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         layer = f"layer {self.number}"
         if self.look is not None:
             with torch.autocast(q.device.type, enabled=False):
-                self.look(self.number, q, *tail, scale)
+                self.look(self.number, q, tail[0], tail[1], scale)
         if not self.groups:
             return None
         rows, length = q.shape[2], tail[0].shape[2]
@@ -263,8 +263,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
             if bool((self.present.to(before.device) & ~before).any()):
                 raise ValueError(
                     f"{layer} was given an attention mask that hides positions of the context other than its padding; "
-                    "expected 1 for them, as their slots hold what several of them were. Compress the context with "
-                    "this attention_mask"
+                    "expected 1 for them, as a slot may stand for several. Compress the context with this mask"
                 )
             after = None if bool(after.all()) else after
         if self.renewal is not None:
@@ -301,7 +300,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots, of the positions after the context, and of what renewal knows."""
+        """Bytes of the slots, of the positions after the context, and of the moments and queries for renewal."""
         renewal = 0 if self.renewal is None else self.renewal.nbytes
         return sum(group.nbytes for group in self.groups) + self.tail.nbytes + renewal
 

@@ -55,7 +55,7 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read, kwargs = getattr(function, "__name__", "") == "__get__", kwargs or {}  # read: a property
         name = getattr(function.__self__ if read else function, "__name__", "")
-        kinds, step = _STEPS.get(name, (None, None))
+        kinds, step = _STEPS.get(name, ((), None))
         if step is None and (read or name.startswith("is_") or name in _FIGURES):
             with torch._C.DisableTorchFunctionSubclass():
                 found = function(*args, **kwargs)
@@ -78,7 +78,11 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
         return f"<{self.record.kind} of a cache of levattn, {tuple(self.shape)}>"
 
 
-_formed = threading.local()  # the weights of attention that were last in use in a thread
+class _Formed(threading.local):
+    latest: Sequence[weakref.ref[_StandIn]] = ()  # the two weights of attention that were last in use in a thread
+
+
+_formed = _Formed()
 
 
 def handed_over(number: int, rows: int, answered: Answer, arrays: Sequence[Any], length: int | None) -> list[Any]:
@@ -86,12 +90,11 @@ def handed_over(number: int, rows: int, answered: Answer, arrays: Sequence[Any],
 
     `length`: how many they are, of which `arrays` are the last; None if the model's attention reads the arrays.
     """
-    kept = getattr(_formed, "weights", lambda: None)()
-    if kept is not None and kept.record.number < number:
+    kept = [x for x in (weights() for weights in _formed.latest) if x is not None and x.record.number < number]
+    if len(kept) == 2:  # some models keep one until the next layer returns
         raise UnreadError(
-            f"something keeps the weights of attention of layer {kept.record.number}, as output_attentions=True does; "
-            "expected nothing to, because weights are not formed over slots of a compressed context. Leave "
-            "output_attentions out, or give a DynamicCache"
+            f"the weights of attention of layer {kept[0].record.number} are kept, as by output_attentions=True; "
+            "expected not, as weights are not formed over slots. Leave output_attentions out, or give a DynamicCache"
         )
     made = []
     for kind, array in zip(("keys", "values"), arrays, strict=True):
@@ -188,7 +191,7 @@ def _product(function: Any, a: Any, b: Any) -> Any:
     found = _answered(a.record, a.record.q, a.record.mask, a.record.scale, a.record.bound)
     if found is None:
         return function(a.record.shadow, b.record.shadow)
-    _formed.weights = weakref.ref(a)
+    _formed.latest = [*_formed.latest[-1:], weakref.ref(a)]
     return found
 
 
