@@ -82,8 +82,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and weights that are held."""
-        windows = [group.nbytes for layer in self.layers if layer.is_sliding for group in held_by(layer)]
-        return sum(windows) + sum(layer.nbytes for layer in self.layers if not layer.is_sliding)
+        windows = sum(group.nbytes for layer in self.layers if layer.is_sliding for group in held_by(layer))
+        return windows + sum(int(layer.nbytes) for layer in self.layers if not layer.is_sliding)
 
     @property
     def dense_nbytes(self) -> int:
