@@ -15,6 +15,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ MOST = 16 << 20  # bytes of a request
 class Service:
     """A model, and the texts that it has read: the last ones in memory, all in files.
 
-    One thread reads a text, `at_once` threads answer. Each answer has a copy of the text's cache, which shares the
-    slots and holds only its own question and answer.
+    One text is read at a time, and `at_once` threads answer meanwhile. Who asks for a text that is being read waits
+    for it. Each answer has a copy of the text's cache, which shares the slots and holds only its own question and
+    answer.
     """
 
     def __init__(
@@ -45,44 +47,61 @@ class Service:
         self.model, self.tokenizer, self.folder = model, tokenizer, folder
         self.budget, self.heads, self.held = budget, heads, held
         self._caches: OrderedDict[str, CompressedCache] = OrderedDict()
-        self._lock, self._places = threading.Lock(), threading.Semaphore(at_once)
+        self._coming: dict[str, Future[CompressedCache]] = {}  # what a thread is reading
+        self._lock = threading.Lock()  # of these two, and never held for long
+        self._reading, self._places = threading.Semaphore(), threading.Semaphore(at_once)
         folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, text: str) -> str:
         """Read a text, unless a file has it already, and return its name."""
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        with self._lock:
-            if name not in self._caches and not self._file(name).exists():
-                tokens = self.tokenizer(text, return_tensors="pt")
-                cache = compress(self.model, tokens, budget=self.budget, heads=self.heads)
-                cache.save(self._file(name))
-                self._hold(name, cache)
+        if not self._file(name).exists():
+            self._cache(name, text)
         return name
 
     def answer(self, name: str, question: str, max_new_tokens: int = 50) -> str:
         """Answer a question about a text; `KeyError` if no such text was read."""
-        with self._lock:
-            cache = self._caches.get(name)
-            if cache is None:
-                if not self._file(name).exists():
-                    raise KeyError(name)
-                cache = CompressedCache.load(self._file(name), self.model)
-            self._hold(name, cache)
-            fork = cache.copy()
+        fork = self._cache(name).copy()
         tokens = self.tokenizer(question, return_tensors="pt", add_special_tokens=False)
         with self._places:
             found = fork.ask(self.model, tokens, max_new_tokens=max_new_tokens, do_sample=False)
         return str(self.tokenizer.decode(found[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True))
 
+    def _cache(self, name: str, text: str | None = None) -> CompressedCache:
+        """Return the cache of a text: from memory, from its file, or by reading it, once for all threads."""
+        with self._lock:
+            if name in self._caches:
+                self._caches.move_to_end(name)
+                return self._caches[name]
+            coming, first = self._coming.get(name), name not in self._coming
+            if coming is None:
+                coming = self._coming[name] = Future()
+        if first:
+            try:
+                coming.set_result(self._made(name, text))
+            except BaseException as error:  # which all get who wait for it
+                coming.set_exception(error)
+            with self._lock:
+                del self._coming[name]
+                if coming.exception() is None:
+                    self._caches[name] = coming.result()
+                while len(self._caches) > self.held:  # the texts that were asked last stay
+                    self._caches.popitem(last=False)
+        return coming.result()
+
+    def _made(self, name: str, text: str | None) -> CompressedCache:
+        if self._file(name).exists():
+            return CompressedCache.load(self._file(name), self.model)
+        if text is None:
+            raise KeyError(name)
+        with self._reading:
+            tokens = self.tokenizer(text, return_tensors="pt")
+            cache = compress(self.model, tokens, budget=self.budget, heads=self.heads)
+        cache.save(self._file(name))
+        return cache
+
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
-
-    def _hold(self, name: str, cache: CompressedCache) -> None:
-        """Keep the texts that were asked last."""
-        self._caches[name] = cache
-        self._caches.move_to_end(name)
-        while len(self._caches) > self.held:
-            self._caches.popitem(last=False)
 
 
 def handler(service: Service) -> type[BaseHTTPRequestHandler]:

@@ -104,6 +104,67 @@ def test_clients_at_once_get_the_answers_of_one_alone(module, serve, model, tmp_
             assert answer == dense(model, TEXTS[i % len(TEXTS)], question)
 
 
+class Gate:
+    """A function that waits, at its first call, until it is told to go on."""
+
+    def __init__(self, function):
+        self.function, self.calls, self.entered, self.open = function, 0, threading.Event(), threading.Event()
+
+    def __call__(self, *args, **options):
+        self.calls += 1
+        if self.calls == 1:
+            self.entered.set()
+            assert self.open.wait(300)
+        return self.function(*args, **options)
+
+
+@pytest.mark.parametrize("what", ["read", "load"])
+def test_other_texts_are_asked_while_one_is_read(module, serve, model, tmp_path, monkeypatch, what):
+    first = module.Service(model, Bytes(), tmp_path, budget=1.0)
+    ask = serve(first)
+    names = [first.read(text) for text in (TEXTS[:1] if what == "read" else TEXTS[:2])]
+    if what == "load":  # by another service, which has only the files
+        again = module.Service(model, Bytes(), tmp_path, budget=1.0)
+        ask = serve(again)
+        again.answer(names[0], "Who?", NEW)
+        gate = Gate(module.CompressedCache.load)
+        monkeypatch.setattr(module.CompressedCache, "load", gate)
+    else:
+        gate = Gate(module.compress)
+        monkeypatch.setattr(module, "compress", gate)
+
+    def slow(question):
+        path, content = f"/texts/{names[-1]}", {"question": question, "max_new_tokens": NEW}
+        if what == "read":
+            name = ask("/texts", {"text": TEXTS[1]})[1]["name"]
+            path = f"/texts/{name}"
+        return ask(path, content)[1]["answer"]
+
+    with ThreadPoolExecutor(4) as clients:
+        waiting = [clients.submit(slow, question) for question in QUESTIONS]
+        assert gate.entered.wait(300)
+        status, found = ask(f"/texts/{names[0]}", {"question": "Who?", "max_new_tokens": NEW})
+        assert (status, found["answer"]) == (200, dense(model, TEXTS[0], "Who?"))
+        assert not any(client.done() for client in waiting)
+        gate.open.set()
+        assert [client.result() for client in waiting] == [dense(model, TEXTS[1], asked) for asked in QUESTIONS]
+    assert gate.calls == 1  # for all who waited
+
+
+def test_a_text_that_cannot_be_read_is_refused_and_may_come_again(module, serve, model, tmp_path, monkeypatch):
+    ask = serve(module.Service(model, Bytes(), tmp_path, budget=1.0))
+
+    def fails(*_, **__):
+        raise ValueError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "compress", fails)
+        assert ask("/texts", {"text": TEXTS[0]}) == (400, {"error": "out of memory"})
+    name = ask("/texts", {"text": TEXTS[0]})[1]["name"]
+    asked = {"question": "Who?", "max_new_tokens": NEW}
+    assert ask(f"/texts/{name}", asked) == (200, {"answer": dense(model, TEXTS[0], "Who?")})
+
+
 def test_wrong_requests_get_a_reason(module, serve, model, tmp_path):
     ask = serve(module.Service(model, Bytes(), tmp_path, budget=1.0))
     name = ask("/texts", {"text": TEXTS[0]})[1]["name"]

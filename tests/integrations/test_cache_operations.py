@@ -290,6 +290,21 @@ def test_a_token_of_padding_that_was_said_counts() -> None:
     assert bool(once.present.all())
 
 
+def test_a_model_with_other_layers_is_noticed() -> None:
+    model = decoder()
+    cache = compress(model, tokens(1, CONTEXT), budget=CUT)
+    more, fewer = decoder(num_hidden_layers=3), decoder(num_hidden_layers=1)
+    with pytest.raises(ValueError, match="model has a layer 2 and the cache 2 layers; expected the cache's model"):
+        read(more, cache.copy(), QUESTION)
+    fork = cache.copy()
+    read(fewer, fork, QUESTION)  # which a cache cannot know before the next call
+    with pytest.raises(ValueError, match=r"hold 30 and 33 positions, .* A model with fewer layers cannot read"):
+        read(model, fork, QUESTION)
+    for other in (more, fewer):
+        with pytest.raises(ValueError, match="was made with another model"):
+            cache.ask(other, QUESTION, **GREEDY)
+
+
 # -- calls that fail --------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +378,8 @@ def test_a_call_that_fails_between_layers_is_noticed_by_the_next(error: BaseExce
             read(model, cache, QUESTION)
         with pytest.raises(ValueError, match=message):
             cache.ask(model, AGAIN, **GREEDY)
+        with pytest.raises(ValueError, match=message):
+            cache.save("context")
         if family == "Llama":
             cache.crop(30)
             assert torch.equal(cache.ask(model, AGAIN, **GREEDY), expected)
@@ -400,6 +417,51 @@ def test_turns_in_other_modes_of_gradients(first: Any, second: Any, reading: Any
         found = model(AGAIN, **{CACHE: cache}).logits
     expected = model(torch.cat([context, QUESTION, AGAIN], 1)).logits[:, -2:]
     assert difference(found, expected) < EXACT
+
+
+def _saved_and_loaded(cache: Any, model: Any, file: Any) -> Any:
+    cache.save(file)
+    return CompressedCache.load(file, model)
+
+
+def _renewed(cache: Any, model: Any) -> Any:
+    cache.ask(model, QUESTION, **GREEDY)
+    return cache
+
+
+# What is done in inference mode with a model, a way to make a cache, and a file
+INFERRED: dict[str, Callable[[Any, Callable[[], Any], Any], Any]] = {
+    "compress": lambda _, made, __: made(),
+    "load": lambda model, made, file: _saved_and_loaded(made(), model, file),
+    "copy": lambda _, made, __: made().copy(),
+    "select": lambda _, made, __: made().batch_select_indices(torch.tensor([0])),
+    "repeat": lambda _, made, __: made().batch_repeat_interleave(1),
+    "reorder": lambda _, made, __: made().reorder_cache(torch.tensor([0])),
+    "renew": lambda model, made, _: _renewed(made(), model),
+}
+
+
+@pytest.mark.parametrize("name", INFERRED)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("before", [False, True])
+def test_what_was_done_in_inference_mode_is_read_with_gradients(
+    name: str, family: str, before: bool, tmp_path: Any
+) -> None:
+    model, context, gradients = decoder(family), tokens(1, CONTEXT), []
+    held: list[Any] = []
+
+    def made() -> Any:
+        held.append(compress(model, context, budget={(1, 1): 0.5}, renew_every=4 if name == "renew" else None))
+        return held[-1]
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = made() if before and name != "compress" else None
+        with mode():
+            found = INFERRED[name](model, made if cache is None else lambda cache=cache: cache, tmp_path / "context")
+        model.zero_grad()
+        model(AGAIN, **{CACHE: held[-1] if found is None else found}).logits.sum().backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("between", [False, True])

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 from decoders import base, tokens  # noqa: E402
 
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
+from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -303,7 +305,7 @@ RESEALED: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "keys and values turned": _of_all(lambda array: array.transpose(2, 3) if array.ndim == 4 else array),
     "another width": _of_all(lambda array: array[..., :4] if array.ndim == 4 else array),
     "fewer values": _set("0.1.values", lambda array: array[:, :, 1:]),
-    "fewer slots of all": _of_all(lambda array: array[:, :, :0]),
+    "fewer slots of all": _of_all(lambda array: array[:, :, :0] if array.ndim > 2 else array),
     "two sequences": _set("0.0.keys", lambda array: array.repeat(2, 1, 1, 1)),
     "weights that are no number": _set("0.0.log_weight", lambda array: filled(array, float("nan"))),
     "infinite weights": _set("0.0.log_weight", lambda array: filled(array, float("inf"))),
@@ -330,3 +332,86 @@ def test_a_file_whose_parts_do_not_fit_is_refused_though_its_digest_does(change:
     resealed(file, RESEALED[change])
     with pytest.raises(ValueError, match="context "):  # widths and kinds of numbers by the first call
         CompressedCache.load(file, model).ask(model, QUESTION, **GREEDY)
+
+
+def _set_renewal(**entries: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda head, _: head["layers"][0]["renewal"].update(entries)
+
+
+RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "no moments": lambda _, arrays: arrays.pop("0.renewal.squares"),
+    "moments that are no number": _set("0.renewal.queries", lambda array: filled(array, float("nan"))),
+    "moments in float32": _set("1.renewal.squares", lambda array: array.float()),
+    "moments of fewer heads": _set("1.renewal.keys", lambda array: array[:, 1:]),
+    "more positions than there are": _set("0.present", lambda array: torch.cat([array, array], 1)),
+    "fewer positions than the context": _set("0.present", torch.zeros_like),
+    "queries that are no number": _set("0.renewal.asked", lambda array: filled(array, float("nan"))),
+    "queries of fewer positions": _set("0.renewal.asked", lambda array: array[:, :, 1:]),
+    "no slots": _set("0.renewal.slots", torch.zeros_like),
+    "never": _set_renewal(every=0),
+    "a share above 1": _set_renewal(split=[4, 0.25, 1.5]),
+    "more than all": _set_renewal(split=[4, 0.75, 0.5]),
+    "a number of queries below 0": _set_renewal(seen=[[-1, 3]]),
+    "a head that is none": _set_renewal(whole=[7]),
+    "no figures": lambda head, _: head["layers"][0].update(renewal={}),
+    "no renewal": lambda head, _: head["layers"][0].pop("renewal"),
+    "no tail": lambda _, arrays: arrays.pop("0.tail.keys"),
+    "a tail of fewer heads": _set("0.tail.values", lambda array: array[:, 1:]),
+    "a tail that is no number": _set("0.tail.values", lambda array: filled(array, float("inf"))),
+    "a shorter tail": lambda head, _: head.update(positions=head["positions"] - 1),
+    "slots of more positions": lambda head, _: head["layers"][1].update(length=99),
+    "a longer context": lambda head, _: head.update(context=99),
+    "no context": lambda head, _: head.update(context=0),
+    "an array that no layer has": lambda _, arrays: arrays.update({"0.renewal.more": torch.zeros(3)}),
+}
+
+
+@pytest.mark.parametrize("change", RENEWING)
+def test_a_conversation_whose_parts_do_not_fit_is_refused_though_its_digest_does(change: str, tmp_path: Path) -> None:
+    model, file = seeded(), tmp_path / "context"
+    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=5)
+    cache.ask(model, QUESTION, **GREEDY)
+    cache.ask(model, QUESTION, **GREEDY)
+    cache.save(file)
+    resealed(file, lambda *_: None)
+    assert torch.equal(CompressedCache.load(file, model).tokens, cache.tokens)
+    resealed(file, RENEWING[change])
+    with pytest.raises(ValueError, match="damaged compressed context"):
+        CompressedCache.load(file, model)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_conversation_goes_on_from_its_file(family: str, batch: int, tmp_path: Path) -> None:
+    model, file = base(family), tmp_path / "context"
+    cache = compress(model, tokens(batch, CONTEXT), budget={(1, 1): 0.5})
+    cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
+    for _ in range(2):
+        cache.save(file)
+        CompressedCache.load(file, model).save(file)
+        loaded = CompressedCache.load(file, model)
+        expected = cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
+        assert torch.equal(loaded.ask(model, QUESTION.expand(batch, -1), **GREEDY), expected)
+        assert torch.equal(loaded.tokens, cache.tokens)
+        assert loaded.dense_nbytes == cache.dense_nbytes
+
+
+# -- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_slots_go_where_each_layer_computes(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = base(family), tmp_path / "context"
+    cache = compress(model, tokens(1, CONTEXT), budget={(1, 1): 0.5})
+    cache.ask(model, QUESTION, **GREEDY)
+    cache.save(file)
+    block = model.model.layers[1].to("meta")  # as if accelerate brought its weights to a device
+    block.self_attn.k_proj._hf_hook = SimpleNamespace(execution_device="meta")
+    monkeypatch.setattr(Origin, "check_file", lambda *_: None)  # the weights are gone
+    loaded = CompressedCache.load(file, model)
+    assert loaded.tokens.device.type == "cpu"
+    for number, layer in enumerate(loaded.layers):
+        arrays = [layer.keys, layer.values] if layer.is_sliding else list(layer.tail.arrays)
+        for group in () if layer.is_sliding else layer.groups:
+            arrays += [group.keys, group.values, group.places]
+        assert {array.device.type for array in arrays} == {"meta" if number == 1 else "cpu"}

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, base, difference, tokens  # noqa: E402
 
-from levattn.integrations.transformers import compress  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,7 +157,7 @@ def test_slots_of_short_sequences_and_of_uneven_heads_hold_every_position_once()
             for group in layer.groups:
                 held = torch.ones_like(group.places, dtype=torch.float64)
                 held = held if group.log_weight is None else group.log_weight.double().exp()
-                assert torch.allclose(held.sum(2), layer.renewal.counts.double()[:, None])
+                assert torch.allclose(held.sum(2), layer.present.sum(1).double()[:, None])
 
 
 @pytest.mark.parametrize("every", [2, 5, 8])
@@ -188,7 +188,107 @@ def test_positions_may_be_forgotten_before_slots_are_renewed(cut: int) -> None:
     assert difference(logits(cache, model, 1), logits(dense, model, 1)) < 1e-11
 
 
-def test_a_file_of_a_cache_that_renews_is_refused(tmp_path: Any) -> None:
-    cache = compress(base(), tokens(1, CONTEXT), budget=CUT, renew_every=5)
-    with pytest.raises(ValueError, match="compressed without renew_every"):
-        cache.save(tmp_path / "cache")
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("turns", [0, 1, 3])
+@pytest.mark.parametrize("cut", [0, 2])
+def test_a_file_of_a_cache_that_renews_goes_on_as_the_cache(
+    family: str, batch: int, turns: int, cut: int, tmp_path: Any
+) -> None:
+    pytest.importorskip("safetensors")
+    if cut and (not turns or family == "Gemma3"):
+        pytest.skip("the context cannot be shortened, and layers that slide have dropped what was before")
+    model, ids = base(family), tokens(batch, CONTEXT)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    budget = {(1, 1): 0.5} if family == "Gemma3" else CUT
+    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=budget, renew_every=5)
+    asked = {"input_ids": question(0, batch), "attention_mask": torch.ones(batch, 3)}
+    asked["attention_mask"][0, 0] = 0
+    for _ in range(turns):
+        cache.ask(model, asked, **GREEDY)
+    assert (cache.layers[1].length > CONTEXT) == (turns > batch - 1)  # a batch renews before the next question
+    cache.crop(-cut)
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    assert loaded.table() == cache.table()
+    assert loaded.context_length == CONTEXT
+    assert torch.equal(loaded.present, cache.present)
+    for turn in range(3):
+        assert torch.equal(logits(loaded, model, turn, batch), logits(cache, model, turn, batch))
+    assert loaded.layers[1].length == cache.layers[1].length > CONTEXT
+    assert torch.equal(loaded.tokens, cache.tokens)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_asks_for_nothing_when_heads_are_cut(side: str) -> None:
+    model, ids, missing = base().double(), tokens(2, CONTEXT), 7
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)] = 0
+    asked, there = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+    asked[:, 2:], there[1, :2] = question(0, 2), 0
+    asked[0, :2] = 8
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=CUT, renew_every=4)
+    alone = compress(model, ids[1:, mask[1].bool()].expand(2, -1), budget=CUT, renew_every=4)  # a batch renews alike
+    both.ask(model, {"input_ids": asked, "attention_mask": there}, **GREEDY)
+    alone.ask(model, question(0, 2), **GREEDY)
+    for turn in (1, 2):
+        assert difference(logits(both, model, turn, 2)[1:], logits(alone, model, turn, 2)[1:]) < 1e-12
+    assert all(layer.length > CONTEXT for layer in both.layers)
+
+
+@pytest.mark.parametrize("forget", ["crop", "crop a part", "reset", "select", "copy"])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) -> None:
+    if forget == "reset" and renewed:
+        pytest.skip("the context is no longer there alone")
+    model, more = base().double(), torch.tensor([[30, 31, 32, 33]])
+    one, other = (compress(model, tokens(2, CONTEXT), budget=CUT, renew_every=12) for _ in range(2))
+    for cache in (one, other):
+        cache.batch_select_indices(torch.tensor([1]))
+        if renewed:
+            cache.ask(model, torch.cat([question(0)] * 4, 1), **GREEDY)
+            cache.ask(model, question(1), max_new_tokens=1, do_sample=False)
+            assert cache.layers[0].length > CONTEXT
+    forgotten = {"crop": -4, "crop a part": -2}
+    with torch.no_grad():
+        model(more[:, : 4 + forgotten.get(forget, -4)], **{CACHE: other}) if forget == "crop a part" else None
+        if forget == "copy":
+            model(more, **{CACHE: one.copy()})
+        elif forget == "select":
+            one.batch_repeat_interleave(2)
+            model(torch.cat([more, more + 1]), **{CACHE: one})
+            one.batch_select_indices(torch.tensor([0]))
+            one.crop(-4)
+        else:
+            model(more, **{CACHE: one})
+            one.reset() if forget == "reset" else one.crop(forgotten[forget])
+        for turn in range(7):
+            found, expected = (model(question(turn), **{CACHE: cache}).logits for cache in (one, other))
+            assert difference(found, expected) < 1e-11
+    assert one.layers[0].length == other.layers[0].length > CONTEXT
+
+
+def test_bytes_are_those_of_moments_and_queries_too() -> None:
+    model = base()
+    plain, cache = (compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=every) for every in (None, 20))
+    d = model.config.hidden_size // model.config.num_attention_heads
+    moments = len(cache.layers) * 2 * (d * d + 2 * d) * 8  # of two heads, and of their keys the means, in float64
+    assert cache.nbytes == plain.nbytes + moments
+    for held in (plain, cache):
+        held.ask(model, question(0), max_new_tokens=1, do_sample=False)
+    queries = len(cache.layers) * 3 * model.config.hidden_size * 4
+    assert plain.nbytes + moments + queries <= cache.nbytes <= plain.nbytes + moments + 2 * queries  # room for more
+
+
+def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed() -> None:
+    model = base(num_hidden_layers=1)
+    cache = compress(model, tokens(1, CONTEXT), budget={(0, 0): 0.4}, renew_every=6)
+    with torch.no_grad():
+        model(question(0), **{CACHE: cache})
+    for turn in range(3):
+        with pytest.raises(ValueError, match="not causal"), torch.no_grad():
+            model(question(0), attention_mask=torch.zeros(1, 1, 3, CONTEXT + 6 + 6 * turn), **{CACHE: cache})
+        with torch.no_grad():
+            assert model(question(1), **{CACHE: cache}).logits.isfinite().all()
+    assert cache.layers[0].length > CONTEXT

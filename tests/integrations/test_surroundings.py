@@ -269,6 +269,150 @@ def test_models_that_cannot_be_compressed_are_refused_by_name(
         cache_of(model)
 
 
+CUT = {(0, 0): 0.5, (1, 1): 0.4}
+
+
+def answers(model: Any, cache: Any, steps: Any, dtype: Any, **options: Any) -> list[Any]:
+    """Logits of a question and of tokens after it, in a context of autocast if there is a dtype."""
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        return [model(ids, **{CACHE: cache}, **options).logits for ids in steps]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Gemma3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reads", ["inside", "outside", "inside, in chunks"])
+def test_autocast_answers_as_a_dense_cache(implementation: str, family: str, dtype: Any, reads: str) -> None:
+    model = base(family, attn_implementation=implementation)
+    steps = [QUESTION, QUESTION[:, :1], QUESTION[:, 1:2]]
+    dense = transformers.DynamicCache(config=model.config)
+    answers(model, dense, [tokens(1)], None if reads == "outside" else dtype)
+    expected = answers(model, dense, steps, dtype)
+    cut = {(1, 1): 0.5}
+    with torch.autocast("cpu", dtype, enabled=reads != "outside"):
+        chunk = 7 if "chunks" in reads else None
+        found, less = (compress(model, tokens(1), budget=budget, chunk=chunk, renew_every=4) for budget in (1.0, cut))
+    for a, b in zip(answers(model, found, steps, dtype), expected, strict=True):
+        assert a.dtype == b.dtype
+        assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
+    plain = answers(model, compress(model, tokens(1), budget=cut, chunk=chunk, renew_every=4), steps, None)
+    for a, b in zip(answers(model, less, steps, dtype), plain, strict=True):
+        assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    model = base().double()
+    steps = [QUESTION, QUESTION[:, :1]]
+    for a, b in zip(
+        *(answers(model, cache_of(model, CUT), steps, kind) for kind in (torch.bfloat16, None)), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_weights_of_attention_over_slots_are_refused() -> None:
+    model = base(attn_implementation="eager", num_hidden_layers=3)
+    for budget in (1.0, CUT):
+        cache = cache_of(model, budget)
+        for ask in (
+            lambda held: model(QUESTION, output_attentions=True, **{CACHE: held}),
+            lambda held: held.ask(model, QUESTION, output_attentions=True, return_dict_in_generate=True, **GREEDY),
+        ):
+            with pytest.raises(ValueError, match=r"weights of attention of layer 0.*not formed over slots"):
+                ask(cache.copy())
+        expected = cache.copy().ask(model, QUESTION, **GREEDY)
+        assert torch.equal(cache.ask(model, QUESTION, output_hidden_states=True, **GREEDY), expected)
+    few = base(attn_implementation="eager")
+    found = few(QUESTION, output_attentions=True, **{CACHE: cache_of(few)})
+    with pytest.raises(ValueError, match=r"calls mean on the keys of a cache of levattn.* without attention weights"):
+        found.attentions[0].mean()
+    assert found.logits.isfinite().all()
+
+
+ASKED: dict[str, Callable[[Any, Any], Any]] = {
+    "compress": lambda model, _: cache_of(model),
+    "ask": lambda model, cache: cache.ask(model, QUESTION, **GREEDY),
+    "call": lambda model, cache: answers(model, cache, [QUESTION], None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
+@pytest.mark.parametrize("how", ASKED)
+def test_flex_attention_is_refused_by_name(how: str) -> None:
+    model = base()
+    cache = cache_of(model)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match=r"attention 'flex_attention'; .*set_attn_implementation\('sdpa'\)"):
+        ASKED[how](model, cache)
+    model.set_attn_implementation("sdpa")
+    assert torch.isfinite(answers(model, cache, [QUESTION], None)[0]).all()
+
+
+def flash(_module: Any, q: Any, k: Any, v: Any, _mask: Any, **_: Any) -> Any:
+    """The first steps of attention of the kind "flash_attention_2"."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v), None
+
+
+def in_place(_module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> Any:
+    each = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, dim=1)
+    logits = q @ k.mT
+    logits.mul_(2 * scaling)
+    logits /= 2
+    if mask is not None:
+        logits += torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(1, 2), None
+
+
+def with_attention(function: Any) -> Any:
+    transformers.AttentionInterface.register("of_a_test", function)
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionMaskInterface.register("of_a_test", masks)
+    model = base()
+    model.set_attn_implementation("of_a_test")
+    return model
+
+
+def test_attention_that_exchanges_positions_and_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"transpose\(1, 2\), as attention of the kind 'flash_attention_2' does"):
+        cache_of(with_attention(flash))
+
+
+def test_steps_in_place_count() -> None:
+    model = with_attention(in_place)
+    model.set_attn_implementation("sdpa")
+    cache = cache_of(model)
+    expected = answers(model, cache.copy(), [QUESTION], None)[0]
+    model.set_attn_implementation("of_a_test")
+    found = answers(model, cache, [QUESTION], None)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_hides_the_padding_of_the_context_and_nothing_else_of_it(implementation: str, side: str) -> None:
+    model = base(attn_implementation=implementation).double()
+    ids, mask = tokens(2), torch.ones(2, CONTEXT + 3, dtype=torch.int64)
+    mask[1, slice(0, 5) if side == "left" else slice(CONTEXT - 5, CONTEXT)] = 0
+    padded = compress(model, {"input_ids": ids, "attention_mask": mask[:, :CONTEXT]}, budget=CUT)
+    positions = (mask.cumsum(1) - 1)[:, CONTEXT:]
+    asked, options = [QUESTION.expand(2, -1)], {"attention_mask": mask, "position_ids": positions}
+    found = answers(model, padded.copy(), asked, None, **options)[0]
+    alone = compress(model, ids[1:, mask[1, :CONTEXT].bool()], budget=CUT)
+    torch.testing.assert_close(found[1:], answers(model, alone, [QUESTION], None)[0])
+    for row, column in ((0, 0), (0, 7), (1, CONTEXT // 2)):
+        more = mask.clone()
+        more[row, column] = 0
+        with pytest.raises(ValueError, match="hides positions of the context other than its padding"):
+            answers(model, padded.copy(), asked, None, **{**options, "attention_mask": more})
+        other = padded.copy()
+        other.batch_select_indices(torch.tensor([1 - row, 1 - row]))
+        theirs = {"position_ids": positions[[1 - row] * 2], "attention_mask": mask[[1 - row] * 2]}
+        torch.testing.assert_close(answers(model, other, asked, None, **theirs)[0], found[[1 - row] * 2])
+    with pytest.raises(ValueError, match="hides positions of the context other than its padding"):
+        answers(model, cache_of(model), [QUESTION], None, attention_mask=mask[1:])
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", ["compressed", "pruned"])

@@ -48,7 +48,7 @@ VECTOR_CODE = (
 TENSORS = ("_kernels.tensors", "_kernels.*.torch", "_kernels.*.torch_memory")
 COMPILERS = (*VECTOR_CODE, "_kernels.cache", "_kernels.parts")
 HOMES = {
-    "accelerate": ("integrations.transformers.compression.origin",),
+    "accelerate": ("integrations.transformers.compression.files",),
     "numba": COMPILERS,
     "llvmlite": VECTOR_CODE,
     "cupy": ("_kernels.cuda_source", "_core.arrays", "_core.device"),

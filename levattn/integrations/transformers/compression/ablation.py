@@ -237,7 +237,7 @@ def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head:
     parts += [(group, set(group.heads) & {head}) for group in other.layers[layer].groups]
     groups = tuple(group.of_heads(tuple(sorted(heads))) for group, heads in parts if heads)
     changed = cache.copy()
-    changed.layers[layer] = CompressedLayer(layer, groups, cache.context_length)
+    changed.layers[layer] = CompressedLayer(layer, groups, cache.layers[layer].present)
     return changed
 
 

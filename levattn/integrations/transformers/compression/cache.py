@@ -9,22 +9,17 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, inputs_device, parameters_of
+from levattn.integrations.transformers.calls import as_cache_of, parameters_of, tokens_of
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
+from levattn.integrations.transformers.compression.files import Origin, held_by, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.origin import Origin
-from levattn.integrations.transformers.compression.questions import (
-    FromQuestionOn,
-    as_question,
-    generated,
-    option_of,
-    told_by,
-)
+from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.integrations.transformers.heads_table import HeadsTable
 
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
 _FEWEST = 16  # tokens of a context that no question repeats by chance
@@ -87,23 +82,17 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and weights that are held."""
-        return sum(
-            layer.nbytes if isinstance(layer, CompressedLayer) else _dense_bytes(layer) for layer in self.layers
-        )
+        windows = sum(group.nbytes for layer in self.layers if layer.is_sliding for group in held_by(layer))
+        return windows + sum(int(layer.nbytes) for layer in self.layers if not layer.is_sliding)
 
     @property
     def dense_nbytes(self) -> int:
         """Bytes that a dense cache of as many positions takes."""
-        total = 0
-        for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
-                total += _dense_bytes(layer)
-                continue
-            heads = sum(len(group.heads) for group in layer.groups)
-            keys, values = layer.groups[0].keys, layer.groups[0].values
-            width = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-            total += keys.shape[0] * heads * layer.get_seq_length() * width
-        return total
+        return sum(
+            _position_nbytes(group) * (group.keys.shape[2] if layer.is_sliding else layer.get_seq_length())
+            for layer in self.layers
+            for group in held_by(layer)
+        )
 
     def copy(self) -> CompressedCache:
         """Return a fork, which shares the context and holds its own further positions.
@@ -113,8 +102,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         CompressedCache
             Its context is not copied; the positions after the context are.
         """
-        layers = [layer.copy() if isinstance(layer, CompressedLayer) else copy.copy(layer) for layer in self.layers]
-        fork = CompressedCache(layers, self.tokens, self.present, self.origin)
+        fork = CompressedCache([copy.copy(layer) for layer in self.layers], self.tokens, self.present, self.origin)
         fork.context_length = self.context_length
         return fork
 
@@ -128,14 +116,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         tuple of torch.Tensor of shape (B, n)
             Tokens that the model read without `ask` are zeros here, and count as no padding.
         """
-        more = self.get_seq_length() - self.tokens.shape[1]
-        if more <= 0:
-            return self.tokens, self.present
-        B = len(self.tokens)
-        return (
-            torch.cat([self.tokens, self.tokens.new_zeros((B, more))], 1),
-            torch.cat([self.present, self.present.new_ones((B, more))], 1),
-        )
+        more = max(0, self.get_seq_length() - self.tokens.shape[1])
+        return pad(self.tokens, (0, more)), pad(self.present, (0, more), value=True)
 
     def ask(self, model: Any, question: Any, **options: Any) -> Any:
         """Answer a question that follows the tokens so far, by ``model.generate``.
@@ -166,48 +148,42 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the question is empty, begins with the context again, or has another number of rows. If the model is
             another one, or an option excludes caches. If another thread asks this cache.
         """
-        ids, mask = as_question(question, options.pop("attention_mask", None))
+        ids, mask = tokens_and_present("question", question, options.pop("attention_mask", None))
         with self._kept():
             return self._answered(model, ids, mask, options)
 
     def _answered(self, model: Any, ids: Any, mask: Any, options: dict[str, Any]) -> Any:
         self._check(model, ids, options)
         before, present = (part.to(ids.device) for part in self.so_far())
-        whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present.to(mask), mask.to(present.device)], 1)
-        check_padding(model, self.layers, seen.bool())
-        length = before.shape[1]
-        beams, many = (int(option_of(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
-        self._renew_before(present.bool(), paused=len(ids) > 1)
+        whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present, mask.to(ids.device)], 1)
+        check_padding(model, self.layers, seen)
+        beams, many = (int(_option(model, options, name) or 1) for name in ("num_beams", "num_return_sequences"))
+        self._renew_before(present, paused=len(ids) > 1)
         cache = self.copy() if beams > 1 or many > 1 else self
         if cache is not self:
             cache.batch_repeat_interleave(max(beams, many))
-        streamer = options.get("streamer")
-        if streamer is not None:
-            options["streamer"] = FromQuestionOn(streamer, length)
-        given = {**as_cache_of(model, cache), **options, "use_cache": True}
-        found = generated(model, whole, cache.get_seq_length(), attention_mask=seen, **given)
+        given = {**as_cache_of(model, cache), **options, "use_cache": True, "attention_mask": seen.long()}
+        found = _generated(model, whole, before.shape[1], cache.get_seq_length(), given)
         sequences = found if isinstance(found, torch.Tensor) else found.sequences
         if many == 1:
-            told = torch.cat([seen.bool(), told_by(model, sequences[:, whole.shape[1] :], options)], 1)
+            told = torch.cat([seen, _told(model, sequences[:, whole.shape[1] :], options)], 1)
             if cache is not self:
                 self._read(model, sequences[:, self.get_seq_length() : -1], told[:, :-1])
             self.tokens, self.present = sequences.to(self.tokens), told.to(self.present)
-        self._renew_before(None, paused=False)
+        self._renew_before(seen, paused=False)
         if isinstance(found, torch.Tensor):
-            return found[:, length:]
-        found.sequences = sequences[:, length:]
+            return found[:, before.shape[1] :]
+        found.sequences = sequences[:, before.shape[1] :]
         return found
 
     def _renew_before(self, present: Any, *, paused: bool) -> None:
-        """Let layers renew their slots, knowing the padding so far (B, n); then let them wait if `paused`."""
+        """Let layers wait with their next renewal if `paused`, but first renew, knowing the padding so far (B, n)."""
         for layer in self.layers:
-            renewal = getattr(layer, "renewal", None)
-            if renewal is None:
-                continue
-            if present is not None and paused:
-                renewal.present = present[:, layer.length : layer.get_seq_length()]
-                layer.renew()
-            renewal.paused = paused
+            if getattr(layer, "renewal", None) is not None:
+                if paused:
+                    layer.renewal.present = present[:, layer.length : layer.get_seq_length()]
+                    layer.renew()
+                layer.renewal.paused = paused
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -255,23 +231,34 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If there are more or fewer sequences than in the cache, or a call before failed between two layers.
+            If there are more or fewer sequences than in the cache, or the model has more layers. If a call before
+            failed between two layers, or was of a model with fewer layers.
         """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the model has a layer {layer_idx} and the cache {len(self.layers)} layers; expected the cache's "
+                "model. Compress the context with this model"
+            )
         if layer_idx == 0:
-            self._check_step(len(key_states))
+            self.origin.check_attention()
+            self._check_rows("the input", len(key_states))
+            self._check_layers()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _check_step(self, rows: int) -> None:
+    def _check_rows(self, what: str, rows: int) -> None:
         if rows != len(self.tokens):
             raise ValueError(
-                f"the input has {rows} rows and the cache {len(self.tokens)}; expected as many. Call "
+                f"{what} has {rows} rows and the cache {len(self.tokens)}; expected as many. Call "
                 "batch_repeat_interleave on a copy of the cache"
             )
+
+    def _check_layers(self) -> None:
         lengths = sorted({layer.get_seq_length() for layer in self.layers})
         if len(lengths) > 1:
             raise ValueError(
                 f"layers of the cache hold {lengths[0]} and {lengths[-1]} positions, because a call failed between "
-                f"them; expected as many in all. Call crop({lengths[0]}), or take a copy of an earlier cache"
+                f"them; expected as many in all {len(self.layers)} layers. Call crop({lengths[0]}), or take a copy of "
+                "an earlier cache. A model with fewer layers cannot read this one"
             )
 
     def _check(self, model: Any, ids: Any, options: dict[str, Any]) -> None:
@@ -279,21 +266,14 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if not hasattr(model, "generate"):
             raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
         self.origin.check(model)
-        config = options.get("generation_config")
-        if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
-            raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        self._check_rows("question", len(ids))
+        config, n = options.get("generation_config"), self.context_length - _BOUNDARY
         for name in ("cache", "past_key_values", "position_ids", "inputs_embeds"):
             if options.get(name) is not None:
                 raise ValueError(f"{name} was given to ask; expected options of generate alone, as the cache has it")
-        if len(ids) != len(self.tokens):
-            raise ValueError(
-                f"question has {len(ids)} rows and the cache {len(self.tokens)}; expected as many. Call "
-                "batch_repeat_interleave on a copy of the cache"
-            )
-        n = self.context_length - _BOUNDARY
-        if self.context_length < _FEWEST or ids.shape[1] < n:
-            return
-        if torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
+        if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
+            raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        if self.context_length >= _FEWEST and torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
             raise ValueError(
                 f"question has {ids.shape[1]} tokens that begin with the {self.context_length} of the context, which "
                 "the cache holds; expected the question alone. Or give all tokens to model.generate, with "
@@ -340,8 +320,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         length = self.get_seq_length()
         forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
         kept = length - forgotten
-        fixed = max((layer.length for layer in self.layers if isinstance(layer, CompressedLayer)), default=0)
-        if kept < max(fixed, self.context_length):
+        fixed = max([self.context_length, *(getattr(layer, "length", 0) for layer in self.layers)])
+        if kept < fixed:
             raise ValueError(
                 f"crop was called with {max_length}; expected to keep at least the {fixed} positions of the context, "
                 "which are compressed as a whole. Compress a shorter context"
@@ -361,8 +341,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         repeats : int
             Number of copies.
         """
-        super().batch_repeat_interleave(repeats)
-        self.tokens, self.present = (part.repeat_interleave(repeats, 0) for part in (self.tokens, self.present))
+        self.batch_select_indices(torch.arange(len(self.tokens)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
         """Take the sequences with these numbers.
@@ -372,8 +351,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         indices : torch.Tensor of shape (b,)
             The numbers.
         """
-        super().batch_select_indices(indices)
-        self._take(indices)
+        graded, rows = torch.is_grad_enabled(), torch.as_tensor(indices)
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(graded):  # gradients may read the slots later
+            super().batch_select_indices(rows)
+            rows = rows.to(self.tokens.device)
+            self.tokens, self.present = self.tokens[rows], self.present[rows]
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take the sequences with these numbers, for beam search.
@@ -383,15 +365,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         beam_idx : torch.Tensor of shape (b,)
             The numbers.
         """
-        super().reorder_cache(beam_idx)
-        self._take(beam_idx)
-
-    def _take(self, indices: Any) -> None:
-        rows = torch.as_tensor(indices).to(self.tokens.device)
-        self.tokens, self.present = self.tokens[rows], self.present[rows]
+        self.batch_select_indices(beam_idx)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the compressed context to a file, which appears whole or not at all.
+        """Write the context, and the positions after it, to a file that appears whole or not at all.
 
         Parameters
         ----------
@@ -401,26 +378,16 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If the cache holds positions after the context, or the model that made it was deleted or changed.
+            If the model that made the cache was deleted or changed, or a call failed between two layers.
         ImportError
             If safetensors is not installed.
         """
-        if any(getattr(layer, "renewal", None) is not None for layer in self.layers):
-            raise ValueError(
-                "the cache renews its slots, and files do not hold the statistics for it; expected a cache that was "
-                "compressed without renew_every. Compress the context again where it is used"
-            )
-        more = self.get_seq_length() - self.context_length
-        if more:
-            raise ValueError(
-                f"the cache holds {more} positions after the context; expected none. Save it before any question, or "
-                "call reset"
-            )
-        write_context(path, self.layers, self.tokens, self.present, self.origin.fingerprint())
+        self._check_layers()
+        write_context(path, self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any) -> CompressedCache:
-        """Read a compressed context for the model that made it.
+        """Read a cache that `save` wrote, for the model that made it.
 
         Parameters
         ----------
@@ -432,7 +399,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Returns
         -------
         CompressedCache
-            It gives the same answers as the saved cache, to the bit.
+            It gives the same answers as the saved cache, to the bit. Slots are where the layers of the model compute.
 
         Raises
         ------
@@ -444,11 +411,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the file cannot be read.
         """
         check_model(model)
-        layers, tokens, present, of = read_context(path, inputs_device(model))
-        origin = Origin(model, of)
-        origin.check_file(path)
-        check_layers(path, layers, model)
-        return cls(layers, tokens, present, origin)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            layers, tokens, present, length, origin = read_context(path, model)
+        cache = cls(layers, tokens, present, origin)
+        cache.context_length = length
+        return cache
 
     def table(self) -> list[dict[str, Any]]:
         """Return the part of the context that each head keeps.
@@ -461,34 +428,22 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         """
         rows = []
         for number, layer in enumerate(self.layers):
-            if not isinstance(layer, CompressedLayer):
-                heads, held = layer.keys.shape[1:3]
-                figures = {"slots": float(held), "summaries": 0.0, "share": held / max(1, layer.get_seq_length())}
-                rows += [{"layer": number, "head": head, **figures, "slides": True} for head in range(heads)]
-                continue
-            for group in layer.groups:
-                there = group.places.new_ones(group.places.shape, dtype=torch.bool)
+            length = max(1, layer.get_seq_length() if layer.is_sliding else layer.length)
+            for group in held_by(layer):
+                there = torch.ones_like(group.places, dtype=torch.bool)
                 if group.log_weight is not None:
                     there = group.log_weight > -torch.inf
-                width = group.keys.shape[-1] + group.values.shape[-1]
-                wide = width + (0 if group.log_weight is None else 4 / group.keys.element_size())
+                share = group.nbytes / (length * _position_nbytes(group))
                 for place, head in enumerate(group.heads):
-                    rows.append(
-                        {
-                            "layer": number,
-                            "head": head,
-                            "slots": float(there[:, place].sum(-1).double().mean()),
-                            "summaries": float((there & (group.places < 0))[:, place].sum(-1).double().mean()),
-                            "share": group.keys.shape[2] * wide / (layer.length * width),
-                            "slides": False,
-                        }
-                    )
+                    found = {"slots": there[:, place], "summaries": (there & (group.places < 0))[:, place]}
+                    figures = {name: float(flags.sum(-1).double().mean()) for name, flags in found.items()}
+                    rows.append({"layer": number, "head": head, **figures, "share": share, "slides": layer.is_sliding})
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
 
     _rows = table
 
     def __repr__(self) -> str:
-        sliding = sum(not isinstance(layer, CompressedLayer) for layer in self.layers)
+        sliding = sum(layer.is_sliding for layer in self.layers)
         told = f"; {sliding} of {len(self.layers)} layers slide and keep their window" if sliding else ""
         return (
             f"<CompressedCache of {self.context_length} positions, {self.nbytes} bytes, "
@@ -517,6 +472,90 @@ def check_padding(model: Any, layers: Any, present: Any) -> None:
         )
 
 
-def _dense_bytes(layer: Any) -> int:
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return sum(part.numel() * part.element_size() for part in (keys, values) if part is not None)
+def _position_nbytes(group: HeadSlots) -> int:
+    """Return the bytes of a position's keys and values in all sequences and heads of a group."""
+    widths = sum(array.shape[-1] * array.element_size() for array in (group.keys, group.values))
+    return len(group.keys) * len(group.heads) * int(widths)
+
+
+def tokens_and_present(name: str, value: Any, mask: Any = None) -> tuple[Any, Any]:
+    """Return tokens and which are no padding, both (B, n), or raise; `mask`: one that was given beside them."""
+    ids, mask = tokens_of(name, value, mask)
+    if not bool(mask.any(1).all()):
+        raise ValueError(
+            f"{name} has a row of padding alone, a sequence without positions; expected at least one token in each. "
+            "Leave the row out"
+        )
+    return ids, mask.bool()
+
+
+# -- questions: the options of `generate`, and which tokens of an answer are padding ----------------------------------
+
+
+def _option(model: Any, options: dict[str, Any], name: str) -> Any:
+    """Return an option of `generate` as it takes it: from its keywords, or from its configurations."""
+    if name in options:
+        return options[name]
+    for config in (options.get("generation_config"), model.generation_config):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
+
+
+def _told(model: Any, answer: Any, options: dict[str, Any]) -> Any:
+    """Return which tokens of answers are no padding: all up to the first token of the end.
+
+    A row that a criterion of its own stopped is filled with padding from there on.
+    """
+    ends = _option(model, options, "eos_token_id")
+    if ends is None:
+        return torch.ones_like(answer, dtype=torch.bool)  # then all rows go on to the end
+    ends = torch.as_tensor(ends, device=answer.device).reshape(-1)
+    is_end = torch.isin(answer, ends)
+    told = is_end.cumsum(1) - is_end.long() == 0
+    if _option(model, options, "stop_strings") is not None or options.get("stopping_criteria"):
+        pad = _option(model, options, "pad_token_id")
+        pad = ends[0] if pad is None else torch.as_tensor(pad, device=answer.device)
+        told &= (answer != pad).flip(1).cumsum(1).flip(1).bool() | is_end
+    return told
+
+
+def _generated(model: Any, whole: Any, told: int, held: int, options: dict[str, Any]) -> Any:
+    """Return the output of `generate` for all tokens, the first of which are in a cache.
+
+    `told`: tokens that a streamer does not get. `held`: tokens in the cache, which releases of transformers read again
+    if they make drafts. So they get the others alone.
+    """
+    drafts = any(_option(model, options, name) for name in _DRAFTS)
+    again = drafts and "next_sequence_length" in parameters_of(model, "prepare_inputs_for_generation")[0]
+    first, config = held if again else 0, options.get("generation_config")
+    if options.get("streamer") is not None:
+        options["streamer"] = _FromQuestionOn(options["streamer"], told - first)
+    if not first:
+        return model.generate(whole, **options)
+    most = None if config is None or config.max_new_tokens is not None else config.max_length
+    most = options.get("max_length", most)
+    if most is not None:
+        options["max_length"] = most - first
+    found = model.generate(whole[:, first:], **options)
+    if isinstance(found, torch.Tensor):
+        return torch.cat([whole[:, :first], found], 1)
+    found.sequences = torch.cat([whole[:, :first], found.sequences], 1)
+    return found
+
+
+class _FromQuestionOn:
+    """A streamer that hands on all but the first tokens of a prompt."""
+
+    def __init__(self, streamer: Any, length: int) -> None:
+        self.streamer, self.length = streamer, length
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, and then each token."""
+        if self.length:
+            value, self.length = value[..., self.length :], 0
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        """Take notice of the end."""
+        self.streamer.end()

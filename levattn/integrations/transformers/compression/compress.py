@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,22 +13,18 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
-from levattn.integrations.transformers.calls import as_cache_of, tokens_of
+from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.changes import check_model
-from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
-from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer, slot_counts
-from levattn.integrations.transformers.compression.origin import Origin, changing_positions
-from levattn.integrations.transformers.compression.profile import Shares
-from levattn.integrations.transformers.compression.slots import (
-    HeadSlots,
-    Seen,
-    SlotArrays,
-    Split,
-    appended,
-    padded_together,
-    slots_of,
-    together,
+from levattn.integrations.transformers.compression import slots
+from levattn.integrations.transformers.compression.cache import (
+    CompressedCache,
+    check_padding,
+    token_positions,
+    tokens_and_present,
 )
+from levattn.integrations.transformers.compression.files import Origin, changing_positions
+from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
+from levattn.integrations.transformers.compression.profile import Shares
 from levattn.integrations.transformers.compression.stand_in import UnreadError
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
@@ -86,7 +83,7 @@ def compress(
         then keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions
         stay, and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that
         keep everything. Never if None. In a batch, `CompressedCache.ask` does it between questions, as rows may end
-        early. Padding counts in the statistics of the queries, so a head that is cut may choose other keys than alone.
+        early.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -123,83 +120,61 @@ def compress(
     >>> [row["slots"] for row in cache.table()]
     [9.0, 40.0, 40.0, 40.0]
     """
-    tokens, present = _read(context)
+    tokens, present = tokens_and_present("context", context)
     check_model(model)
-    _check_decoder(model)
-    _check_positions(model, present)
-    if chunk is not None:
-        _check_chunks(model)
-    chunk = tokens.shape[1] if chunk is None else whole_number("chunk", chunk)
-    split = Split(whole_number("sinks", sinks, 0), _share("window", window), _share("summaries", summaries))
-    if split.window + split.summaries > 1:
-        raise ValueError(f"window={window!r} and summaries={summaries!r} are more than 1 together; expected at most 1")
+    _check(model, present, chunk)
+    P = tokens.shape[1]
+    chunk = P if chunk is None else whole_number("chunk", chunk)
+    split = slots.Split.of(sinks, window, summaries)
     if renew_every is not None:
         renew_every = whole_number("renew_every", renew_every)
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     shares = Shares.of(budget, heads, set(range(len(layers))) - sliding, sliding)
     cache = CompressedCache(layers, tokens, present, Origin(model))
-    keeper = _Keeper(cache, present, shares, split, renew_every)
-    base, P = model.base_model, tokens.shape[1]
+    keeper = _Keeper(cache, shares, split, renew_every)
+    base = model.base_model
     check_padding(model, layers, present)
     positions = token_positions(model, present)
-    with torch.no_grad(), reported(progress, P, "positions") as advance:
+    # out of inference mode, so that gradients may read the slots
+    with torch.inference_mode(mode=False), torch.no_grad(), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
-            keeper.begin(first, last)
             inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": True}
             if not bool(present.all()):
                 inputs["attention_mask"] = present[:, :last].long()
             if positions is not None:
                 inputs["position_ids"] = positions[:, first:last]
             try:
-                base(**inputs, **as_cache_of(base, cache))
+                with keeper.reading(model, first, last):
+                    base(**inputs, **as_cache_of(base, cache))
             except UnreadError as error:
                 raise ValueError(f"{type(model).__name__}: {error}") from error
-            keeper.end(model)
             advance(last - first)
-    keeper.close()
+        keeper.close()
     return cache
 
 
-def _read(context: Any) -> tuple[Any, Any]:
-    """Return the tokens of a context and their padding mask, False for padding, both (B, P), or raise."""
-    context, mask = tokens_of("context", context)
-    present = mask.bool()
-    if not bool(present.any(1).all()):
-        raise ValueError("context has a sequence without positions; expected at least one in each. Leave it out")
-    return context, present
-
-
-def _check_positions(model: Any, present: Any) -> None:
-    """Raise if a model has learned its positions, and the context has more."""
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = int(present.sum(1).max())
-    if most is None or longest <= most:
-        return
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding):
-            raise ValueError(
-                f"context has {longest} tokens; expected at most max_position_embeddings={most}, as {name} of the "
-                f"{type(model).__name__} has no more positions. Give a shorter context"
-            )
-
-
-def _check_decoder(model: Any) -> None:
-    """Raise for a model that is no decoder."""
+def _check(model: Any, present: Any, chunk: int | None) -> None:
+    """Raise for a model that is no decoder, or whose positions allow no such context or no chunks."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # without the part that reads images
     causal = [module.is_causal for module in (decoder or model).modules() if hasattr(module, "is_causal")]
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
-        raise ValueError(f"{type(model).__name__} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
-
-
-def _check_chunks(model: Any) -> None:
-    """Raise for a model whose keys of early positions depend on how many positions follow."""
+        raise ValueError(f"{name} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
+    most, longest = getattr(config, "max_position_embeddings", None), int(present.sum(1).max())
+    for where, module in model.named_modules():
+        learned = where.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding)
+        if learned and most is not None and longest > most:
+            raise ValueError(
+                f"context has {longest} tokens; expected at most max_position_embeddings={most}, as {where} of the "
+                f"{name} has no more positions. Give a shorter context"
+            )
     kind = changing_positions(model)
-    if kind is not None:
+    if kind is not None and chunk is not None:  # keys of early positions depend on how many positions follow
         raise ValueError(
-            f"chunk was given for a {type(model).__name__}, whose rotary positions ({kind!r}) change with the length "
-            "of the context; expected None. Read the context at once"
+            f"chunk was given for a {name}, whose rotary positions ({kind!r}) change with the length of the context; "
+            "expected None. Read the context at once"
         )
 
 
@@ -219,82 +194,58 @@ def _without_keys(model: Any, number: int) -> ValueError:
     )
 
 
-def _let_go(layer: Any) -> None:
-    """Free the array of all positions that a layer with a sliding window has read: its window is a view of it."""
-    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-
-
-def _share(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r}; expected a share in [0, 1]")
-    return float(value)
-
-
-@dataclass
 class _Keeper:
-    """The slots of each layer, while the model reads a context chunk by chunk."""
+    """Keeps the slots of each layer, while the model reads a context chunk by chunk."""
 
-    cache: CompressedCache
-    present: Any
-    shares: Shares
-    split: Split
-    renew_every: int | None
-    first: int = 0
-    last: int = 0
-    found: dict[int, tuple[HeadSlots, ...]] = field(default_factory=dict)
-    seen: dict[int, Seen] = field(default_factory=dict)  # of layers that will renew their slots
-
-    def begin(self, first: int, last: int) -> None:
-        """Note the positions of the next chunk."""
-        self.first, self.last = first, last
-        for layer in self._layers():
+    def __init__(self, cache: CompressedCache, shares: Shares, split: slots.Split, renew_every: int | None) -> None:
+        self.cache, self.shares, self.split, self.renew_every = cache, shares, split, renew_every
+        self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+        self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
+        self.seen: dict[int, list[slots.Seen]] = {}  # of layers that will renew their slots
+        self.first, self.last = 0, 0
+        for layer in self.layers:
             layer.look = self._look
 
-    def _layers(self) -> list[CompressedLayer]:
-        return [layer for layer in self.cache.layers if isinstance(layer, CompressedLayer)]
+    @contextmanager
+    def reading(self, model: Any, first: int, last: int) -> Iterator[None]:
+        """Keep the slots of the positions from `first` to `last`, which the model reads in the block."""
+        self.first, self.last = first, last
+        yield
+        for number, layer in enumerate(self.cache.layers):
+            if number in self.found:
+                layer.keep(self.found.pop(number), self.cache.present[:, :last])
+            if layer.get_seq_length() != last or getattr(layer, "fresh", 0):
+                raise _without_keys(model, number)
+            if layer.is_sliding:  # frees the array of all positions, as the window is a view of it
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     def _look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
         """Keep the slots of a layer for the chunk that the model reads."""
+        layer = self.cache.layers[number]
         groups = self._kept(number, q * scale, k, v)
-        if self.first:
-            pairs = zip(self.cache.layers[number].groups, groups, strict=True)
-            groups = tuple(appended(a, b) for a, b in pairs)
+        if layer.groups:
+            groups = tuple(slots.appended(a, b) for a, b in zip(layer.groups, groups, strict=True))
         self.found[number] = groups
         if self.renew_every is not None:
-            here = self.present[:, self.first : self.last]
-            new = seen_by_layer(q * scale, k, None if bool(here.all()) else here, _ASKING)
-            self.seen[number] = new if number not in self.seen else self.seen[number].plus(new)
-
-    def end(self, model: Any) -> None:
-        """Add the positions of the chunk to the context."""
-        for number, layer in enumerate(self.cache.layers):
-            if isinstance(layer, CompressedLayer):
-                if layer.fresh != self.last - self.first or number not in self.found:
-                    raise _without_keys(model, number)
-                layer.keep(self.found.pop(number))
-            elif layer.get_seq_length() != self.last:
-                raise _without_keys(model, number)
-            else:
-                _let_go(layer)
+            here = self.cache.present[:, self.first : self.last]
+            self.seen[number] = seen_by_layer(q * scale, k, here, _ASKING, self.seen.get(number))
 
     def close(self) -> None:
         """Let the layers be read, as the whole context is there."""
-        for layer in self._layers():
+        for layer in self.layers:
             layer.look = None
             if self.renew_every is not None:
-                heads = [head for group in layer.groups for head in group.heads]
-                shares = self.shares.of_layer(layer.number, len(heads))
-                whole = frozenset(head for head in heads if shares[head] == 1)
-                counts = self.present.sum(1).cpu()
-                slots = torch.stack([slot_counts(group) for group in layer.groups])
-                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], counts, slots)
+                shares = self.shares.of_layer(layer.number, sum(len(group.heads) for group in layer.groups))
+                whole = frozenset(head for head, share in enumerate(shares) if share == 1)
+                held = torch.stack([slots.slot_counts(group) for group in layer.groups])
+                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], held)
 
-    def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
+    def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[slots.HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each share."""
         (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
         shares = self.shares.of_layer(number, G)
         order = sorted(range(G), key=lambda head: shares[head] % 1, reverse=True)  # slow heads first
-        found: dict[tuple[int, int], Any] = {}
+        found: dict[tuple[int, int], slots.SlotArrays] = {}
 
         def keep(i: int) -> None:
             b, head = i % B, order[i // B]
@@ -304,14 +255,14 @@ class _Keeper:
         groups = []
         for share in sorted(set(shares)):
             heads = tuple(head for head in range(G) if shares[head] == share)
-            parts = [together([found[b, head] for head in heads]) for b in range(B)]
-            groups.append(padded_together(heads, parts))
+            parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
+            groups.append(slots.padded_together(heads, parts))
         return tuple(groups)
 
-    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> SlotArrays:
+    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> slots.SlotArrays:
         """Return keys, values, log-weights and places for a head of a sequence that keeps a share of its bytes."""
-        here = self.present[b, self.first : self.last].to(K.device)
-        before = int(self.present[b, : self.first].sum())
+        here = self.cache.present[b, self.first : self.last].to(K.device)
+        before = int(self.cache.present[b, : self.first].sum())
         if not bool(here.all()):
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, width = K.shape[1], K.shape[2] + V.shape[2]
@@ -322,4 +273,5 @@ class _Keeper:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return K.clone(), V.clone(), None, places.expand(K.shape[:2])
         step = max(1, Q.shape[1] * n // _ASKING)
-        return slots_of(Seen.of(Q[:, :, ::step].flatten(1, 2), K), K, V, count, split, before)
+        seen = slots.Seen.of(Q[:, :, ::step].flatten(1, 2), K)
+        return slots.slots_of(seen, K, V, count, split, before)

@@ -2,135 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from levattn.integrations.transformers.compression.attended import attended
+from levattn._core.checks import whole_number
+from levattn._kernels.tensors import memory_of, tensor_of
+from levattn.attention.pruned import choice
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,
     SlotArrays,
     Split,
+    attended,
     both_slots,
     padded_together,
     slots_of,
 )
-from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
+from levattn.integrations.transformers.compression.stand_in import handed_over
 from levattn.integrations.transformers.masks import padding_and_kind
 
+Groups = tuple[HeadSlots, ...]  # of heads with one share each
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
 
+@dataclass
 class Tail:
-    """Keys and values (B, G, t, ·) of the positions after the context, in arrays with room for more."""
+    """Arrays (B, G, t, ·) of the positions after the context, such as keys and values, with room for more."""
 
-    def __init__(self) -> None:
-        self._room: list[Any] = []
-        self._own = False  # whether nobody else reads the arrays, not even a backward pass
-        self.length = 0
+    _room: list[Any] = field(default_factory=list)
+    length: int = 0
+    _own: bool = False  # whether nobody else reads the arrays, not even a backward pass
 
-    def append(self, keys: Any, values: Any) -> None:
-        """Append the keys and values of further positions."""
-        more = self.length + keys.shape[2]
-        if torch.is_grad_enabled() or (
-            self._room and self._room[0].is_inference() != torch.is_inference_mode_enabled()
-        ):
-            # what a backward pass has saved, or another mode has made, must not change
-            pairs = zip(self.arrays, (keys, values), strict=True) if self._room else ()
-            self._room = [torch.cat(pair, 2) for pair in pairs] or [keys, values]
-            self._own, self.length = False, more
-            return
-        if not self._own or more > self._room[0].shape[2]:
-            grown = [like.new_zeros((*like.shape[:2], 2 * more, like.shape[3])) for like in (keys, values)]
-            for new, old in zip(grown, self._room, strict=False):
-                new[:, :, : self.length] = old[:, :, : self.length]
-            self._room, self._own = grown, True
-        for room, new in zip(self._room, (keys, values), strict=True):
-            room[:, :, self.length : more] = new
+    def append(self, *new: Any) -> None:
+        """Append the arrays of further positions."""
+        more = self.length + new[0].shape[2]
+        # what a backward pass has saved, or another mode has made, must not change
+        other = bool(self._room) and self._room[0].is_inference() != torch.is_inference_mode_enabled()
+        fixed = torch.is_grad_enabled() or other
+        if not fixed and self._own and more <= self._room[0].shape[2]:
+            for room, array in zip(self._room, new, strict=True):
+                room[:, :, self.length : more] = array
+        else:
+            pairs = zip(self.arrays, new, strict=False)
+            self._room = [torch.cat(pair, 2) for pair in pairs] or [*new]
+            if not fixed:
+                self._room = [pad(room, (0, 0, 0, more)) for room in self._room]
+            self._own = not fixed
         self.length = more
 
     @property
-    def arrays(self) -> tuple[Any, Any]:
-        """Keys and values of the positions so far."""
-        keys, values = (room[:, :, : self.length] for room in self._room)
-        return keys, values
+    def arrays(self) -> list[Any]:
+        """The arrays of the positions so far, if there are any."""
+        return [room[:, :, : self.length] for room in self._room]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays, with their room for more positions."""
-        return sum(room.numel() * room.element_size() for room in self._room)
+        return sum(room.nbytes for room in self._room)
 
     def copy(self) -> Tail:
         """Return a copy with arrays of its own."""
-        tail = Tail()
-        if self.length:
-            tail._room, tail.length = [array.clone() for array in self.arrays], self.length
-        return tail
+        return Tail([array.clone() for array in self.arrays], self.length)
 
     def change(self, length: int, rows: Any) -> None:
         """Keep the first positions, of the sequences with these numbers (None for all)."""
         self.length = min(self.length, length)
-        if self._room and rows is not None:
+        if rows is not None:
             self._room = [room[rows.to(room.device)] for room in self._room]
 
 
-@dataclass(frozen=True, eq=False)
-class _Reading:
-    """A call of a layer that reads slots and later positions, or a chunk of the context that `look` keeps."""
+def seen_by_layer(q: Any, K: Any, present: Any, most: int, before: list[Seen] | None = None) -> list[Seen]:
+    """Return the moments of queries (B, H, T, d), times their scale, and keys (B, G, T, d), of each sequence.
 
-    number: int
-    rows: int
-    groups: tuple[HeadSlots, ...]
-    tail: tuple[Any, Any]
-    length: int  # positions of the slots
-    look: Look | None = None
-    renewal: Renewal | None = None
-
-    @property
-    def real(self) -> tuple[Any, Any] | None:
-        """The keys and values, if there are no slots before them."""
-        return None if self.groups else self.tail
-
-    def answered(self, asked: Asked) -> Any:
-        """Return the output (B, H, T, D), or None if the model's own attention computes it."""
-        q, layer = asked.q, f"layer {self.number}"
-        if self.look is not None:
-            self.look(self.number, q, *self.tail, asked.scale)
-        if not self.groups:
-            return None
-        keys = self.length + self.tail[0].shape[2]
-        present, causal = padding_and_kind(layer, asked.mask, self.rows, keys, True, whole=False)
-        if not causal:
-            raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
-        after = None if present is None or present[:, self.length :].all() else present[:, self.length :]
-        if self.renewal is not None:
-            self.renewal.take(q * asked.scale, self.tail[0], after)
-        kind = self.tail[0].dtype
-        return attended(q.to(kind), self.groups, self.tail, after, asked.scale, asked.softcap)
-
-
-def seen_by_layer(q: Any, K: Any, present: Any, most: int) -> Seen:
-    """Return the moments of queries (B, H, T, d), times their scale, and keys (B, G, T, d), of each sequence and head.
-
-    `most`: of the queries of a head that are read, about. `present`: (B, T) bool, or None.
+    `most`: of the queries of a head that are read, about. `present`: (B, T) bool, or None. `before`: earlier moments.
     """
-    step = max(1, q.shape[1] // K.shape[1] * q.shape[2] // most)
-    q = q.unflatten(1, (K.shape[1], -1))[:, :, :, ::step]
-    if present is not None:  # as if padding asked for nothing
-        q, K = q * present[:, None, None, ::step, None], K * present[:, None, :, None]
-    return Seen.of(q.flatten(2, 3).flatten(0, 1), K.flatten(0, 1))
-
-
-def slot_counts(group: HeadSlots) -> Any:
-    """Return the number of slots of each sequence, (B,), the most of its heads."""
-    if group.log_weight is None:
-        return torch.full((len(group.keys),), group.keys.shape[2])
-    return (group.log_weight > -torch.inf).sum(2).amax(1).cpu()
+    found = []
+    for b in range(len(K)):
+        here = slice(None) if present is None else present[b].to(K.device)
+        Q = q[b][:, here].unflatten(0, (K.shape[1], -1))
+        step = max(1, Q.shape[1] * Q.shape[2] // most)
+        seen = Seen.of(Q[:, :, ::step].flatten(1, 2), K[b][:, here])
+        found.append(seen if before is None else before[b].plus(seen))
+    return found
 
 
 @dataclass
@@ -141,13 +100,13 @@ class Renewal:
 
     whole: heads that keep everything.
 
-    seen: moments for each sequence and head.
-
-    counts: (B,) positions of each sequence in its slots, without padding.
+    seen: moments of the queries and keys in the slots, for each sequence.
 
     slots: (groups, B) how many slots a head has in each sequence.
 
-    present: (B, t) bool, of the positions after them, or None for all.
+    asked: queries (B, H, t, d) of the positions after them, times their scale.
+
+    present: (B, t) bool, of these positions, or None for all.
 
     paused: whether it waits, because no mask tells yet which positions are padding.
     """
@@ -155,82 +114,125 @@ class Renewal:
     every: int
     split: Split
     whole: frozenset[int]
-    seen: Seen
-    counts: Any
+    seen: list[Seen]
     slots: Any
+    asked: Tail = field(default_factory=Tail)
     present: Any = None
     paused: bool = False
 
-    def take(self, q: Any, K: Any, present: Any) -> None:
-        """Learn from the queries (B, H, T, d) of a call, times their scale; K: of all positions after the slots."""
-        T = q.shape[2]
-        here = None if present is None else present[:, -T:]
-        with torch.no_grad():
-            self.seen = self.seen.plus(seen_by_layer(q, K[:, :, -T:], here, T * q.shape[1]))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of moments and queries."""
+        return sum(seen.nbytes for seen in self.seen) + self.asked.nbytes
+
+    def take(self, q: Any, present: Any, length: int) -> None:
+        """Note the queries (B, H, T, d) of a call, times their scale; `length`: of all positions after the slots."""
+        before = length - q.shape[2]
+        self.asked.change(before, None)
+        if self.asked.length < before:  # a call failed before it asked
+            self.asked.append(q.new_zeros((*q.shape[:2], before - self.asked.length, q.shape[3])))
+        self.asked.append(q.detach())
         self.present = present
 
-    def renewed(self, groups: tuple[HeadSlots, ...], tail: tuple[Any, Any]) -> tuple[HeadSlots, ...]:
-        """Return the slots of all positions so far, as many as before in each head that is cut."""
-        B, G, t, _ = tail[0].shape
-        present = torch.ones(B, t, dtype=torch.bool) if self.present is None else self.present[:, :t]
-        counts = self.counts.tolist()
+    def change(self, length: int, rows: Any) -> None:
+        """Keep the first positions after the slots, of the sequences with these numbers (None for all)."""
+        self.asked.change(length, rows)
+        self.present = None if self.present is None else self.present[:, :length]
+        if rows is not None:
+            self.seen, self.slots = [self.seen[row] for row in rows.tolist()], self.slots[:, rows.cpu()]
+            self.present = None if self.present is None else self.present[rows.to(self.present.device)]
+
+    def renewed(self, groups: Groups, tail: Sequence[Any], before: Any) -> tuple[Groups, Any]:
+        """Return the slots of all positions so far, as many as before in each head that is cut, and their padding.
+
+        `before`: (B, n) bool, which positions of the slots are no padding.
+        """
+        B, _, t, _ = tail[0].shape
+        present = before.new_ones((B, t)) if self.present is None else self.present.to(before.device)
+        q = self.asked.arrays[0][:, :, :t]  # without those of a question that was undone
+        seen = seen_by_layer(q, tail[0], present, q.shape[1] * t, self.seen)
+        counts = before.sum(1).tolist()
 
         def of_sequence(i: int, b: int) -> SlotArrays:
-            group = groups[i]
-            heads, here = list(group.heads), present[b].to(tail[0].device)
-            K, V = (array[b, heads][:, here] for array in tail)
+            held, heads = groups[i].of_sequences(torch.tensor(b)).arrays, list(groups[i].heads)
+            K, V = (array[b, heads][:, present[b].to(array.device)] for array in tail)
             if self.whole.issuperset(heads):
                 places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
-                return both_slots(group.of_sequence(b), (K, V, None, places.expand(K.shape[:2])))
+                return both_slots(held, (K, V, None, places.expand(K.shape[:2])))
             if not K.shape[1]:
-                return group.of_sequence(b)
-            seen = self.seen.of_items(b * G + np.array(heads))
-            return slots_of(seen, K, V, int(self.slots[i, b]), self.split, counts[b], group.of_sequence(b))
+                return held
+            return slots_of(seen[b].of_heads(heads), K, V, int(self.slots[i, b]), self.split, counts[b], held)
 
         parts = [[of_sequence(i, b) for b in range(B)] for i in range(len(groups))]
         found = [padded_together(group.heads, part) for group, part in zip(groups, parts, strict=True)]
-        self.counts, self.present = self.counts + present.sum(1).cpu(), None
-        return tuple(found)
+        self.seen, self.asked, self.present = seen, Tail(), None
+        return tuple(found), torch.cat([before, present], 1)
 
-    def of_sequences(self, rows: Any, heads: int) -> Renewal:
-        """Return the same for the sequences with these numbers."""
-        items = (rows.cpu()[:, None] * heads + torch.arange(heads)).reshape(-1).numpy()
-        present = None if self.present is None else self.present[rows.to(self.present.device)]
-        rows = rows.cpu()
-        moved = {"counts": self.counts[rows], "slots": self.slots[:, rows], "present": present}
-        return replace(self, seen=self.seen.of_items(items), **moved)
+    def to_arrays(self, t: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return figures and arrays that `from_arrays` reads, with t positions after the slots."""
+        figures = {"every": self.every, "split": list(vars(self.split).values()), "whole": sorted(self.whole)}
+        counts = [[seen.queries.count, seen.keys.count] for seen in self.seen]
+        moments = zip(*((seen.queries.total, seen.queries.second, seen.keys.total) for seen in self.seen), strict=True)
+        pairs = zip(("queries", "squares", "keys"), moments, strict=True)
+        arrays = {name: torch.stack([tensor_of(array) for array in parts]) for name, parts in pairs}
+        none = torch.ones((len(self.seen), t), dtype=torch.bool)
+        arrays |= {"slots": self.slots, "present": none if self.present is None else self.present[:, :t]}
+        if 0 < t <= self.asked.length:  # else a call failed before it asked
+            arrays["asked"] = self.asked.arrays[0][:, :, :t]
+        return {**figures, "seen": counts}, arrays
+
+    @classmethod
+    def from_arrays(cls, figures: dict[str, Any], arrays: dict[str, Any]) -> Renewal:
+        """Return the renewal that `to_arrays` told of, or raise."""
+        every, split = whole_number("renew_every", figures["every"]), Split.of(*figures["split"])
+        moments = (memory_of(arrays[name]) for name in ("queries", "squares", "keys"))
+        seen = []
+        for counts, queries, squares, keys in zip(figures["seen"], *moments, strict=True):
+            asked, numbers = (whole_number("seen", count, 0) for count in counts)
+            seen.append(Seen(choice.Sums(queries, squares, asked), choice.Sums(keys, None, numbers)))
+        renewal = cls(
+            every, split, frozenset(figures["whole"]), seen, arrays["slots"].cpu(), present=arrays["present"]
+        )
+        if "asked" in arrays:
+            renewal.asked.append(arrays["asked"])
+        return renewal
 
 
 class CompressedLayer(DynamicLayer):  # type: ignore[misc]
     """The slots of a context in a layer, and the keys and values of the positions after it."""
 
-    def __init__(self, number: int, groups: tuple[HeadSlots, ...] = (), length: int = 0) -> None:
+    def __init__(self, number: int, groups: Groups = (), present: Any = None) -> None:
         super().__init__()
         self.number = number
         self.groups = groups
-        self.length = length  # positions of the context
+        self.present = present  # (B, n) bool, which positions of the slots are no padding
         self.tail = Tail()
         self.look: Look | None = None  # what keeps the slots of the context while it is read
         self.fresh = 0  # positions of the chunk that is being read
         self.renewal: Renewal | None = None
         self.is_initialized = True
 
+    @property
+    def length(self) -> int:
+        """Positions of the slots, padding included."""
+        return 0 if self.present is None else int(self.present.shape[1])
+
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Append new keys and values, and return stand-ins for all of them."""
-        rows = key_states.shape[2]
+        rows, tail = key_states.shape[2], [key_states, value_states]
         if self.look is None:
-            self._check(key_states, value_states)
-            self.renew()
-            self.tail.append(key_states, value_states)
-            tail = self.tail.arrays
+            tail = self._append(key_states, value_states)
         else:
-            tail, self.fresh = (key_states, value_states), rows
-        reading = _Reading(self.number, rows, self.groups, tail, self.length, self.look, self.renewal)
-        return handed_over(reading, key_states.shape[1], self.length + tail[0].shape[2], tail)
+            self.fresh = rows
+        length = self.length + tail[0].shape[2] if self.groups else None
+        keys, values = handed_over(self.number, rows, partial(self._answered, tail), tail, length)
+        return keys, values
 
-    def _check(self, keys: Any, values: Any) -> None:
-        """Raise for keys of another model."""
+    def _append(self, keys: Any, values: Any) -> list[Any]:
+        """Append keys and values, and return all after the slots; raise for keys of another model."""
         held = self.groups[0]
+        if torch.is_autocast_enabled(keys.device.type):
+            keys, values = keys.to(held.keys.dtype), values.to(held.values.dtype)
         heads = sum(len(group.heads) for group in self.groups)
         for name, new, old in (("keys", keys, held.keys), ("values", values, held.values)):
             if (new.shape[1], new.shape[3], new.dtype) != (heads, old.shape[3], old.dtype):
@@ -239,26 +241,55 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
                     f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the cache's model and dtype. "
                     "Compress the context with this model"
                 )
+        self.renew()
+        self.tail.append(keys, values)
+        return self.tail.arrays
+
+    def _answered(self, tail: Sequence[Any], q: Any, mask: Any, scale: float, softcap: float | None) -> Any:
+        """Return the output (B, H, T, D), or None if the model's own attention computes it."""
+        layer = f"layer {self.number}"
+        if self.look is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                self.look(self.number, q, tail[0], tail[1], scale)
+        if not self.groups:
+            return None
+        rows, length = q.shape[2], tail[0].shape[2]
+        present, causal = padding_and_kind(layer, mask, rows, self.length + length, True, whole=False)
+        if not causal:
+            raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
+        after = None
+        if present is not None:
+            before, after = present[:, : self.length], present[:, self.length :]
+            if bool((self.present.to(before.device) & ~before).any()):
+                raise ValueError(
+                    f"{layer} was given an attention mask that hides positions of the context other than its padding; "
+                    "expected 1 for them, as a slot may stand for several. Compress the context with this mask"
+                )
+            after = None if bool(after.all()) else after
+        if self.renewal is not None:
+            self.renewal.take(q * scale, after, length)
+        groups, kind = self.groups, tail[0].dtype
+        if torch.is_autocast_enabled(q.device.type) and kind != torch.float64:
+            kind = torch.get_autocast_dtype(q.device.type)
+            groups = tuple(replace(x, keys=x.keys.to(kind), values=x.values.to(kind)) for x in groups)
+            tail = [array.to(kind) for array in tail]
+        return attended(q.to(kind), groups, tail, after, scale, softcap)
 
     def renew(self) -> None:
         """Compress the positions after the slots, if there are enough of them."""
         renewal = self.renewal
         if renewal is None or renewal.paused or self.tail.length < renewal.every:
             return
-        if any(array.requires_grad for array in self.tail.arrays):
-            return
-        with torch.no_grad():
-            self.groups = renewal.renewed(self.groups, self.tail.arrays)
-        self.length, self.tail = self.length + self.tail.length, Tail()
+        tail = self.tail.arrays
+        if renewal.asked.length < self.tail.length or any(array.requires_grad for array in tail):
+            return  # a call failed before it asked, or a backward pass will read the tail
+        with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast(tail[0].device.type, enabled=False):
+            self.groups, self.present = renewal.renewed(self.groups, tail, self.present)
+        self.tail = Tail()
 
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return int(self.groups[0].keys.shape[0])
-
-    def keep(self, groups: tuple[HeadSlots, ...]) -> None:
-        """Add the positions of the chunk that was read to the context, which has these slots from now on."""
-        self.groups, self.length, self.fresh = groups, self.length + self.fresh, 0
+    def keep(self, groups: tuple[HeadSlots, ...], present: Any) -> None:
+        """Add the chunk that was read to the context, which has these slots from now on; present: of all of it."""
+        self.groups, self.present, self.fresh = groups, present, 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate nothing: arrays grow as positions come."""
@@ -269,40 +300,43 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots and of the positions after the context."""
-        return sum(group.nbytes for group in self.groups) + self.tail.nbytes
+        """Bytes of the slots, of the positions after the context, and of the moments and queries for renewal."""
+        renewal = 0 if self.renewal is None else self.renewal.nbytes
+        return sum(group.nbytes for group in self.groups) + self.tail.nbytes + renewal
 
     def copy(self) -> CompressedLayer:
         """Return a layer that shares the slots and has its own further positions."""
-        layer = CompressedLayer(self.number, self.groups, self.length)
+        layer = CompressedLayer(self.number, self.groups, self.present)
         layer.tail = self.tail.copy()
-        layer.renewal = None if self.renewal is None else replace(self.renewal)
+        layer.renewal = None if self.renewal is None else replace(self.renewal, asked=self.renewal.asked.copy())
         return layer
 
     __copy__ = copy
 
     def reset(self) -> None:
         """Forget the positions after the context."""
-        self.tail = Tail()
+        self.crop(-self.tail.length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last positions; a negative number gives how many."""
-        self.tail.change(self.tail.length + tokens_to_remove, None)
+        self._change(self.tail.length + tokens_to_remove, None)
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the sequences with these numbers, for beam search."""
-        self.batch_select_indices(beam_idx)
+    def _change(self, length: int, rows: Any) -> None:
+        self.tail.change(length, rows)
+        if self.renewal is not None:
+            self.renewal.change(length, rows)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Take the sequences with these numbers."""
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
-        if self.renewal is not None:
-            self.renewal = self.renewal.of_sequences(rows, sum(len(group.heads) for group in self.groups))
         self.groups = tuple(group.of_sequences(rows) for group in self.groups)
-        self.tail.change(self.tail.length, rows)
+        self.present = self.present[rows.to(self.present.device)]
+        self._change(self.tail.length, rows)
+
+    reorder_cache = batch_select_indices  # for beam search
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        self.batch_select_indices(torch.arange(self.sequences).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.present)).repeat_interleave(repeats))

@@ -1,14 +1,21 @@
-"""The slots of a compressed head: chosen keys of a context, and summaries of the others with their weights."""
+"""The slots of a compressed head, and attention to them and to later tokens.
+
+Slots are chosen keys of a context, and summaries of the others with their weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned.contract import Summaries, mapped
+from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
@@ -17,6 +24,8 @@ from levattn.attention.pruned.checks import Checks
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
+_LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
+_ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or torch copies the mask
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,16 @@ class Split:
     sinks: int
     window: float
     summaries: float
+
+    @classmethod
+    def of(cls, sinks: Any, window: Any, summaries: Any) -> Split:
+        """Return the split for arguments of `compress`, or raise."""
+        for name, share in (("window", window), ("summaries", summaries)):
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share!r}; expected a share in [0, 1]")
+        if window + summaries > 1:
+            raise ValueError(f"{window=} and {summaries=} are more than 1 together; expected at most 1")
+        return cls(whole_number("sinks", sinks, 0), float(window), float(summaries))
 
     def counts(self, slots: int) -> tuple[int, int, int, int]:
         """Return the numbers of sinks, selected positions, last positions and summaries."""
@@ -56,24 +75,23 @@ class HeadSlots:
     places: Any
 
     @property
+    def arrays(self) -> SlotArrays:
+        """Keys, values, log-weights and places."""
+        return self.keys, self.values, self.log_weight, self.places
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys, values and weights."""
-        arrays = (self.keys, self.values, self.log_weight)
-        return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+        return sum(array.nbytes for array in self.arrays[:3] if array is not None)
 
     def of_heads(self, heads: tuple[int, ...]) -> HeadSlots:
         """Return the slots of some of the heads."""
-        index = torch.tensor([self.heads.index(head) for head in heads], device=self.keys.device)
-        found: HeadSlots = mapped(self, lambda array: array.index_select(1, index))
+        index = [self.heads.index(head) for head in heads]
+        found: HeadSlots = mapped(self, lambda array: array[:, index])
         return replace(found, heads=heads)
 
-    def of_sequence(self, b: int) -> SlotArrays:
-        """Return the slots of a sequence, as `slots_of` returns them."""
-        weight = None if self.log_weight is None else self.log_weight[b]
-        return self.keys[b], self.values[b], weight, self.places[b]
-
     def of_sequences(self, rows: Any) -> HeadSlots:
-        """Return the slots of the sequences with these numbers."""
+        """Return the slots of the sequences with these numbers, or of one of them without its axis."""
         found: HeadSlots = mapped(self, lambda array: array[rows.to(array.device)])
         return found
 
@@ -94,14 +112,15 @@ class Seen:
         """Return the moments of the queries and keys of both."""
         return Seen(self.queries.plus(other.queries), self.keys.plus(other.keys))
 
-    def of_items(self, items: Any) -> Seen:
-        """Return the moments of the heads with these numbers, a numpy array."""
-        return Seen(*(_some(sums, items) for sums in (self.queries, self.keys)))
+    def of_heads(self, heads: list[int]) -> Seen:
+        """Return the moments of some of the heads."""
+        found: Seen = mapped(self, lambda array: array[heads])
+        return found
 
-
-def _some(sums: choice.Sums, items: Any) -> choice.Sums:
-    second = None if sums.second is None else sums.second[items]
-    return replace(sums, total=sums.total[items], second=second)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the moments."""
+        return int(self.queries.total.nbytes + self.queries.second.nbytes + self.keys.total.nbytes)
 
 
 def _read(array: Any) -> Any:
@@ -117,7 +136,7 @@ def slots_of(
     `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of the positions before. Slots and new keys
     together are more than `count`.
     """
-    dtype, device = K.dtype, K.device
+    (dtype, of_values), device = (K.dtype, V.dtype), K.device
     K, V = _read(K), _read(V)
     xp, end = namespace_of(K), first + K.shape[1]
     place = xp.broadcast_to(xp.arange(first, end, device=device_of(K)), K.shape[:2])
@@ -155,7 +174,12 @@ def slots_of(
         places = xp.concat([places, xp.full_like(sums.count, -1, dtype=places.dtype)], axis=1)
     kept, values, places = map(tensor_of, (kept, values, places))
     weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
-    return kept.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
+    return kept.to(device, dtype), values.to(device, of_values), weights, places.to(device, torch.int32)
+
+
+def slot_counts(group: HeadSlots) -> Any:
+    """Return the number of slots of each sequence, (B,), the most of its heads."""
+    return (_weighted(group.arrays)[2] > -torch.inf).sum(2).amax(1).cpu()
 
 
 def together(parts: list[SlotArrays]) -> SlotArrays:
@@ -166,41 +190,179 @@ def together(parts: list[SlotArrays]) -> SlotArrays:
 
 def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
     """Join the slots of the same heads from two parts of a context."""
-    weights = None
     if first[2] is not None or second[2] is not None:
-        weights = torch.cat([_or_zeros(weight, keys) for keys, _, weight, _ in (first, second)], 1)
-    keys, values, places = (torch.cat([first[i], second[i]], 1) for i in (0, 1, 3))
-    return keys, values, weights, places
+        first, second = _weighted(first), _weighted(second)
+    pairs, axis = zip(first, second, strict=True), first[0].ndim - 2
+    keys, values, weight, places = (None if pair[0] is None else torch.cat(pair, axis) for pair in pairs)
+    return keys, values, weight, places
 
 
-def _or_zeros(weight: Any, keys: Any) -> Any:
-    """Return log-weights; None stands for zeros."""
-    return torch.zeros(keys.shape[:-1], device=keys.device) if weight is None else weight
+def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
+    """Join the slots of the same heads from two parts of a context."""
+    return HeadSlots(first.heads, *both_slots(first.arrays, second.arrays))
+
+
+def _weighted(slots: SlotArrays) -> SlotArrays:
+    """Return slots with log-weights; None stands for zeros."""
+    keys, values, weight, places = slots
+    return (
+        keys,
+        values,
+        torch.zeros(keys.shape[:-1], dtype=torch.float32, device=keys.device) if weight is None else weight,
+        places,
+    )
 
 
 def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlots:
     """Join the slots of several sequences, padding shorter ones with slots without weight."""
     most = max(keys.shape[1] for keys, *_ in parts)
-    plain = all(weight is None and keys.shape[1] == most for keys, _, weight, _ in parts)
+    if any(weight is not None or keys.shape[1] < most for keys, _, weight, _ in parts):
+        parts = [_weighted(part) for part in parts]
 
-    def filled(array: Any, value: float) -> Any:
-        missing = most - array.shape[1]
-        if not missing:
-            return array
-        return torch.cat([array, array.new_full((array.shape[0], missing, *array.shape[2:]), value)], 1)
+    def stacked(i: int, value: float) -> Any:
+        if parts[0][i] is None:
+            return None
+        before = (0, 0) * (parts[0][i].ndim - 2)  # axes after the axis of slots
+        return torch.stack([pad(part[i], (*before, 0, most - part[i].shape[1]), value=value) for part in parts])
 
-    keys, values = (torch.stack([filled(part[i], 0) for part in parts]) for i in (0, 1))
-    weights = None
-    if not plain:
-        weights = torch.stack([filled(_or_zeros(part[2], part[0]), -torch.inf) for part in parts])
-    return HeadSlots(heads, keys, values, weights, torch.stack([filled(part[3], -1) for part in parts]))
+    return HeadSlots(heads, stacked(0, 0), stacked(1, 0), stacked(2, -torch.inf), stacked(3, -1))
 
 
-def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
-    """Join the slots of the same heads from two parts of a context."""
-    weights = None
-    if first.log_weight is not None or second.log_weight is not None:
-        weights = torch.cat([_or_zeros(part.log_weight, part.keys) for part in (first, second)], 2)
-    pairs = ((first.keys, second.keys), (first.values, second.values), (first.places, second.places))
-    keys, values, places = (torch.cat(pair, 2) for pair in pairs)
-    return HeadSlots(first.heads, keys, values, weights, places)
+# -- attention to slots and later tokens, by the fused attention of torch where possible -----------------------------
+
+
+def attended(
+    q: Any, groups: tuple[HeadSlots, ...], tail: Sequence[Any], present: Any, scale: float, softcap: float | None
+) -> Any:
+    """Return the output (B, H, T, D) of queries that read the slots of a context and the tokens after it.
+
+    `q`: (B, H, T, d). `tail`: keys and values (B, G, t, ·) of the later tokens. The last T have the positions of q,
+    and attention to them is causal. `present`: (B, t) bool, False for padding; None if there is no padding. Padding
+    reads the context and itself.
+    """
+    (B, H, T), (G, t) = q.shape[:3], tail[0].shape[1:3]
+    by_columns = _by_columns(q, present, scale, softcap)
+    heads = H // G if by_columns else B * H  # that have their own rows in a mask, if there is one
+    step = max(1, _LOGITS // (heads * (t + max(group.keys.shape[2] for group in groups))))
+    order = [head for group in groups for head in group.heads]
+    parts = []
+    for first in range(0, T, step):
+        rows = q[:, :, first : first + step].unflatten(1, (G, -1))
+        count = rows.shape[3]
+        end = t - T + first + count  # none of the rows sees later tokens
+        seen = None
+        if not by_columns and (T > 1 or present is not None):  # one copy for each query head that shares keys
+            seen = _seen(count, end, present, q.device).repeat(1, 1, H // G, 1)
+        found = []
+        for group in groups:
+            own, *near = (_of_heads(array, group.heads) for array in (rows, tail[0][:, :, :end], tail[1][:, :, :end]))
+            if by_columns:
+                found.append(_causal(own.flatten(1, 2), group, near, scale).unflatten(1, (-1, H // G)))
+            else:
+                mixture = _mixture(own.flatten(2, 3), group, near, seen, scale, softcap)
+                found.append(mixture.unflatten(2, (H // G, count)))
+        Y = found[0] if len(found) == 1 else torch.cat(found, 1)
+        if order != sorted(order):
+            Y = Y.index_select(1, torch.as_tensor(order, device=q.device).argsort())
+        parts.append(Y.flatten(1, 2))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _on_device(q: Any) -> bool:
+    return bool(q.device.type != "cpu")
+
+
+def _by_columns(q: Any, present: Any, scale: float, softcap: float | None) -> bool:
+    """Tell whether log-weights become columns of keys: on a device, for several rows without padding.
+
+    A single row reads all keys, so its mask has one number for each key, and columns would be more.
+    """
+    many = q.shape[2] > 1 and present is None and softcap is None
+    return many and _on_device(q) and SCALES[0] < scale < SCALES[1]
+
+
+def _seen(count: int, t: int, present: Any, device: Any) -> Any:
+    """Return which tokens after the context the last `count` positions see, (B or 1, 1, count, t) bool."""
+    place = torch.arange(t, device=device)
+    own = place[t - count :, None]
+    seen = (place <= own)[None]
+    if present is not None:
+        seen = seen & (present[:, None, :t] | (place == own))
+    return seen[:, None]
+
+
+def _causal(q: Any, group: HeadSlots, near: Sequence[Any], scale: float) -> Any:
+    """Fused attention to slots and later tokens at once, with log-weights as products; `near` ends where q does."""
+    keys, values = (torch.cat(pair, 2) for pair in zip((group.keys, group.values), near, strict=True))
+    weight = group.log_weight
+    if weight is not None:
+        weight = pad(weight.to(torch.promote_types(q.dtype, torch.float32)), (0, near[0].shape[2]))
+    return attended_slots(q, keys, values, weight, scale, causal=True)
+
+
+def _of_heads(array: Any, heads: tuple[int, ...]) -> Any:
+    """Return the part (B, len(heads), ...) of an array (B, G, ...), a view where the heads follow each other."""
+    if heads[-1] - heads[0] + 1 == len(heads):
+        return array[:, heads[0] : heads[-1] + 1]
+    return array.index_select(1, torch.as_tensor(heads, device=array.device))
+
+
+def _mixture(q: Any, group: HeadSlots, near: Sequence[Any], seen: Any, scale: float, softcap: float | None) -> Any:
+    """Return the softmax mixture (B, G, L, D) of rows (B, G, L, d) over slots and the tokens after them.
+
+    `seen`: (B or 1, 1, L, t) bool, or None if all rows see all of these tokens.
+    """
+    asked = (q, *near, group.keys, group.values)
+    graded = torch.is_grad_enabled() and any(array.requires_grad for array in asked)
+    alike = group.keys.shape[-1] == group.values.shape[-1]
+    if softcap is not None or not alike or (graded and not _on_device(q)):
+        return _by_products(q, group, near, seen, scale, softcap)
+    if _on_device(q):
+        return _by_one_call(q, group, near, seen, scale)
+    return _by_parts(q, group, near, seen, scale)
+
+
+def _by_parts(q: Any, group: HeadSlots, near: Sequence[Any], seen: Any, scale: float) -> Any:
+    """Fused attention to slots and to later tokens, joined by the logarithms of their sums, without a copy."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kind = torch.promote_types(q.dtype, torch.float32)  # torch would misread a mask of another width
+    weight = None
+    if group.log_weight is not None:
+        weight = group.log_weight.to(kind)[:, :, None].expand(*q.shape[:3], -1)
+    far, far_sum = fused(q, group.keys, group.values, 0.0, False, attn_mask=weight, scale=scale)
+    mask = None
+    if seen is not None:
+        mask = torch.zeros(1, dtype=kind).masked_fill(~seen, -torch.inf).expand(*q.shape[:3], -1)
+    after, after_sum = fused(q, *near, 0.0, False, attn_mask=mask, scale=scale)
+    share = torch.sigmoid(far_sum - after_sum)[..., None]
+    return torch.lerp(after.to(share.dtype), far.to(share.dtype), share).to(q.dtype)
+
+
+def _by_one_call(q: Any, group: HeadSlots, near: Sequence[Any], seen: Any, scale: float) -> Any:
+    """Fused attention to slots and later tokens at once, with log-weights and the mask added to the logits."""
+    slots, count = group.keys.shape[2], group.keys.shape[2] + near[0].shape[2]
+    rows = 1 if seen is None else q.shape[2]
+    bias = q.new_zeros((*q.shape[:2], rows, -(-count // _ALIGNED) * _ALIGNED))[..., :count]
+    if group.log_weight is not None:
+        bias[..., :slots] = group.log_weight[:, :, None]
+    if seen is not None:
+        bias[..., slots:].masked_fill_(~seen, -torch.inf)
+    keys, values = (torch.cat(pair, 2) for pair in zip((group.keys, group.values), near, strict=True))
+    return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+
+
+def _by_products(q: Any, group: HeadSlots, near: Sequence[Any], seen: Any, scale: float, softcap: float | None) -> Any:
+    """Two products and one softmax: for bounded logits, and for gradients on the CPU."""
+    rows, s = q * scale, group.keys.shape[2]
+
+    def logits(K: Any) -> Any:
+        found = (rows @ K.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+        return found if softcap is None else torch.tanh(found / softcap) * softcap
+
+    far, after = logits(group.keys), logits(near[0])
+    if group.log_weight is not None:
+        far = far + group.log_weight[:, :, None]
+    if seen is not None:
+        after = after.masked_fill(~seen, -torch.inf)
+    P = torch.softmax(torch.cat([far, after], -1), -1).to(group.values.dtype)
+    return P[..., :s] @ group.values + P[..., s:] @ near[1]
