@@ -40,8 +40,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     `copy`, which shares the context.
 
     Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. Its attention
-    must be of the kind "sdpa" (the default of transformers) or "eager". A mask may hide the padding of the context, and
-    no other position of it.
+    must be of the kind "sdpa" (the default of transformers) or "eager". A mask may hide the padding of the context,
+    and no other position of it.
 
     Attributes
     ----------
