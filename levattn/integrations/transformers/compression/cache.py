@@ -35,7 +35,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     `copy`, which shares the context.
 
     Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. Its attention
-    must be of the kind "sdpa" (the default of transformers) or "eager".
+    must be of the kind "sdpa" (the default of transformers) or "eager". A mask may hide the padding of the context,
+    and no other position of it.
 
     Attributes
     ----------
@@ -81,7 +82,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys, values and weights that are held."""
+        """Bytes of all keys, values and weights that are held, and of statistics for their renewal."""
         windows = sum(group.nbytes for layer in self.layers if layer.is_sliding for group in held_by(layer))
         return windows + sum(int(layer.nbytes) for layer in self.layers if not layer.is_sliding)
 
