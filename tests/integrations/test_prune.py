@@ -19,8 +19,8 @@ from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, 
 import levattn  # noqa: E402
 from levattn.attention import pruned_attention  # noqa: E402
 from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
-from levattn.integrations.transformers.pruning.interface import _attention  # noqa: E402
-from levattn.integrations.transformers.pruning.prune import observed  # noqa: E402
+from levattn.integrations.transformers.pruned import _attention  # noqa: E402
+from levattn.integrations.transformers.pruning import observed  # noqa: E402
 
 DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
 SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys

@@ -16,11 +16,11 @@ from levattn.integrations.transformers.calibration.losses import Loss, text_loss
 from levattn.integrations.transformers.calibration.risk import count_shown, least_texts
 from levattn.integrations.transformers.calibration.texts import dealt, needed_for
 from levattn.integrations.transformers.calls import model_inputs
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
 from levattn.integrations.transformers.discovery import discovered
-from levattn.integrations.transformers.pruning.interface import PRUNED, register
-from levattn.integrations.transformers.pruning.prune import prune
+from levattn.integrations.transformers.interface import check_model
+from levattn.integrations.transformers.pruned import PRUNED
+from levattn.integrations.transformers.pruning import prune, register
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from levattn.integrations.transformers.pruning.prune import prune
+from levattn.integrations.transformers.pruning import prune
 
 
 class Loss:

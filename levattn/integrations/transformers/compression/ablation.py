@@ -13,7 +13,6 @@ from torch import nn
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
@@ -21,6 +20,7 @@ from levattn.integrations.transformers.compression.profile import FIGURES, HeadP
 from levattn.integrations.transformers.compression.replay import Replay
 from levattn.integrations.transformers.compression.shares import curves
 from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
+from levattn.integrations.transformers.interface import check_model
 
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first

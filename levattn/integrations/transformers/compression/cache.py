@@ -12,7 +12,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device, parameters_of
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import check_layers, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
@@ -24,6 +23,7 @@ from levattn.integrations.transformers.compression.questions import (
     told_by,
 )
 from levattn.integrations.transformers.heads_table import HeadsTable
+from levattn.integrations.transformers.interface import check_model
 
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from levattn.integrations.transformers.calls import padding_and_kind
 from levattn.integrations.transformers.compression.attended import attended
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
@@ -21,7 +22,6 @@ from levattn.integrations.transformers.compression.slots import (
     slots_of,
 )
 from levattn.integrations.transformers.compression.stand_in import Asked, handed_over
-from levattn.integrations.transformers.masks import padding_and_kind
 
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
 
@@ -104,7 +104,7 @@ class _Reading:
         if not self.groups:
             return None
         keys = self.length + self.tail[0].shape[2]
-        present, causal = padding_and_kind(layer, asked.mask, self.rows, keys, True, whole=False)
+        present, causal = padding_and_kind(layer, asked.mask, self.rows, keys, True)
         if not causal:
             raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
         after = None if present is None or present[:, self.length :].all() else present[:, self.length :]

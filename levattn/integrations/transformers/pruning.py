@@ -5,35 +5,48 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import count
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration.calibration import Calibration
-from levattn.integrations.transformers.calls import numbers_among, whole_numbers
-from levattn.integrations.transformers.changes import PART, Changes, check_model
+from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
 from levattn.integrations.transformers.compression.profile import HeadProfile
-from levattn.integrations.transformers.discovery import ModelLayer, discovered
-from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions
-from levattn.integrations.transformers.pruning.interface import PRUNED, LayerPruning, register
-from levattn.integrations.transformers.pruning.layers import (
-    budgets_of,
-    check_layer,
-    groups_of,
-    needs_masks,
-)
-from levattn.integrations.transformers.pruning.report import PruneReport
-from levattn.integrations.transformers.pruning.sample import Tally
+from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
+from levattn.integrations.transformers.interface import Changes, check_model
+from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning, SharedOptions
+from levattn.integrations.transformers.report import PruneReport, Tally
 from levattn.nn.levattention import check_selection
 
 _ALIKE = (
     "all heads of a decoder are pruned alike: the decoder loses recall, while the loss of plain text hardly "
     "changes. Give heads=head_profile(model, tokenizer), or name the layers to prune"
 )
+_READABLE = ("eager", "sdpa", PRUNED.name, None)  # implementations whose masks tell which keys a query sees
 _prunings = count()  # each state in a cache belongs to a pruning
+
+
+def register() -> None:
+    """Register the attention "levattn" with transformers, with the masks of "sdpa".
+
+    `prune` calls this function itself. Call it before you load a model with ``attn_implementation="levattn"``, to
+    prune it later. An unpruned layer with this attention raises in a call.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from levattn.integrations.transformers import prune, register
+    >>> register()
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
+    >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, attn_implementation="levattn", **sizes))
+    >>> report = prune(model, budget=16, layers=[0, 1])
+    """
+    PRUNED.register()
 
 
 def prune(
@@ -141,39 +154,32 @@ def prune(
     check_model(model)
     alike = layers is None and heads is None and not isinstance(budget, Mapping)
     budget, heads = _split(budget, heads, layers)
-    options: dict[str, Any] = {
-        "size": size,
-        "epsilon": epsilon,
-        "summaries": summaries,
-        "window": window,
-        "sinks": sinks,
-        "scores": scores,
-        "center": center,
-        "chunk": chunk,
-    }
+    rule = SharedOptions(size, epsilon, summaries, window, sinks, scores, center, chunk)
     if isinstance(budget, Calibration):
-        options = _calibrated(budget, options)
-    rule = SharedOptions(**options)
+        rule = _calibrated(budget, rule)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
-    named = _named_layers(budget) if isinstance(budget, Mapping) else layers
-    if named is layers:  # before the trial call, which takes seconds
+    named: Any = layers
+    if isinstance(budget, Mapping):
+        named = [key[0] if isinstance(key, tuple | list) and key else key for key in budget]
+    else:  # before the trial call, which takes seconds
         _check_option(rule, budget, causal=chunk is not None)
     register()
     there = discovered(PRUNED, model, named, example)
-    budgets = budgets_of(budget, there, layers, heads)
-    chosen = {number: groups_of(there[number], mine) for number, mine in budgets.items()}
-    chosen = {number: groups for number, groups in sorted(chosen.items()) if not all(g.dense for g in groups)}
-    _check_options(rule, budgets, there)
-    if alike and budget != 1 and any(there[number].probe.causal for number in chosen):
+    budgets = _budgets_of(budget, there, layers, heads)
+    for value, causal in {(value, there[number].causal) for (number, _), value in budgets.items()}:
+        _check_option(rule, value, causal=causal)
+    chosen = {number: _groups_of(number, there[number], budgets) for number in sorted({n for n, _ in budgets})}
+    chosen = {number: groups for number, groups in chosen.items() if not groups[0].dense}
+    if alike and budget != 1 and any(there[number].causal for number in chosen):
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
-    given = {"budget": budget, "layers": layers, "heads": heads, **options}
+    given = {"budget": budget, "layers": layers, "heads": heads, **vars(rule)}
     report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
-    pruning, parts = next(_prunings), []
+    pruning, parts = next(_prunings), {}
     for number, groups in chosen.items():
         tally = Tally(there[number].heads)
-        parts.append(LayerPruning(number, pruning, groups, rule, tally, measure))
-        report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
-    report._take(model, _changed(model, there, parts))
+        parts[number] = LayerPruning(pruning, groups, rule, tally, measure)
+        report._tallies[number] = tally, sorted(head for group in groups if not group.dense for head in group.heads)
+    report._changes = _changed(model, there, parts)
     return report
 
 
@@ -194,21 +200,20 @@ def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
     return heads.shares(budget), None
 
 
-def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, Any]:
+def _calibrated(calibration: Calibration, rule: SharedOptions) -> SharedOptions:
     """Return the options that a calibration was made with, or raise if others were given."""
-    defaults = vars(SharedOptions())
-    given = [name for name, value in options.items() if value != defaults[name]]
+    given = [name for name, value in vars(rule).items() if value != getattr(SharedOptions, name)]
     if given:
         raise ValueError(
             f"budget is a Calibration, and {', '.join(given)} were given; expected none of them, as the calibration "
             "has its own options"
         )
-    unknown = sorted(set(calibration.options) - set(options))
+    unknown = sorted(set(calibration.options) - set(vars(rule)))
     if unknown:
         raise ValueError(
             f"budget is a Calibration with the options {', '.join(unknown)}; expected options of prune alone"
         )
-    return {**options, **calibration.options}
+    return replace(rule, **calibration.options)
 
 
 @contextmanager
@@ -218,10 +223,10 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
     register()
     numbers = whole_numbers("layers", layers)
     there = discovered(PRUNED, model, numbers)
-    pruning, parts = next(_prunings), []
+    pruning, parts = next(_prunings), {}
     for number in numbers_among("layers", numbers, list(there)):
-        groups = groups_of(there[number], {})
-        parts.append(LayerPruning(number, pruning, groups, SharedOptions(), Tally(there[number].heads), look=look))
+        groups, tally = _groups_of(number, there[number], {}), Tally(there[number].heads)
+        parts[number] = LayerPruning(pruning, groups, SharedOptions(), tally, look=partial(look, number))
     changes = _changed(model, there, parts)
     try:
         yield
@@ -229,38 +234,81 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
         changes.undo()
 
 
-def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning]) -> Changes:
+def _changed(model: Any, there: dict[int, ModelLayer], parts: dict[int, LayerPruning]) -> Changes:
     """Give layers of a model their parts, and return the changes, to undo them; a refused model stays unchanged."""
-    chosen = [layers[part.number] for part in parts]
-    modules = [layer.module for layer in chosen]
-    masks = PRUNED.name if needs_masks(model, modules) else None
-    for layer in chosen:
-        check_layer(layer)
-    changes = Changes(PART)
-    for layer, part in zip(chosen, parts, strict=True):
-        changes.give_part(layer.module, PRUNED.name, part)
-        if layer.handed:
-            changes.hooks += PRUNED.hook(layer.module)
-    if masks is not None:
-        changes.give_masks(masks)
-    return changes
+    layers = [there[number] for number in parts]
+    implementations = {layer.module.config._attn_implementation for layer in layers}
+    unread = sorted(implementations.difference(_READABLE))  # then the model must make other masks
+    if unread and shared_configs(model, layers):
+        raise ValueError(
+            f"the attention implementation of the model is {unread[0]!r}, whose masks do not tell which keys a query "
+            'sees; expected "sdpa" or "eager" for unpruned layers. Load the model with attn_implementation="sdpa", or '
+            "prune all layers"
+        )
+    for layer in layers:
+        if cache_keyword(layer.module) is not None and not layer.handed:
+            raise ValueError(
+                f"{layer.name} keeps a cache and does not pass its keywords on to its attention; expected a module "
+                "that does. Leave the layer out of layers"
+            )
+    return PRUNED.change(model, layers, parts.values(), masks=bool(unread))
 
 
-def _check_options(rule: SharedOptions, budgets: dict[int, dict[int, Any]], there: dict[int, ModelLayer]) -> None:
-    """Raise for options that a call would refuse."""
-    used = {(value, there[number].probe.causal) for number, mine in budgets.items() for value in mine.values()}
-    for budget, causal in used:
-        _check_option(rule, budget, causal=causal)
+def _budgets_of(budget: Any, there: dict[int, ModelLayer], layers: Any, heads: Any) -> dict[tuple[int, int], Any]:
+    """Return the budget of each head that is named, by layer and head; None if there is no budget."""
+    if not isinstance(budget, Mapping):
+        return {
+            (number, head): _plain(budget)
+            for number in numbers_among("layers", layers, list(there))
+            for head in numbers_among("heads", heads, list(range(there[number].heads)))
+        }
+    if layers is not None or heads is not None:
+        raise ValueError(
+            "budget names layers, and layers or heads were given; expected one of them. Leave layers and heads out"
+        )
+    if not budget:
+        raise ValueError("budget is empty; expected at least one layer")
+    found: dict[tuple[int, int], Any] = {}
+    for key, value in budget.items():
+        pair = tuple(key) if isinstance(key, tuple | list) else (key,)
+        if not 1 <= len(pair) <= 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
+            raise TypeError(f"budget has the key {key!r}; expected the number of a layer, or (layer, head)")
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"budget[{key!r}] is {value!r}; expected a number of slots, or a share in (0, 1]")
+        (number,) = numbers_among("layers", [int(pair[0])], list(there))
+        which = None if len(pair) == 1 else [int(pair[1])]
+        for head in numbers_among("heads", which, list(range(there[number].heads))):
+            if (number, head) in found:
+                raise ValueError(f"budget names head {head} of layer {number} twice; expected it once")
+            found[number, head] = _plain(value)
+    return found
+
+
+def _plain(budget: Any) -> Any:
+    """Return a number as an int or float of Python; only a share is then a float."""
+    if isinstance(budget, bool) or not isinstance(budget, Real):
+        return budget
+    return int(budget) if isinstance(budget, Integral) else float(budget)
+
+
+def _groups_of(number: int, layer: ModelLayer, budgets: dict[tuple[int, int], Any]) -> tuple[Group, ...]:
+    """Return the heads of a layer by their budgets; those without a budget, or with all keys, are dense and last."""
+    of: dict[Any, list[int]] = {}
+    dense = []
+    for head in range(layer.heads):
+        budget = budgets.get((number, head), 1.0)
+        if isinstance(budget, float) and budget == 1.0:
+            dense.append(head)
+        else:
+            of.setdefault((type(budget), budget), []).append(head)
+    groups = [Group(tuple(heads), budget) for (_, budget), heads in of.items()]
+    return (*groups, Group(tuple(dense), None, dense=True)) if dense else tuple(groups)
 
 
 def _check_option(rule: SharedOptions, budget: Any, *, causal: bool) -> None:
     check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
     if isinstance(budget, Integral) and budget == 1:
         raise ValueError(f"budget is {budget!r}, one slot a query; expected at least 2 slots, or the share 1.0")
-
-
-def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:
-    return [key[0] if isinstance(key, tuple | list) and key else key for key in budget]
 
 
 def _shown(value: Any) -> Any:
