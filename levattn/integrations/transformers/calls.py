@@ -27,17 +27,14 @@ _HARMLESS = {
 _FIGURES = (Number, torch.Tensor, list, tuple, dict, FunctionType)  # what an attention may compute with
 _REFUSED = {
     "cache": "the paged cache of continuous batching",
-    "cu_seq_lens_k": "packed sequences",
-    "cu_seq_lens_q": "packed sequences",
     "encoder_hidden_states": "cross-attention",
     "head_mask": "a mask of heads",
     "indices": "keys selected for each query",
-    "max_length_k": "packed sequences",
-    "max_length_q": "packed sequences",
     "output_attentions": "attention weights, which are never formed",
     "position_bias": "biases of relative positions",
     "s_aux": "attention sinks",
     "softcap": "bounded logits",
+    **dict.fromkeys(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"), "packed sequences"),
 }
 _HIDDEN = -1e4  # a mask adds at most this to a masked logit
 _GIVE_PADDING = "Give the model an attention_mask of shape (batch, positions), 0 for padding"
@@ -104,11 +101,6 @@ def parameters_of(module: Any, method: str = "forward") -> tuple[tuple[str, ...]
     """Return the parameter names of a module's forward, or of another method, and whether it takes other keywords."""
     parameters = list(inspect.signature(getattr(type(module), method)).parameters.values())[1:]
     return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def given_to(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names."""
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def cache_among(given: dict[str, Any]) -> Any:
@@ -228,10 +220,7 @@ def causal_padding(mask: Any, T: int, sliding_window: int | None) -> Any:
     if mask.ndim == 2:
         return allowed
     present = allowed.diagonal(dim1=-2, dim2=-1)
-    rows = torch.arange(T, device=mask.device)
-    behind = rows[:, None] - rows
-    window = (behind >= 0) & (behind < (T if sliding_window is None else sliding_window))
-    if not torch.equal(allowed, window & present[:, None, :]):
+    if not _lets_through(allowed, present, causal=True, window=sliding_window):
         raise ValueError(f"the attention mask of shape {tuple(mask.shape)} is not causal {_PADDING_ALONE}")
     return None if present.all() else present
 
@@ -257,22 +246,23 @@ def padding_and_kind(layer: str, mask: Any, rows: int, keys: int, causal: bool) 
     present = seen if seen.ndim == 2 else seen[:, -1]
     if seen.ndim == 3 and seen.shape[1] == 1 < rows:
         causal = False
-    elif seen.ndim == 3 and rows > 1 and not _lets_through(seen, present, causal):
+    elif seen.ndim == 3 and rows > 1 and not _lets_through(seen, present, causal=causal):
         causal = not causal
-        if not _lets_through(seen, present, causal):
+        if not _lets_through(seen, present, causal=causal):
             shown = tuple(mask.shape)
             raise ValueError(f"{layer} was given a mask of shape {shown}, neither full nor causal {_PADDING_ALONE}")
     return (None if present.all() else present), causal
 
 
-def _lets_through(seen: Any, present: Any, causal: bool) -> bool:
-    """Tell whether a mask lets each row see all present keys, or if causal those up to its own.
+def _lets_through(seen: Any, present: Any, *, causal: bool, window: int | None = None) -> bool:
+    """Tell whether a mask lets each row see all present keys, or if causal those up to its own, in a window.
 
     In some versions, rows that should see nothing see everything.
     """
     expected = present[:, None]
     if causal:
         place = torch.arange(seen.shape[2], device=seen.device)
-        expected = expected & (place <= place[seen.shape[2] - seen.shape[1] :, None])
+        behind = place[seen.shape[2] - seen.shape[1] :, None] - place
+        expected = expected & (behind >= 0) & (behind < (len(place) if window is None else window))
     nothing = ~expected.any(-1, keepdim=True) & seen.all(-1, keepdim=True)
     return bool(((seen == expected) | nothing).all())

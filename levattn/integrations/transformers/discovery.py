@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import given_to, inputs_device, layer_of, model_inputs, parameters_of
-from levattn.integrations.transformers.interface import Call, Changes, Interface
+from levattn.integrations.transformers.calls import inputs_device, layer_of, model_inputs, parameters_of
+from levattn.integrations.transformers.interface import Changes, Interface
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
 _POSITIONS = 3  # of the trial input
@@ -63,8 +62,7 @@ def discovered(
         kind = type(past[0] if past else model).__name__
         raise ValueError(
             f"{type(model).__name__}: no attention function was reached ({kind} does not use the attention interface "
-            "of transformers); expected a model whose config chooses its attention. Use another model, or a newer "
-            "transformers in which this model uses the interface"
+            "of transformers); expected a model that uses it. Take another model, or a newer transformers"
         )
     crossed = {id(module) for module, given in entered if any(given.get(name) is not None for name in _CROSS)}
     numbers: list[Any] = [getattr(layer.module, "layer_idx", None) for layer in found]
@@ -112,8 +110,7 @@ def _tried(
     ]
     try:
         for module in modules:
-            enter = partial(_enter, interface, entered)
-            changes.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            changes.hooks += interface.hook(module, entered)
         interface.give_parts(changes, layers, layers)
         for module in model.modules():
             if module.training:
@@ -123,17 +120,6 @@ def _tried(
     finally:
         changes.undo()
     return list({id(layer): layer for layer in reached}.values()), entered
-
-
-def _enter(
-    interface: Interface, entered: list[Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names, others = parameters_of(module)
-    given = given_to(names, args, kwargs)
-    entered.append((module, given))
-    if others and hasattr(module, interface.part):
-        kwargs = {**kwargs, interface.name: Call(hidden=given.get("hidden_states"), passed=frozenset(kwargs))}
-    return args, kwargs
 
 
 def shared_configs(model: Any, layers: list[ModelLayer]) -> bool:

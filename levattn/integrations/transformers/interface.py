@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from levattn._core.checks import check_type
-from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
+from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of, refuse
 from levattn.integrations.transformers.states import state_layer
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
@@ -118,10 +118,8 @@ class Interface:
         try:
             changes.give(model, RECORD, changes)
             self.give_parts(changes, layers, parts)
-            for module in [layer.module for layer in layers if layer.handed]:
-                before = partial(self._hand_on, parameters_of(module)[0])
-                changes.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                changes.hooks.append(module.register_forward_hook(self._check_reached, with_kwargs=True))
+            for layer in layers:
+                changes.hooks += self.hook(layer.module) if layer.handed else ()
             for config in configs.values() if masks else ():
                 changes.give(config, "_attn_implementation", self.name)
             for parameter in frozen:
@@ -142,13 +140,29 @@ class Interface:
             changes.give(layer.module, "config", copies[id(config)])
             changes.give(layer.module, self.part, part)
 
+    def hook(self, module: Any, entered: list[Any] | None = None) -> list[Any]:
+        """Hook a module, to hand each `Call` to its attention, and check that it arrives.
+
+        entered: for a trial call, the list that takes each module and its arguments by their names.
+        """
+        before = partial(self._hand_on, *parameters_of(module), entered)
+        hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+        if entered is None:
+            hooks.append(module.register_forward_hook(self._check_reached, with_kwargs=True))
+        return hooks
+
     def _hand_on(
-        self, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = given_to(names, args, kwargs)
-        cache = cache_among(given)
-        held = None if cache is None else state_layer(cache, module.layer_idx, self.cache_layers, self.attention)
-        return args, {**kwargs, self.name: Call(held, given.get("hidden_states"), frozenset(kwargs))}
+        self, names: tuple[str, ...], others: bool, entered: Any, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache, held = cache_among(given), None
+        if entered is not None:
+            entered.append((module, given))
+        elif cache is not None:
+            held = state_layer(cache, module.layer_idx, self.cache_layers, self.attention)
+        if others and hasattr(module, self.part):
+            kwargs = {**kwargs, self.name: Call(held, given.get("hidden_states"), frozenset(kwargs))}
+        return args, kwargs
 
     def _check_reached(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
         if not kwargs[self.name].reached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from levattn.attention.pruned.slots import slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
-from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer
+from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
 
 if TYPE_CHECKING:
     from levattn.integrations.transformers.report import Tally
@@ -52,25 +53,17 @@ class SharedOptions:
     center: bool | None = None
     chunk: int | None = None
 
-    def slots(self, budget: float | None, n: int, *, causal: bool) -> Slots:
-        """Return the slots of a query for n keys; if causal, for any number of keys, with a share taken of n."""
+    def of_call(self, budget: float | None, n: int, *, causal: bool) -> dict[str, Any]:
+        """Return the options of a call with n keys; if causal, with any number of keys, and a share taken of n."""
         if causal:
-            if isinstance(budget, float):
-                Slots.of(budget, n)  # raises out of range
-                budget = max(1, int(budget * n + 1e-9))
+            budget = Slots.of(budget, n).total if isinstance(budget, float) else budget
             n = _ENDLESS
         given = {name: getattr(self, name) for name in ("size", "summaries", "window", "sinks", "chunk")}
-        return slots_for(n, causal=causal, aligned=True, budget=budget, by_threshold=self.epsilon is not None, **given)
-
-    def options(self, slots: Slots) -> dict[str, Any]:
-        """Return the options of a call with these slots."""
-        kinds = {
-            "summaries": slots.summaries,
-            "window": slots.window,
-            "sinks": slots.sinks,
-            "chunk": slots.chunk or None,
-        }
-        return {**vars(self), **kinds, "size": slots.selected if self.epsilon is None else None}
+        by_threshold = self.epsilon is not None
+        slots = slots_for(n, causal=causal, aligned=True, budget=budget, by_threshold=by_threshold, **given)
+        found = {name: getattr(slots, name) for name in ("summaries", "window", "sinks")}
+        size = None if by_threshold else slots.selected
+        return {**vars(self), **found, "size": size, "chunk": slots.chunk or None}
 
 
 @dataclass(frozen=True)
@@ -102,12 +95,6 @@ class Arrays:
         q, k, v, present = (_taken(array, rows, 0) for array in (self.q, self.k, self.v, self.present))
         return replace(self, q=q, k=k, v=v, present=present)
 
-    def lengths(self) -> Any:
-        """Return the number of keys of each sequence, (B,)."""
-        if self.present is None:
-            return np.full(self.k.shape[0], self.k.shape[2])
-        return self.present.sum(1).cpu().numpy()
-
     def visible(self, places: Any) -> Any:
         """Return which keys the queries at these places may see, (B or 1, s, n) bool."""
         key = torch.arange(self.k.shape[2], device=self.k.device)
@@ -130,19 +117,11 @@ class Arrays:
         """
         before = self.k.shape[2] - self.q.shape[2]
         new = slice(before + first, before + last)
+        q, k, v = self.q[:, :, first:last], self.k[:, :, new], self.v[:, :, new]
         there = None if self.present is None else self.present[:, None, new]
-        return pruned_attention(
-            self.q[:, :, first:last],
-            self.k[:, :, new],
-            self.v[:, :, new],
-            **({"scores": options["scores"]} if state is not None else options),
-            causal=self.causal,
-            state=state,
-            scale=self.scale,
-            mask=there,
-            query_mask=None if self.causal else there,
-            **more,
-        )
+        given = options if state is None else {"scores": options["scores"]}
+        more |= {"mask": there, "query_mask": None if self.causal else there}
+        return pruned_attention(q, k, v, **given, causal=self.causal, state=state, scale=self.scale, **more)
 
 
 def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[Held]:
@@ -151,13 +130,13 @@ def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[Hel
     Options depend on a sequence's number of keys without padding, as a share is of these keys, and a number of slots
     may cover them.
     """
-    by_length = isinstance(budget, float) or not arrays.causal
-    lengths = arrays.lengths() if by_length else np.full(1, arrays.k.shape[2])
-    found = []
+    lengths, found = np.full(1, arrays.k.shape[2]), []
+    if arrays.present is not None and (isinstance(budget, float) or not arrays.causal):
+        lengths = arrays.present.sum(1).cpu().numpy()
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
-        slots = rule.slots(budget, int(length), causal=arrays.causal)
-        found.append(Held(None if len(rows) == len(lengths) else rows, rule.options(slots)))
+        options = rule.of_call(budget, int(length), causal=arrays.causal)
+        found.append(Held(None if len(rows) == len(lengths) else rows, options))
     return found
 
 
@@ -172,13 +151,6 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
             after.append(replace(held, state=state))
         pieces.append(Y)
     return concatenated(pieces, [held.rows for held in plan], 0), tuple(after)
-
-
-def weights(arrays: Arrays, budget: float | None, rule: SharedOptions) -> Any:
-    """Return the weight of each key for each query, (B, H, m, n); a summary spreads its weight over its members."""
-    n = arrays.k.shape[2]
-    each = torch.eye(n, dtype=arrays.v.dtype, device=arrays.v.device).expand(*arrays.v.shape[:2], n, n)
-    return outputs(replace(arrays, v=each), plans(arrays, budget, rule), keep=False)[0]
 
 
 def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
@@ -205,10 +177,6 @@ class LayerPruning:
     tally: Tally
     measure: bool | None = False  # None: calls of more than one token
     look: Callable[[Arrays], None] | None = None  # a callback for the arrays of each call
-
-    def measures(self, rows: int) -> bool:
-        """Tell whether a call of so many queries is measured."""
-        return rows > 1 if self.measure is None else self.measure
 
 
 def _attention(
@@ -252,24 +220,19 @@ def _attention(
             f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "
             "a state cannot split a summary's weight over keys. Call the model without a cache"
         )
-    found = []
-    for number, group in enumerate(part.groups):
-        mine = arrays.of_heads(group)
-        if group.dense:
-            found.append((*_dense(module, mine, attention_mask, is_causal, output_attentions), ()))
-            continue
-        plan = held.states[number] if held is not None and held.states else plans(mine, group.budget, part.rule)
-        shares = weights(mine, group.budget, part.rule) if output_attentions else None
-        Y, after = _pruned(mine, plan, part, group, keep=held is not None)
-        found.append((Y, shares, after))
-    if held is not None:
-        held.states = tuple(after for _, _, after in found)
-        held.positions, held.counts = seen, None if present is None else present.sum(1)
+    keep, measured = held is not None, rows > 1 if part.measure is None else part.measure
+    dense = partial(_dense, module, attention_mask, is_causal)
+    Y, states = _of_groups(part, arrays, held.states if keep else (), dense, keep=keep, measured=measured)
+    shares = None
+    if output_attentions:  # the weight of a summary is spread over its members
+        each = torch.eye(seen, dtype=value.dtype, device=value.device).expand(*value.shape[:2], seen, seen)
+        shares, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False, measured=False)
+        shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
+    if keep:
+        held.states, held.positions = states, seen
+        held.counts = None if present is None else present.sum(1)
     part.tally.calls += 1
-    part.tally.measured += part.measures(rows)
-    places = [group.of_queries(query.shape[1] // key.shape[1]) for group in part.groups]
-    Y = concatenated([Y for Y, _, _ in found], places, 1)
-    shares = concatenated([share for _, share, _ in found], places, 1) if output_attentions else None
+    part.tally.measured += measured
     return Y.transpose(1, 2).contiguous(), shares
 
 
@@ -288,27 +251,34 @@ def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: 
         )
 
 
-def _dense(module: Any, arrays: Arrays, mask: Any, is_causal: bool | None, asked: bool | None) -> tuple[Any, Any]:
-    """Return the output (B, H, m, D) of dense attention, and its weights if `asked`."""
+def _dense(module: Any, mask: Any, is_causal: bool | None, arrays: Arrays) -> Any:
+    """Return the output (B, H, m, D) of dense attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    Y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, arrays.q, arrays.k, arrays.v, mask, dropout=0.0, scaling=arrays.scale, is_causal=is_causal
-    )
-    shares = arrays.dense_weights(range(arrays.q.shape[2])).to(arrays.v.dtype) if asked else None
-    return Y.transpose(1, 2), shares
+    options = {"dropout": 0.0, "scaling": arrays.scale, "is_causal": is_causal}
+    Y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, arrays.q, arrays.k, arrays.v, mask, **options)
+    return Y.transpose(1, 2)
 
 
-def _pruned(
-    arrays: Arrays, plan: Sequence[Held], part: LayerPruning, group: Group, *, keep: bool
-) -> tuple[Any, tuple[Held, ...]]:
-    """Return the output (B, H, m, D) of pruned attention, and the states to keep; measure it if the part says so."""
-    if not part.measures(arrays.q.shape[2]):
-        return outputs(arrays, plan, keep=keep)
-    start = _now(arrays.q)
-    found = outputs(arrays, plan, keep=keep)
-    part.tally.add(group.heads, _now(arrays.q) - start, arrays, plan, found[0])
-    return found
+def _of_groups(
+    part: LayerPruning, arrays: Arrays, before: States, dense: Callable[[Arrays], Any], *, keep: bool, measured: bool
+) -> tuple[Any, States]:
+    """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`."""
+    pieces, states = [], []
+    for number, group in enumerate(part.groups):
+        mine, after = arrays.of_heads(group), ()
+        if group.dense:
+            Y = dense(mine)
+        else:
+            plan = before[number] if before else plans(mine, group.budget, part.rule)
+            start = _now(mine.q) if measured else 0.0
+            Y, after = outputs(mine, plan, keep=keep)
+            if measured:
+                part.tally.add(group.heads, _now(mine.q) - start, mine, plan, Y)
+        pieces.append(Y)
+        states.append(after)
+    each = arrays.q.shape[1] // arrays.k.shape[1]
+    return concatenated(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states)
 
 
 def _now(like: Any) -> float:

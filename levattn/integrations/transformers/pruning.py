@@ -306,7 +306,7 @@ def _groups_of(number: int, layer: ModelLayer, budgets: dict[tuple[int, int], An
 
 
 def _check_option(rule: SharedOptions, budget: Any, *, causal: bool) -> None:
-    check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
+    check_selection(rule.of_call(budget, 1 << 20, causal=causal), causal=causal)
     if isinstance(budget, Integral) and budget == 1:
         raise ValueError(f"budget is {budget!r}, one slot a query; expected at least 2 slots, or the share 1.0")
 

@@ -6,15 +6,12 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from levattn.attention import PrunedState
-from levattn.attention.pruned.rule import rule_of
 from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.interface import Changes
 from levattn.integrations.transformers.pruned import Arrays
@@ -28,15 +25,8 @@ _RUNS = 8  # of consecutive queries, where attention is causal
 # Figures summed over queries, for each key head.
 _SUMS = ("queries", "captured", "selected", "slots", "error", "norm")
 
-_COLUMNS = ("layer", "head", "calls", "measured", "slots", "selected", "captured", "error", "seconds")
-_OF_LAYERS = {
-    **{name: name for name in ("layer", "heads", "calls", "measured")},
-    "slots": "slots:.1f",
-    "selected": "selected:.1f",
-    "captured": "captured:.4f",
-    "error": "error:.2e",
-    "seconds": "seconds:.3g",
-}
+_FORMATS = ("slots:.1f", "selected:.1f", "captured:.4f", "error:.2e", "seconds:.3g")
+_OF_LAYERS = {form.partition(":")[0]: form for form in ("layer", "heads", "calls", "measured", *_FORMATS)}
 _LEGEND = (
     "measured: calls compared with dense attention; selected: keys attended exactly; captured: softmax mass on them; "
     "error: of the output"
@@ -100,9 +90,7 @@ class PruneReport(HeadsTable):
             raise ValueError(f"the pruning of this {self.model} was removed; expected one in use. Call prune again")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def table(self) -> list[dict[str, Any]]:
@@ -122,12 +110,10 @@ class PruneReport(HeadsTable):
 
             ``seconds`` is the time in pruned attention, divided among the layer's pruned heads, or None.
         """
-        rows = []
+        rows: list[dict[str, Any]] = []
         for layer, (tally, heads) in self._tallies.items():
             seconds = tally.seconds / len(heads) if tally.seconds else None
-            for head in heads:
-                values = (layer, head, tally.calls, tally.measured, *tally.figures([head]).values(), seconds)
-                rows.append(dict(zip(_COLUMNS, values, strict=True)))
+            rows += [{"layer": layer, "head": head, **tally.figures([head]), "seconds": seconds} for head in heads]
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,8 +141,8 @@ class PruneReport(HeadsTable):
         """Return a table in plain text, with a line for each layer; `table` has a row for each head."""
         rows: list[dict[str, Any]] = []
         for layer, (tally, heads) in self._tallies.items():
-            counts = {"layer": layer, "heads": len(heads), "calls": tally.calls, "measured": tally.measured}
-            rows.append({**counts, **tally.figures(heads), "seconds": tally.seconds or None})
+            figures = {**tally.figures(heads), "seconds": tally.seconds or None}
+            rows.append({"layer": layer, "heads": len(heads), **figures})
         if not rows:
             return "all heads are dense"
         notes = [_LEGEND] if any(row["measured"] for row in rows) else []
@@ -179,6 +165,7 @@ class Tally:
         self.seconds = 0.0
         self.sums = {name: np.zeros(heads) for name in _SUMS}
 
+    @torch.no_grad()
     def add(self, heads: tuple[int, ...], seconds: float, arrays: Arrays, plan: Sequence[Held], Y: Any) -> None:
         """Add the time of a call of some heads, and figures of some of its queries, given its output (B, H, m, D).
 
@@ -186,103 +173,91 @@ class Tally:
         """
         self.seconds += seconds
         few = np.unique(np.linspace(0, arrays.k.shape[0] - 1, _SEQUENCES).round().astype(np.int64))
-        with torch.no_grad():
-            for held in plan:
-                mine = held.of_sequences(few)
-                of = few if mine.rows is None else few[mine.rows]
-                if not len(of):
-                    continue
-                part, result = arrays.of_sequences(of), Y[torch.as_tensor(of, device=Y.device)]
-                for places, exact, counted in _exact(part, mine, _QUERIES // len(few)):
-                    found = _compared(part, result, places, exact, counted, held.options["summaries"])
-                    for name, values in found.items():
-                        self.sums[name][list(heads)] += values
+        for held in plan:
+            mine = held.of_sequences(few)
+            of = few if mine.rows is None else few[mine.rows]
+            if not len(of):
+                continue
+            part, result = arrays.of_sequences(of), Y[torch.as_tensor(of, device=Y.device)]
+            exact = _exact_of_causal if arrays.causal else _exact_of_all
+            for places, keys, counted in exact(part, mine, _QUERIES // len(few)):
+                found = _compared(part, result, places, keys, held.options["summaries"])
+                for name, values in found.items():
+                    self.sums[name][list(heads)] += (values * counted).sum((0, 2)).double().cpu().numpy()
 
     def figures(self, heads: list[int]) -> dict[str, float | None]:
-        """Return means over the queries of some heads, and their relative error; None without measurements."""
+        """Return the numbers of calls, means over the queries of some heads, and their relative error.
+
+        Means and the error are None without measurements.
+        """
         sums = {name: float(values[heads].sum()) for name, values in self.sums.items()}
         count = sums["queries"]
         means = {name: sums[name] / count if count else None for name in ("slots", "selected", "captured")}
-        return {**means, "error": (sums["error"] / sums["norm"]) ** 0.5 if sums["norm"] else None}
+        error = (sums["error"] / sums["norm"]) ** 0.5 if sums["norm"] else None
+        return {"calls": self.calls, "measured": self.measured, **means, "error": error}
 
 
-def _compared(
-    arrays: Arrays, Y: Any, places: Any, exact: Any, counted: Any, R: int
-) -> dict[str, npt.NDArray[np.float64]]:
-    """Return sums over the queries at some places that `counted` (B, G, s) flags.
+def _compared(arrays: Arrays, Y: Any, places: Any, exact: Any, R: int) -> dict[str, Any]:
+    """Return figures (B, G, s) of the queries at some places, summed over the query heads of a key head.
 
     exact: (B, G, s, n), the keys that each query attends exactly. R: the largest number of summaries.
     """
     groups = arrays.k.shape[1]
-    P = arrays.dense_weights(places)
-    V = arrays.v.to(P.dtype)
-    P = P.unflatten(1, (groups, -1))  # (B, G, r, s, n)
-    dense = P @ V[:, :, None]
+    P = arrays.dense_weights(places).unflatten(1, (groups, -1))  # (B, G, r, s, n)
+    dense = P @ arrays.v[:, :, None].to(P.dtype)
     off = Y.index_select(2, torch.as_tensor(places, device=Y.device)).to(P.dtype).unflatten(1, (groups, -1)) - dense
     heads = P.shape[2]
     near = exact.sum(-1)
-    slots = near + (arrays.visible(places).sum(-1)[:, None] - near).clamp(max=R)
-    measured = {
+    return {
         "queries": torch.full_like(near, heads),
         "captured": (P * exact[:, :, None]).sum((2, 4)),
         "selected": near * heads,
-        "slots": slots * heads,
+        "slots": (near + (arrays.visible(places).sum(-1)[:, None] - near).clamp(max=R)) * heads,
         "error": (off * off).sum((2, 4)),
         "norm": (dense * dense).sum((2, 4)),
     }
-    return {name: (values * counted).sum((0, 2)).double().cpu().numpy() for name, values in measured.items()}
 
 
-def _exact(arrays: Arrays, plan: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:
+def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:
     """Yield places of queries, the keys that each attends exactly, (B, G, s, n), and flags to count it, (B, G, s)."""
-    rank, options, state = _ranks(arrays), plan.options, plan.state
-    m, before = arrays.q.shape[2], arrays.k.shape[2] - arrays.q.shape[2]
-    if arrays.causal:
-        if state is None:
-            given = {name: value for name, value in options.items() if name != "scores"} | {"budget": None}
-            chosen = rule_of(m, given, kind=options["scores"], power=None, causal=True, aligned=True)
-        else:
-            chosen = state.rule
-        low = 0
-        for start, stop in _runs(m, each):
-            if start > low:
-                _, state = arrays.attended(options, low, start, state, return_state=True)
-                low = start
-            places = np.arange(start, stop)
-            row = rank[:, before + start : before + stop]  # (B, s)
-            kept, count = torch.ones_like(arrays.k[..., 0], dtype=torch.bool), torch.zeros_like(row[:, :1])
-            if state is not None:
-                kept, count = _kept_by(state, rank)
-            ranks = (row[:, None] - chosen.first, count[..., None] - chosen.first)
-            last, held = (rank.div(chosen.slots.chunk, rounding_mode="floor").clamp(min=-1) for rank in ranks)
-            same = last == held  # no selection since the state
-            exact = kept[:, :, None] & arrays.visible(places)[:, None]
-            yield places, exact, same & _there(arrays, before + places)[:, None]
-        return
-    places = np.unique(np.linspace(0, m - 1, each).round().astype(np.int64))
+    there = _there(arrays)
+    rank = there.cumsum(1) - 1
+    m, state, low = arrays.q.shape[2], held.state, 0
+    for start, stop in _runs(m, each):
+        if state is None or start > low:
+            _, state = arrays.attended(held.options, low, start, state, return_state=True)
+            low = start
+        places = np.arange(start, stop)
+        here = slice(there.shape[1] - m + start, there.shape[1] - m + stop)
+        kept, count = _kept_by(state, rank)
+        rule = state.rule
+        selections = (  # before each query, and before the state
+            (ranks - rule.first).div(rule.slots.chunk, rounding_mode="floor").clamp(min=-1)
+            for ranks in (rank[:, None, here], count[..., None])
+        )
+        counted = there[:, None, here] & torch.eq(*selections)
+        yield places, kept[:, :, None] & arrays.visible(places)[:, None], counted
+
+
+def _exact_of_all(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the same where attention is not causal, and so all keys that are selected are so for each query."""
+    there = _there(arrays)
+    rank = there.cumsum(1) - 1
+    places = np.unique(np.linspace(0, arrays.q.shape[2] - 1, each).round().astype(np.int64))
     short = replace(arrays, v=arrays.v[..., :1])
-    _, certificate = short.attended(options, 0, m, None, return_certificate=True)
+    _, certificate = short.attended(held.options, 0, arrays.q.shape[2], None, return_certificate=True)
     exact = certificate.kept[:, :, None].expand(-1, -1, len(places), -1)
-    if options["window"]:
-        row = rank[:, torch.as_tensor(places, device=rank.device)]
-        near = (row[..., None] - rank[:, None]).abs() <= options["window"]
-        exact = exact | near[:, None]
-    counted = _there(arrays, places)[:, None].expand(-1, exact.shape[1], -1)
+    if held.options["window"]:
+        exact = exact | ((rank[:, places, None] - rank[:, None]).abs() <= held.options["window"])[:, None]
+    counted = there[:, None, places].expand(-1, exact.shape[1], -1)
     yield places, exact & arrays.visible(places)[:, None], counted
 
 
-def _ranks(arrays: Arrays) -> Any:
-    """Return the rank of each key among the present keys of its sequence, (B, n); arbitrary for absent keys."""
+def _there(arrays: Arrays) -> Any:
+    """Return which keys are present, (B, n)."""
     if arrays.present is not None:
-        return arrays.present.cumsum(1) - 1
-    return torch.arange(arrays.k.shape[2], device=arrays.k.device).expand(arrays.k.shape[0], -1)
-
-
-def _there(arrays: Arrays, keys: Any) -> Any:
-    """Return whether some keys are present, (B, s)."""
-    if arrays.present is None:
-        return torch.ones((arrays.k.shape[0], len(keys)), dtype=torch.bool, device=arrays.k.device)
-    return arrays.present[:, torch.as_tensor(keys, device=arrays.k.device)]
+        return arrays.present
+    return torch.ones((arrays.k.shape[0], arrays.k.shape[2]), dtype=torch.bool, device=arrays.k.device)
 
 
 def _runs(m: int, each: int) -> list[tuple[int, int]]:
@@ -303,23 +278,15 @@ def _kept_by(state: PrunedState, rank: Any) -> tuple[Any, Any]:
     flags = torch.zeros((sequences * heads, rank.shape[1]), dtype=torch.bool, device=rank.device)
     counts = torch.zeros(sequences * heads, dtype=torch.int64, device=rank.device)
     for part in state.parts:
-        ranks = rank[torch.as_tensor(part.rows // heads, device=rank.device)]
-        kept, count = (_tensor(array, rank) for array in (part.kept_places, part.kept_count))
-        if count is not None:
-            there = torch.arange(kept.shape[1], device=kept.device) < count[:, None]
-            kept = kept.where(there, torch.full_like(kept, -1))
+        ranks, places = rank[torch.as_tensor(part.rows // heads, device=rank.device)], part.kept_places
+        there = places >= 0
+        if part.kept_count is not None:
+            there = there & (torch.arange(places.shape[1], device=rank.device) < part.kept_count[:, None])
         chosen = torch.zeros((len(ranks), part.positions + 1), dtype=torch.bool, device=rank.device)
-        chosen.scatter_(1, kept.where(kept >= 0, torch.full_like(kept, part.positions)), True)
+        chosen.scatter_(1, places.where(there, torch.full_like(places, part.positions)), True)
         chosen[:, -1] = False
-        found = chosen.gather(1, ranks.clamp(0, part.positions))
         rows = torch.as_tensor(part.rows, device=rank.device)
-        flags[rows] = found | (ranks >= part.positions - part.recent.shape[1])
+        recent = ranks >= part.positions - part.recent.shape[1]
+        flags[rows] = recent | chosen.gather(1, ranks.clamp(0, part.positions))
         counts[rows] = part.positions
     return flags.unflatten(0, (sequences, heads)), counts.unflatten(0, (sequences, heads))
-
-
-def _tensor(array: Any, like: Any) -> Any:
-    """Return a numpy array or tensor on the device of a tensor."""
-    if array is None or isinstance(array, torch.Tensor):
-        return array
-    return torch.tensor(array, device=like.device)

@@ -115,11 +115,14 @@ class Held:
         return replace(self, rows=rows, state=None if self.state is None else _pruned_state(self.state, places))
 
 
+States = tuple[tuple[Held, ...], ...]  # of each group of heads
+
+
 class PrunedLayer(StateLayer):
     """A layer that holds states beside all keys and values, from which a model without pruning can continue."""
 
     pruning: int | None = None  # the number of the pruning that computed the states
-    states: tuple[tuple[Held, ...], ...] = ()  # of each group of heads
+    states: States = ()
     counts: Any = None  # (B,), the number of present positions of each sequence, or None for all
 
     def begin(self, pruning: int) -> int:
