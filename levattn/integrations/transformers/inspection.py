@@ -177,13 +177,9 @@ def inspect_model(
     >>> [(row["layer"], row["head"]) for row in found.rows]
     [(1, 0), (1, 1)]
     """
-    inputs = model_inputs("inputs", inputs)
-    found: dict[int, list[Arrays]] = {}
-    with torch.no_grad(), observed(model, lambda layer, arrays: found.setdefault(layer, []).append(arrays), layers):
-        model(**inputs)
     rows = []
-    for layer, calls in sorted(found.items()):
-        for head in range(calls[0].k.shape[1]):
+    for layer, calls in observed(model, model_inputs("inputs", inputs), layers).items():
+        for head in range(calls[0].k.shape[1] if calls else 0):
             parts = [part for arrays in calls for part in _figures(arrays, head, epsilon)]
             if parts:
                 rows.append({"layer": layer, "head": head, **_together(parts)})

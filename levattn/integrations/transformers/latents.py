@@ -360,21 +360,15 @@ def _extendable(model: Any, layers: Iterable[int] | None) -> list[ModelLayer]:
     for number, layer in chosen.items():
         types = getattr(layer.module.config, "layer_types", None)
         kind = types[number] if types else "full_attention"
+        problem = None
         if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer {number} is of type {kind!r}; expected full_attention or sliding_attention. Leave it out of "
-                "layers"
-            )
-        if not layer.handed or layer.call.hidden is None:
-            raise ValueError(
-                f"{layer.name} takes no hidden_states, or does not pass its keywords on to its attention; expected a "
-                "module that does both. Leave it out of layers"
-            )
-        if kind == "sliding_attention" and layer.sliding_window is None:
-            raise ValueError(
-                f"{layer.name} slides, but does not pass its window to its attention; expected sliding_window. Leave "
-                "it out of layers"
-            )
+            problem = f"is of type {kind!r}; expected full_attention or sliding_attention"
+        elif not layer.handed or layer.call.hidden is None:
+            problem = "takes no hidden_states, or does not pass its keywords to its attention; expected both"
+        elif kind == "sliding_attention" and layer.sliding_window is None:
+            problem = "slides, but does not pass its window to its attention; expected sliding_window"
+        if problem is not None:
+            raise ValueError(f"layer {number} {problem}. Leave it out of layers ({layer.name})")
     return list(chosen.values())
 
 
@@ -449,29 +443,17 @@ def _attention(
     if isinstance(part, ModelLayer):
         return part.take(call, query, key, value, sliding_window=sliding_window)
     window = part.window if sliding_window is None else min(part.window, sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = causal_padding(attention_mask, query.shape[2], sliding_window)
     held = call.held
     state, feature = (None, None) if held is None else (held.state, held.feature)
-    q_logits, k_logits, gate, feature = part(call.hidden, mask, feature)
-    Y = macchiato(
-        query,
-        key,
-        value,
-        q_logits,
-        k_logits,
-        gate,
-        window=window,
-        overlap=part.overlap,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        mask=None if mask is None else mask[:, None, :],
-        state=state,
-        return_state=held is not None,
-    )
+    *logits, feature = part(call.hidden, mask, feature)
+    mask = None if mask is None else mask[:, None, :]
+    options = {"window": window, "overlap": part.overlap, "scale": scale, "softcap": softcap, "mask": mask}
+    Y = macchiato(query, key, value, *logits, **options, state=state, return_state=held is not None)
     if held is not None:
-        Y, held.state = Y
-        held.feature = None if feature is None else feature.detach()
-        held.positions += query.shape[2]
+        Y, state = Y
+        held.advance(state, feature, held.positions + query.shape[2])
     return Y.transpose(1, 2).contiguous(), None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from levattn.integrations.transformers.states import FullPrunedLayer, Held, Slid
 if TYPE_CHECKING:
     from levattn.integrations.transformers.report import Tally
 
+_prunings = count()  # each state in a cache belongs to a pruning
 _ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does not depend on the current length
 
 
@@ -171,12 +173,12 @@ def _taken(array: Any, places: Any, axis: int) -> Any:
 class LayerPruning:
     """The pruning of an attention module."""
 
-    pruning: int  # the number of the call of `prune`
     groups: tuple[Group, ...]
     rule: SharedOptions
     tally: Tally
     measure: bool | None = False  # None: calls of more than one token
-    look: Callable[[Arrays], None] | None = None  # a callback for the arrays of each call
+    seen: list[Arrays] | None = None  # a list that takes the arrays of each call
+    pruning: int = field(default_factory=lambda: next(_prunings))
 
 
 def _attention(
@@ -213,8 +215,8 @@ def _attention(
         if not causal:
             raise ValueError(f"{layer} has a cache and is not causal; expected causal attention. Set use_cache=False")
     arrays = Arrays(query, key, value, present, causal, query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if part.look is not None:
-        part.look(arrays)
+    if part.seen is not None:
+        part.seen.append(arrays)
     if output_attentions and causal and seen > rows:
         raise ValueError(
             f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from itertools import count
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+import torch
 
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration.calibration import Calibration
@@ -28,7 +26,6 @@ _ALIKE = (
     "changes. Give heads=head_profile(model, tokenizer), or name the layers to prune"
 )
 _READABLE = ("eager", "sdpa", PRUNED.name, None)  # implementations whose masks tell which keys a query sees
-_prunings = count()  # each state in a cache belongs to a pruning
 
 
 def register() -> None:
@@ -153,10 +150,8 @@ def prune(
     """
     check_model(model)
     alike = layers is None and heads is None and not isinstance(budget, Mapping)
-    budget, heads = _split(budget, heads, layers)
     rule = SharedOptions(size, epsilon, summaries, window, sinks, scores, center, chunk)
-    if isinstance(budget, Calibration):
-        rule = _calibrated(budget, rule)
+    budget, heads, rule = _chosen(budget, heads, layers, rule)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
     if isinstance(budget, Mapping):
@@ -174,64 +169,57 @@ def prune(
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"budget": budget, "layers": layers, "heads": heads, **vars(rule)}
     report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
-    pruning, parts = next(_prunings), {}
-    for number, groups in chosen.items():
-        tally = Tally(there[number].heads)
-        parts[number] = LayerPruning(pruning, groups, rule, tally, measure)
-        report._tallies[number] = tally, sorted(head for group in groups if not group.dense for head in group.heads)
+    parts = {n: LayerPruning(groups, rule, Tally(there[n].heads), measure) for n, groups in chosen.items()}
+    for number, part in parts.items():
+        pruned = sorted(head for group in part.groups if not group.dense for head in group.heads)
+        report._tallies[number] = part.tally, pruned
     report._changes = _changed(model, there, parts)
     return report
 
 
-def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
-    """Return budget and heads, or raise; a head profile splits the budget over all heads."""
+def _chosen(budget: Any, heads: Any, layers: Any, rule: SharedOptions) -> tuple[Any, Any, SharedOptions]:
+    """Return budget, heads and options, or raise; a profile splits the budget, a calibration has its own options."""
     if isinstance(budget, HeadProfile):
         raise TypeError(
-            "budget is a HeadProfile; expected a share of the keys, and the profile as heads: prune(model, 0.25, "
-            "heads=profile)"
+            "budget is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=...)"
         )
-    if not isinstance(heads, HeadProfile):
-        return budget, heads
-    if layers is not None or not isinstance(budget, float | int):
-        raise ValueError(
-            f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a share of the keys as "
-            "budget, and no layers"
-        )
-    return heads.shares(budget), None
+    if isinstance(heads, HeadProfile):
+        if layers is not None or not isinstance(budget, float | int):
+            raise ValueError(
+                f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a share of the keys "
+                "as budget, and no layers"
+            )
+        budget, heads = heads.shares(budget), None
+    if isinstance(budget, Calibration):
+        given = [name for name, value in vars(rule).items() if value != getattr(SharedOptions, name)]
+        if given:
+            raise ValueError(
+                f"budget is a Calibration, and {', '.join(given)} were given; expected none, as it has its own options"
+            )
+        unknown = sorted(set(budget.options) - set(vars(rule)))
+        if unknown:
+            raise ValueError(f"budget is a Calibration with the options {', '.join(unknown)}; expected those of prune")
+        rule = replace(rule, **budget.options)
+    return budget, heads, rule
 
 
-def _calibrated(calibration: Calibration, rule: SharedOptions) -> SharedOptions:
-    """Return the options that a calibration was made with, or raise if others were given."""
-    given = [name for name, value in vars(rule).items() if value != getattr(SharedOptions, name)]
-    if given:
-        raise ValueError(
-            f"budget is a Calibration, and {', '.join(given)} were given; expected none of them, as the calibration "
-            "has its own options"
-        )
-    unknown = sorted(set(calibration.options) - set(vars(rule)))
-    if unknown:
-        raise ValueError(
-            f"budget is a Calibration with the options {', '.join(unknown)}; expected options of prune alone"
-        )
-    return replace(rule, **calibration.options)
-
-
-@contextmanager
-def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None) -> Iterator[None]:
-    """Call `look` with the number and the `Arrays` of each layer, at each call, while layers stay dense."""
+def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:
+    """Return the `Arrays` of each call of layers, by their numbers, in a call of the model, which stays dense."""
     check_model(model)
     register()
     numbers = whole_numbers("layers", layers)
     there = discovered(PRUNED, model, numbers)
-    pruning, parts = next(_prunings), {}
-    for number in numbers_among("layers", numbers, list(there)):
-        groups, tally = _groups_of(number, there[number], {}), Tally(there[number].heads)
-        parts[number] = LayerPruning(pruning, groups, SharedOptions(), tally, look=partial(look, number))
+    parts = {
+        n: LayerPruning(_groups_of(n, there[n], {}), SharedOptions(), Tally(there[n].heads), seen=[])
+        for n in numbers_among("layers", numbers, list(there))
+    }
     changes = _changed(model, there, parts)
     try:
-        yield
+        with torch.no_grad():
+            model(**inputs)
     finally:
         changes.undo()
+    return {number: part.seen or [] for number, part in parts.items()}
 
 
 def _changed(model: Any, there: dict[int, ModelLayer], parts: dict[int, LayerPruning]) -> Changes:
@@ -263,9 +251,7 @@ def _budgets_of(budget: Any, there: dict[int, ModelLayer], layers: Any, heads: A
             for head in numbers_among("heads", heads, list(range(there[number].heads)))
         }
     if layers is not None or heads is not None:
-        raise ValueError(
-            "budget names layers, and layers or heads were given; expected one of them. Leave layers and heads out"
-        )
+        raise ValueError("budget names layers, and layers or heads were given; expected one of them")
     if not budget:
         raise ValueError("budget is empty; expected at least one layer")
     found: dict[tuple[int, int], Any] = {}

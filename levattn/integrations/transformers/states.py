@@ -215,21 +215,15 @@ class LatentLayer(StateLayer):
         self.is_initialized = True
         return key_states, value_states
 
-    @property
-    def cumulative_length(self) -> int:
-        """The number of positions, from which a sliding layer computes sizes of masks."""
-        return self.positions
-
-    @cumulative_length.setter
-    def cumulative_length(self, value: int) -> None:
-        """Do nothing: the states count."""
-
     def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
         """Return the number of positions so far."""
         return self.positions
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the states need no allocation here."""
+    def advance(self, state: MacchiatoState | None, feature: Any, positions: int) -> None:
+        """Store the states after a number of positions."""
+        self.state = state
+        self.feature = None if feature is None else feature.detach()
+        self.positions = self.cumulative_length = positions  # from which a sliding layer computes sizes of masks
 
     def nbytes(self) -> int:
         """Return how many bytes the arrays of the states take."""
@@ -241,8 +235,7 @@ class LatentLayer(StateLayer):
 
     def reset(self) -> None:
         """Forget all positions."""
-        self.state = self.feature = None
-        self.positions = 0
+        self.advance(None, None, 0)
 
     @property
     def sequences(self) -> int:
