@@ -15,10 +15,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, output, tokens, written_out  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import pruned_attention  # noqa: E402
 from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
+from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
 
@@ -621,6 +623,25 @@ def test_windows_that_slide_are_refused_when_they_do() -> None:
 def test_a_mask_that_is_not_causal_is_refused_where_there_is_a_cache() -> None:
     with pytest.raises(ValueError, match="has a cache and is not causal"):
         output(pruned(base()), attention_mask=torch.ones(1, 1, T, T).bool(), use_cache=True)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]
+    """The names of the operations that torch computes meanwhile."""
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names = [*getattr(self, "names", []), operation.name()]
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_mask_that_is_what_the_layer_expects_is_compared_with_nothing_else() -> None:
+    full = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    for mask, expected, causal in ((full, False, False), (full.tril(), True, True), (full, True, False)):
+        with Operations() as computed:
+            assert padding_and_kind("a layer", mask, 6, 6, expected) == (None, causal)
+        assert ("aten::arange" in computed.names) == expected  # of a causal mask
+        assert computed.names.count("aten::eq.Tensor") == (1 if expected == causal else 2)
+    with pytest.raises(ValueError, match="neither full nor causal with padding"):
+        padding_and_kind("a layer", full.triu(), 6, 6, True)
 
 
 def test_keys_of_another_sequence_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What models and attention modules of transformers are called with: inputs, keywords, caches and masks."""
+"""The arguments of models and attention modules of transformers: inputs, keywords, names of caches, and masks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ class Interface:
         AttentionMaskInterface.register(self.name, self.masks)
 
     def change(
-        self, model: Any, layers: Iterable[Any], parts: Iterable[Any], *, masks: bool, frozen: Iterable[Any] = ()
+        self, model: Any, layers: Sequence[Any], parts: Iterable[Any], *, masks: bool, frozen: Iterable[Any] = ()
     ) -> Changes:
         """Let `ModelLayer`s of a model call this attention, with a part of each; a model that fails stays unchanged.
 

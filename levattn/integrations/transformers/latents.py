@@ -1,4 +1,4 @@
-"""Extend a pretrained decoder by latents, save their parameters, and remove what changed a model."""
+"""Extend a pretrained decoder by latents, save their parameters, and remove such an extension or a pruning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from levattn.integrations.transformers.calls import (
 )
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import EXTENSION, RECORD, Interface, check_model
-from levattn.integrations.transformers.states import FullLatentLayer, LatentLayer, SlidingLatentLayer
+from levattn.integrations.transformers.states import FullLatentLayer, LatentStateLayer, SlidingLatentLayer
 from levattn.nn.features import feature_map, run_feature
 
 _FEATURES = ("conv", "rg_lru")
@@ -328,7 +328,7 @@ def state_size(cache: Any) -> dict[int, int]:
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise TypeError(f"cache is of type {type(cache).__name__}; expected a DynamicCache")
-    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentLayer)}
+    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentStateLayer)}
 
 
 def _named_tensors(model: Any) -> dict[str, Any]:

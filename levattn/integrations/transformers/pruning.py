@@ -198,7 +198,9 @@ def _chosen(budget: Any, heads: Any, layers: Any, rule: SharedOptions) -> tuple[
             )
         unknown = sorted(set(budget.options) - set(vars(rule)))
         if unknown:
-            raise ValueError(f"budget is a Calibration with the options {', '.join(unknown)}; expected those of prune")
+            raise ValueError(
+                f"budget is a Calibration with the options {', '.join(unknown)}; expected options of prune"
+            )
         rule = replace(rule, **budget.options)
     return budget, heads, rule
 

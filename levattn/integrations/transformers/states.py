@@ -46,7 +46,7 @@ class StateLayer:
         self.take(torch.arange(self.sequences).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Take the sequences with these numbers, or those that are flagged."""
+        """Take the sequences with these numbers, or with these flags."""
         rows = torch.as_tensor(indices).cpu()
         self.take(rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows)
 
@@ -63,7 +63,7 @@ class StateLayer:
 def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], attention: str) -> Any:
     """Return a layer of a cache that holds states, before it is updated; it replaces an empty layer.
 
-    kinds: of layers that attend to all positions, and that slide. attention: what the states belong to.
+    kinds: of layers that attend to all positions, and of layers that slide. attention: its name in messages.
     """
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
@@ -107,7 +107,7 @@ class Held:
     state: PrunedState | None = None
 
     def of_sequences(self, chosen: Any) -> Held:
-        """Return those of the chosen sequences, a numpy array, that are among these, under their new numbers."""
+        """Return the part of the chosen sequences, a numpy array, that is among these, under their new numbers."""
         rows, places = None, chosen
         if self.rows is not None:
             rows = np.flatnonzero(np.isin(chosen, self.rows))
@@ -195,7 +195,7 @@ def _pruned_state(state: PrunedState, chosen: Any) -> PrunedState:
 # States of latents, in place of keys and values
 
 
-class LatentLayer(StateLayer):
+class LatentStateLayer(StateLayer):
     """A layer that holds the state of latents and a ring of positions: it does not grow with their number.
 
     `update` passes on the new keys and values; the attention function adds them to the state and stores it.
@@ -208,8 +208,8 @@ class LatentLayer(StateLayer):
         """Return the new keys and values, without earlier ones."""
         if not self.expected:
             raise ValueError(
-                "the cache holds the states of a model extended by macchiato_from, and came to another model, or the "
-                "extension was removed; expected a cache of this model. Give an empty DynamicCache"
+                "the cache is of a model extended by macchiato_from, and came to another model, or the extension "
+                "was removed; expected a cache of this model. Give an empty DynamicCache"
             )
         self.expected = False
         self.is_initialized = True
@@ -250,11 +250,11 @@ class LatentLayer(StateLayer):
             self.feature = self.feature[rows.to(self.feature.device)]
 
 
-class FullLatentLayer(LatentLayer, DynamicLayer):  # type: ignore[misc]
+class FullLatentLayer(LatentStateLayer, DynamicLayer):  # type: ignore[misc]
     """A replacement for a layer that attends to all positions."""
 
 
-class SlidingLatentLayer(LatentLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class SlidingLatentLayer(LatentStateLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A replacement for a layer that slides in the base model too."""
 
 
