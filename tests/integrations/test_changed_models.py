@@ -176,6 +176,17 @@ def test_a_cache_can_be_copied_selected_and_repeated(form: str) -> None:
 
 
 @both
+def test_sequences_of_a_cache_can_be_selected_by_flags(form: str) -> None:
+    model, ids = changed(form), tokens()
+    past = model(ids[:, :12], use_cache=True)[CACHE]
+    other = copy.deepcopy(past)
+    past.batch_select_indices(torch.tensor([False, True]))
+    other.batch_select_indices(torch.tensor([1]))
+    found, wanted = (model(ids[1:, 12:], **{CACHE: held}).logits for held in (past, other))
+    assert torch.equal(found, wanted)
+
+
+@both
 def test_drafts_that_must_be_forgotten_are_refused(form: str) -> None:
     past = changed(form)(tokens(), use_cache=True)[CACHE]
     assert not past.layers[0].is_croppable

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
-from numbers import Integral, Number
-from types import FunctionType
+from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,27 +14,6 @@ _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 # Inputs of models that a tokenizer gives, as lists if it is not told otherwise
 _OF_TOKENIZERS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _AS_TENSORS = "tokenizer(text, return_tensors='pt')"
-_HARMLESS = {
-    "cache_position",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-_FIGURES = (Number, torch.Tensor, list, tuple, dict, FunctionType)  # what an attention may compute with
-_REFUSED = {
-    "cache": "the paged cache of continuous batching",
-    "encoder_hidden_states": "cross-attention",
-    "head_mask": "a mask of heads",
-    "indices": "keys selected for each query",
-    "output_attentions": "attention weights, which are never formed",
-    "position_bias": "biases of relative positions",
-    "s_aux": "attention sinks",
-    "softcap": "bounded logits",
-    **dict.fromkeys(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"), "packed sequences"),
-}
 _HIDDEN = -1e4  # a mask adds at most this to a masked logit
 _GIVE_PADDING = "Give the model an attention_mask of shape (batch, positions), 0 for padding"
 _PADDING_ALONE = (
@@ -120,30 +98,6 @@ def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
     if keyword is None:
         raise ValueError(f"{type(module).__name__} takes no cache; expected a decoder that does, e.g. Llama or Qwen")
     return {keyword: cache}
-
-
-def refuse(
-    layer: str, dropout: float, others: dict[str, Any], passed: Collection[str] = (), *, attention: str, remedy: str
-) -> None:
-    """Raise for arguments that the attention would ignore.
-
-    passed: names of arguments that come from the call of the model. Among them are things of `generate` that no
-    attention reads, such as a tokenizer.
-    """
-    if dropout:
-        raise ValueError(
-            f"{layer} drops attention weights with probability {dropout}; expected none, as {attention} drops none. "
-            "Set attention_dropout = 0 in the config and the layers, or call model.eval()"
-        )
-    for name, value in others.items():
-        if value is None or value is False or name in _HARMLESS:
-            continue
-        if name in passed and name not in _REFUSED and not isinstance(value, _FIGURES):
-            continue
-        raise ValueError(
-            f"{layer} passes {name} to its attention ({_REFUSED.get(name, 'which is not known here')}); expected "
-            f"nothing that {attention} would ignore. Leave it out, or {remedy}"
-        )
 
 
 def whole_numbers(name: str, value: Any) -> list[int] | None:

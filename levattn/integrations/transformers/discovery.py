@@ -23,27 +23,18 @@ class ModelLayer:
     name: str
     reached: list[ModelLayer]  # the layers whose attention was called, in this order
     query: Any = None
-    key: Any = None
+    heads: int = 0  # of keys
     causal: bool = True
     sliding_window: int | None = None
-    call: Any = None  # None if the module does not pass its keywords to its attention
+    call: Any = None
+    handed: bool = False  # whether the module passes its keywords on to its attention
 
     def take(self, call: Any, query: Any, key: Any, value: Any, **found: Any) -> tuple[Any, None]:
         """Record the arguments of the attention, and return zeros as its output."""
         self.reached.append(self)
-        vars(self).update(call=call, query=query, key=key, **found)
+        vars(self).update(call=call, handed=call is not None, query=query, heads=int(key.shape[1]), **found)
         B, H, T = query.shape[:3]
         return query.new_zeros((B, T, H, value.shape[-1])), None
-
-    @property
-    def heads(self) -> int:
-        """Number of key heads."""
-        return int(self.key.shape[1])
-
-    @property
-    def handed(self) -> bool:
-        """Whether the module passes its keywords on to its attention."""
-        return self.call is not None
 
 
 def discovered(

@@ -6,15 +6,41 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Number
+from types import FunctionType
 from typing import Any
 
+import torch
+
 from levattn._core.checks import check_type
-from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of, refuse
+from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of
 from levattn.integrations.transformers.states import state_layer
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
 EXTENSION = "macchiato"  # the submodule of an attention module that holds the trained parameters
 RECORD = "_levattn_changes"  # the attribute of a changed model that records its changes
+# Keywords of attentions that change nothing, and those that would be ignored
+_HARMLESS = {
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+_FIGURES = (Number, torch.Tensor, list, tuple, dict, FunctionType)  # what an attention may compute with
+_REFUSED = {
+    "cache": "the paged cache of continuous batching",
+    "encoder_hidden_states": "cross-attention",
+    "head_mask": "a mask of heads",
+    "indices": "keys selected for each query",
+    "output_attentions": "attention weights, which are never formed",
+    "position_bias": "biases of relative positions",
+    "s_aux": "attention sinks",
+    "softcap": "bounded logits",
+    **dict.fromkeys(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"), "packed sequences"),
+}
 
 
 def check_model(model: Any) -> None:
@@ -173,15 +199,31 @@ class Interface:
             )
 
     def begin(self, module: Any, dropout: float, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the part of a module, and its `Call` or None; raise for keywords that the attention ignores."""
+        """Return the part of a module, and its `Call` or None; raise for arguments that the attention would ignore.
+
+        Among keywords of the model's own call are things of `generate` that no attention reads, such as a tokenizer.
+        """
         part, call, layer = getattr(module, self.part, None), kwargs.pop(self.name, None), layer_of(module)
         if part is None:
             raise ValueError(
                 f"the attention implementation {self.name!r} was chosen by hand for {layer}; expected a layer that "
                 f"{self.maker} changed. Call {self.maker} on the model, or choose another implementation"
             )
-        passed = () if call is None else call.passed
-        refuse(layer, dropout, kwargs, passed, attention=self.attention, remedy=self.remedy)
+        if dropout:
+            raise ValueError(
+                f"{layer} drops attention weights with probability {dropout}; expected none, as {self.attention} "
+                "drops none. Set attention_dropout = 0 in the config and the layers, or call model.eval()"
+            )
+        for name, value in kwargs.items():
+            if value is None or value is False or name in _HARMLESS:
+                continue
+            passed = call is not None and name in call.passed
+            if passed and name not in _REFUSED and not isinstance(value, _FIGURES):
+                continue
+            raise ValueError(
+                f"{layer} passes {name} to its attention ({_REFUSED.get(name, 'which is not known here')}); expected "
+                f"nothing that {self.attention} would ignore. Leave it out, or {self.remedy}"
+            )
         if call is not None:
             call.reached = True
         return part, call

@@ -302,9 +302,7 @@ def _check_option(rule: SharedOptions, budget: Any, *, causal: bool) -> None:
 def _shown(value: Any) -> Any:
     """Return an option as numbers, strings and lists, and a mapping as a list of [layer, (head,) budget]."""
     if isinstance(value, Mapping):
-        return [
-            [*_shown(list(key) if isinstance(key, tuple | list) else [key]), _shown(of)] for key, of in value.items()
-        ]
+        return [_shown([*(key if isinstance(key, tuple | list) else (key,)), of]) for key, of in value.items()]
     if isinstance(value, list):
         return [_shown(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
