@@ -101,7 +101,7 @@ def _tried(
     ]
     try:
         for module in modules:
-            changes.hooks += interface.hook(module, entered)
+            interface.hook(module, changes.hooks, entered)
         interface.give_parts(changes, layers, layers)
         for module in model.modules():
             if module.training:

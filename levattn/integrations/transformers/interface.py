@@ -145,7 +145,8 @@ class Interface:
             changes.give(model, RECORD, changes)
             self.give_parts(changes, layers, parts)
             for layer in layers:
-                changes.hooks += self.hook(layer.module) if layer.handed else ()
+                if layer.handed:
+                    self.hook(layer.module, changes.hooks)
             for config in configs.values() if masks else ():
                 changes.give(config, "_attn_implementation", self.name)
             for parameter in frozen:
@@ -166,16 +167,15 @@ class Interface:
             changes.give(layer.module, "config", copies[id(config)])
             changes.give(layer.module, self.part, part)
 
-    def hook(self, module: Any, entered: list[Any] | None = None) -> list[Any]:
-        """Hook a module, to hand each `Call` to its attention, and check that it arrives.
+    def hook(self, module: Any, hooks: list[Any], entered: list[Any] | None = None) -> None:
+        """Hook a module, to hand each `Call` to its attention, and check that it arrives; `hooks` takes the hooks.
 
         entered: for a trial call, the list that takes each module and its arguments by their names.
         """
         before = partial(self._hand_on, *parameters_of(module), entered)
-        hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if entered is None:
             hooks.append(module.register_forward_hook(self._check_reached, with_kwargs=True))
-        return hooks
 
     def _hand_on(
         self, names: tuple[str, ...], others: bool, entered: Any, module: Any, args: Any, kwargs: dict[str, Any]

@@ -222,15 +222,16 @@ def _attention(
             f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "
             "a state cannot split a summary's weight over keys. Call the model without a cache"
         )
-    keep, measured = held is not None, rows > 1 if part.measure is None else part.measure
+    measured = rows > 1 if part.measure is None else part.measure
     dense = partial(_dense, module, attention_mask, is_causal)
-    Y, states = _of_groups(part, arrays, held.states if keep else (), dense, keep=keep, measured=measured)
+    before = () if held is None else held.states
+    Y, states = _of_groups(part, arrays, before, dense, keep=held is not None, measured=measured)
     shares = None
     if output_attentions:  # the weight of a summary is spread over its members
         each = torch.eye(seen, dtype=value.dtype, device=value.device).expand(*value.shape[:2], seen, seen)
         shares, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False, measured=False)
         shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
-    if keep:
+    if held is not None:
         held.states, held.positions = states, seen
         held.counts = None if present is None else present.sum(1)
     part.tally.calls += 1
@@ -268,7 +269,8 @@ def _of_groups(
     """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`."""
     pieces, states = [], []
     for number, group in enumerate(part.groups):
-        mine, after = arrays.of_heads(group), ()
+        mine = arrays.of_heads(group)
+        after: tuple[Held, ...] = ()
         if group.dense:
             Y = dense(mine)
         else:

@@ -165,7 +165,7 @@ class Tally:
         self.seconds = 0.0
         self.sums = {name: np.zeros(heads) for name in _SUMS}
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def add(self, heads: tuple[int, ...], seconds: float, arrays: Arrays, plan: Sequence[Held], Y: Any) -> None:
         """Add the time of a call of some heads, and figures of some of its queries, given its output (B, H, m, D).
 

@@ -121,6 +121,8 @@ States = tuple[tuple[Held, ...], ...]  # of each group of heads
 class PrunedLayer(StateLayer):
     """A layer that holds states beside all keys and values, from which a model without pruning can continue."""
 
+    keys: Any
+    values: Any
     pruning: int | None = None  # the number of the pruning that computed the states
     states: States = ()
     counts: Any = None  # (B,), the number of present positions of each sequence, or None for all
