@@ -14,7 +14,7 @@ except ImportError as error:
 
 from levattn._core.checks import check_type, whole_number
 from levattn.functions import Softmax
-from levattn.integrations.transformers.masks import seen_by
+from levattn.integrations.transformers.calls import seen_by
 from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.leverage import check_epsilon, leverage_scores
 

@@ -176,6 +176,18 @@ def test_a_cache_can_be_copied_selected_and_repeated(form: str) -> None:
 
 
 @both
+def test_sequences_of_a_cache_can_be_selected_by_flags(form: str) -> None:
+    model, ids = changed(form), tokens()
+    with torch.no_grad():
+        past = model(ids[:, :12], use_cache=True)[CACHE]
+    other = copy.deepcopy(past)
+    past.batch_select_indices(torch.tensor([False, True]))
+    other.batch_select_indices(torch.tensor([1]))
+    found, wanted = (output(model, ids[1:, 12:], **{CACHE: held}) for held in (past, other))
+    assert torch.equal(found, wanted)
+
+
+@both
 def test_drafts_that_must_be_forgotten_are_refused(form: str) -> None:
     past = changed(form)(tokens(), use_cache=True)[CACHE]
     assert not past.layers[0].is_croppable
@@ -217,6 +229,22 @@ def test_a_model_that_is_refused_is_as_it_was(form: str) -> None:
     with pytest.raises(ValueError, match=r"GptOssAttention 0 passes s_aux to its attention .attention sinks"):
         change(model, form)
     assert looks(model) == before
+
+
+@both
+def test_a_change_that_is_interrupted_is_undone(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base().train()
+    before = looks(model)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[1].self_attn, "register_forward_hook", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            change(model, form)
+    assert looks(model) == before
+    assert torch.isfinite(output(change(model, form))).all()
 
 
 @both

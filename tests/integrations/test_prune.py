@@ -15,12 +15,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, output, tokens, written_out  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import pruned_attention  # noqa: E402
 from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
-from levattn.integrations.transformers.pruning.interface import _attention  # noqa: E402
-from levattn.integrations.transformers.pruning.prune import observed  # noqa: E402
+from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
+from levattn.integrations.transformers.pruned import _attention  # noqa: E402
+from levattn.integrations.transformers.pruning import observed  # noqa: E402
 
 DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
 SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys
@@ -368,13 +370,12 @@ def test_options_may_be_numbers_of_numpy(tmp_path: Path) -> None:
 def test_layers_can_be_looked_at_while_they_are_dense() -> None:
     model = base()
     wanted = output(model, attention_mask=LEFT)
-    seen: list[Any] = []
-    with observed(model, lambda layer, arrays: seen.append((layer, arrays)), layers=[1]):
-        assert torch.equal(output(model, attention_mask=LEFT), wanted)
-        with pytest.raises(ValueError, match="is pruned already"):
-            prune(model, 8)
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda *called: outputs.append(called[-1].logits))
+    ((layer, (arrays,)),) = observed(model, {"input_ids": tokens(), "attention_mask": LEFT}, layers=[1]).items()
+    hook.remove()
+    assert torch.equal(outputs[-1], wanted)
     prune(model, 8).remove()
-    ((layer, arrays),) = seen
     assert (layer, arrays.q.shape, arrays.k.shape, arrays.causal) == (1, (2, 4, T, 8), (2, 2, T, 8), True)
     assert torch.equal(arrays.present, LEFT.bool())
     P = arrays.dense_weights([T - 1]) @ arrays.v.repeat_interleave(2, 1)
@@ -622,6 +623,25 @@ def test_windows_that_slide_are_refused_when_they_do() -> None:
 def test_a_mask_that_is_not_causal_is_refused_where_there_is_a_cache() -> None:
     with pytest.raises(ValueError, match="has a cache and is not causal"):
         output(pruned(base()), attention_mask=torch.ones(1, 1, T, T).bool(), use_cache=True)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]
+    """The names of the operations that torch computes meanwhile."""
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names = [*getattr(self, "names", []), operation.name()]
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_mask_that_is_what_the_layer_expects_is_compared_with_nothing_else() -> None:
+    full = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    for mask, expected, causal in ((full, False, False), (full.tril(), True, True), (full, True, False)):
+        with Operations() as computed:
+            assert padding_and_kind("a layer", mask, 6, 6, expected) == (None, causal)
+        assert ("aten::arange" in computed.names) == expected  # of a causal mask
+        assert computed.names.count("aten::eq.Tensor") == (1 if expected == causal else 2)
+    with pytest.raises(ValueError, match="neither full nor causal with padding"):
+        padding_and_kind("a layer", full.triu(), 6, 6, True)
 
 
 def test_keys_of_another_sequence_are_refused() -> None:

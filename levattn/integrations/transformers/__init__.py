@@ -17,7 +17,7 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
     from levattn.integrations.transformers.compression.compress import compress
     from levattn.integrations.transformers.compression.profile import HeadProfile
     from levattn.integrations.transformers.inspection import Inspection, inspect_model
-    from levattn.integrations.transformers.latents.macchiato import (
+    from levattn.integrations.transformers.latents import (
         latent_parameters,
         latent_state_dict,
         load_latent_state_dict,
@@ -25,9 +25,8 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
         remove,
         state_size,
     )
-    from levattn.integrations.transformers.pruning.interface import register
-    from levattn.integrations.transformers.pruning.prune import prune
-    from levattn.integrations.transformers.pruning.report import PruneReport
+    from levattn.integrations.transformers.pruning import prune, register
+    from levattn.integrations.transformers.report import PruneReport
 
 __all__ = [
     "Calibration",

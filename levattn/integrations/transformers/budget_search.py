@@ -14,8 +14,8 @@ from levattn._core.checks import fraction, positive_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.profile import HeadProfile
+from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)

@@ -1,11 +1,10 @@
-"""The arguments of attention modules of transformers: names of caches, and keywords."""
+"""The arguments of models and attention modules of transformers: inputs, keywords, names of caches, and masks."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
-from numbers import Integral, Number
-from types import FunctionType
+from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,30 +14,12 @@ _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 # Inputs of models that a tokenizer gives, as lists if it is not told otherwise
 _OF_TOKENIZERS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _AS_TENSORS = "tokenizer(text, return_tensors='pt')"
-_HARMLESS = {
-    "cache_position",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-_FIGURES = (Number, torch.Tensor, list, tuple, dict, FunctionType)  # what an attention may compute with
-_REFUSED = {
-    "cache": "the paged cache of continuous batching",
-    "cu_seq_lens_k": "packed sequences",
-    "cu_seq_lens_q": "packed sequences",
-    "encoder_hidden_states": "cross-attention",
-    "head_mask": "a mask of heads",
-    "indices": "keys selected for each query",
-    "max_length_k": "packed sequences",
-    "max_length_q": "packed sequences",
-    "output_attentions": "attention weights, which are never formed",
-    "position_bias": "biases of relative positions",
-    "s_aux": "attention sinks",
-    "softcap": "bounded logits",
-}
+_HIDDEN = -1e4  # a mask adds at most this to a masked logit
+_GIVE_PADDING = "Give the model an attention_mask of shape (batch, positions), 0 for padding"
+_PADDING_ALONE = (
+    "with padding; expected one sequence in each row, and no packed ones (position_ids that start again) or overlays. "
+    f"{_GIVE_PADDING}"
+)
 
 
 def model_inputs(name: str, value: Any) -> dict[str, Any]:
@@ -50,10 +31,8 @@ def model_inputs(name: str, value: Any) -> dict[str, Any]:
     for entry in _OF_TOKENIZERS:
         given = value.get(entry)
         if given is not None and not isinstance(given, torch.Tensor | Mapping):
-            raise TypeError(
-                f"{name}[{entry!r}] is of type {type(given).__name__}; expected a tensor of torch, e.g. "
-                f"by {_AS_TENSORS}"
-            )
+            kind = type(given).__name__
+            raise TypeError(f"{name}[{entry!r}] is of type {kind}; expected a tensor of torch, e.g. by {_AS_TENSORS}")
     return dict(value)
 
 
@@ -66,8 +45,7 @@ def tokens_of(name: str, value: Any, mask: Any = None) -> tuple[Any, Any]:
     """Return tokens (B, n) and their mask, or raise; the value may be the output of a tokenizer."""
     if isinstance(value, Mapping):
         parts = model_inputs(name, value)
-        unknown = sorted(set(parts) - {"input_ids", "attention_mask", "token_type_ids"})
-        if unknown or "input_ids" not in parts:
+        if "input_ids" not in parts or set(parts) - {"input_ids", "attention_mask", "token_type_ids"}:
             raise ValueError(f"{name} has {sorted(parts)}; expected input_ids and perhaps attention_mask")
         kinds = parts.get("token_type_ids")
         if kinds is not None and bool(torch.as_tensor(kinds).any()):
@@ -103,53 +81,23 @@ def parameters_of(module: Any, method: str = "forward") -> tuple[tuple[str, ...]
     return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def given_to(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names."""
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def cache_among(given: dict[str, Any]) -> Any:
     """Return the cache that a module was called with, or None."""
     return next((given[name] for name in _CACHES if given.get(name) is not None), None)
 
 
+def cache_keyword(module: Any) -> str | None:
+    """Return the name under which a module takes a cache, or None."""
+    names = parameters_of(module)[0]
+    return next((name for name in _CACHES if name in names), None)
+
+
 def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
     """Return a cache under the keyword that a module uses for it."""
-    names = parameters_of(module)[0]
-    keyword = next((name for name in _CACHES if name in names), None)
+    keyword = cache_keyword(module)
     if keyword is None:
         raise ValueError(f"{type(module).__name__} takes no cache; expected a decoder that does, e.g. Llama or Qwen")
     return {keyword: cache}
-
-
-def takes_cache(names: tuple[str, ...]) -> bool:
-    """Tell whether a module with these parameters reads a cache."""
-    return any(name in names for name in _CACHES)
-
-
-def refuse(
-    layer: str, dropout: float, others: dict[str, Any], passed: Collection[str] = (), *, attention: str, remedy: str
-) -> None:
-    """Raise for arguments that the attention would ignore.
-
-    passed: names of arguments that come from the call of the model. Among them are things of `generate` that no
-    attention reads, such as a tokenizer.
-    """
-    if dropout:
-        raise ValueError(
-            f"{layer} drops attention weights with probability {dropout}; expected none, as {attention} drops none. "
-            "Set attention_dropout = 0 in the config and the layers, or call model.eval()"
-        )
-    for name, value in others.items():
-        if value is None or value is False or name in _HARMLESS:
-            continue
-        if name in passed and name not in _REFUSED and not isinstance(value, _FIGURES):
-            continue
-        what = _REFUSED.get(name, "which is not known here")
-        raise ValueError(
-            f"{layer} passes {name} to its attention ({what}); expected nothing that {attention} would ignore. "
-            f"Leave it out, or {remedy}"
-        )
 
 
 def whole_numbers(name: str, value: Any) -> list[int] | None:
@@ -171,3 +119,104 @@ def numbers_among(name: str, numbers: list[int] | None, among: list[int]) -> lis
     if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(among):
         raise ValueError(f"{name} is {numbers}; expected different numbers among {among}, at least one")
     return sorted(numbers)
+
+
+def seen_by(mask: Any, keys: int) -> Any:
+    """Return which keys each row may see, (B, T or 1, U) bool, or (B, U) for a padding mask.
+
+    The masks of transformers are bool, or added to the logits. U is at least the number of `keys`.
+    """
+    shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < keys:
+        raise ValueError(
+            f"a layer was given the attention mask {shown}; expected (B, U) or (B, 1, T, U). {_GIVE_PADDING}"
+        )
+    if mask.ndim == 2:
+        return mask.bool()
+    if mask.shape[1] != 1:
+        raise ValueError(
+            f"a layer was given the attention mask {shown}, one for each head; expected (B, 1, T, U). {_GIVE_PADDING}"
+        )
+    mask = mask[:, 0]
+    if mask.dtype == torch.bool:
+        return mask
+    if ((mask != 0) & (mask > _HIDDEN)).any():
+        raise ValueError(
+            "the attention mask adds numbers to logits, as biases of positions do; expected a padding mask, which "
+            "adds 0 or masks a position. Leave the biases out, or use the base model"
+        )
+    return mask == 0
+
+
+def padding_mask(*args: Any, **kwargs: Any) -> Any:
+    """Return which positions are not padding, (B, U), or None for all: a mask function for transformers.
+
+    The masks that transformers makes for kernels that unpad contain padding alone. Where the model may need more, such
+    as packed sequences or overlays, this function makes the whole mask and checks it.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if kwargs.get("allow_is_causal_skip") is True:
+        return ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"](*args, **kwargs)
+    whole = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **whole)
+    return causal_padding(mask, mask.shape[-2], kwargs.get("local_size"))
+
+
+def causal_padding(mask: Any, T: int, sliding_window: int | None) -> Any:
+    """Return which of the last T positions are not padding, (B, T), or None for all; raise if a mask is not causal.
+
+    sliding_window: the number of positions that a row may see, including itself, or None for all.
+    """
+    if mask is None:
+        return None
+    allowed = seen_by(mask, T)[..., -T:]  # made for the attention of other layers, where they keep it
+    if mask.ndim == 2:
+        return allowed
+    present = allowed.diagonal(dim1=-2, dim2=-1)
+    if not _lets_through(allowed, present, causal=True, window=sliding_window):
+        raise ValueError(f"the attention mask of shape {tuple(mask.shape)} is not causal {_PADDING_ALONE}")
+    return None if present.all() else present
+
+
+def padding_and_kind(layer: str, mask: Any, rows: int, keys: int, causal: bool) -> tuple[Any, bool]:
+    """Return which keys are not padding, (B, keys) bool or None for all, and whether attention is causal.
+
+    causal: the default if the mask does not tell.
+    """
+    if mask is None:
+        if causal and 1 < rows < keys:
+            raise ValueError(
+                f"{layer} was given no attention mask for {rows} queries and {keys} keys; expected one, as their "
+                f"order is unknown without it. {_GIVE_PADDING}"
+            )
+        return None, causal
+    seen = seen_by(mask, keys)
+    if seen.shape[-1] != keys:
+        raise ValueError(
+            f"{layer} was given the attention mask {tuple(mask.shape)} for {keys} keys; expected one with as many "
+            "columns. Give a DynamicCache, or none"
+        )
+    present = seen if seen.ndim == 2 else seen[:, -1]
+    if seen.ndim == 3 and seen.shape[1] == 1 < rows:
+        causal = False
+    elif seen.ndim == 3 and rows > 1 and not _lets_through(seen, present, causal=causal):
+        causal = not causal
+        if not _lets_through(seen, present, causal=causal):
+            shown = tuple(mask.shape)
+            raise ValueError(f"{layer} was given a mask of shape {shown}, neither full nor causal {_PADDING_ALONE}")
+    return (None if present.all() else present), causal
+
+
+def _lets_through(seen: Any, present: Any, *, causal: bool, window: int | None = None) -> bool:
+    """Tell whether a mask lets each row see all present keys, or if causal those up to its own, in a window.
+
+    In some versions, rows that should see nothing see everything.
+    """
+    expected = present[:, None]
+    if causal:
+        place = torch.arange(seen.shape[2], device=seen.device)
+        behind = place[seen.shape[2] - seen.shape[1] :, None] - place
+        expected = expected & (behind >= 0) & (behind < (len(place) if window is None else window))
+    nothing = ~expected.any(-1, keepdim=True) & seen.all(-1, keepdim=True)
+    return bool(((seen == expected) | nothing).all())

@@ -1,4 +1,4 @@
-"""Find the layers of a model that use the attention interface of transformers, and the arguments they pass."""
+"""Find the layers of a model that use the attention interface of transformers, by a trial call on a few tokens."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from typing import Any
 import torch
 
 from levattn.integrations.transformers.calls import inputs_device, layer_of, model_inputs, parameters_of
-from levattn.integrations.transformers.interface import Interface, Probe
+from levattn.integrations.transformers.interface import Changes, Interface
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
 _POSITIONS = 3  # of the trial input
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ModelLayer:
-    """An attention module that uses the attention interface."""
+    """An attention module, and the arguments of its attention in a trial call, during which this is its part."""
 
-    number: int
+    module: Any
     name: str
-    probe: Probe
+    reached: list[ModelLayer]  # the layers whose attention was called, in this order
+    query: Any = None
+    heads: int = 0  # of keys
+    causal: bool = True
+    sliding_window: int | None = None
+    call: Any = None
+    handed: bool = False  # whether the module passes its keywords on to its attention
 
-    @property
-    def module(self) -> Any:
-        """The attention module."""
-        return self.probe.module
-
-    @property
-    def heads(self) -> int:
-        """Number of key heads."""
-        return int(self.probe.key.shape[1])
-
-    @property
-    def handed(self) -> bool:
-        """Whether the module passes its keywords on to its attention."""
-        return self.probe.call is not None
+    def take(self, call: Any, query: Any, key: Any, value: Any, **found: Any) -> tuple[Any, None]:
+        """Record the arguments of the attention, and return zeros as its output."""
+        self.reached.append(self)
+        vars(self).update(call=call, handed=call is not None, query=query, heads=int(key.shape[1]), **found)
+        B, H, T = query.shape[:3]
+        return query.new_zeros((B, T, H, value.shape[-1])), None
 
 
 def discovered(
@@ -46,53 +44,79 @@ def discovered(
 
     Raises for a layer that does not use the attention interface, unless `layers` leaves it out.
     """
+    names = {id(module): f"{name} ({layer_of(module)})" for name, module in model.named_modules()}
     inputs = _inputs(model) if example is None else model_inputs("example", example)
-    names = {id(module): name for name, module in model.named_modules()}
-    trial = interface.tried(model, attention_modules(model), inputs)
-    probes = list({id(probe.module): probe for probe in trial.reached}.values())
-    crossed = {id(module) for module, given in trial.entered if any(given.get(name) is not None for name in _CROSS)}
-    reached = {id(probe.module) for probe in probes}
-    past = [module for module, _ in trial.entered if id(module) not in reached and not _holds_another(module)]
-    if not probes:
+    found, entered = _tried(interface, model, names, inputs)
+    reached = {id(layer.module) for layer in found}
+    past = [module for module, _ in entered if id(module) not in reached and not _holds_another(module)]
+    if not found:
         kind = type(past[0] if past else model).__name__
         raise ValueError(
             f"{type(model).__name__}: no attention function was reached ({kind} does not use the attention interface "
-            "of transformers); expected a model whose config chooses its attention. Use another model, or a newer "
-            "transformers in which this model uses the interface"
+            "of transformers); expected a model that uses it. Take another model, or a newer transformers"
         )
-    numbers: list[Any] = [getattr(probe.module, "layer_idx", None) for probe in probes]
+    crossed = {id(module) for module, given in entered if any(given.get(name) is not None for name in _CROSS)}
+    numbers: list[Any] = [getattr(layer.module, "layer_idx", None) for layer in found]
     if all(number is None for number in numbers):
-        numbers = list(range(len(probes)))
+        numbers = list(range(len(found)))
     if None in numbers or len(set(numbers)) < len(numbers):
-        kinds = sorted({type(probe.module).__name__ for probe in probes})
+        kinds = sorted({type(layer.module).__name__ for layer in found})
         cross = "cross-attention among them, " if crossed else ""
         raise ValueError(
             f"{type(model).__name__} has several stacks of layers ({cross}{', '.join(kinds)}), so a number does not "
             "identify a layer; expected one stack. Use a part of the model, e.g. prune(model.get_encoder(), ...)"
         )
-    wanted = None if layers is None else set(layers)
     for module in past:
-        if wanted is None or getattr(module, "layer_idx", None) in wanted:
+        if layers is None or getattr(module, "layer_idx", None) in layers:
             raise ValueError(
-                f"{names[id(module)]} ({layer_of(module)}) does not use the attention interface of transformers; "
-                "expected layers that use it. Leave this one out of layers"
+                f"{names[id(module)]} does not use the attention interface of transformers; expected layers that use "
+                "it. Leave this one out of layers"
             )
-    found: dict[int, ModelLayer] = {}
-    for number, probe in sorted(zip(numbers, probes, strict=True), key=lambda pair: int(pair[0])):
-        module = probe.module
-        if id(module) in crossed and (wanted is None or number in wanted):
+    there = dict(sorted(zip(numbers, found, strict=True), key=lambda pair: int(pair[0])))
+    for number, layer in there.items():
+        if id(layer.module) in crossed and (layers is None or number in layers):
             raise ValueError(
-                f"{names[id(module)]} ({layer_of(module)}) attends from one sequence to another; expected "
-                "self-attention. Use the encoder alone, e.g. prune(model.get_encoder(), ...)"
+                f"{layer.name} attends from one sequence to another; expected self-attention. Use the encoder alone, "
+                "e.g. prune(model.get_encoder(), ...)"
             )
-        found[number] = ModelLayer(number, names[id(module)], probe)
-    return found
+    return there
 
 
-def shared_configs(model: Any, modules: list[Any], some: list[Any] | None = None) -> bool:
-    """Tell whether other attention modules of a model read the configs of these modules, or of `some` of them."""
-    configs = {id(module.config) for module in (modules if some is None else some)}
-    mine = {id(module) for module in modules}
+def _tried(
+    interface: Interface, model: Any, names: dict[int, str], inputs: dict[str, Any]
+) -> tuple[list[ModelLayer], list[tuple[Any, dict[str, Any]]]]:
+    """Call a model on inputs in evaluation mode; return layers that use the interface, and all calls of attention.
+
+    The calls are pairs of a module and its arguments by their names. The model stays unchanged.
+    """
+    from transformers import PretrainedConfig
+
+    changes, modules = Changes(), attention_modules(model)
+    reached: list[ModelLayer] = []
+    entered: list[tuple[Any, dict[str, Any]]] = []
+    layers = [
+        ModelLayer(module, names[id(module)], reached)
+        for module in modules
+        if isinstance(getattr(module, "config", None), PretrainedConfig)
+    ]
+    try:
+        for module in modules:
+            interface.hook(module, changes.hooks, entered)
+        interface.give_parts(changes, layers, layers)
+        for module in model.modules():
+            if module.training:
+                changes.give(module, "training", False)
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        changes.undo()
+    return list({id(layer): layer for layer in reached}.values()), entered
+
+
+def shared_configs(model: Any, layers: list[ModelLayer]) -> bool:
+    """Tell whether other attention modules of a model read the configs of these layers."""
+    configs = {id(layer.module.config) for layer in layers}
+    mine = {id(layer.module) for layer in layers}
     others = (module for module in attention_modules(model) if id(module) not in mine and not _holds_another(module))
     return any(id(getattr(module, "config", None)) in configs for module in others)
 

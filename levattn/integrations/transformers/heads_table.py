@@ -20,7 +20,8 @@ class HeadsTable:
 
     _labels: ClassVar[dict[str, str]]
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def table(self) -> list[dict[str, Any]]:
+        """Return the rows."""
         raise NotImplementedError
 
     def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
@@ -50,7 +51,7 @@ class HeadsTable:
 
         if value not in self._labels:
             raise ValueError(f"value is {value!r}; expected one of {', '.join(self._labels)}")
-        return LayerHeadDisplay.from_rows(self._rows(), value, label=self._labels[value], ax=ax)
+        return LayerHeadDisplay.from_rows(self.table(), value, label=self._labels[value], ax=ax)
 
 
 class HeadsRecord(Mapping[tuple[int, int], float]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 import levattn
 from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
-from levattn.integrations.transformers.pruning.heads import Arrays, Group
-from levattn.integrations.transformers.pruning.prune import observed
+from levattn.integrations.transformers.pruned import Arrays, Group
+from levattn.integrations.transformers.pruning import observed
 
 _QUERIES = 256  # of a sequence, whose attention is measured
 COLUMNS = {
@@ -92,8 +92,6 @@ class Inspection(HeadsTable):
             Copies of `rows`.
         """
         return [dict(row) for row in self.rows]
-
-    _rows = table
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model, the threshold and the rows as plain numbers and strings.
@@ -179,75 +177,50 @@ def inspect_model(
     >>> [(row["layer"], row["head"]) for row in found.rows]
     [(1, 0), (1, 1)]
     """
-    inputs = model_inputs("inputs", inputs)
-    found: dict[int, list[Arrays]] = {}
-
-    def look(layer: int, arrays: Arrays) -> None:
-        found.setdefault(layer, []).append(arrays)
-
-    with torch.no_grad(), observed(model, look, layers):
-        model(**inputs)
     rows = []
-    for layer, calls in sorted(found.items()):
-        for head in range(calls[0].k.shape[1]):
-            parts = [_figures(part) for arrays in calls for part in _sequences(arrays, head, epsilon)]
+    for layer, calls in observed(model, model_inputs("inputs", inputs), layers).items():
+        for head in range(calls[0].k.shape[1] if calls else 0):
+            parts = [part for arrays in calls for part in _figures(arrays, head, epsilon)]
             if parts:
                 rows.append({"layer": layer, "head": head, **_together(parts)})
     return Inspection(type(model).__name__, float(epsilon), rows)
 
 
-def _sequences(arrays: Arrays, head: int, epsilon: float) -> list[tuple[Any, Any, Any]]:
-    """Return the keys, the universal set, and the softmax scores of some queries, for each sequence."""
-    found = []
+def _figures(arrays: Arrays, head: int, epsilon: float) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each sequence: of its keys, their universal set, and the softmax scores of some queries."""
     of_head = arrays.of_heads(Group((head,), None))
     for b in range(arrays.k.shape[0]):
-        there = np.arange(arrays.k.shape[2])
+        there = torch.arange(arrays.k.shape[2], device=arrays.k.device)
         if arrays.present is not None:
-            there = np.flatnonzero(arrays.present[b].cpu().numpy())
-        if not len(there):
+            there = there[arrays.present[b]]
+        n = len(there)
+        if not n:
             continue
-        K = of_head.k[b, 0, torch.as_tensor(there)].detach()
-        places = there[np.unique(np.linspace(0, len(there) - 1, _QUERIES).astype(np.int64))]
-        P = of_head.of_sequences([b]).dense_weights(places)[0][..., torch.as_tensor(there)].reshape(-1, len(there))
-        found.append((K, levattn.universal_set(K, epsilon), P.double()))
-    return found
-
-
-def _figures(part: tuple[Any, Any, Any]) -> dict[str, Any]:
-    K, universal, P = part
-    n, d = K.shape
-    inside = torch.as_tensor(np.asarray(universal.mask.cpu()))
-    heavy = universal.epsilon <= P
-    return {
-        "n": n,
-        "d": d,
-        "condition": float(universal.condition),
-        "rank": int(universal.rank),
-        "size": float(inside.sum()),
-        "bound": float(universal.size_bound),
-        "vacuous": bool(universal.is_vacuous),
-        "largest": float(universal.scores.max()) if n else 0.0,
-        "captured": float(P[:, inside].sum(1).mean()),
-        "heavy": int(heavy.sum()),
-        "caught": int(heavy[:, inside].sum()),
-    }
+        K = of_head.k[b, 0, there].detach()
+        places = there[np.unique(np.linspace(0, n - 1, _QUERIES).astype(np.int64))]
+        P = of_head.of_sequences([b]).dense_weights(places)[0][..., there].reshape(-1, n).double()
+        universal = levattn.universal_set(K, epsilon)
+        inside, heavy = torch.as_tensor(universal.mask, device=P.device), universal.epsilon <= P
+        yield {
+            "n": n,
+            "d": K.shape[1],
+            "condition": float(universal.condition),
+            "rank": int(universal.rank),
+            "size": float(inside.sum()),
+            "bound": float(universal.size_bound),
+            "vacuous": bool(universal.is_vacuous),
+            "largest": float(universal.scores.max()),
+            "captured": float(P[:, inside].sum(1).mean()),
+            "heavy": int(heavy.sum()),
+            "caught": int(heavy[:, inside].sum()),
+        }
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of several sequences as one row."""
-    n = sum(part["n"] for part in parts)
-    heavy, caught = (sum(part[name] for part in parts) for name in ("heavy", "caught"))
-    return {
-        "n": n,
-        "d": parts[0]["d"],
-        "condition": max(part["condition"] for part in parts),
-        "rank": max(part["rank"] for part in parts),
-        "size": sum(part["size"] for part in parts) / len(parts),
-        "share": sum(part["size"] for part in parts) / max(n, 1),
-        "bound": max(part["bound"] for part in parts),
-        "vacuous": any(part["vacuous"] for part in parts),
-        "largest": max(part["largest"] for part in parts),
-        "captured": sum(part["captured"] for part in parts) / len(parts),
-        "heavy": heavy,
-        "heavy_captured": caught / heavy if heavy else None,
-    }
+    """Return the figures of several sequences as one row: sums of numbers, means of sizes, else the largest."""
+    row = {name: max(part[name] for part in parts) for name in parts[0]}
+    row |= {name: sum(part[name] for part in parts) for name in ("n", "heavy", "caught")}
+    row |= {name: sum(part[name] for part in parts) / len(parts) for name in ("size", "captured")}
+    caught = row.pop("caught")
+    share = row["size"] * len(parts) / row["n"]
+    return {**row, "share": share, "heavy_captured": caught / row["heavy"] if row["heavy"] else None}

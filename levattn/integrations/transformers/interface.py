@@ -1,16 +1,101 @@
-"""Make transformers call an attention of levattn by its name, with arguments that hooks take from module calls."""
+"""Make transformers call an attention of levattn by its name: a change of a model, which can be undone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from numbers import Number
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
-from levattn.integrations.transformers.changes import Changes
+from levattn._core.checks import check_type
+from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of
+from levattn.integrations.transformers.states import state_layer
+
+PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
+EXTENSION = "macchiato"  # the submodule of an attention module that holds the trained parameters
+RECORD = "_levattn_changes"  # the attribute of a changed model that records its changes
+# Keywords of attentions that change nothing, and those that would be ignored
+_HARMLESS = {
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+_FIGURES = (Number, torch.Tensor, list, tuple, dict, FunctionType)  # what an attention may compute with
+_REFUSED = {
+    "cache": "the paged cache of continuous batching",
+    "encoder_hidden_states": "cross-attention",
+    "head_mask": "a mask of heads",
+    "indices": "keys selected for each query",
+    "output_attentions": "attention weights, which are never formed",
+    "position_bias": "biases of relative positions",
+    "s_aux": "attention sinks",
+    "softcap": "bounded logits",
+    **dict.fromkeys(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"), "packed sequences"),
+}
+
+
+def check_model(model: Any) -> None:
+    """Raise if this is not a transformers model, is already changed, or has an unsupported kind of attention."""
+    from transformers import PreTrainedModel  # two seconds, which the caller's imports have already spent
+
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"model is of type {type(model).__name__}, a wrapper; expected the transformers.PreTrainedModel in "
+            "it, with its adapters. Give model.get_base_model()"
+        )
+    check_type("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        raise ValueError(f"model is {name}, whose attention has ALiBi biases; expected rotary or absolute positions")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(f"model is {name}, whose layers share keys and values; expected keys of each layer's own")
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(f"model is {name}, whose attention is cut into chunks; expected full or sliding attention")
+    for module in model.modules():
+        for part, change in ((PART, "pruned"), (EXTENSION, "extended by macchiato_from")):
+            if hasattr(module, part):
+                raise ValueError(
+                    f"model is {name}, and its {layer_of(module)} is {change} already; expected an unchanged model. "
+                    "Leave the with block of prune, or call remove on the model, first"
+                )
+
+
+class Changes:
+    """A record of the changes in a model, to undo them; a copy of the model has a copy of the record."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+        self._before: list[tuple[Any, str, Any]] = []  # objects, names of attributes and their former values
+
+    @property
+    def active(self) -> bool:
+        """Whether there are changes that were not undone."""
+        return bool(self._before)
+
+    def give(self, target: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object."""
+        self._before.append((target, name, getattr(target, name, ...)))  # the ellipsis: there was none
+        setattr(target, name, value)
+
+    def undo(self) -> None:
+        """Restore the model; a second call does nothing."""
+        for hook in self.hooks:
+            hook.remove()
+        for target, name, value in reversed(self._before):
+            if value is ...:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
+        self.hooks, self._before = [], []
 
 
 @dataclass
@@ -23,44 +108,15 @@ class Call:
     reached: bool = False
 
 
-@dataclass
-class Trial:
-    """The record of a trial call of a model."""
-
-    entered: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # modules and their arguments
-    reached: list[Probe] = field(default_factory=list)  # in the order of their calls
-
-
-@dataclass
-class Probe:
-    """A record of a module's call of its attention, in place of a part during a trial call."""
-
-    module: Any
-    trial: Trial
-    query: Any = None
-    key: Any = None
-    causal: bool = True
-    sliding_window: int | None = None
-    call: Any = None  # None if the module does not pass its keywords to its attention
-
-    def take(self, call: Any, query: Any, key: Any, value: Any, **found: Any) -> tuple[Any, None]:
-        """Record the arguments of the attention, and return zeros as its output."""
-        self.trial.reached.append(self)
-        self.call, self.query, self.key = call, query, key
-        for name, what in found.items():
-            setattr(self, name, what)
-        B, H, T = query.shape[:3]
-        return query.new_zeros((B, T, H, value.shape[-1])), None
-
-
 @dataclass(frozen=True)
 class Interface:
     """An attention of levattn, under the name by which transformers calls it."""
 
     name: str  # without "flash", "sdpa", "flex_attention", "/" and ":", which have a meaning to transformers
     part: str  # the attribute of an attention module that describes its attention
-    held_in: Callable[[Any, Any], Any]  # the layer of a cache for a module
-    install: Callable[[], None]  # registers it with transformers
+    function: Callable[..., Any]  # of the module, as that of masks, so that models can be pickled
+    masks: Callable[..., Any]
+    cache_layers: tuple[type[Any], type[Any]]  # that hold states: of full and of sliding layers
     maker: str  # the function that gives models this attention
     attention: str  # its name in messages
     remedy: str  # the advice in messages about arguments that it would ignore
@@ -68,30 +124,71 @@ class Interface:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the attention in the process that loads a pickled model, whose hooks have this object."""
         vars(self).update(state)
-        self.install()
+        self.register()
 
-    def register(self, attention: Callable[..., Any], masks: Callable[..., Any], name: str | None = None) -> None:
-        """Register the attention function and its masks with transformers, by name."""
+    def register(self) -> None:
+        """Register the attention function and its masks with transformers."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        AttentionInterface.register(name or self.name, attention)
-        AttentionMaskInterface.register(name or self.name, masks)
+        AttentionInterface.register(self.name, self.function)
+        AttentionMaskInterface.register(self.name, self.masks)
 
-    def hook(self, module: Any) -> list[Any]:
-        """Hook a module, to pass each `Call` to its attention and check that it reaches the attention."""
-        before = partial(self._hand_on, parameters_of(module)[0])
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(self._check_reached, with_kwargs=True),
-        ]
+    def change(
+        self, model: Any, layers: Sequence[Any], parts: Iterable[Any], *, masks: bool, frozen: Iterable[Any] = ()
+    ) -> Changes:
+        """Let `ModelLayer`s of a model call this attention, with a part of each; a model that fails stays unchanged.
+
+        masks: whether the model makes the masks of this attention. frozen: parameters that need no more gradients.
+        """
+        changes, configs = Changes(), {id(layer.module.config): layer.module.config for layer in layers}
+        try:
+            changes.give(model, RECORD, changes)
+            self.give_parts(changes, layers, parts)
+            for layer in layers:
+                if layer.handed:
+                    self.hook(layer.module, changes.hooks)
+            for config in configs.values() if masks else ():
+                changes.give(config, "_attn_implementation", self.name)
+            for parameter in frozen:
+                changes.give(parameter, "requires_grad", False)
+        except BaseException:
+            changes.undo()
+            raise
+        return changes
+
+    def give_parts(self, changes: Changes, layers: Iterable[Any], parts: Iterable[Any]) -> None:
+        """Let modules call this attention, by a copy of their config; modules with one config share the copy."""
+        copies: dict[int, Any] = {}
+        for layer, part in zip(layers, parts, strict=True):
+            config = layer.module.config
+            if id(config) not in copies:
+                copies[id(config)] = copy.deepcopy(config)
+                copies[id(config)]._attn_implementation = self.name
+            changes.give(layer.module, "config", copies[id(config)])
+            changes.give(layer.module, self.part, part)
+
+    def hook(self, module: Any, hooks: list[Any], entered: list[Any] | None = None) -> None:
+        """Hook a module, to hand each `Call` to its attention, and check that it arrives; `hooks` takes the hooks.
+
+        entered: for a trial call, the list that takes each module and its arguments by their names.
+        """
+        before = partial(self._hand_on, *parameters_of(module), entered)
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if entered is None:
+            hooks.append(module.register_forward_hook(self._check_reached, with_kwargs=True))
 
     def _hand_on(
-        self, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = given_to(names, args, kwargs)
-        past = cache_among(given)
-        held = None if past is None else self.held_in(past, module)
-        return args, {**kwargs, self.name: Call(held, given.get("hidden_states"), frozenset(kwargs))}
+        self, names: tuple[str, ...], others: bool, entered: Any, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache, held = cache_among(given), None
+        if entered is not None:
+            entered.append((module, given))
+        elif cache is not None:
+            held = state_layer(cache, module.layer_idx, self.cache_layers, self.attention)
+        if others and hasattr(module, self.part):
+            kwargs = {**kwargs, self.name: Call(held, given.get("hidden_states"), frozenset(kwargs))}
+        return args, kwargs
 
     def _check_reached(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
         if not kwargs[self.name].reached:
@@ -102,47 +199,31 @@ class Interface:
             )
 
     def begin(self, module: Any, dropout: float, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the part of a module, and its `Call` or None; raise for keywords that the attention ignores."""
+        """Return the part of a module, and its `Call` or None; raise for arguments that the attention would ignore.
+
+        Among keywords of the model's own call are things of `generate` that no attention reads, such as a tokenizer.
+        """
         part, call, layer = getattr(module, self.part, None), kwargs.pop(self.name, None), layer_of(module)
         if part is None:
             raise ValueError(
                 f"the attention implementation {self.name!r} was chosen by hand for {layer}; expected a layer that "
                 f"{self.maker} changed. Call {self.maker} on the model, or choose another implementation"
             )
-        passed = () if call is None else call.passed
-        refuse(layer, dropout, kwargs, passed, attention=self.attention, remedy=self.remedy)
+        if dropout:
+            raise ValueError(
+                f"{layer} drops attention weights with probability {dropout}; expected none, as {self.attention} "
+                "drops none. Set attention_dropout = 0 in the config and the layers, or call model.eval()"
+            )
+        for name, value in kwargs.items():
+            if value is None or value is False or name in _HARMLESS:
+                continue
+            passed = call is not None and name in call.passed
+            if passed and name not in _REFUSED and not isinstance(value, _FIGURES):
+                continue
+            raise ValueError(
+                f"{layer} passes {name} to its attention ({_REFUSED.get(name, 'which is not known here')}); expected "
+                f"nothing that {self.attention} would ignore. Leave it out, or {self.remedy}"
+            )
         if call is not None:
             call.reached = True
         return part, call
-
-    def tried(self, model: Any, modules: Iterable[Any], inputs: dict[str, Any]) -> Trial:
-        """Call a model on inputs in evaluation mode, and return the record of these modules.
-
-        The model stays unchanged.
-        """
-        from transformers import PretrainedConfig
-
-        trial, changes = Trial(), Changes(self.part)
-        training = [module for module in model.modules() if module.training]
-        try:
-            for module in modules:
-                enter = partial(self._enter, trial)
-                changes.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                if isinstance(getattr(module, "config", None), PretrainedConfig):
-                    changes.give_part(module, self.name, Probe(module, trial))
-            model.eval()
-            with torch.no_grad():
-                model(**inputs)
-        finally:
-            for module in training:
-                module.training = True
-            changes.undo()
-        return trial
-
-    def _enter(self, trial: Trial, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names, others = parameters_of(module)
-        given = given_to(names, args, kwargs)
-        trial.entered.append((module, given))
-        if others and hasattr(module, self.part):
-            return args, {**kwargs, self.name: Call(hidden=given.get("hidden_states"), passed=frozenset(kwargs))}
-        return args, kwargs

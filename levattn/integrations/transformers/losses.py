@@ -11,8 +11,8 @@ import torch
 
 from levattn.integrations.transformers.calls import whole_numbers
 from levattn.integrations.transformers.discovery import discovered
-from levattn.integrations.transformers.pruning.interface import PRUNED, register
-from levattn.integrations.transformers.pruning.prune import prune
+from levattn.integrations.transformers.pruned import PRUNED
+from levattn.integrations.transformers.pruning import prune, register
 
 Batches = list[dict[str, Any]]
 Budgets = dict[tuple[int, int], float]

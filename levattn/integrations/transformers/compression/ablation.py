@@ -14,12 +14,12 @@ import torch
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.profile import HeadProfile, curves
 from levattn.integrations.transformers.discovery import attention_modules
+from levattn.integrations.transformers.interface import check_model
 
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first

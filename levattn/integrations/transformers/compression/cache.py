@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from levattn.integrations.transformers.calls import as_cache_of, parameters_of, tokens_of
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.files import Origin, held_by, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.integrations.transformers.heads_table import HeadsTable
+from levattn.integrations.transformers.interface import check_model
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
@@ -440,8 +440,6 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                     figures = {name: float(flags.sum(-1).double().mean()) for name, flags in found.items()}
                     rows.append({"layer": number, "head": head, **figures, "share": share, "slides": layer.is_sliding})
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
-
-    _rows = table
 
     def __repr__(self) -> str:
         sliding = sum(layer.is_sliding for layer in self.layers)

@@ -14,7 +14,6 @@ from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of
-from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression import slots
 from levattn.integrations.transformers.compression.cache import (
     CompressedCache,
@@ -26,6 +25,7 @@ from levattn.integrations.transformers.compression.files import Origin, changing
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.profile import Shares
 from levattn.integrations.transformers.compression.stand_in import UnreadError
+from levattn.integrations.transformers.interface import check_model
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from levattn._core.checks import whole_number
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.pruned import choice
+from levattn.integrations.transformers.calls import padding_and_kind
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,
@@ -25,7 +26,6 @@ from levattn.integrations.transformers.compression.slots import (
     slots_of,
 )
 from levattn.integrations.transformers.compression.stand_in import handed_over
-from levattn.integrations.transformers.masks import padding_and_kind
 
 Groups = tuple[HeadSlots, ...]  # of heads with one share each
 Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
@@ -254,7 +254,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         if not self.groups:
             return None
         rows, length = q.shape[2], tail[0].shape[2]
-        present, causal = padding_and_kind(layer, mask, rows, self.length + length, True, whole=False)
+        present, causal = padding_and_kind(layer, mask, rows, self.length + length, True)
         if not causal:
             raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
         after = None

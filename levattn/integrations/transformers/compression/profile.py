@@ -127,8 +127,6 @@ class HeadProfile(HeadsRecord, HeadsTable):
         """
         return [{"layer": layer, "head": head, **row} for (layer, head), row in sorted(self._table.items())]
 
-    _rows = table
-
     def _facts(self) -> dict[str, Any]:
         return {"model": self.model, "share": self.share, "heads": self.table()}
 

@@ -1,22 +1,29 @@
-"""Extend a pretrained decoder by latents, save their parameters, and remove them."""
+"""Extend a pretrained decoder by latents, save their parameters, and remove such an extension or a pruning."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from levattn._core.checks import fraction, whole_number
-from levattn.integrations.transformers.changes import EXTENSION, Changes
-from levattn.integrations.transformers.discovery import shared_configs
-from levattn.integrations.transformers.latents.cache import LatentState
-from levattn.integrations.transformers.latents.interface import LATENTS, register_latents
-from levattn.integrations.transformers.latents.layers import extendable
-from levattn.integrations.transformers.latents.parameters import FEATURES, OVERLAPS, LatentLogits
-from levattn.integrations.transformers.pruning.report import REPORT
+from levattn.attention import macchiato
+from levattn.integrations.transformers.calls import (
+    causal_padding,
+    layer_of,
+    numbers_among,
+    padding_mask,
+    whole_numbers,
+)
+from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
+from levattn.integrations.transformers.interface import EXTENSION, RECORD, Interface, check_model
+from levattn.integrations.transformers.states import FullLatentLayer, LatentStateLayer, SlidingLatentLayer
+from levattn.nn.features import feature_map, run_feature
 
-_RECORD = "_levattn_macchiato"  # the attribute of an extended model that records its changes
+_FEATURES = ("conv", "rg_lru")
+_OVERLAPS = ("mixture", "exclusive")
 
 
 def macchiato_from(
@@ -115,34 +122,19 @@ def macchiato_from(
     """
     window, latents = whole_number("window", window), whole_number("latents", latents)
     delta = fraction("delta", delta)
-    if overlap not in OVERLAPS:
+    if overlap not in _OVERLAPS:
         raise ValueError(f'overlap is {overlap!r}; expected "mixture" or "exclusive"')
-    if feature is not None and feature not in FEATURES:
+    if feature is not None and feature not in _FEATURES:
         raise ValueError(f'feature is {feature!r}; expected "conv", "rg_lru", or None')
-    register_latents()
-    chosen = extendable(model, layers)
-    modules = [layer.module for layer in chosen]
-    whole = not shared_configs(model, modules)
-    changes = Changes(EXTENSION)
-    options: dict[str, Any] = {
-        "latents": latents,
-        "window": window,
-        "overlap": overlap,
-        "delta": delta,
-        "feature": feature,
-    }
-    parts = [LatentLogits(layer, **options) for layer in chosen]
-    for module, part in zip(modules, parts, strict=True):
-        changes.give_part(module, LATENTS.name, part)
-        changes.hooks += LATENTS.hook(module)
-    if whole:  # then the model can make padding masks alone, (B, T)
-        changes.give_masks(LATENTS.name)
-    added = {id(parameter) for part in parts for parameter in part.parameters()}
-    for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in added:
-            changes.frozen.append(parameter)
-            parameter.requires_grad_(False)
-    setattr(model, _RECORD, changes)
+    LATENTS.register()
+    chosen = _extendable(model, layers)
+    parts = [
+        LatentLogits(layer, latents=latents, window=window, overlap=overlap, delta=delta, feature=feature)
+        for layer in chosen
+    ]
+    whole = not shared_configs(model, chosen)  # then the model can make padding masks alone, (B, T)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    LATENTS.change(model, chosen, parts, masks=whole, frozen=trained)
     return model
 
 
@@ -174,12 +166,13 @@ def remove(model: Any) -> Any:
     >>> sorted(remove(model).state_dict()) == sorted(LlamaForCausalLM(model.config).state_dict())
     True
     """
-    report = getattr(model, REPORT, None)
-    if report is not None:
-        report.remove()
-        return model
-    _record_of(model).undo()
-    delattr(model, _RECORD)
+    changes = getattr(model, RECORD, None)
+    if changes is None:
+        raise ValueError(
+            f"model is {type(model).__name__}, not extended or pruned; expected one that macchiato_from or prune has "
+            "changed"
+        )
+    changes.undo()
     return model
 
 
@@ -212,8 +205,8 @@ def latent_parameters(model: Any) -> Iterator[Any]:
     >>> [tuple(parameter.shape) for parameter in latent_parameters(model)]
     [(32, 32), (32, 32), (4, 32), (4,)]
     """
-    for module in _record_of(model).modules:
-        yield from getattr(module, EXTENSION).parameters()
+    for part in _parts(model):
+        yield from part.parameters()
 
 
 def latent_state_dict(model: Any) -> dict[str, Any]:
@@ -292,8 +285,8 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
         if name.endswith(".settings") and given.tolist() != tensor.tolist():
             (window, overlap), (own_window, own_overlap) = given.tolist(), tensor.tolist()
             raise ValueError(
-                f"state was trained with window={window}, overlap={OVERLAPS[overlap]!r}, and the model has window="
-                f"{own_window}, overlap={OVERLAPS[own_overlap]!r}; expected the same"
+                f"state was trained with window={window}, overlap={_OVERLAPS[overlap]!r}, and the model has window="
+                f"{own_window}, overlap={_OVERLAPS[own_overlap]!r}; expected the same"
             )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -335,19 +328,142 @@ def state_size(cache: Any) -> dict[int, int]:
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise TypeError(f"cache is of type {type(cache).__name__}; expected a DynamicCache")
-    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentState)}
+    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentStateLayer)}
 
 
 def _named_tensors(model: Any) -> dict[str, Any]:
     """Return the weights and settings of an extension by their names in the model."""
-    parts = [getattr(module, EXTENSION) for module in _record_of(model).modules]
-    own = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+    own = {id(tensor) for part in _parts(model) for tensor in (*part.parameters(), *part.buffers())}
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor for name, tensor in named if id(tensor) in own}
 
 
-def _record_of(model: Any) -> Changes:
-    record = getattr(model, _RECORD, None)
-    if record is None:
+def _parts(model: Any) -> list[LatentLogits]:
+    """Return the parts of the extended layers of a model, or raise if there are none."""
+    parts = [module for module in model.modules() if isinstance(module, LatentLogits)]
+    if not parts:
         raise ValueError(f"model is {type(model).__name__}, not extended; expected one that macchiato_from returned")
-    return record  # type: ignore[no-any-return]
+    return parts
+
+
+def _extendable(model: Any, layers: Iterable[int] | None) -> list[ModelLayer]:
+    """Return the layers of a causal decoder with these numbers (None for all), or raise if one cannot be extended."""
+    check_model(model)
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise ValueError(
+            f"model is {type(model).__name__}, an encoder-decoder or with cross-attention; expected a causal decoder"
+        )
+    wanted = whole_numbers("layers", layers)
+    there = discovered(LATENTS, model, wanted)
+    chosen = {number: there[number] for number in numbers_among("layers", wanted, list(there))}
+    for number, layer in chosen.items():
+        types = getattr(layer.module.config, "layer_types", None)
+        kind = types[number] if types else "full_attention"
+        problem = None
+        if kind not in ("full_attention", "sliding_attention"):
+            problem = f"is of type {kind!r}; expected full_attention or sliding_attention"
+        elif not layer.handed or layer.call.hidden is None:
+            problem = "takes no hidden_states, or does not pass its keywords to its attention; expected both"
+        elif kind == "sliding_attention" and layer.sliding_window is None:
+            problem = "slides, but does not pass its window to its attention; expected sliding_window"
+        if problem is not None:
+            raise ValueError(f"layer {number} {problem}. Leave it out of layers ({layer.name})")
+    return list(chosen.values())
+
+
+class LatentLogits(torch.nn.Module):  # type: ignore[misc]
+    """Projections of hidden states (B, T, C) to the logits of latents and the gate of the window.
+
+    A feature with a short memory may precede the logits; the gate reads the hidden states themselves.
+
+    Query logits and gates are per query head. Key logits are per key/value head, because a latent stores means of
+    values, which a group of query heads shares. Each query head weights these means by its own logits. The group needs
+    one projection of keys, whose cost does not grow with the number of query heads.
+
+    Initially the query logits are zero and the gate equals its bias. So p(0|t) = 1 − δ in every row whose latents have
+    seen a position. The random key logits differ between latents, so every parameter has a gradient.
+    """
+
+    def __init__(
+        self, layer: ModelLayer, *, latents: int, window: int, overlap: str, delta: float, feature: str | None
+    ) -> None:
+        super().__init__()
+        like = layer.query
+        hidden, heads = layer.call.hidden.shape[-1], like.shape[1]
+        self.latents, self.window, self.overlap = latents, window, overlap
+        # in half precision, updates that are small relative to the weight would be lost
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        where: dict[str, Any] = {"device": like.device, "dtype": dtype}
+        self.feature = feature_map(feature, hidden, **where)
+        self.query = torch.nn.Linear(hidden, heads * latents, bias=False, **where)
+        self.key = torch.nn.Linear(hidden, layer.heads * latents, bias=False, **where)
+        self.gate = torch.nn.Linear(hidden, heads, **where)
+        torch.nn.init.zeros_(self.query.weight)
+        torch.nn.init.normal_(self.key.weight, std=1 / math.sqrt(hidden))
+        torch.nn.init.zeros_(self.gate.weight)
+        torch.nn.init.constant_(self.gate.bias, math.log1p(-delta) - math.log(delta) + math.log(latents))
+        # saved with the weights, as a tensor, because their files hold nothing else
+        self.register_buffer("settings", torch.tensor([window, _OVERLAPS.index(overlap)], device=like.device))
+
+    def forward(self, hidden: Any, present: Any, state: Any) -> tuple[Any, Any, Any, Any]:
+        """Return q_logits (B, heads, T, L), k_logits (B, kv_heads, T, L), gate (B, heads, T) and the feature's state.
+
+        present: (B, T) bool, False for padding, which the feature leaves out, or None. state: the feature's state
+        before these positions, or None.
+        """
+        hidden = hidden.to(self.gate.weight.dtype)
+        read, state = run_feature(self.feature, hidden, None, state, present)
+        gate = self.gate(hidden).transpose(1, 2)
+        return self._by_head(self.query(read)), self._by_head(self.key(read)), gate, state
+
+    def _by_head(self, logits: Any) -> Any:
+        return logits.unflatten(-1, (-1, self.latents)).transpose(1, 2)
+
+
+def _attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """Return the mixture of a layer's windowed attention and its latents: (B, T, heads, D), and no weights."""
+    full = is_causal is False and attention_mask is None and query.shape[2] > 1
+    if full or not getattr(module, "is_causal", True):
+        raise ValueError(f"{layer_of(module)} is not causal; expected a causal decoder")
+    part, call = LATENTS.begin(module, dropout, kwargs)
+    if isinstance(part, ModelLayer):
+        return part.take(call, query, key, value, sliding_window=sliding_window)
+    window = part.window if sliding_window is None else min(part.window, sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = causal_padding(attention_mask, query.shape[2], sliding_window)
+    held = call.held
+    state, feature = (None, None) if held is None else (held.state, held.feature)
+    *logits, feature = part(call.hidden, mask, feature)
+    mask = None if mask is None else mask[:, None, :]
+    options = {"window": window, "overlap": part.overlap, "scale": scale, "softcap": softcap, "mask": mask}
+    Y = macchiato(query, key, value, *logits, **options, state=state, return_state=held is not None)
+    if held is not None:
+        Y, state = Y
+        held.advance(state, feature, held.positions + query.shape[2])
+    return Y.transpose(1, 2).contiguous(), None
+
+
+LATENTS = Interface(
+    name="levattn_macchiato",
+    part=EXTENSION,
+    function=_attention,
+    masks=padding_mask,
+    cache_layers=(FullLatentLayer, SlidingLatentLayer),
+    maker="macchiato_from",
+    attention="the mixture of a window and latents",
+    remedy="use the base model",
+)

@@ -1,1 +1,0 @@
-"""Pretrained decoders extended by latents."""

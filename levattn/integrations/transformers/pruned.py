@@ -1,0 +1,311 @@
+"""The attention of pruned layers: groups of heads by their budgets, each over the keys that are not padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from levattn.attention import PrunedState, Slots, pruned_attention
+from levattn.attention.pruned.slots import slots_for
+from levattn.integrations.transformers.calls import layer_of, padding_and_kind
+from levattn.integrations.transformers.discovery import ModelLayer
+from levattn.integrations.transformers.interface import PART, Interface
+from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
+
+if TYPE_CHECKING:
+    from levattn.integrations.transformers.report import Tally
+
+_prunings = count()  # each state in a cache belongs to a pruning
+_ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does not depend on the current length
+
+
+@dataclass(frozen=True)
+class Group:
+    """Key heads that share a budget, or are dense.
+
+    heads: their numbers, ascending. budget: slots, or a share of the keys; None if `size` or `epsilon` is given.
+    """
+
+    heads: tuple[int, ...]
+    budget: float | None
+    dense: bool = False
+
+    def of_queries(self, each: int) -> Any:
+        """Return the numbers of the query heads that read these key heads, `each` for a key head."""
+        return (np.asarray(self.heads)[:, None] * each + np.arange(each)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """The options of `pruned_attention` that a whole model shares."""
+
+    size: int | None = None
+    epsilon: float | None = None
+    summaries: int | None = None
+    window: int | None = None
+    sinks: int | None = None
+    scores: str = "residual"
+    center: bool | None = None
+    chunk: int | None = None
+
+    def of_call(self, budget: float | None, n: int, *, causal: bool) -> dict[str, Any]:
+        """Return the options of a call with n keys; if causal, with any number of keys, and a share taken of n."""
+        if causal:
+            budget = Slots.of(budget, n).total if isinstance(budget, float) else budget
+            n = _ENDLESS
+        given = {name: getattr(self, name) for name in ("size", "summaries", "window", "sinks", "chunk")}
+        by_threshold = self.epsilon is not None
+        slots = slots_for(n, causal=causal, aligned=True, budget=budget, by_threshold=by_threshold, **given)
+        found = {name: getattr(slots, name) for name in ("summaries", "window", "sinks")}
+        size = None if by_threshold else slots.selected
+        return {**vars(self), **found, "size": size, "chunk": slots.chunk or None}
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Queries, keys and values of some heads of some sequences.
+
+    q: (B, H, m, d). k, v: (B, G, n, ·); the last m belong to the positions of q. present: (B, n) bool, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    present: Any
+    causal: bool
+    scale: float
+
+    def of_heads(self, group: Group) -> Arrays:
+        """Return the arrays of a group of heads."""
+        if len(group.heads) == self.k.shape[1]:
+            return self
+        q = _taken(self.q, group.of_queries(self.q.shape[1] // self.k.shape[1]), 1)
+        k, v = (_taken(array, np.asarray(group.heads), 1) for array in (self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
+
+    def of_sequences(self, rows: Any) -> Arrays:
+        """Return the arrays of some sequences; None stands for all."""
+        if rows is None:
+            return self
+        q, k, v, present = (_taken(array, rows, 0) for array in (self.q, self.k, self.v, self.present))
+        return replace(self, q=q, k=k, v=v, present=present)
+
+    def visible(self, places: Any) -> Any:
+        """Return which keys the queries at these places may see, (B or 1, s, n) bool."""
+        key = torch.arange(self.k.shape[2], device=self.k.device)
+        row = torch.as_tensor(places, device=self.k.device) + self.k.shape[2] - self.q.shape[2]
+        seen = key <= row[:, None] if self.causal else (key >= 0).expand(len(row), -1)
+        return seen[None] if self.present is None else seen & self.present[:, None]
+
+    def dense_weights(self, places: Any) -> Any:
+        """Return the weights of dense attention for some queries, (B, H, s, n), in float32 at least."""
+        q, k = (array.to(torch.promote_types(array.dtype, torch.float32)) for array in (self.q, self.k))
+        q = _taken(q, places, 2).unflatten(1, (k.shape[1], -1))
+        logits = (q @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * self.scale
+        logits = logits.masked_fill(~self.visible(places)[:, None], -torch.inf)
+        return torch.softmax(logits, -1).nan_to_num()  # of rows that see nothing
+
+    def attended(self, options: dict[str, Any], first: int, last: int, state: PrunedState | None, **more: Any) -> Any:
+        """Return `pruned_attention` of the queries first to last, with the keys that are new to the state.
+
+        If not causal, these are all queries and keys.
+        """
+        before = self.k.shape[2] - self.q.shape[2]
+        new = slice(before + first, before + last)
+        q, k, v = self.q[:, :, first:last], self.k[:, :, new], self.v[:, :, new]
+        there = None if self.present is None else self.present[:, None, new]
+        given = options if state is None else {"scores": options["scores"]}
+        more |= {"mask": there, "query_mask": None if self.causal else there}
+        return pruned_attention(q, k, v, **given, causal=self.causal, state=state, scale=self.scale, **more)
+
+
+def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[Held]:
+    """Return groups of sequences with the options of their calls, before their first one.
+
+    Options depend on a sequence's number of keys without padding, as a share is of these keys, and a number of slots
+    may cover them.
+    """
+    lengths, found = np.full(1, arrays.k.shape[2]), []
+    if arrays.present is not None and (isinstance(budget, float) or not arrays.causal):
+        lengths = arrays.present.sum(1).cpu().numpy()
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        options = rule.of_call(budget, int(length), causal=arrays.causal)
+        found.append(Held(None if len(rows) == len(lengths) else rows, options))
+    return found
+
+
+def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
+    """Return the output (B, H, m, D) of a group of heads, and if `keep` the plan with the new states."""
+    pieces, after = [], []
+    for held in plan:
+        part = arrays.of_sequences(held.rows)
+        Y = part.attended(held.options, 0, arrays.q.shape[2], held.state, return_state=keep)
+        if keep:
+            Y, state = Y
+            after.append(replace(held, state=state))
+        pieces.append(Y)
+    return concatenated(pieces, [held.rows for held in plan], 0), tuple(after)
+
+
+def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
+    """Join parts of an array, given the places of each along an axis; None stands for all places."""
+    if len(pieces) == 1:
+        return pieces[0]
+    order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
+    return _taken(torch.cat(list(pieces), axis), order, axis)
+
+
+def _taken(array: Any, places: Any, axis: int) -> Any:
+    if array is None:
+        return None
+    return array.index_select(axis, torch.as_tensor(places, device=array.device))
+
+
+@dataclass
+class LayerPruning:
+    """The pruning of an attention module."""
+
+    groups: tuple[Group, ...]
+    rule: SharedOptions
+    tally: Tally
+    measure: bool | None = False  # None: calls of more than one token
+    seen: list[Arrays] | None = None  # a list that takes the arrays of each call
+    pruning: int = field(default_factory=lambda: next(_prunings))
+
+
+def _attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    output_attentions: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Return the output of a pruned layer, (B, T, heads, D), and its weights if `output_attentions`."""
+    part, call = PRUNED.begin(module, dropout, kwargs)
+    layer, rows = layer_of(module), query.shape[2]
+    by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
+    if scaling is None and (by_layer or not getattr(module, "scale_attn_weights", True)):
+        raise ValueError(
+            f"{layer} scales its logits by its number, or not at all, and passes no scale to its attention; expected "
+            "a scale. Use a newer version of transformers, which passes it"
+        )
+    held = None if call is None else call.held
+    seen = rows if held is None else held.begin(part.pruning) + rows
+    _check_lengths(layer, rows, key.shape[2], seen, sliding_window)
+    declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
+    present, causal = padding_and_kind(layer, attention_mask, rows, seen, declared or held is not None)
+    if isinstance(part, ModelLayer):
+        return part.take(call, query, key, value, causal=causal)
+    if held is not None:
+        held.check(layer, present)
+        if not causal:
+            raise ValueError(f"{layer} has a cache and is not causal; expected causal attention. Set use_cache=False")
+    arrays = Arrays(query, key, value, present, causal, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if part.seen is not None:
+        part.seen.append(arrays)
+    if output_attentions and causal and seen > rows:
+        raise ValueError(
+            f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "
+            "a state cannot split a summary's weight over keys. Call the model without a cache"
+        )
+    measured = rows > 1 if part.measure is None else part.measure
+    dense = partial(_dense, module, attention_mask, is_causal)
+    before = () if held is None else held.states
+    Y, states = _of_groups(part, arrays, before, dense, keep=held is not None, measured=measured)
+    shares = None
+    if output_attentions:  # the weight of a summary is spread over its members
+        each = torch.eye(seen, dtype=value.dtype, device=value.device).expand(*value.shape[:2], seen, seen)
+        shares, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False, measured=False)
+        shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
+    if held is not None:
+        held.states, held.positions = states, seen
+        held.counts = None if present is None else present.sum(1)
+    part.tally.calls += 1
+    part.tally.measured += measured
+    return Y.transpose(1, 2).contiguous(), shares
+
+
+def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: int | None) -> None:
+    """Raise unless the number of keys equals the positions seen, and fits the window."""
+    if sliding_window is not None and seen > sliding_window:
+        raise ValueError(
+            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected at most that many. "
+            "Leave the layer out of layers"
+        )
+    if keys != seen:
+        raise ValueError(
+            f"{layer} has {rows} queries and {keys} keys; expected {seen} keys: at the positions of the queries, and "
+            "in a DynamicCache that this model has filled. Leave layers with cross-attention, or with a cache of "
+            "another type, out of layers"
+        )
+
+
+def _dense(module: Any, mask: Any, is_causal: bool | None, arrays: Arrays) -> Any:
+    """Return the output (B, H, m, D) of dense attention."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    options = {"dropout": 0.0, "scaling": arrays.scale, "is_causal": is_causal}
+    Y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, arrays.q, arrays.k, arrays.v, mask, **options)
+    return Y.transpose(1, 2)
+
+
+def _of_groups(
+    part: LayerPruning, arrays: Arrays, before: States, dense: Callable[[Arrays], Any], *, keep: bool, measured: bool
+) -> tuple[Any, States]:
+    """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`."""
+    pieces, states = [], []
+    for number, group in enumerate(part.groups):
+        mine = arrays.of_heads(group)
+        after: tuple[Held, ...] = ()
+        if group.dense:
+            Y = dense(mine)
+        else:
+            plan = before[number] if before else plans(mine, group.budget, part.rule)
+            start = _now(mine.q) if measured else 0.0
+            Y, after = outputs(mine, plan, keep=keep)
+            if measured:
+                part.tally.add(group.heads, _now(mine.q) - start, mine, plan, Y)
+        pieces.append(Y)
+        states.append(after)
+    each = arrays.q.shape[1] // arrays.k.shape[1]
+    return concatenated(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states)
+
+
+def _now(like: Any) -> float:
+    """Return the time after the device has finished its work."""
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    return perf_counter()
+
+
+def _masks(*args: Any, **kwargs: Any) -> Any:
+    """Return the masks of "sdpa", which tell which keys a query sees: a mask function for transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+
+PRUNED = Interface(
+    name="levattn",
+    part=PART,
+    function=_attention,
+    masks=_masks,
+    cache_layers=(FullPrunedLayer, SlidingPrunedLayer),
+    maker="prune",
+    attention="pruned attention",
+    remedy="leave this layer out of layers",
+)

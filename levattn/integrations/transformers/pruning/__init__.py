@@ -1,1 +1,0 @@
-"""Pruned attention in pretrained models."""
