@@ -19,7 +19,7 @@ import llvmlite.binding as llvm
 import numba
 from numba.extending import register_jitable
 
-from levattn._kernels.uncached import say_uncached
+from levattn._kernels.cache import say_uncached
 
 _say_uncached = partial(say_uncached, variable="NUMBA_CACHE_DIR")
 _FOLDER = Path(__file__).parent

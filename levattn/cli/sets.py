@@ -1,5 +1,7 @@
 """``levattn universal-set``: the universal sets of the keys in a file."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import re
@@ -15,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 import levattn
-from levattn.cli.function import Function
 from levattn.cli.output import (
     INTERRUPTED,
     VACUOUS,
@@ -26,9 +27,43 @@ from levattn.cli.output import (
     print_json,
     table_of,
 )
+from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 from levattn.io import replace_file
 from levattn.io.source import whole_keys
 from levattn.sets.views import saved_arrays
+
+ALLOWED = f"{NAMES} (without a radius only with --queries)"
+
+
+@dataclass(frozen=True)
+class Function:
+    """An attention function and the text that named it."""
+
+    text: str
+    f: AttentionFunction | Softmax
+
+    @property
+    def is_square(self) -> bool:
+        """Whether f is x², whose scores are leverage scores."""
+        return is_square(self.f)
+
+
+def parse_function(text: str, *, for_queries: bool = False) -> Function:
+    """Return the function that `text` names; a wrong text is an error of the command line.
+
+    for_queries: whether the set is for queries like given ones. Then softmax needs no radius.
+    """
+    import typer
+
+    try:
+        if text == "softmax" and not for_queries:
+            raise ValueError(
+                "softmax needs the largest norm of a query, as in softmax:4, or a sample of the queries with --queries"
+            )
+        return Function(text, function_named(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}. Allowed are {ALLOWED}", param_hint="--function") from None
+
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12

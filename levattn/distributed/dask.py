@@ -27,7 +27,7 @@ from levattn.linalg.factor import Factor
 from levattn.linalg.reading import rows_named
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
-from levattn.states.block_buffer import in_main_memory, readable, rows_in_memory
+from levattn.states.blocks import in_main_memory, readable, rows_in_memory
 
 __all__ = ["from_keys", "leverage_scores", "query_moments", "softmax_state", "universal_set", "universal_set_of_files"]
 

@@ -24,7 +24,7 @@ from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
 from levattn.sets.result import UniversalSet, require_set_of
 from levattn.sets.universal import set_of
 from levattn.sets.views import item_of
-from levattn.states.block_buffer import matrices_in_memory
+from levattn.states.blocks import matrices_in_memory
 
 
 @where_arrays_are

@@ -31,10 +31,10 @@ from levattn.heavy.normalizers import LEAST, LOWEST
 from levattn.linalg.centered import means
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
-from levattn.sensitivity.sums import BLOCK_ENTRIES, LEAST_POSITIVE
+from levattn.sensitivity.shares import BLOCK_ENTRIES, LEAST_POSITIVE
 from levattn.sets.result import UniversalSet, flag_counts
 from levattn.sets.views import span
-from levattn.states.block_buffer import matrices_in_memory
+from levattn.states.blocks import matrices_in_memory
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -12,8 +12,7 @@ import torch
 
 from levattn._core.checks import whole_number
 from levattn.attention import causal_conv, rg_lru
-from levattn.nn.base import Module
-from levattn.nn.checks import check_sequence, split_in_heads
+from levattn.nn.base import Module, check_sequence, split_in_heads
 
 _SLOWEST, _FASTEST = 0.999, 0.9  # the range of initial decays r of the recurrence
 

@@ -11,10 +11,9 @@ import torch
 from levattn._core.checks import positive_number, whole_number
 from levattn._kernels.tensors import hidden_by
 from levattn.attention import tssa
-from levattn.attention.common.packed import compiling, cumulative, untraced
+from levattn.attention.arguments import compiling, cumulative, untraced
 from levattn.attention.tokens.arguments import Membership, check_form, decay_rates
-from levattn.nn.base import Cache, Recurrent
-from levattn.nn.checks import projection, split_in_heads
+from levattn.nn.base import Cache, Recurrent, projection, split_in_heads
 from levattn.nn.released import read_released
 from levattn.states import TokenState
 

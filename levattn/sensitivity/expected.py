@@ -19,8 +19,7 @@ from levattn.io.source import whole_keys
 from levattn.linalg.factor import UNIT, Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import Queries, as_queries, right_svd
-from levattn.sensitivity.shares import share_blocks
-from levattn.sensitivity.sums import BLOCK_ENTRIES, certain_products
+from levattn.sensitivity.shares import BLOCK_ENTRIES, certain_products, share_blocks
 
 ExpectedMethod = Literal["auto", "normal", "mean"]
 _STEP, _FIRST, _LAST = 0.125, -40.0, 100.0  # of the quadrature, in log t

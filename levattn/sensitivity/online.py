@@ -17,7 +17,7 @@ from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import float64_rows
 from levattn.linalg.reading import require_finite
-from levattn.states.block_buffer import in_main_memory
+from levattn.states.blocks import in_main_memory
 
 _TAME = 300  # largest power of two of entries that are read unscaled
 _FAR = 400  # powers of two by which an entry may exceed its unit
@@ -114,7 +114,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     if not np.isfinite(largest).all():
         require_finite(rows, largest)
     root = math.sqrt(ridge)
-    from levattn._kernels.online.cpu import online_scores  # here, because it loads Numba
+    from levattn._kernels.online import online_scores  # here, because it loads Numba
 
     scores = np.zeros(rows.shape[:2])
     for start, scale in _units(rows, largest, root):

@@ -14,7 +14,7 @@ from levattn.functions import INSIDE, AttentionFunction, Softmax
 from levattn.linalg.centered import means
 from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
-from levattn.sensitivity.contract import Certificate, Problem
+from levattn.sensitivity.certificates import Certificate, Problem
 
 _NUMBERS = 1 << 18  # logits in a block
 _UNGROUPED = 4096  # most keys for which no groups are made

@@ -10,7 +10,7 @@ import numpy as np
 from levattn._core.arrays import as_matrices, to_float64, to_numpy
 from levattn._core.checks import check_type, real_number
 from levattn._core.device import where_arrays_are
-from levattn._core.state import SharedState, lock_of, locked, twin
+from levattn._core.serialize import SharedState, lock_of, locked, twin
 from levattn._core.types import Flags, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function

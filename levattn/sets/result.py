@@ -29,7 +29,7 @@ from levattn.sets.views import (
 )
 
 if TYPE_CHECKING:
-    from levattn.plots.spectrum import LeverageSpectrumDisplay
+    from levattn.plots import LeverageSpectrumDisplay
 
 _SAMPLE = 64  # keys outside a set whose scores are compared with the scores of K
 
@@ -299,7 +299,7 @@ class UniversalSet(ListedKeys):
         >>> display.size_bound
         6.0
         """
-        from levattn.plots.spectrum import LeverageSpectrumDisplay
+        from levattn.plots import LeverageSpectrumDisplay
 
         return LeverageSpectrumDisplay.from_set(self, ax=ax)
 

@@ -25,12 +25,10 @@ from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
-from levattn.sets.checkpoint import Checkpoint
 from levattn.sets.coverage import Covered, covering_set
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
-from levattn.sets.selection import at_least, largest_scores, rescored_all
-from levattn.sets.two_pass import Source, as_source, two_passes
-from levattn.sets.warned import warn_of_axes, warn_of_rank
+from levattn.sets.selection import at_least, largest_scores, rescored_all, warn_of_axes, warn_of_rank
+from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
 # Options that a set with coverage does not read

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import needing
 from levattn._core.device import where_arrays_are
-from levattn.io.write import replace_file
+from levattn.io.common import replace_file
 
 if TYPE_CHECKING:
     from levattn.sets.result import UniversalSet

@@ -10,12 +10,11 @@ import numpy as np
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, on_cuda, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
-from levattn._core.formats import decode_half
-from levattn._core.serialize import StoredState, shaped, whole
-from levattn._core.state import locked, twin
+from levattn._core.serialize import StoredState, locked, shaped, twin, whole
+from levattn._core.types import decode_half
 from levattn._kernels import kernels_for
-from levattn._kernels.latent.contract import State
-from levattn.states.common import held_as
+from levattn._kernels.latent import State
+from levattn.states.factors import held_as
 
 _MOST_UNSEEN = 2**31  # largest number of sums in a saved state without positions
 

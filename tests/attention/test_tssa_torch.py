@@ -19,7 +19,7 @@ from torch.autograd import grad, gradcheck  # noqa: E402
 
 from levattn._kernels.tokens import cpu  # noqa: E402
 from levattn._kernels.tokens import torch as operators  # noqa: E402
-from levattn.attention.tokens.torch import leverage  # noqa: E402
+from levattn.attention.tokens.arguments import leverage  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 

@@ -30,9 +30,9 @@ import levattn  # noqa: E402
 from levattn import cli, plots  # noqa: E402
 from levattn._core.serialize import pack  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
-from levattn.cli.function import ALLOWED  # noqa: E402
 from levattn.cli.output import of_system  # noqa: E402
 from levattn.cli.program import _errors_in_one_line  # noqa: E402
+from levattn.cli.sets import ALLOWED  # noqa: E402
 
 Array = npt.NDArray[Any]
 

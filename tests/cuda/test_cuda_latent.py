@@ -17,9 +17,8 @@ import emulator
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
+from levattn._kernels.latent import LatentArguments, cuda_runs, decay, definition
 from levattn._kernels.latent import cuda as latent_cuda
-from levattn._kernels.latent import cuda_runs, decay, definition
-from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.latent.cuda import backward, decayed_scan, forward, joined, summary
 
 PARTS = ("Q", "K", "V", "gate", "gate_value")

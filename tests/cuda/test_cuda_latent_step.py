@@ -10,10 +10,8 @@ from definitions import assert_same
 
 import naive
 from emulator import in_orders
-from levattn._kernels.latent import cuda_step
-from levattn._kernels.latent.contract import LatentArguments
-from levattn._kernels.latent.cuda import forward, step, summary
-from levattn._kernels.latent.cuda_step import _ROWS
+from levattn._kernels.latent import LatentArguments, cuda_step
+from levattn._kernels.latent.cuda import _ROWS, forward, step, summary
 
 pytestmark = pytest.mark.usefixtures("host")
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from levattn._kernels.pruned import cuda, definition
-from levattn._kernels.pruned.contract import PrunedArguments
+from levattn._kernels.pruned import PrunedArguments, cuda, definition
 from levattn._kernels.pruned.definition import from_rows, renewed
 from levattn._kernels.pruned.torch_memory import (
     is_read,

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 
 from levattn._kernels.dispatch import kernels_for
-from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, PrunedGradients, Summaries, differentiable, mapped
+from levattn._kernels.pruned import PrunedArguments, PrunedGradients, Summaries, definition, differentiable, mapped
 from levattn._kernels.tensors import in_plain_memory, memory_of, tensor_of
 
 

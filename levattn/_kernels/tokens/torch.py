@@ -20,8 +20,7 @@ from levattn._kernels.tensors import (
     memory_of,
     tensor_of,
 )
-from levattn._kernels.tokens import definition
-from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenGradients, TokenKernels, TokenSums
+from levattn._kernels.tokens import LOGITS, TokenArguments, TokenGradients, TokenKernels, TokenSums, definition
 from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "forward", "memberships"]

@@ -10,14 +10,13 @@ import numpy as np
 
 from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import PrunedArguments, as_one_batch, mapped
-from levattn.attention.common.space import empty_output, namespace_of, without_gradient
+from levattn._kernels.pruned import PrunedArguments, as_one_batch, mapped
+from levattn.attention.arguments import empty_output, namespace_of, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
-from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.renewal import Known, known_after, selected_anew
-from levattn.attention.pruned.rule import SelectionRule
+from levattn.attention.pruned.slots import Checks, SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 
 

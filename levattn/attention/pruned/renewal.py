@@ -8,11 +8,10 @@ from typing import Any
 
 from levattn._core.checks import TIE
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import RenewalArguments, Summaries, mapped
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn._kernels.pruned import RenewalArguments, Summaries, mapped
+from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.checks import Checks
-from levattn.attention.pruned.rule import SelectionRule
+from levattn.attention.pruned.slots import Checks, SelectionRule
 from levattn.attention.pruned.state import PrunedPart
 
 # The measure of the queries and keys so far, and the spectrum of the keys if it is needed

@@ -9,11 +9,10 @@ import numpy.typing as npt
 
 from levattn._core.arrays import is_torch, to_device, to_numpy
 from levattn._kernels import TokenSums
-from levattn.attention.common.arguments import reshaped
-from levattn.attention.common.space import without_gradient
+from levattn.attention.arguments import reshaped, without_gradient
 from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
-from levattn.states.common import same_decay
+from levattn.states.factors import same_decay
 from levattn.states.moments import flat_sums, followed
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from levattn._core.device import where_arrays_are
-from levattn._kernels.pruned.contract import Summaries, mapped
+from levattn._kernels.pruned import Summaries, mapped
 from levattn._kernels.tensors import memory_of, tensor_of
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.checks import Checks
+from levattn.attention.pruned.slots import Checks
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 

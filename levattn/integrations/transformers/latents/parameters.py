@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from levattn.integrations.transformers.discovery import ModelLayer
-from levattn.nn.features import feature_map, run_feature
+from levattn.nn.latents import feature_map, run_feature
 
 FEATURES = ("conv", "rg_lru")
 OVERLAPS = ("mixture", "exclusive")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from levattn._core.state import twin
+from levattn._core.serialize import twin
 from levattn.attention import PrunedState
 from levattn.attention.pruned.state import picked
 from levattn.integrations.transformers.cache import refuse_crop, replaced

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from levattn.attention.pruned.rule import rule_of
+from levattn.attention.pruned.slots import rule_of
 from levattn.integrations.transformers.pruning.cache import Held, exactly, of_sequences
 from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions, plans
 
