@@ -25,7 +25,7 @@ import numpy as np
 from _rivals import table, verdict
 
 import levattn
-from levattn.linalg.digest import RowDigest
+from levattn.linalg.reading import RowDigest
 from levattn.sets import two_pass
 
 EPSILON, CHUNK = 0.01, 32 << 20

@@ -20,8 +20,17 @@ from levattn.cli.opened import (
     read_text,
     told_of_recall,
 )
-from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of
-from levattn.cli.page import HeatMap, KeptText, write_page
+from levattn.cli.output import (
+    HeatMap,
+    KeptText,
+    check_output,
+    fail,
+    new_console,
+    print_json,
+    report,
+    table_of,
+    write_page,
+)
 
 _COSTS = {
     "layer": "layer",

@@ -17,8 +17,7 @@ from levattn.cli.opened import (
     read_text,
     told_of_recall,
 )
-from levattn.cli.output import check_output, fail, new_console, print_json, table_of
-from levattn.cli.page import HeatMap, write_page
+from levattn.cli.output import HeatMap, check_output, fail, new_console, print_json, table_of, write_page
 from levattn.io import replace_file
 
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians

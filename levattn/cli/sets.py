@@ -30,7 +30,7 @@ from levattn.cli.output import (
 from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 from levattn.io import replace_file
 from levattn.io.source import whole_keys
-from levattn.sets.views import saved_arrays
+from levattn.sets.result import saved_arrays
 
 ALLOWED = f"{NAMES} (without a radius only with --queries)"
 

@@ -12,8 +12,8 @@ from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
+from levattn.linalg.accumulator import Exponents
 from levattn.linalg.factor import UNIT, Factor, even_basis, normalizer_rounding
-from levattn.linalg.gram import Exponents
 from levattn.linalg.span import zero_products
 
 __all__ = [

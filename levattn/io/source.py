@@ -22,10 +22,17 @@ import numpy.typing as npt
 from levattn._core.checks import whole_number
 from levattn._kernels import BLOCK
 from levattn.io.common import Format, Identity, Opened, check_shape, missing_file, refusal, refusing
-from levattn.io.numpy import NPY_MAGIC, open_npy, open_npz
-from levattn.io.parquet import open_parquet
-from levattn.io.safetensors import INDEX_SUFFIX, open_index, open_safetensors
-from levattn.io.zarr import is_store, open_zarr
+from levattn.io.formats import (
+    INDEX_SUFFIX,
+    NPY_MAGIC,
+    is_store,
+    open_index,
+    open_npy,
+    open_npz,
+    open_parquet,
+    open_safetensors,
+    open_zarr,
+)
 
 _PART = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,18})(\.\w+)", re.DOTALL)
 

@@ -16,8 +16,8 @@ from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor import Inverses
 from levattn._kernels.factor.norms import spectral_norm
+from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
 from levattn.linalg.factor import Factor, column_norms, float64_rows
-from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
 from levattn.linalg.preconditioned import (
     MOST_ROUNDS,
     ROUNDING,

@@ -13,7 +13,7 @@ from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor import Inverses
-from levattn.linalg.gram import second_moments
+from levattn.linalg.accumulator import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
 

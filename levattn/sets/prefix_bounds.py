@@ -21,9 +21,16 @@ from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
-from levattn.linalg.accumulator import GramAccumulator, Terms
+from levattn.linalg.accumulator import (
+    LARGEST_EXPONENT,
+    PLAIN_ERROR,
+    PLAIN_NOISE,
+    UNIT,
+    DoubleDouble,
+    GramAccumulator,
+    Terms,
+)
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.certificates import lift_columns, lifted_rows, root_error
 from levattn.states import factor_of, factor_of_sum

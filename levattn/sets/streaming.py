@@ -21,8 +21,8 @@ from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
+from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.sets.selection import warn_of_axes, warn_of_rank
-from levattn.sets.views import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]

@@ -21,9 +21,8 @@ from levattn._kernels import Rows
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, replace_file
 from levattn.io.source import record_of
-from levattn.linalg.digest import RowDigest
 from levattn.linalg.factor import Factor
-from levattn.linalg.reading import rows_named
+from levattn.linalg.reading import RowDigest, rows_named
 from levattn.states import Moments
 from levattn.states.blocks import in_main_memory
 

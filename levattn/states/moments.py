@@ -16,8 +16,7 @@ from levattn._core.serialize import MOST_ROWS, StoredState, counts, lock_of, loc
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
-from levattn.states.blocks import BlockSums, RunningSums, present_rows, readable
-from levattn.states.factors import held_as, same_decay
+from levattn.states.blocks import BlockSums, RunningSums, held_as, present_rows, readable, same_decay
 
 
 class Moments(StoredState, name="Moments", version=2):

@@ -14,7 +14,7 @@ from levattn._core.serialize import StoredState, locked, shaped, twin, whole
 from levattn._core.types import decode_half
 from levattn._kernels import kernels_for
 from levattn._kernels.latent import State
-from levattn.states.factors import held_as
+from levattn.states.blocks import held_as
 
 _MOST_UNSEEN = 2**31  # largest number of sums in a saved state without positions
 

@@ -8,7 +8,7 @@ from typing import Any
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, locked, locked_with
-from levattn.states.factors import same_decay
+from levattn.states.blocks import same_decay
 from levattn.states.moments import Moments
 
 

@@ -17,8 +17,7 @@ from adversary import oracle
 from levattn._core.arrays import as_matrices
 from levattn.exceptions import NonFiniteError
 from levattn.sensitivity import shares
-from levattn.sensitivity.expected import quadratic_weights
-from levattn.sensitivity.queries import as_queries
+from levattn.sensitivity.expected import as_queries, quadratic_weights
 from levattn.states import Moments
 from libraries import over_storages, stored
 from strategies import STORAGE, as_float64, stores

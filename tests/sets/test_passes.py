@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
-from levattn.linalg.digest import RowDigest
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import RowDigest
 from levattn.sets import two_pass
 from levattn.states import Moments
 from strategies import STORAGE, as_bool, as_float64, examples, stores

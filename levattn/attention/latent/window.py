@@ -13,7 +13,7 @@ from levattn._core.arrays import is_torch
 from levattn._core.checks import positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
-from levattn._kernels.finite import surely_finite
+from levattn._kernels.pairwise import surely_finite
 from levattn.attention.arguments import (
     compiling,
     cumulative,

@@ -12,7 +12,7 @@ from levattn._kernels import TokenSums
 from levattn.attention.arguments import reshaped, without_gradient
 from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
-from levattn.states.factors import same_decay
+from levattn.states.blocks import same_decay
 from levattn.states.moments import flat_sums, followed
 
 
