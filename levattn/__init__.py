@@ -31,9 +31,10 @@ from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
+from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage
 from levattn.sets.result import UniversalSet
-from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
+from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.sets.universal import universal_set
 
 if TYPE_CHECKING:

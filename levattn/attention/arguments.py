@@ -30,24 +30,6 @@ from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent import State
 from levattn.states import SoftmaxState
 
-__all__ = [
-    "Stacks",
-    "check_sizes",
-    "cumulative",
-    "dense_array",
-    "dense_arrays",
-    "is_double",
-    "is_wide",
-    "latent_attention",
-    "moved",
-    "promoted",
-    "reshaped",
-    "stack_arguments",
-    "state_after",
-    "state_stacks",
-]
-
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -29,8 +29,8 @@ from levattn.heavy.normalizers import (
     precise_error,
     require_finite_queries,
 )
-from levattn.linalg.accumulator import GramAccumulator
-from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.accumulator import UNIT, GramAccumulator
+from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidates import Candidates, ChunkForm

@@ -29,9 +29,9 @@ from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, is_square
 from levattn.heavy.causal import CHUNK, Causal
 from levattn.heavy.normalizers import LEAST, LOWEST
-from levattn.linalg.accumulator import second_moments
+from levattn.linalg.accumulator import UNIT, second_moments
 from levattn.linalg.centered import means
-from levattn.linalg.factor import UNIT, float64_rows
+from levattn.linalg.factor import float64_rows
 from levattn.sensitivity.shares import BLOCK_ENTRIES, LEAST_POSITIVE
 from levattn.sets.result import UniversalSet, flag_counts, number_of, span
 from levattn.states.blocks import matrices_in_memory

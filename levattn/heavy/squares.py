@@ -27,7 +27,7 @@ from levattn.heavy.normalizers import (
     relative,
 )
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
-from levattn.linalg.factor import UNIT
+from levattn.linalg.accumulator import UNIT
 from levattn.sensitivity.approximate import FAILURE, projection_spread
 from levattn.sensitivity.shares import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet

@@ -18,18 +18,6 @@ from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
-__all__ = [
-    "UNIT",
-    "Factor",
-    "blockwise_product",
-    "column_norms",
-    "even_basis",
-    "even_whitening",
-    "float64_rows",
-    "normalizer_rounding",
-    "upper_form",
-]
-
 _LIFT = 2.0**500  # multiplies rows whose squares may underflow: rows with a squared norm below _TINY
 _TINY = 2.0**-960
 _LARGEST_LIFT = 2.0**1000  # under this factor no nonzero entry has a square of zero

@@ -16,7 +16,8 @@ from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax, is_square
-from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
+from levattn.linalg.accumulator import UNIT
+from levattn.linalg.factor import Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 
 LOG_ERROR = 1e-12  # of a logarithm; raises the bounds

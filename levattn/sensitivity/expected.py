@@ -19,7 +19,8 @@ from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
-from levattn.linalg.factor import UNIT, Factor, upper_form
+from levattn.linalg.accumulator import UNIT
+from levattn.linalg.factor import Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.shares import BLOCK_ENTRIES, certain_products, share_blocks
 from levattn.states import Moments

@@ -16,7 +16,7 @@ from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, scale_of
-from levattn.linalg.factor import UNIT
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.span import zero_products
 
 BLOCK_ENTRIES = 1 << 19  # numbers in a block of products of queries and keys, or of keys

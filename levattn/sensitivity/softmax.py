@@ -11,8 +11,8 @@ from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn.functions import INSIDE, AttentionFunction, Softmax
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.centered import means
-from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.certificates import Certificate, Problem
 

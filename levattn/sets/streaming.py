@@ -25,8 +25,6 @@ from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, s
 from levattn.sets.selection import warn_of_axes, warn_of_rank
 from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
 
-__all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
-
 _MOST_ROWS = 2**62
 
 
