@@ -9,8 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from levattn._core.arrays import array_namespace
-from levattn._core.memory import memory_of_tensor
+from levattn._core.arrays import array_namespace, memory_of_tensor
 
 
 class _Addable(Protocol):

@@ -13,8 +13,7 @@ from levattn._core.checks import check_type, fraction, positive_number, whole_nu
 from levattn.attention import latte, macchiato, rotate_values
 from levattn.attention.latent.macchiato import check_overlap
 from levattn.attention.latent.window import check_softcap
-from levattn.nn.base import Cache, Recurrent, projection, split_in_heads
-from levattn.nn.memory import RGLRU, CausalConv
+from levattn.nn.base import RGLRU, Cache, CausalConv, Recurrent, projection, split_in_heads
 
 _NAMED: dict[str, Any] = {"conv": CausalConv, "rg_lru": RGLRU}
 

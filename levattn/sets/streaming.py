@@ -22,7 +22,7 @@ from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
 from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
-from levattn.sets.selection import warn_of_axes, warn_of_rank
+from levattn.sets.universal import warn_of_axes, warn_of_rank
 from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
 
 _MOST_ROWS = 2**62

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, is_torch, layers_of
 from levattn._core.checks import whole_number
-from levattn._core.progress import reported
 from levattn._core.serialize import pack, shaped, unpack, whole
+from levattn._core.threads import reported
 from levattn._kernels import Rows
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, replace_file

@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from levattn._core.arrays import on_cuda, to_numpy
-from levattn._core.memory import without_wrappers
+from levattn._core.arrays import on_cuda, to_numpy, without_wrappers
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.tensors import (
     bounds_of,

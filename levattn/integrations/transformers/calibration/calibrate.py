@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from levattn._core.checks import fraction, positive_number
-from levattn._core.progress import reported
+from levattn._core.threads import reported
 from levattn.integrations.transformers.calibration.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calibration.losses import Loss, text_losses
 from levattn.integrations.transformers.calibration.risk import count_shown, least_texts

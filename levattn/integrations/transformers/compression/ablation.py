@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from levattn._core.checks import fraction, whole_number
-from levattn._core.progress import reported
+from levattn._core.threads import reported
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache

@@ -10,8 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from levattn._core.checks import whole_number
-from levattn._core.progress import reported
-from levattn._core.threads import parallel_for
+from levattn._core.threads import parallel_for, reported
 from levattn.integrations.transformers.calls import as_cache_of, tokens_of
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.cache import CompressedCache, check_padding, token_positions
