@@ -33,7 +33,7 @@ FOR_TENSORS = {  # which tensors alone call for
     "levattn._kernels.latent.torch",
     "levattn._kernels.tensors",
     "levattn._kernels.tokens.torch",
-    "levattn.attention.tokens.arguments",
+    "levattn.attention.tokens.torch",
 }
 COMPILED = "levattn/_kernels/compiled/"
 
