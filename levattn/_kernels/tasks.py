@@ -9,22 +9,6 @@ import numpy as np
 
 from levattn._core.threads import look_out_by, num_threads, parallel_for
 from levattn._core.types import Int64
-from levattn._kernels.jit import jit
-from levattn._kernels.llvm import address, word_now
-
-_TIMES = 10_000  # reads, of some tens of nanoseconds each
-_GRACE = 500  # further reads, while the other thread releases the GIL, because waiting for the GIL takes long
-
-
-@jit
-def wait_for_change(word, was):
-    """Return soon after ``word[0]`` differs from `was`, or after some thousand reads."""
-    at, looks = address(word), 0
-    while looks < _TIMES and word_now(at) == was:
-        looks += 1
-    for _ in range(_GRACE):
-        word_now(at)
-
 
 _THREAD_WORK = 6_000_000  # multiply-adds below which a second thread costs more than it brings
 _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
@@ -71,5 +55,7 @@ def share_one_by_one(body: Callable[[Int64, int], None], n: int, work: float) ->
 @cache
 def _look_out() -> None:
     """Let threads wait for work without sleep, from the first shared work on."""
+    from levattn._kernels.waiting import wait_for_change
+
     wait_for_change(np.zeros(1, np.int64), 1)  # compiled here, not in each thread
     look_out_by(wait_for_change)

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.types import Float64
-from levattn._kernels.jit import jit
-from levattn._kernels.llvm import smaller
 from levattn._kernels.records import Record
-from levattn._kernels.scratch import empty
 from levattn._kernels.tasks import share, threads_for
 from levattn._kernels.tokens import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens import forward as compiled
@@ -25,35 +22,7 @@ from levattn._kernels.tokens.backward import backward_tasks
 from levattn._kernels.tokens.forward import forward_tasks
 from levattn._kernels.tokens.plan import SLAB, SPAN, TOKEN_PLAN, token_scratch
 from levattn._kernels.tokens.simd import GAIN_BLOCK
-
-BAND = 16  # rows of a second moment
-
-
-@jit
-def square_rows(X, mask, weights, rates, total, mass, full, bands, first, last):
-    """Add ``w x²`` of rows x to `total`, or if `full` ``w x xᵀ``, row after row, and w to `mass`.
-
-    A task is a matrix of rows, or if `full` a band of BAND rows of its moment.
-    """
-    d = X.shape[2]
-    float64 = empty(0.0, (d,))
-    for task in range(first, last):
-        i, low = task // bands, task % bands * BAND
-        high = smaller(low + BAND, d) if full else 1
-        rate = rates[i] if len(rates) else 1.0
-        for t in range(X.shape[1]):
-            if len(mask) and not mask[i, t]:
-                continue
-            w = weights[i, t] if len(weights) else 1.0
-            if low == 0:
-                mass[i] = rate * mass[i] + w
-            for j in range(d):
-                float64[j] = X[i, t, j]
-            for k in range(low, high):
-                row, left = total[i, k], float64[k]
-                for j in range(d):
-                    row[j] = rate * row[j] + w * ((left if full else float64[j]) * float64[j])
-
+from levattn._kernels.tokens.squares import BAND, square_rows
 
 _ENOUGH = 4  # sequences for each thread, so that they are balanced
 _ROWS = 4096  # rows of float16 that are widened at a time
