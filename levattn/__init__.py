@@ -32,7 +32,7 @@ from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
 from levattn.sets.candidates import SelectedKeys
-from levattn.sets.coverage import AdaptiveCoverage
+from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.sets.universal import universal_set
@@ -69,6 +69,7 @@ __all__ = [
     "Tukey",
     "UniversalSet",
     "__version__",
+    "covering_set",
     "datasets",
     "exact_sensitivities",
     "expected_scores",

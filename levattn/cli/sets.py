@@ -214,12 +214,12 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
     queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
     try:
         with whole_keys(queries) as sample:
-            return levattn.universal_set(
+            return levattn.covering_set(
                 source,
+                sample,
                 request.epsilon,
                 size=request.size,
                 f=request.function.f,
-                queries=sample,
                 coverage=request.coverage,
                 mass=request.mass,
             )

@@ -363,7 +363,7 @@ def expected_scores(
     See Also
     --------
     leverage_scores : The largest attention that any query can give.
-    universal_set : With ``queries=`` the keys that hold the large scores of new queries with a given coverage.
+    covering_set : The keys that hold the large scores of new queries with a given coverage.
     levattn.definitions.expected_scores : The definition, in NumPy.
 
     Notes

@@ -29,7 +29,6 @@ from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
-from levattn.sets.coverage import Covered, covering_set
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
@@ -155,8 +154,6 @@ def warn_of_rank(
 
 
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
-# Options that a set with coverage does not read
-_OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")
 
 
 @where_arrays_are
@@ -167,11 +164,6 @@ def universal_set(
     *,
     size: int | None = None,
     f: Any = 2,
-    queries: Any = None,
-    coverage: float | None = None,
-    mass: float | None = None,
-    scores: Any = None,
-    elsewhere: Any = None,
     method: str = "auto",
     center: bool = False,
     groups: Any = None,
@@ -194,11 +186,6 @@ def universal_set(
     the theorem says nothing (`is_vacuous`). For other functions f the set leaves out a key if its sensitivity is
     certified to be below ε.
 
-    With `queries` the set is for queries like the given ones, and often far smaller. Half of them order the keys; the
-    others set the threshold by conformal prediction. For a new query that is *exchangeable* with them, all keys with
-    :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and distribution.
-    The probability is over the draw of all these queries, the given ones included.
-
     Parameters
     ----------
     K : array of shape (..., n, d), or chunks of one
@@ -206,7 +193,7 @@ def universal_set(
         from files opened with `open_keys`, any other object that can be iterated again and again, or a function that
         returns an iterator. (A list is an array.) For x² the exact methods "auto" and "gram" read the chunks twice and
         never hold them together. In all other cases files are loaded, and other chunks refused. Use the keys that
-        enter the attention: after rotary embedding, one set for each head. With `queries` one dense array, or files.
+        enter the attention: after rotary embedding, one set for each head.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. Scores within 1e-9 (relative) of ε count as at least ε. Where
         four times the estimated error of a score is more (condition numbers above about 10⁶), that margin applies.
@@ -215,27 +202,7 @@ def universal_set(
         `epsilon` of the set is then the ε that it certifies.
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
-        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius; with
-        `queries` the radius is not used.
-    queries : array of shape (..., m, d), optional
-        A sample of the queries that enter the attention: after rotary embedding, for softmax times the scale of the
-        logits (q/√d in most models). Leave out padding. Leading axes are the axes of K, none, or a multiple of
-        the last: heads that share keys. A query is then a position, and all its heads find all their keys. m is at
-        least about twice coverage/(1 − coverage).
-    coverage : float in (0, 1), optional
-        With `queries`: the probability with which a new query finds all its keys in the set.
-    mass : float in (0, 1), optional
-        With `queries`, instead of `epsilon`: the guarantee is that the keys of the set get at least this share of the
-        new query's attention. With `size` a new query gives each key outside at most the set's `epsilon`, with
-        probability at least `coverage`.
-    scores : array of shape (..., n), optional
-        With `queries`: your own scores for the order of the keys, made without these queries; all queries then set the
-        threshold. If left out, scores measure how often and how nearly a key gets ε; for `mass` and `size` they are
-        the mean attention.
-    elsewhere : array of shape (..., m), optional
-        With `queries` and `Softmax`: for each query the logarithm of Σ exp⟨q, k⟩ over keys outside K, such as
-        later keys of a decoder. No set is made for these keys. Scores are then shares of all attention; `mass`
-        is a share of the attention to K.
+        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
         superset: their measured distortion raises the scores. So these bound the true scores from above, except with a
@@ -255,7 +222,7 @@ def universal_set(
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
     rng : int or numpy.random.Generator, optional
-        Seed of the approximate methods and of the split of the queries, 0 if left out. A ValueError with the exact
+        Seed of the approximate methods, 0 if left out. A ValueError with the exact
         methods.
     progress : bool or function, optional
         For chunks: True for a progress bar (of rich), or a function of the rows done and their total. The total is of
@@ -275,8 +242,7 @@ def universal_set(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or not exactly one of `epsilon`, `size` and `mass` is given. Also if there are too few
-        queries for the coverage; the message names the least number.
+        If an argument is wrong, or not exactly one of `epsilon` and `size` is given.
     NonFiniteError
         If the keys hold NaN or infinity outside the mask.
     KeyFileError
@@ -295,6 +261,7 @@ def universal_set(
 
     See Also
     --------
+    covering_set : The keys for queries like given ones.
     heavy_attention : The large attention scores themselves.
     near_duplicates : Groups of keys in which attention may hide.
     levattn.definitions.universal_set : The definition, in NumPy.
@@ -313,20 +280,10 @@ def universal_set(
     rows while these are in the cache. This takes about 4 % of their time for d = 64, half of that for d = 128, and a
     tenth for d = 16. Moreover, the scores must add up to the rank, within their errors.
 
-    *With queries*: time O(n d² + m n d), memory O(n + m d) and 32 MiB. The guarantee holds in the mean over the draw
-    of the queries and of the new one. The share that a single set reaches scatters about it by √(c(1 − c)/m') for m'
-    queries that set the threshold. The mean would be at most c + 1/(m' + 1) if no two queries needed equally many
-    keys. Equal needs, as of queries that need none, raise it. Queries are exchangeable if no order of them and the new
-    one is likelier than another. This holds for queries at random places of one text, or for texts drawn alike.
-    Successive queries of a text need not be exchangeable: measure the share there, or use `AdaptiveCoverage`.
-
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (existence and
     size of the universal set).
-    Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005, and Lei, G'Sell, Rinaldo, Tibshirani,
-    Wasserman, "Distribution-free predictive inference for regression", JASA 113, 2018, Theorem 2 (split conformal
-    prediction, both bounds of the coverage).
 
     Examples
     --------
@@ -338,20 +295,8 @@ def universal_set(
     >>> K[[10, 20, 30]] = 3 * np.eye(8)[5:]
     >>> levattn.universal_set(K, 0.1).indices
     array([10, 20, 30])
-
-    Softmax, for queries like 200 given ones: at least 19 in 20 find in the set every key that they give a tenth:
-
-    >>> Q = 0.3 * np.random.default_rng(1).standard_normal((200, 8)) + 2 * np.eye(8)[5]
-    >>> levattn.universal_set(K, 0.1, f=levattn.Softmax(), queries=Q, coverage=0.95).indices
-    array([10])
     """
     function = as_function(f)
-    if any(given is not None for given in (queries, coverage, mass, scores, elsewhere)):
-        wish = _covered(epsilon, size, mass, coverage, queries)
-        _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
-        known = {"elsewhere": elsewhere, "scores": scores, "mask": mask, "seed": as_seed(rng)}
-        with whole_keys(_refuse_chunks(K)) as keys:
-            return covering_set(as_matrices(keys, "K"), function, wish, queries, **known)
     square = is_square(function)
     approximate = square and check_method(method)
     if not approximate:
@@ -395,35 +340,6 @@ def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
         ones = flag_counts(xp.logical_and(found.mask, found.scores == 1))
         warn_of_rank(ones, found.rank, found.factor.columns, found.epsilon, chunks=chunks, stacklevel=5)
     return found
-
-
-def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) -> Covered:
-    """Return the requirement on a set with coverage, or raise."""
-    if queries is None or coverage is None:
-        missing = "queries" if queries is None else "coverage"
-        raise ValueError(
-            f"{missing} is None; expected queries and coverage together, which mass, scores and elsewhere need"
-        )
-    asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
-    if len(asked) != 1:
-        given = " and ".join(asked) + " are given" if asked else "epsilon, size and mass are None"
-        raise ValueError(f"{given}; expected exactly one of epsilon, size and mass")
-    return Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
-
-
-def _refuse_chunks(K: Any) -> Any:
-    """Return keys in one array or in files, or raise."""
-    if not isinstance(K, KeySource) and as_source(K) is not None:
-        raise ValueError("K gives chunks, and queries are given; expected keys in one dense array or in files")
-    return K
-
-
-def _refuse_others(*options: Any) -> None:
-    """Raise for options that a set with coverage does not read."""
-    pairs = zip(_OTHERS, options, strict=True)
-    given = [name for name, value in pairs if not (value is None or value is False or str(value) == "auto")]
-    if given:
-        raise ValueError(f"{', '.join(given)} given with queries; expected none of these for a set with coverage")
 
 
 def _refuse_odd(square: bool, *, center: bool, recheck: bool, rechecks: bool) -> None:

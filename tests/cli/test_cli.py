@@ -317,7 +317,7 @@ def test_a_set_with_coverage_is_that_of_the_library(
     option, value = selection.split()
     epsilon, wish = (float(value), {}) if option == "--epsilon" else (None, {option[2:]: json.loads(value)})
     f = levattn.Softmax() if text == "softmax" else FUNCTIONS.get(text, levattn.Softmax(4))
-    expected = levattn.universal_set(keys, epsilon, f=f, queries=queries, coverage=0.8, **wish)
+    expected = levattn.covering_set(keys, queries, epsilon, f=f, coverage=0.8, **wish)
     (found,) = document["sets"]
     assert found["indices"] == expected.indices.tolist()
     assert (found["size_bound"], found["is_vacuous"], found["guarantee"]) == (None, False, "coverage")
@@ -361,7 +361,7 @@ def test_queries_of_several_heads_from_the_file_of_the_keys(tmp_path: Path, keys
     document = json.loads(result.stdout)
     assert_types(document)
     assert document["queries_tensor"] == "q"
-    expected = levattn.universal_set(heads, queries=sample, coverage=0.9, mass=0.5)
+    expected = levattn.covering_set(heads, sample, coverage=0.9, mass=0.5)
     assert [found["size"] for found in document["sets"]] == expected.sizes.tolist()
     assert {found["threshold_queries"] for found in document["sets"]} == {60}
     assert picture.read_bytes().startswith(b"<?xml")
