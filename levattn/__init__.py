@@ -35,7 +35,7 @@ from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
-from levattn.sets.universal import universal_set
+from levattn.sets.universal import scan_set, universal_set
 
 if TYPE_CHECKING:
     from levattn import datasets
@@ -80,6 +80,7 @@ __all__ = [
     "near_duplicates",
     "online_leverage_scores",
     "open_keys",
+    "scan_set",
     "sensitivities",
     "thread_limit",
     "universal_set",

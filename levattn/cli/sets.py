@@ -195,18 +195,12 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
     with nullcontext(source) if request.in_passes else whole_keys(source) as keys:
+        wish = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
+        if request.in_passes:
+            bar = True if sys.stderr.isatty() else None
+            return levattn.scan_set(keys, **wish, progress=bar, checkpoint=request.checkpoint)
         groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-        return levattn.universal_set(
-            keys,
-            request.epsilon,
-            size=request.size,
-            f=request.function.f,
-            method=request.method,
-            center=request.center,
-            groups=groups,
-            progress=True if request.in_passes and sys.stderr.isatty() else None,
-            checkpoint=request.checkpoint,
-        )
+        return levattn.universal_set(keys, **wish, f=request.function.f, center=request.center, groups=groups)
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:

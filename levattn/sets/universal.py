@@ -153,6 +153,7 @@ def warn_of_rank(
     )
 
 
+_SCANNED = ("auto", "gram")  # methods that read chunks
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
 
 
@@ -171,9 +172,6 @@ def universal_set(
     recheck: bool = False,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
-    progress: bool | Callable[[int, int | None], Any] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_rows: int | None = None,
 ) -> UniversalSet:
     r"""Find the keys that can receive an attention score of at least ε from some query.
 
@@ -224,15 +222,6 @@ def universal_set(
     rng : int or numpy.random.Generator, optional
         Seed of the approximate methods, 0 if left out. A ValueError with the exact
         methods.
-    progress : bool or function, optional
-        For chunks: True for a progress bar (of rich), or a function of the rows done and their total. The total is of
-        both passes together, None where it is not known.
-    checkpoint : path-like, optional
-        For chunks: a file that saves, now and then, the progress of the passes; it is removed in the end. The passes
-        resume from an existing file, with the same result. They refuse a file of another run or of other keys,
-        whichever rows changed. The same keys may lie in another file, or come in other chunks.
-    checkpoint_rows : int, optional
-        Rows from one checkpoint to the next, about; 2²² if left out.
 
     Returns
     -------
@@ -248,8 +237,6 @@ def universal_set(
     KeyFileError
         A ValueError: if files change while they are read. Other chunks that are not the same each time raise a
         ValueError, which names their source and the first 2048 rows that differ.
-    ImportError
-        If `progress` is True and rich is not installed.
 
     Warns
     -----
@@ -261,6 +248,7 @@ def universal_set(
 
     See Also
     --------
+    scan_set : The same for chunks, with progress and checkpoints.
     covering_set : The keys for queries like given ones.
     heavy_attention : The large attention scores themselves.
     near_duplicates : Groups of keys in which attention may hide.
@@ -273,12 +261,7 @@ def universal_set(
     the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
     Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
-    *Chunks* must be the same keys each time they are read. For files the system tells: their size, times, inode and
-    device are compared. A digest of all bytes tells for other chunks, for zarr stores, for files that are new, and
-    with a checkpoint. It has 64 bits for each 2048 rows. A change made without regard to its fixed constants, of one
-    bit or of all rows, goes unnoticed with a probability of about 2⁻³². The passes digest
-    rows while these are in the cache. This takes about 4 % of their time for d = 64, half of that for d = 128, and a
-    tenth for d = 16. Moreover, the scores must add up to the rank, within their errors.
+    *Chunks* must be the same keys each time they are read; `scan_set` says how this is checked.
 
     References
     ----------
@@ -304,16 +287,13 @@ def universal_set(
     _refuse_odd(square, center=center, recheck=recheck, rechecks=approximate and epsilon is not None)
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
-    extras = any(option is not None and option is not False for option in (progress, checkpoint, checkpoint_rows))
-    if source is None and extras:
-        raise ValueError("progress or checkpoint is given for keys in an array; expected them for chunks of keys only")
     if source is not None:
-        if square and method in ("auto", "gram") and not center and groups is None and mask is None:
-            return _warned(_of_chunks(source, asked, progress, checkpoint, checkpoint_rows), chunks=True)
-        if extras or not isinstance(K, KeySource):
+        if square and method in _SCANNED and not center and groups is None and mask is None:
+            return _warned(_of_chunks(source, asked), chunks=True)
+        if not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
-                "For other options give keys in an array or a file, without progress or checkpoint"
+                "For other options give keys in an array or a file"
             )
     with whole_keys(K) as keys:
         matrices = as_matrices(keys, "K", sparse=square)
@@ -327,6 +307,107 @@ def universal_set(
         if approximate:
             return _from_sketch(matrices, asked, sketch_size, rng, recheck)
         return _warned(_exact(matrices, asked, labels)) if square else _bounded(matrices, function, asked)
+
+
+@where_arrays_are
+def scan_set(
+    source: Any,
+    /,
+    epsilon: float | None = None,
+    *,
+    size: int | None = None,
+    method: str = "auto",
+    progress: bool | Callable[[int, int | None], Any] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_rows: int | None = None,
+) -> UniversalSet:
+    r"""Find the universal set for x² of keys in chunks, in two passes that report progress and can resume.
+
+    The result is that of `universal_set` for the same source.
+
+    Parameters
+    ----------
+    source : chunks of shape (..., m, d), or files
+        Keys in order: files opened with `open_keys`, any other object that can be iterated again and again, or a
+        function that returns an iterator.
+    epsilon : float in (0, 1]
+        The threshold, as in `universal_set`.
+    size : int in [0, n]
+        Instead of `epsilon`: the number of keys to take.
+    method : {"auto", "gram"}
+        As in `leverage_scores`.
+    progress : bool or function, optional
+        True for a progress bar (of rich), or a function of the rows done and their total. The total is of both passes
+        together, None where it is not known.
+    checkpoint : path-like, optional
+        A file that saves, now and then, the progress of the passes; it is removed in the end. The passes resume from
+        an existing file, with the same result. They refuse a file of another run or of other keys, whichever rows
+        changed. The same keys may lie in another file, or come in other chunks.
+    checkpoint_rows : int, optional
+        Rows from one checkpoint to the next, about; 2²² if left out.
+
+    Returns
+    -------
+    UniversalSet
+        The keys of the set, the scores of all keys, and the guarantee.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, the source is an array, or not exactly one of `epsilon` and `size` is given.
+    NonFiniteError
+        If the keys hold NaN or infinity.
+    KeyFileError
+        A ValueError: if files change while they are read. Other chunks that are not the same each time raise a
+        ValueError, which names their source and the first 2048 rows that differ.
+    ImportError
+        If `progress` is True and rich is not installed.
+
+    Warns
+    -----
+    AxesWarning
+        If the axes of the keys look exchanged, as in `universal_set`.
+    RankWarning
+        As in `universal_set`.
+
+    See Also
+    --------
+    universal_set : The same without progress and checkpoints.
+    StreamingUniversalSet : In one pass.
+
+    Notes
+    -----
+    Time O(n d²) and memory O(n + d² log n) beyond a chunk.
+
+    *Chunks* must be the same keys each time they are read. For files the system tells: their size, times, inode and
+    device are compared. A digest of all bytes tells for other chunks, for zarr stores, for files that are new, and
+    with a checkpoint. It has 64 bits for each 2048 rows. A change made without regard to its fixed constants, of one
+    bit or of all rows, goes unnoticed with a probability of about 2⁻³². The passes digest
+    rows while these are in the cache. This takes about 4 % of their time for d = 64, half of that for d = 128, and a
+    tenth for d = 16. Moreover, the scores must add up to the rank, within their errors.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile, numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((1000, 8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(pathlib.Path(folder, "keys.npy"), K)
+    ...     source = levattn.open_keys(pathlib.Path(folder, "keys.npy"))
+    ...     found = levattn.scan_set(source, 0.02, checkpoint=pathlib.Path(folder, "keys.checkpoint"))
+    >>> len(found) == len(levattn.universal_set(K, 0.02))
+    True
+    """
+    chunks = as_source(source)
+    if chunks is None:
+        raise ValueError("source is an array; expected chunks of keys. Give arrays to universal_set")
+    if method not in _SCANNED:
+        raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")
+    asked = _Asked(epsilon, size, method)
+    return _warned(_of_chunks(chunks, asked, progress, checkpoint, checkpoint_rows), chunks=True)
 
 
 def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
@@ -420,7 +501,9 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
     )
 
 
-def _of_chunks(source: Source, asked: _Asked, progress: Any, path: Any, every: Any) -> UniversalSet:
+def _of_chunks(
+    source: Source, asked: _Asked, progress: Any = None, path: Any = None, every: Any = None
+) -> UniversalSet:
     """Return the set of keys in chunks, in two passes (for a size with ties, a few rows are read again)."""
     asked = asked.checked(source.n)
     epsilon, size = asked.epsilon, asked.size

@@ -581,7 +581,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, file: Path, keys: Arr
 
     state.unlink()
     with pytest.raises(KeyboardInterrupt):
-        levattn.universal_set(
+        levattn.scan_set(
             levattn.open_keys(file, chunk_rows=50), 0.1, progress=stop, checkpoint=state, checkpoint_rows=50
         )
     assert state.exists()
