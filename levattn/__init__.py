@@ -23,20 +23,19 @@ from levattn.exceptions import (
 )
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import heavy_attention
-from levattn.heavy.batch import HeavyAttentionBatch
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
-from levattn.heavy.result import HeavyAttention
+from levattn.heavy.result import HeavyAttention, HeavyAttentionBatch
 from levattn.io import KeySource, open_keys
 from levattn.sensitivity.bounds import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.groups import group_leverage, near_duplicates
-from levattn.sensitivity.leverage import leverage_scores
-from levattn.sensitivity.online import online_leverage_scores
-from levattn.sets.adaptive import AdaptiveCoverage
+from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
+from levattn.sets.candidates import SelectedKeys
+from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
-from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
-from levattn.sets.universal import universal_set
+from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
+from levattn.sets.universal import scan_set, universal_set
 
 if TYPE_CHECKING:
     from levattn import datasets
@@ -70,6 +69,7 @@ __all__ = [
     "Tukey",
     "UniversalSet",
     "__version__",
+    "covering_set",
     "datasets",
     "exact_sensitivities",
     "expected_scores",
@@ -80,6 +80,7 @@ __all__ = [
     "near_duplicates",
     "online_leverage_scores",
     "open_keys",
+    "scan_set",
     "sensitivities",
     "thread_limit",
     "universal_set",

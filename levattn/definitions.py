@@ -478,7 +478,7 @@ def covering_set(
 
     See Also
     --------
-    levattn.universal_set : With ``queries`` and ``coverage``: the same, and the two halves are drawn from one sample.
+    levattn.covering_set : The same for batches, masks and other wishes; the two halves are drawn from one sample.
 
     Notes
     -----

@@ -272,7 +272,7 @@ class Softmax:
 
     For unbounded queries softmax has no small universal set: every extreme point of the keys would be in it. It may
     have one for :math:`\|q\| \le` `radius`, or for :math:`q^T \Sigma^{-1} q \le` `radius`\ ² with a given Σ. For
-    queries like given ones, `expected_scores` and ``universal_set(..., queries=)`` need no radius.
+    queries like given ones, `expected_scores` and `covering_set` need no radius.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ import numpy as np
 
 import levattn
 from levattn import attention, states
-from levattn._core.progress import reported
+from levattn._core.threads import reported
 
 
 def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None) -> None:

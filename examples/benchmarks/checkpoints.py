@@ -41,7 +41,7 @@ def run(keys: str, checkpoint: str, result: str) -> None:
     """One run, in a process of its own. It says when it begins, and each time rows are done."""
     levattn.universal_set(np.eye(D, dtype=np.float32), EPSILON)  # loads the kernels
     print("ready", flush=True)
-    found = levattn.universal_set(
+    found = levattn.scan_set(
         levattn.open_keys(keys, chunk_rows=CHUNK),
         EPSILON,
         checkpoint=checkpoint,
@@ -119,7 +119,7 @@ def main() -> None:
         source = levattn.open_keys(folder / "keys.npy", chunk_rows=CHUNK)
         calls = {
             "without": lambda: levattn.universal_set(source, EPSILON),
-            "with": lambda: levattn.universal_set(source, EPSILON, checkpoint=runs.checkpoint, checkpoint_rows=EVERY),
+            "with": lambda: levattn.scan_set(source, EPSILON, checkpoint=runs.checkpoint, checkpoint_rows=EVERY),
         }
         times = {name: min(once(call) for _ in range(5)) for name, call in calls.items()}
         print(

@@ -20,7 +20,7 @@ import tempfile
 
 from _rivals import table
 
-from levattn._kernels.shipped import _archive
+from levattn._kernels.cache import _archive
 
 MAIN = ("leverage_scores", "universal_set", "heavy_attention")
 MAIN_BAR, BAR, WARM_BAR, WHEEL_BAR = 4.0, 6.0, 0.3, 0.5

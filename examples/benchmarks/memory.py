@@ -72,7 +72,7 @@ FUNCTIONS: dict[str, Callable[[Array], object]] = {
     "universal_set, |x|^3": lambda K: levattn.universal_set(K, 0.01, f=3),
     "universal_set, Huber": lambda K: levattn.universal_set(K, 0.01, f=levattn.Huber(1.0)),
     "universal_set, softmax": lambda K: levattn.universal_set(K, 0.01, f=levattn.Softmax(1.0)),
-    "universal_set, queries": lambda K: levattn.universal_set(K, 0.01, queries=_queries(K.shape[1]), coverage=0.9),
+    "covering_set": lambda K: levattn.covering_set(K, _queries(K.shape[1]), 0.01, coverage=0.9),
     "expected_scores": lambda K: levattn.expected_scores(K, _queries(K.shape[1])),
     "sensitivities, |x|": lambda K: levattn.sensitivities(K, 1),
     "lewis_weights": lambda K: levattn.lewis_weights(K, 1.0),

@@ -77,7 +77,7 @@ def random_splits(splits: int) -> None:
     def judge(name: str, Q: Array, K: Array, f: Any) -> None:
         order = rng.permutation(len(Q))
         seen, new = Q[order[: len(Q) // 2]], Q[order[len(Q) // 2 :]]
-        inside = levattn.universal_set(K, EPSILON, f=f, queries=seen, coverage=TARGET, rng=int(rng.integers(99))).mask
+        inside = levattn.covering_set(K, seen, EPSILON, f=f, coverage=TARGET).mask
         found.setdefault(name, []).append((float(inside.mean()), reached(attention(new, K, f), inside)))
 
     for _, place in itertools.product(range(splits), np.ndindex(encoder.keys.shape[:2])):

@@ -25,7 +25,7 @@ import numpy as np
 from _rivals import table, verdict
 
 import levattn
-from levattn.linalg.digest import RowDigest
+from levattn.linalg.reading import RowDigest
 from levattn.sets import two_pass
 
 EPSILON, CHUNK = 0.01, 32 << 20
@@ -97,9 +97,7 @@ def main() -> None:
 
             calls: dict[str, Callable[[], object]] = {
                 "file": lambda source=source: levattn.universal_set(source, EPSILON),
-                "file, checkpoint": lambda source=source: levattn.universal_set(
-                    source, EPSILON, checkpoint=checkpoint
-                ),
+                "file, checkpoint": lambda source=source: levattn.scan_set(source, EPSILON, checkpoint=checkpoint),
                 "function, read": lambda read=read: levattn.universal_set(read, EPSILON),
                 "function, memory": lambda held=held: levattn.universal_set(held, EPSILON),
             }

@@ -129,7 +129,7 @@ legend = right.legend(fontsize="small", loc="lower right")
 
 head, f = K[5, 4], softmax
 served = np.concatenate([new[5, 4], 1.5 * new[5, 4], new[5, 4]])
-found = levattn.universal_set(head, epsilon, f=f, queries=seen[5, 4], coverage=0.9)
+found = levattn.covering_set(head, seen[5, 4], epsilon, f=f, coverage=0.9)
 following = levattn.AdaptiveCoverage(head, found, rate=0.03)
 sizes, covered = [], []
 for q in served:

@@ -68,7 +68,7 @@ def watch(done, _):
 
 
 checkpoint = Path(folder.name) / "checkpoint"
-found = levattn.universal_set(
+found = levattn.scan_set(
     source, epsilon, progress=watch, checkpoint=checkpoint, checkpoint_rows=100_000
 )
 print(found)

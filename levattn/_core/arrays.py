@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,12 +16,178 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.caches import cached_keys
-from levattn._core.formats import decode_half, dtype_name, format_of
+from levattn._core.checks import refuse_masked_tensor
 from levattn._core.jax import from_jax, is_jax, to_jax
-from levattn._core.memory import memory_of_tensor, plain_tensor, seen, without_wrappers
-from levattn._core.remedies import remedy_of
 from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
+from levattn._core.types import decode_half, dtype_name, format_of
+
+
+class _Memory(ctypes.c_char * 2**62):  # type: ignore[misc]  # larger than any array: the sizes of an array bound what is read
+    """Memory that an array reads; it keeps the tensor alive."""
+
+    __slots__ = ("tensor",)
+
+
+class _Kinds(dict[Any, np.dtype[Any]]):
+    """The dtype of numpy for each dtype of torch, by its name."""
+
+    def __missing__(self, dtype: Any) -> np.dtype[Any]:
+        self[dtype] = found = np.dtype(str(dtype).rpartition(".")[2])
+        return found
+
+
+_KINDS = _Kinds()
+
+
+@cache
+def _with_memory() -> tuple[type, ...]:
+    """Return the types of tensors that may have memory of their own."""
+    torch = sys.modules["torch"]
+    return torch.Tensor, torch.nn.Parameter
+
+
+def memory_of_tensor(tensor: Any) -> npt.NDArray[Any]:
+    """Return a dense tensor in main memory as a numpy array on the same memory, without its gradient.
+
+    ``tensor.numpy()`` would do the same, but it forbids for good to resize the memory, as FSDP does with parameters.
+    """
+    if type(tensor) not in _with_memory() or tensor._is_zerotensor():
+        return np.asarray(tensor.detach().numpy())  # refuses tensors that have no memory of their own
+    kind = _KINDS[tensor.dtype]
+    memory = _Memory.from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    strides = None if tensor.is_contiguous() else [step * kind.itemsize for step in tensor.stride()]
+    return np.ndarray(tensor.shape, kind, memory, 0, strides)
+
+
+def plain_tensor(tensor: Any, name: str) -> Any:
+    """Return a torch tensor as dense numbers without a gradient; raise if it has no such numbers."""
+    refuse_masked_tensor(tensor, name)
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
+            f"torch.nested.to_padded_tensor({name}, 0.0), and leave the padding out by mask="
+        )
+    layout = str(tensor.layout)
+    if layout != "torch.strided":
+        raise TypeError(
+            f"{name} is a torch tensor of layout {layout}; expected a dense one (torch.strided). "
+            f"Convert it first: {name}.to_dense()"
+        )
+    if tensor.is_meta:
+        raise TypeError(
+            f"{name} is a torch tensor on the device meta, which has a shape but no numbers; expected a tensor that "
+            "holds data. Compute it on a real device first, such as device='cpu'"
+        )
+    tensor = without_wrappers(tensor.detach().resolve_neg())
+    if sys.modules["torch"]._C._functorch.is_batchedtensor(tensor) or type(tensor).__name__ in (
+        "FakeTensor",
+        "FunctionalTensor",
+    ):
+        raise TypeError(
+            f"{name} is a torch tensor within torch.func.vmap, torch.export or FakeTensorMode, which hold its numbers "
+            f"back; expected a tensor that holds data. Call without them: leading axes of {name} are a batch"
+        )
+    return tensor
+
+
+def without_wrappers(tensor: Any) -> Any:
+    """Return the numbers that torch.func.grad or jvp follow, which a call reads without a gradient."""
+    wrappers = sys.modules["torch"]._C._functorch
+    while wrappers.is_gradtrackingtensor(tensor):
+        tensor = wrappers.get_unwrapped(tensor)
+    return tensor
+
+
+def seen(tensor: Any) -> Any:
+    """Return a tensor without a gradient, such as a mask, without the wrappers of torch.func.grad and jvp."""
+    return tensor if tensor.requires_grad else without_wrappers(tensor)
+
+
+_LEAST_AXES = 3  # of the keys of a layer: heads, positions, columns
+
+
+def cached_keys(K: Any) -> Any | None:
+    """Return the keys of a cache as one array (layers, ..., n, d), None if K is no cache; raise if layers differ."""
+    layers = layers_of(K)
+    if layers is None:
+        return None
+    one = "K.layers[i].keys" if hasattr(K, "layers") else "K.key_cache[i]" if hasattr(K, "key_cache") else "K[i][0]"
+    kind = type(K).__name__
+    if not layers or any(getattr(keys, "ndim", 0) < _LEAST_AXES for keys in layers):
+        empty = [i for i, keys in enumerate(layers) if getattr(keys, "ndim", 0) < _LEAST_AXES]
+        raise ValueError(
+            f"K is a {kind} that holds no keys{f' in layers {empty}' if layers else ''}; expected the cache of a "
+            f"model that has read its tokens. Give one layer as {one}"
+        )
+    for name, figure in (("shapes", lambda keys: tuple(keys.shape)), ("devices", array_api_compat.device)):
+        found = list(dict.fromkeys(map(figure, layers)))
+        if len(found) > 1:
+            raise ValueError(
+                f"K is a {kind} whose layers have {name} {', '.join(map(str, found))}; expected all alike. Give one "
+                f"layer as {one}"
+            )
+    return array_api_compat.array_namespace(*layers).stack(layers)
+
+
+def layers_of(K: Any) -> list[Any] | None:
+    """Return the keys of each layer of a cache, or None if K is no cache."""
+    if hasattr(K, "layers") and hasattr(K, "get_seq_length"):
+        return [getattr(layer, "keys", None) for layer in K.layers]
+    if hasattr(K, "key_cache"):
+        return list(K.key_cache)
+    if isinstance(K, tuple) and K and all(_is_pair(item) for item in K):
+        return [keys for keys, *_ in K]
+    return None
+
+
+def _is_pair(item: Any) -> bool:
+    """Tell whether an item is (keys, values), two arrays with the same positions."""
+    return (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and all(getattr(array, "ndim", 0) >= _LEAST_AXES for array in item)
+        and tuple(item[0].shape[:-1]) == tuple(item[1].shape[:-1])
+    )
+
+
+def remedy_of(array: Any, name: str) -> str:
+    """Return how an array comes of something that is none; its package is known by its methods, and not imported."""
+    if isinstance(array, str | os.PathLike):
+        return f"Open a file of keys first: {name} = levattn.open_keys({os.fspath(array)!r})"
+    package = type(array).__module__.partition(".")[0]
+    if package == "pandas":  # nullable columns become objects otherwise
+        return f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave gaps out by mask="
+    if package == "levattn" and hasattr(array, "load"):
+        return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
+    if package == "dask":
+        return (
+            "For arrays on workers use levattn.distributed.dask.leverage_scores or its universal_set, or call "
+            f"{name}.compute() first"
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        return f"Give {name}.data, and the rows that count by mask=~numpy.ma.getmaskarray({name}).any(axis=-1)"
+    if hasattr(array, "column_names") and hasattr(array, "columns"):  # pyarrow's tables
+        column = f"{name}.column(0).combine_chunks()" if hasattr(array, "combine_chunks") else f"{name}.column(0)"
+        return (
+            f"Convert it first: a column of lists by {column}.flatten().to_numpy().reshape(len({name}), -1), columns "
+            f"of numbers by numpy.column_stack([c.to_numpy() for c in {name}.columns])"
+        )
+    if hasattr(array, "to_pylist"):  # pyarrow's arrays of lists, of which to_numpy makes objects
+        flat = f"{name}.combine_chunks()" if hasattr(array, "combine_chunks") else name
+        return f"Convert it first: {flat}.flatten().to_numpy().reshape(len({name}), -1)"
+    if hasattr(array, "to_numpy"):
+        return f"Convert it first: {name}.to_numpy()"
+    if hasattr(array, "collect"):  # lazy frames
+        return f"Compute it first: {name}.collect().to_numpy()"
+    if hasattr(array, "chunks") and hasattr(array, "__getitem__"):  # arrays in files of zarr or HDF5
+        rows = f"({name}[i : i + 65536] for i in range(0, {name}.shape[0], 65536))"
+        return f"Read it first: {name}[...], or in chunks: levattn.universal_set(lambda: {rows}, epsilon)"
+    for method, way in (("__dlpack__", "from_dlpack"), ("__array__", "asarray")):
+        if hasattr(array, method):
+            return f"Convert it first: numpy.{way}({name})"
+    return "Convert it to an array first; rows that do not count are left out by mask="
+
 
 _PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats of numpy that the kernels read directly
 _NUMPY_HAS_THEM = hasattr(np, "__array_namespace_info__")  # the functions of the array-API standard

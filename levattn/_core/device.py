@@ -17,8 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from levattn._core.arrays import has_cupy, is_torch, on_cuda, tensor_behind
-from levattn._core.caches import layers_of
+from levattn._core.arrays import has_cupy, is_torch, layers_of, on_cuda, tensor_behind
 from levattn._core.jax import BY_NUMPY, called_by_numpy, has_jax
 
 P = ParamSpec("P")

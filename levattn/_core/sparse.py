@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.formats import format_of
+from levattn._core.types import format_of
 
 _CHUNK = 1 << 20  # entries whose order is checked together
 

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import needing, whole_number
 
 _limit: ContextVar[int | None] = ContextVar("levattn_thread_limit", default=None)
 _PATIENCE = 10.0  # seconds
@@ -305,3 +305,41 @@ def _wait_for_calls() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_wait_for_calls, after_in_child=_forget_helpers)
+
+
+@contextmanager
+def reported(progress: Any, total: int | None, what: str = "rows of keys") -> Iterator[Callable[[int], None]]:
+    """Give a function to call with the number of rows processed since the last call.
+
+    `progress` is None, True for a bar on the terminal, or a function of the rows done and their total. The total is
+    None where it is unknown. what: the unit, as the bar shows it.
+    """
+    if progress is None or progress is False:
+        yield lambda _: None
+        return
+    done = 0
+    if progress is True:
+        with _bar(total, what) as advance:
+            yield advance
+        return
+    if not callable(progress):
+        raise TypeError(
+            f"progress is {progress!r}; expected None, True for a bar, or a function of the rows done and their total"
+        )
+
+    def call(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    yield call
+
+
+@contextmanager
+def _bar(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
+    with needing("a progress bar needs rich", "cli"):
+        from rich.console import Console
+        from rich.progress import Progress
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda rows: bar.advance(task, rows)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from levattn._core.types import Float64
 from levattn._kernels.dispatch import kernels_for
-from levattn._kernels.latent.contract import LatentArguments
+from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
-from levattn._kernels.tokens.contract import TokenArguments, TokenSums
+from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.tokens import TokenArguments, TokenSums
 
 __all__ = [
     "BLOCK",

@@ -13,7 +13,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from levattn._kernels.uncached import say_uncached
+from levattn._kernels.cache import say_uncached
 
 _DIGEST = 32  # bytes
 

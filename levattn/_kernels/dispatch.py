@@ -14,16 +14,16 @@ from levattn._core.sparse import Csr
 from levattn._core.threads import available_threads
 
 if TYPE_CHECKING:
-    from levattn._kernels.factor.contract import FactorKernels
-    from levattn._kernels.gram.contract import GramKernels
-    from levattn._kernels.heavy.contract import HeavyKernels
-    from levattn._kernels.latent.contract import LatentGradients, LatentKernels, LatentSteps
-    from levattn._kernels.precise.contract import PreciseKernels
-    from levattn._kernels.pruned.contract import PrunedKernels
-    from levattn._kernels.rows.contract import RowKernels
-    from levattn._kernels.select.contract import SelectKernels
-    from levattn._kernels.sketch.contract import SketchKernels
-    from levattn._kernels.tokens.contract import TokenGradients, TokenKernels
+    from levattn._kernels.factor import FactorKernels
+    from levattn._kernels.gram import GramKernels
+    from levattn._kernels.heavy import HeavyKernels
+    from levattn._kernels.latent import LatentGradients, LatentKernels, LatentSteps
+    from levattn._kernels.precise import PreciseKernels
+    from levattn._kernels.pruned import PrunedKernels
+    from levattn._kernels.rows import RowKernels
+    from levattn._kernels.select import SelectKernels
+    from levattn._kernels.sketch import SketchKernels
+    from levattn._kernels.tokens import TokenGradients, TokenKernels
 
 _HERE = sys.modules[__name__]
 _FILES = ("cpu", "csr", "cuda", "definition", "torch")

@@ -19,7 +19,7 @@ import llvmlite.binding as llvm
 import numba
 from numba.extending import register_jitable
 
-from levattn._kernels.uncached import say_uncached
+from levattn._kernels.cache import say_uncached
 
 _say_uncached = partial(say_uncached, variable="NUMBA_CACHE_DIR")
 _FOLDER = Path(__file__).parent
@@ -30,8 +30,9 @@ _IMPORT = re.compile(rb"^from levattn\._kernels\.([\w.]+) import", re.MULTILINE)
 def _source(path: Path) -> tuple[str, list[Path]]:
     """Return the hash of a file of kernels, and the files of kernels that it imports."""
     text = path.read_bytes()
+    found = [_FOLDER.joinpath(*name.decode().split(".")) for name in _IMPORT.findall(text)]
     return hashlib.sha256(text).hexdigest(), [
-        _FOLDER.joinpath(*name.decode().split(".")).with_suffix(".py") for name in _IMPORT.findall(text)
+        path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in found
     ]
 
 

@@ -15,10 +15,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
 from torch.autograd import forward_ad
 
-from levattn._core.arrays import as_cupy, as_tensor
+from levattn._core.arrays import as_cupy, as_tensor, memory_of_tensor, without_wrappers
 from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
-from levattn._core.memory import memory_of_tensor, without_wrappers
 
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from levattn.attention.latent.features import causal_conv, rg_lru
+from levattn.attention.latent.features import causal_conv, rg_lru, rotate_values
 from levattn.attention.latent.latte import latte
-from levattn.attention.latent.macchiato import MacchiatoState, macchiato
-from levattn.attention.latent.repeated import repeated_mass
-from levattn.attention.latent.vapor import rotate_values
+from levattn.attention.latent.macchiato import MacchiatoState, macchiato, repeated_mass
 from levattn.attention.latent.window import window_attention
 from levattn.attention.pruned.certificate import PrunedCertificate
 from levattn.attention.pruned.coverage import PrunedCoverage, pruned_coverage

@@ -20,9 +20,17 @@ from levattn._core.arrays import to_numpy
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
-from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stack_arguments
-from levattn.attention.common.packed import reads_numbers
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.arguments import (
+    Stacks,
+    check_sizes,
+    dense_array,
+    device_of,
+    namespace_of,
+    reads_numbers,
+    reshaped,
+    stack_arguments,
+    without_gradient,
+)
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 

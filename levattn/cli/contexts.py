@@ -1,5 +1,7 @@
 """``levattn profile``, ``compress`` and ``ask``: compressed contexts, and questions to them."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Iterator
@@ -8,10 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from levattn.cli.models import draw
-from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_decoder, read_text
-from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of
-from levattn.cli.page import HeatMap, KeptText, write_page
-from levattn.cli.profiles import check_profile, profile_of, told_of_recall
+from levattn.cli.opened import (
+    check_model_path,
+    check_profile,
+    forward_errors_in_one_line,
+    most_tokens,
+    opened_decoder,
+    profile_of,
+    read_text,
+    told_of_recall,
+)
+from levattn.cli.output import (
+    HeatMap,
+    KeptText,
+    check_output,
+    fail,
+    new_console,
+    print_json,
+    report,
+    table_of,
+    write_page,
+)
 
 _COSTS = {
     "layer": "layer",

@@ -127,7 +127,7 @@ def _covering(encoder: Any, epsilon: float) -> _Covering:
     """Return the sets with coverage of all heads."""
     Q = encoder.scale * np.asarray(encoder.queries[..., ::2, :], np.float64)
     f = levattn.Softmax()
-    found = levattn.universal_set(encoder.keys, epsilon, f=f, queries=Q, coverage=_COVERAGE)
+    found = levattn.covering_set(encoder.keys, Q, epsilon, f=f, coverage=_COVERAGE)
     return _Covering(found.mask, np.asarray(levattn.expected_scores(encoder.keys, Q, f=f), np.float64))
 
 

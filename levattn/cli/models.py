@@ -8,10 +8,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_model, read_text
-from levattn.cli.output import check_output, fail, new_console, print_json, table_of
-from levattn.cli.page import HeatMap, write_page
-from levattn.cli.profiles import check_profile, profile_of, told_of_recall
+from levattn.cli.opened import (
+    check_model_path,
+    check_profile,
+    forward_errors_in_one_line,
+    most_tokens,
+    opened_model,
+    profile_of,
+    read_text,
+    told_of_recall,
+)
+from levattn.cli.output import HeatMap, check_output, fail, new_console, print_json, table_of, write_page
 from levattn.io import replace_file
 
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians

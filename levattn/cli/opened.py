@@ -1,6 +1,7 @@
 """Models and texts of the commands: a folder or a .gguf file, a text file, and their errors."""
 
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from levattn._core.checks import needing
-from levattn.cli.output import fail
+from levattn.cli.output import fail, report
+from levattn.exceptions import RecallWarning
 
 _GGUF_NEEDS = ("gguf", "accelerate")
 
@@ -127,3 +129,32 @@ def _of_gguf(file: Path) -> tuple[Any, Any]:
     with redirect_stderr(io.StringIO()):  # hides a progress bar of transformers that cannot be turned off
         model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
         return model, transformers.AutoTokenizer.from_pretrained(file.parent, **where)
+
+
+def check_profile(path: Path | None) -> None:
+    """End the program if there is no such file."""
+    if path is not None and not path.exists():
+        fail(f"{path}: no such file; make it with `levattn profile`")
+
+
+def profile_of(path: Path | None, budget: float) -> Any:
+    """Return the profile in a file, or None; report a budget that all heads of a decoder share."""
+    if path is not None:
+        from levattn.integrations.transformers import HeadProfile
+
+        return HeadProfile.load(path)
+    if budget != 1:
+        shown = f"{budget:.0%}" if budget < 1 else f"{budget} slots"
+        report(
+            f"all heads are cut to {shown}, because no profile is given: decoders cannot recall facts of the text; "
+            "make a profile with `levattn profile` and give it with --heads"
+        )
+    return None
+
+
+@contextmanager
+def told_of_recall() -> Iterator[None]:
+    """Suppress the same warning of the library."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecallWarning)
+        yield

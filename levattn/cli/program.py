@@ -13,8 +13,18 @@ from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperCommand, TyperGroup
 
 import levattn
-from levattn.cli.output import CLOSED, INTERRUPTED, WRONG_COMMAND_LINE, fail, of_system, report
-from levattn.cli.streams import drop_rest, encodable, is_broken, prepare_streams
+from levattn.cli.output import (
+    CLOSED,
+    INTERRUPTED,
+    WRONG_COMMAND_LINE,
+    drop_rest,
+    encodable,
+    fail,
+    is_broken,
+    of_system,
+    prepare_streams,
+    report,
+)
 
 # Later versions of typer contain click, and earlier ones import it: this is the class of either.
 _UsageError: Any = typer.BadParameter.__base__

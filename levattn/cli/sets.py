@@ -1,5 +1,7 @@
 """``levattn universal-set``: the universal sets of the keys in a file."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import re
@@ -15,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 import levattn
-from levattn.cli.function import Function
 from levattn.cli.output import (
     INTERRUPTED,
     VACUOUS,
@@ -26,9 +27,43 @@ from levattn.cli.output import (
     print_json,
     table_of,
 )
+from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 from levattn.io import replace_file
 from levattn.io.source import whole_keys
-from levattn.sets.views import saved_arrays
+from levattn.sets.result import saved_arrays
+
+ALLOWED = f"{NAMES} (without a radius only with --queries)"
+
+
+@dataclass(frozen=True)
+class Function:
+    """An attention function and the text that named it."""
+
+    text: str
+    f: AttentionFunction | Softmax
+
+    @property
+    def is_square(self) -> bool:
+        """Whether f is x², whose scores are leverage scores."""
+        return is_square(self.f)
+
+
+def parse_function(text: str, *, for_queries: bool = False) -> Function:
+    """Return the function that `text` names; a wrong text is an error of the command line.
+
+    for_queries: whether the set is for queries like given ones. Then softmax needs no radius.
+    """
+    import typer
+
+    try:
+        if text == "softmax" and not for_queries:
+            raise ValueError(
+                "softmax needs the largest norm of a query, as in softmax:4, or a sample of the queries with --queries"
+            )
+        return Function(text, function_named(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}. Allowed are {ALLOWED}", param_hint="--function") from None
+
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
@@ -160,18 +195,12 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
     with nullcontext(source) if request.in_passes else whole_keys(source) as keys:
+        wish = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
+        if request.in_passes:
+            bar = True if sys.stderr.isatty() else None
+            return levattn.scan_set(keys, **wish, progress=bar, checkpoint=request.checkpoint)
         groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-        return levattn.universal_set(
-            keys,
-            request.epsilon,
-            size=request.size,
-            f=request.function.f,
-            method=request.method,
-            center=request.center,
-            groups=groups,
-            progress=True if request.in_passes and sys.stderr.isatty() else None,
-            checkpoint=request.checkpoint,
-        )
+        return levattn.universal_set(keys, **wish, f=request.function.f, center=request.center, groups=groups)
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
@@ -179,12 +208,12 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
     queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
     try:
         with whole_keys(queries) as sample:
-            return levattn.universal_set(
+            return levattn.covering_set(
                 source,
+                sample,
                 request.epsilon,
                 size=request.size,
                 f=request.function.f,
-                queries=sample,
                 coverage=request.coverage,
                 mass=request.mass,
             )

@@ -22,12 +22,11 @@ from levattn._core.checks import check_type, needing
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
-from levattn.linalg.digest import RowDigest
 from levattn.linalg.factor import Factor
-from levattn.linalg.reading import rows_named
+from levattn.linalg.reading import RowDigest, rows_named
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
-from levattn.states.block_buffer import in_main_memory, readable, rows_in_memory
+from levattn.states.blocks import in_main_memory, readable, rows_in_memory
 
 __all__ = ["from_keys", "leverage_scores", "query_moments", "softmax_state", "universal_set", "universal_set_of_files"]
 

@@ -20,7 +20,8 @@ from levattn._core.checks import check_type, needing
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
-from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
+from levattn.sets.candidates import SelectedKeys
+from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import SoftmaxState
 
 __all__ = ["Traffic", "softmax_state", "universal_set"]

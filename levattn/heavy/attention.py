@@ -14,17 +14,15 @@ from levattn._core.checks import TIE, check_type
 from levattn._core.device import where_arrays_are
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
-from levattn.heavy.batch import HeavyAttentionBatch, keys_of_heads
 from levattn.heavy.causal import Causal
 from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
-from levattn.heavy.result import Figures, HeavyAttention
+from levattn.heavy.result import Figures, HeavyAttention, HeavyAttentionBatch, keys_of_heads
 from levattn.heavy.squares import NormalizerMethod, of_squares
 from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
-from levattn.sets.result import UniversalSet, require_set_of
+from levattn.sets.result import UniversalSet, item_of, require_set_of
 from levattn.sets.universal import set_of
-from levattn.sets.views import item_of
-from levattn.states.block_buffer import matrices_in_memory
+from levattn.states.blocks import matrices_in_memory
 
 
 @where_arrays_are

@@ -17,13 +17,13 @@ from levattn.heavy.normalizers import (
     LEAST,
     PRODUCT_ERROR,
     SUM_ERROR,
-    Exponents,
     PreciseSums,
     even_rows,
     flushed,
     require_finite_queries,
 )
-from levattn.linalg.factor import UNIT, float64_rows
+from levattn.linalg.accumulator import UNIT, Exponents
+from levattn.linalg.factor import float64_rows
 from levattn.linalg.routes import factor_moments
 
 CHUNK = 256  # rows

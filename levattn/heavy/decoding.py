@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_float64
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
-from levattn._core.state import SharedState, lock_of, locked, twin
+from levattn._core.serialize import SharedState, lock_of, locked, twin
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.heavy.entries import heavy_places
@@ -29,15 +29,14 @@ from levattn.heavy.normalizers import (
     precise_error,
     require_finite_queries,
 )
-from levattn.linalg.accumulator import GramAccumulator
-from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.accumulator import UNIT, GramAccumulator
+from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.candidate_store import ChunkForm
-from levattn.sets.held_candidates import Candidates
+from levattn.sets.candidates import Candidates, ChunkForm
 from levattn.sets.result import rescored
 from levattn.states import factor_of_sum
-from levattn.states.block_buffer import in_main_memory, payload_of
+from levattn.states.blocks import in_main_memory, payload_of
 
 _RECENT = 64  # recent keys, at least, before they are factored with the others
 

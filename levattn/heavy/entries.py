@@ -15,8 +15,8 @@ from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.heavy.normalizers import LEAST, LOWEST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
-from levattn.sensitivity.lift import lifted_sums
-from levattn.sensitivity.sums import (
+from levattn.sensitivity.certificates import lifted_sums
+from levattn.sensitivity.shares import (
     LEAST_POSITIVE,
     certain_products,
     entry_change,

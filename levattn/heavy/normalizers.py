@@ -12,26 +12,9 @@ from levattn._core.checks import TIE
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
-from levattn.linalg.factor import UNIT, Factor, even_basis, normalizer_rounding
-from levattn.linalg.gram import Exponents
+from levattn.linalg.accumulator import UNIT, Exponents
+from levattn.linalg.factor import Factor, even_basis, normalizer_rounding
 from levattn.linalg.span import zero_products
-
-__all__ = [
-    "LEAST",
-    "LOWEST",
-    "PRODUCT_ERROR",
-    "SUM_ERROR",
-    "EvenRows",
-    "Exponents",
-    "PreciseSums",
-    "even_queries",
-    "even_rows",
-    "flushed",
-    "normalizers_by",
-    "precise_error",
-    "relative",
-    "require_finite_queries",
-]
 
 EvenRows = tuple[Float64, Exponents, npt.NDArray[np.bool_]]  # as returned by `even_rows`
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.checks import check_type, needing
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
-from levattn.states.block_buffer import in_main_memory
+from levattn.states.blocks import in_main_memory
 
 with needing("LeverageScorer needs scikit-learn", "sklearn"):
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin

@@ -13,22 +13,10 @@ from levattn._core.arrays import array_namespace, take_entries, to_device, to_nu
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
-from levattn.linalg.gram import UNIT
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
-
-__all__ = [
-    "UNIT",
-    "Factor",
-    "blockwise_product",
-    "column_norms",
-    "even_basis",
-    "even_whitening",
-    "float64_rows",
-    "normalizer_rounding",
-    "upper_form",
-]
 
 _LIFT = 2.0**500  # multiplies rows whose squares may underflow: rows with a squared norm below _TINY
 _TINY = 2.0**-960

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
 from levattn._kernels.factor.norms import multiply, spectral_norm
+from levattn.linalg.accumulator import PLAIN_NOISE, UNIT
 from levattn.linalg.factor import column_norms, upper_form
-from levattn.linalg.gram import PLAIN_NOISE, UNIT
 from levattn.linalg.span import Span
 
 ROUNDING = 2 * UNIT  # of moments summed in float64

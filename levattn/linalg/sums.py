@@ -12,8 +12,8 @@ from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
-from levattn._kernels.factor.contract import Inverses
-from levattn.linalg.gram import second_moments
+from levattn._kernels.factor import Inverses
+from levattn.linalg.accumulator import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
 

@@ -21,7 +21,7 @@ from levattn._core.arrays import array_namespace, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows
-from levattn.linalg.gram import UNIT
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 

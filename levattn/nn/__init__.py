@@ -7,10 +7,9 @@ from levattn._core.checks import needing
 with needing("levattn.nn needs torch", "torch"):
     import torch  # noqa: F401 (so that it is missed here, with what to install)
 
-from levattn.nn.latte import Latte, LatteCache
+from levattn.nn.base import RGLRU, CausalConv
+from levattn.nn.latents import Latte, LatteCache, Macchiato, MacchiatoCache
 from levattn.nn.levattention import LevAttention, LevAttentionCache, set_dense
-from levattn.nn.macchiato import Macchiato, MacchiatoCache
-from levattn.nn.memory import RGLRU, CausalConv
 from levattn.nn.tokens import TokenStatistics, TokenStatisticsCache
 
 __all__ = [

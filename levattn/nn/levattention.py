@@ -12,8 +12,7 @@ from levattn._core.checks import check_type
 from levattn._kernels.tensors import has_tangent
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
-from levattn.nn.base import Layer
-from levattn.nn.checks import projection, split_in_heads
+from levattn.nn.base import Layer, projection, split_in_heads
 
 
 class Prunable:

@@ -14,7 +14,8 @@ from levattn._core.checks import whole_number
 from levattn._core.random import normals
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
+from levattn.linalg.accumulator import UNIT
+from levattn.linalg.factor import Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch

@@ -14,11 +14,16 @@ from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.block import BLOCK_BOUND
-from levattn.sensitivity.contract import Problem, raised_scores
+from levattn.sensitivity.certificates import (
+    BLOCK_BOUND,
+    DIRECT_BOUND,
+    LEWIS_BOUND,
+    LIFT_BOUND,
+    Problem,
+    iterated,
+    raised_scores,
+)
 from levattn.sensitivity.leverage import check_epsilon, factorize
-from levattn.sensitivity.lewis import DIRECT_BOUND, LEWIS_BOUND, iterated
-from levattn.sensitivity.lift import LIFT_BOUND
 from levattn.sensitivity.softmax import BALL_BOUND, JENSEN_BOUND
 
 CertificateMethod = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]

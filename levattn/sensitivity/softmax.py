@@ -11,10 +11,10 @@ from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn.functions import INSIDE, AttentionFunction, Softmax
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.centered import means
-from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
-from levattn.sensitivity.contract import Certificate, Problem
+from levattn.sensitivity.certificates import Certificate, Problem
 
 _NUMBERS = 1 << 18  # logits in a block
 _UNGROUPED = 4096  # most keys for which no groups are made

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, as_numbers, to_device, to_numpy
-from levattn._core.checks import TIE, fraction, whole_number
+from levattn._core.arrays import Matrices, as_mask, as_matrices, as_numbers, to_device, to_float64, to_numpy
+from levattn._core.checks import TIE, check_type, fraction, real_number, whole_number
+from levattn._core.device import where_arrays_are
+from levattn._core.serialize import SharedState, lock_of, locked, twin
 from levattn._core.types import Flags, Float64, Int64
-from levattn.functions import AttentionFunction, Power, Softmax
-from levattn.sensitivity.expected import mean_shares
-from levattn.sensitivity.leverage import factorize
-from levattn.sensitivity.queries import as_queries, of_sample
+from levattn.exceptions import NonFiniteError
+from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.io import KeySource
+from levattn.io.source import whole_keys
+from levattn.sensitivity.expected import as_queries, mean_shares, of_sample
+from levattn.sensitivity.leverage import check_epsilon, factorize
 from levattn.sensitivity.shares import share_blocks
-from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of
+from levattn.sets.result import UniversalSet, keys_at, known_by, require_set_of, rescored, result_of
+from levattn.sets.two_pass import as_source
 
 _DRAWS = 1024  # normal queries beside the given ones
 _SMALL = 2.0**-16  # the scores left out of a set of a given size are as certain as one of this
@@ -106,7 +112,121 @@ def conformal_place(m: int, coverage: float) -> int:
     return math.ceil((m + 1) * coverage * (1 - TIE))
 
 
+@where_arrays_are
 def covering_set(
+    K: Any,
+    queries: Any,
+    /,
+    epsilon: float | None = None,
+    *,
+    coverage: float,
+    size: int | None = None,
+    mass: float | None = None,
+    f: Any = 2,
+    scores: Any = None,
+    elsewhere: Any = None,
+    mask: Any = None,
+) -> UniversalSet:
+    r"""Find the keys that hold the large attention scores of queries like the given ones.
+
+    Such a set is often far smaller than the universal set, which serves every query. Half of the queries order the
+    keys; the others set the threshold by conformal prediction. For a new query that is *exchangeable* with them, all
+    keys with :math:`A_j = f(\langle q, k_j\rangle) / \sum_l f(\langle q, k_l\rangle) \ge \varepsilon` lie in
+    the set with probability at least `coverage`, whatever f, n and distribution. The probability is over the draw of
+    all these queries, the given ones included.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys as in `leverage_scores`, dense, or files opened with `open_keys`, which are loaded.
+    queries : array of shape (..., m, d)
+        A sample of the queries that enter the attention: after rotary embedding, for softmax times the scale of the
+        logits (q/√d in most models). Leave out padding. Leading axes are the axes of K, none, or a multiple of
+        the last: heads that share keys. A query is then a position, and all its heads find all their keys. m is at
+        least about twice coverage/(1 − coverage).
+    epsilon : float in (0, 1], optional
+        Smallest attention score that counts as large. Give one of `epsilon`, `size` and `mass`.
+    coverage : float in (0, 1)
+        The probability with which a new query finds all its keys in the set.
+    size : int in [0, n], optional
+        The number of keys to take. A new query then gives each key outside at most the set's `epsilon`, with
+        probability at least `coverage`.
+    mass : float in (0, 1), optional
+        The guarantee is then that the keys of the set get at least this share of the new query's attention.
+    f : float, str, AttentionFunction or Softmax, default 2
+        Attention function; a number p is abs(x)^p. `Softmax` needs no radius here.
+    scores : array of shape (..., n), optional
+        Your own scores for the order of the keys, made without these queries; all queries then set the threshold. If
+        left out, scores measure how often and how nearly a key gets ε; for `mass` and `size` they are the mean
+        attention.
+    elsewhere : array of shape (..., m), optional
+        With `Softmax`: for each query the logarithm of Σ exp⟨q, k⟩ over keys outside K, such as later keys of a
+        decoder. No set is made for these keys. Scores are then shares of all attention; `mass` is a share of the
+        attention to K.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part; the others are removed and never in the set.
+
+    Returns
+    -------
+    UniversalSet
+        The keys of the set, the scores of all keys that order them, and the guarantee "coverage".
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or not exactly one of `epsilon`, `size` and `mass` is given. Also if there are too few
+        queries for the coverage; the message names the least number.
+    NonFiniteError
+        If keys or queries hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    universal_set : The keys for every query.
+    AdaptiveCoverage : For queries that are not exchangeable, such as successive ones.
+    levattn.definitions.covering_set : The definition, in NumPy.
+
+    Notes
+    -----
+    Time O(n d² + m n d), memory O(n + m d) and 32 MiB. The queries are split at random, always in the same way.
+
+    The guarantee holds in the mean over the draw of the queries and of the new one. The share that a single set
+    reaches scatters about it by √(c(1 − c)/m') for m' queries that set the threshold. The mean would be at most
+    c + 1/(m' + 1) if no two queries needed equally many keys. Equal needs, as of queries that need none, raise it.
+    Queries are exchangeable if no order of them and the new one is likelier than another. This holds for queries at
+    random places of one text, or for texts drawn alike. Successive queries of a text need not be exchangeable.
+
+    References
+    ----------
+    Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005, and Lei, G'Sell, Rinaldo, Tibshirani,
+    Wasserman, "Distribution-free predictive inference for regression", JASA 113, 2018, Theorem 2 (split conformal
+    prediction, both bounds of the coverage).
+
+    Examples
+    --------
+    Softmax, for queries like 200 given ones: at least 19 in 20 find in the set every key that they give a tenth:
+
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((1000, 8))
+    >>> K[:, 5:] = 0
+    >>> K[[10, 20, 30]] = 3 * np.eye(8)[5:]
+    >>> Q = 0.3 * np.random.default_rng(1).standard_normal((200, 8)) + 2 * np.eye(8)[5]
+    >>> levattn.covering_set(K, Q, 0.1, f=levattn.Softmax(), coverage=0.95).indices
+    array([10])
+    """
+    function = as_function(f)
+    asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
+    if len(asked) != 1:
+        given = " and ".join(asked) + " are given" if asked else "epsilon, size and mass are None"
+        raise ValueError(f"{given}; expected exactly one of epsilon, size and mass")
+    wish = Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
+    if not isinstance(K, KeySource) and as_source(K) is not None:
+        raise ValueError("K gives chunks; expected keys in one dense array or in files")
+    with whole_keys(K) as keys:
+        matrices = as_matrices(keys, "K")
+        return _covering_set(matrices, function, wish, queries, elsewhere=elsewhere, scores=scores, mask=mask)
+
+
+def _covering_set(
     matrices: Matrices,
     f: AttentionFunction | Softmax,
     wish: Covered,
@@ -115,9 +235,9 @@ def covering_set(
     elsewhere: Any,
     scores: Any,
     mask: Any,
-    seed: int,
+    seed: int = 0,
 ) -> UniversalSet:
-    """Return the set of keys for queries like the given ones; see `universal_set`."""
+    """Return the set of keys for queries like the given ones; see `covering_set`."""
     if wish.size is not None:
         whole_number("size", wish.size, 0, matrices.n, what="a whole number of keys")
     known = as_queries(queries, matrices)
@@ -212,3 +332,156 @@ def _scores(scores: Any, matrices: Matrices) -> Float64:
             f"scores have shape {array.shape}; expected finite numbers {shape}, one a key, of at most {limit:.2g}"
         )
     return array.reshape(-1, matrices.n)
+
+
+class AdaptiveCoverage(SharedState):
+    r"""The keys that the next query needs, adjusted after each query to reach the coverage in the long run.
+
+    A set with coverage promises nothing for queries that are not exchangeable with the given ones, such as the later
+    queries of a text. This class looks at every query after it has been served: if it missed a key, the set grows,
+    else it shrinks a little.
+
+    **Guarantee.** Let T queries come, whatever they are, and let γ be the rate. The share of queries that found all
+    their keys is less than the coverage c by at most :math:`(1 - c + \gamma) / (\gamma T)`. It is more than c by at
+    most :math:`(c + \gamma) / (\gamma T)`, plus the contribution of queries that need no key, which any set covers.
+    It is a statement about the mean over queries, not about any single one.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Keys, one matrix.
+    universal : UniversalSet
+        Their set with coverage, by `epsilon` or by `mass`, from `covering_set`. Its scores order
+        the keys.
+    rate : float in (0, 1), default 0.02
+        The γ above: with a larger γ sets follow changes faster, and vary more.
+
+    Attributes
+    ----------
+    seen, missed : int
+        Number of queries so far, and number of queries that lacked a key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the set has no coverage, was made for a size, or belongs to other keys.
+
+    Notes
+    -----
+    A query costs time O(n d + n), and the memory of its need. The object holds the keys.
+
+    References
+    ----------
+    Gibbs and Candès, "Adaptive conformal inference under distribution shift", NeurIPS 2021 (arXiv:2106.00170),
+    Proposition 4.1.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> rng = np.random.default_rng(0)
+    >>> K, Q = rng.standard_normal((200, 8)), rng.standard_normal((100, 8))
+    >>> found = levattn.covering_set(K, Q, 0.05, f=levattn.Softmax(), coverage=0.9)
+    >>> following = levattn.AdaptiveCoverage(K, found)
+    >>> covered = following.update(rng.standard_normal((2000, 8)) + 1)  # other queries than those given
+    >>> following.seen, bool(abs(covered.mean() - 0.9) < 0.03)
+    (2000, True)
+    """
+
+    @where_arrays_are
+    def __init__(self, K: Any, universal: UniversalSet, /, *, rate: float = 0.02) -> None:
+        check_type("universal", universal, UniversalSet, "the result of covering_set")
+        if universal.coverage is None or universal.needs is None or universal.by_size or universal.batch:
+            raise ValueError(
+                f"universal is {universal!r}; expected the set with coverage of one matrix, by epsilon or by mass"
+            )
+        if not 0 < real_number("rate", rate) < 1:
+            raise ValueError(f"rate is {rate!r}; expected a number above 0 and below 1, e.g. 0.02")
+        self._keys = as_matrices(K, "K")
+        if self._keys.batch:
+            raise ValueError(f"K has leading axes {self._keys.batch}; expected one matrix, the keys of universal")
+        require_set_of(self._keys, universal)
+        self._present, self._f, self._rate = universal.present, as_function(universal.f), float(rate)
+        self._wish = Covered(universal.coverage, universal.epsilon if universal.mass is None else None, universal.mass)
+        scores = np.where(self._present, to_numpy(universal.scores).astype(np.float64), -np.inf)
+        self._order: Int64 = np.argsort(-scores, kind="stable")[: np.count_nonzero(self._present)]
+        self._needs = universal.needs.tolist()
+        self._level = universal.coverage
+        self.seen = self.missed = 0
+
+    @property
+    def _held_array(self) -> Any:
+        return self._keys.data
+
+    def _snapshot(self) -> AdaptiveCoverage:
+        """Return a branch of its own, which shares the keys."""
+        with lock_of(self):
+            other = twin(self)
+            other._needs = self._needs.copy()  # `update` inserts into the list
+        return other
+
+    __copy__ = _snapshot
+
+    @property
+    @locked
+    def size(self) -> int:
+        """The number of keys that the next query gets."""
+        if self._level >= 1:
+            return len(self._order)
+        place = conformal_place(len(self._needs), self._level) - 1
+        return 0 if place < 0 else len(self._order) if place >= len(self._needs) else int(self._needs[place])
+
+    @property
+    @locked
+    def indices(self) -> Int64:
+        """Ascending indices of these keys, int64 (size,)."""
+        return np.sort(self._order[: self.size])
+
+    @locked
+    @where_arrays_are
+    def update(self, Q: Any, elsewhere: Any = None) -> Flags:
+        """Adjust the set after queries that have been served, one after the other.
+
+        Parameters
+        ----------
+        Q : array of shape (m, d), or (H, m, d)
+            Queries in their order, as for `universal_set`. If H heads share the keys, all must find their keys.
+        elsewhere : array of shape (m,), or (H, m), optional
+            The logarithms for keys outside K, as in `universal_set`.
+
+        Returns
+        -------
+        array of bool, shape (m,)
+            Whether each query found all its keys in its set.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `Q` does not fit the keys.
+        NonFiniteError
+            If `Q` holds NaN or infinity.
+        """
+        given = as_matrices(Q, "Q")
+        if len(given.batch) > 1 or given.d != self._keys.d:
+            raise ValueError(
+                f"Q has shape {(*given.batch, given.n, given.d)}; expected (m, {self._keys.d}), or (H, m, "
+                f"{self._keys.d}) of H heads"
+            )
+        heads = to_float64(given.data, given.format)
+        rows = heads.reshape(-1, given.d)
+        if not np.isfinite(rows).all():
+            bad = np.flatnonzero(~np.isfinite(heads).all(axis=(0, 2)))[:5]
+            raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
+        covered = np.zeros(given.n, np.bool_)
+        own = (*given.batch, given.n)
+        rest = None if elsewhere is None else logarithms(elsewhere, self._f, (len(rows),), own)
+        needs = self._wish.needs(rows, self._keys, self._present, self._f, self._order, rest)
+        for i, need in enumerate(needs.reshape(len(heads), given.n).max(axis=0, initial=0).tolist()):
+            covered[i] = need <= self.size
+            level = self._level + self._rate * (self._wish.coverage - covered[i])
+            seen, missed = self.seen + 1, self.missed + (not covered[i])
+            # the least value, because queries that need no key would lower the level without end
+            level = max(level, -self._rate)
+            # no interrupt and no fork comes between these lines, which run no code of Python's
+            self._level, self.seen, self.missed = level, seen, missed
+            insort(self._needs, need)
+        return covered

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,15 +19,60 @@ from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64
 from levattn._core.checks import TIE
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, Rows, kernels_for
-from levattn.linalg.accumulator import GramAccumulator, Terms
+from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.linalg.accumulator import (
+    LARGEST_EXPONENT,
+    PLAIN_ERROR,
+    PLAIN_NOISE,
+    UNIT,
+    DoubleDouble,
+    GramAccumulator,
+    Terms,
+)
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble
 from levattn.linalg.reading import as_read
-from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
-from levattn.sets.screen import Screen
+from levattn.sensitivity.certificates import lift_columns, lifted_rows, root_error
 from levattn.states import factor_of, factor_of_sum
-from levattn.states.block_buffer import rows_in_memory
+from levattn.states.blocks import rows_in_memory
+
+_NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
+_SINGLE_ERROR = 2.0**-8  # largest error of a score of such a screen
+
+
+class Screen:
+    """The factor that screens blocks as they come, in float32 where its precision suffices.
+
+    plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
+    """
+
+    def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
+        error, (b, d) = factor.score_error, moments.high.shape[:2]
+        simple = np.ones(b, np.bool_)
+        for found in (factor.null_directions, factor.spans, factor.hidden):
+            simple[list(found)] = False
+        if factor.rows.scale is not None:
+            simple &= (factor.rows.scale == 1).all(axis=1)
+        # ‖|W|ᵀ|k|‖ is at most √(d B) ‖Wᵀk‖, where B bounds the squared inverse, so that four times this is proven;
+        # an error below PLAIN_ERROR tells B
+        unit = kernels_for("gram", factor.rows.keys).SINGLE_UNIT
+        single = error + unit / 2 * (d + 4) * np.sqrt(d * factor.error / PLAIN_NOISE)
+        diagonal = moments.diagonal
+        near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all(axis=1) & (epsilon > _NARROW)
+        quick = simple & near & (single <= _SINGLE_ERROR) & (factor.error < PLAIN_ERROR)
+        arithmetic: list[Arithmetic] = ["single" if q else a for q, a in zip(quick, factor.arithmetic, strict=True)]
+        error, factor = np.where(quick, single, error), replace(factor, arithmetic=tuple(arithmetic))
+        reached = bool((factor.rank == d).all())
+        self.plain = bool(simple.all()) and reached and set(arithmetic) in ({"single"}, {"double"})
+        self.factor = factor
+        least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
+        both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
+        self._least = both if raised is None else both / raised
+
+    def reached(self, scores: Any, present: Any, member: bool) -> tuple[Int64, Any]:
+        """List the scores (b, m) that are not surely too small; `member` if the keys are among the screen's."""
+        return kernels_for("select", scores).reaching(scores, present, self._least[int(member)])
+
 
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
@@ -424,3 +469,55 @@ def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> F
     if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
         raise ValueError("the exponents of the screen are out of range")
     return DoubleDouble.from_arrays(arrays, name, b, d), exponents
+
+
+_MOST_GROUPS = 100_000
+_LARGEST_POWER = 64
+
+
+def _half_power(f: AttentionFunction | Softmax) -> int:
+    """Return m of an even power 2m, and 0 for other functions."""
+    return int(f.p) // 2 if isinstance(f, Power) and f.p % 2 == 0 else 0
+
+
+def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
+    """Raise for functions without a bound that never rises, or with one that takes too much memory for ε."""
+    if m := _half_power(f):
+        if 2 * m > _LARGEST_POWER:
+            raise ValueError(
+                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, as its lift has too many columns"
+            )
+        return
+    if isinstance(f, Softmax) or f.growth > 2:
+        raise ValueError(
+            f"f is {f!r}; expected an even power, or a function of at most quadratic growth. For others, no bound is "
+            "known that never rises as keys are added. Use universal_set on all keys"
+        )
+    if float(f(np.zeros(1))[0]) > 0:
+        raise ValueError(
+            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that keys of zeros have no "
+            "score. Use universal_set on all keys"
+        )
+    if 2 / epsilon > _MOST_GROUPS:
+        raise ValueError(
+            f"epsilon is {epsilon} for f = {f!r}, whose bound takes 2/epsilon second moments; expected at least "
+            f"{2 / _MOST_GROUPS}"
+        )
+
+
+def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
+    """Return the bounds for f, which `require_bounds` accepts, of b matrices with d columns."""
+    m = _half_power(f)
+    return RunningSquares(b, d, m) if m else RunningBlocks(b, d, epsilon)
+
+
+def require_backed(
+    f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
+) -> None:
+    """Raise ValueError or LookupError unless the arrays of a saved state have the sizes of its bounds."""
+    if m := _half_power(f):
+        names, columns = ["exponents"], lift_columns(d, m)
+    else:
+        names, columns = [f"group{g}.exponents" for g in range(group_count(epsilon))], d
+    for name in names:
+        shaped(arrays[name], np.int32, (b, columns))

@@ -12,22 +12,18 @@ import numpy.typing as npt
 
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
-from levattn._core.serialize import StoredState, whole
-from levattn._core.state import lock_of, locked, locked_with
+from levattn._core.serialize import StoredState, lock_of, locked, locked_with, whole
 from levattn._core.types import Float64, Int64
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.candidate_store import CandidateStore, ChunkForm
-from levattn.sets.candidates import SelectedKeys
-from levattn.sets.prefix_functions import require_bounds
-from levattn.sets.views import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
-from levattn.sets.warned import warn_of_axes, warn_of_rank
-from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
-
-__all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
+from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
+from levattn.sets.prefix_bounds import require_bounds
+from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
+from levattn.sets.universal import warn_of_axes, warn_of_rank
+from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
 
 _MOST_ROWS = 2**62
 

@@ -5,9 +5,21 @@ sample is the matrix S: it can return any part of itself, and applies to rows wh
 K is the sum of the sketches of its parts, for any chunks and any order. `SketchedRows` is that sum as a state.
 """
 
-from levattn.sketch.families import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL
+from levattn.sketch.families import (
+    OSNAP,
+    SRHT,
+    CountSketch,
+    Distribution,
+    GaussianJL,
+    SignJL,
+    countsketch_size,
+    gaussian_size,
+    jl_size,
+    osnap_size,
+    sign_size,
+    srht_size,
+)
 from levattn.sketch.operator import Sketch, SketchedRows
-from levattn.sketch.sizes import countsketch_size, gaussian_size, jl_size, osnap_size, sign_size, srht_size
 
 __all__ = [
     "OSNAP",

@@ -13,8 +13,7 @@ from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
-from levattn._core.serialize import StoredState, shaped, whole
-from levattn._core.state import lock_of, locked, locked_with
+from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError

@@ -5,9 +5,8 @@ An algorithm on a state runs on all data at once, in chunks and across machines 
 
 from __future__ import annotations
 
-from levattn.states.factors import factor_of, factor_of_sum
+from levattn.states.blocks import factor_of, factor_of_sum
 from levattn.states.moments import Moments
-from levattn.states.softmax import SoftmaxState
-from levattn.states.tokens import TokenState
+from levattn.states.softmax import SoftmaxState, TokenState
 
 __all__ = ["Moments", "SoftmaxState", "TokenState", "factor_of", "factor_of_sum"]

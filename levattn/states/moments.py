@@ -12,14 +12,11 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, to_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
-from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
-from levattn._core.state import lock_of, locked, locked_with, twin
+from levattn._core.serialize import MOST_ROWS, StoredState, counts, lock_of, locked, locked_with, shaped, twin, whole
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
-from levattn.states.block_buffer import present_rows, readable
-from levattn.states.blocks import BlockSums, RunningSums
-from levattn.states.common import held_as, same_decay
+from levattn.states.blocks import BlockSums, RunningSums, held_as, present_rows, readable, same_decay
 
 
 class Moments(StoredState, name="Moments", version=2):

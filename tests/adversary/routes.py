@@ -675,8 +675,8 @@ _WISHES = ("epsilon", "mass", "size")
 def covering(Q, K, epsilon, mask, seed, wish, f=2):
     wishes = {"epsilon": epsilon, "size": seed % (len(K) + 1), "mass": (0.5, 0.9, 0.99)[seed % 3]}
     order = np.random.default_rng(seed).random(len(K)).astype("float32")
-    options = {"queries": Q, "coverage": 0.8, "scores": order, "mask": mask, wish: wishes[wish]}
-    return levattn.universal_set(K, f=function(f), **options)
+    options = {"coverage": 0.8, "scores": order, "mask": mask, wish: wishes[wish]}
+    return levattn.covering_set(K, Q, f=function(f), **options)
 
 
 def judge_covered(case: Case, truth: Truth, result: Any, *, f: str | None = None) -> Iterator[Breach]:

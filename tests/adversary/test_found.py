@@ -317,10 +317,10 @@ def test_what_a_set_leaves_out_counts_although_its_products_vanish(p: float, f: 
     """The second key has (1.5e-458)^p of the attention of the first, which no product in float64 tells from 0."""
     K, Q = np.array([[-2e307, 0.0], [3e-151, 0.0], [0.0, 1.0]]), np.array([[f, 0.0]] * 4)
     order = np.array([3.0, 1, 2], np.float32)
-    found = levattn.universal_set(K, f=levattn.Power(p), queries=Q, coverage=0.8, scores=order, size=2)
+    found = levattn.covering_set(K, Q, f=levattn.Power(p), coverage=0.8, scores=order, size=2)
     share = 10 ** (p * (math.log10(1.5) - 458))
     assert share <= found.epsilon <= 1e-70
-    whole = levattn.universal_set(K[[0, 2]], f=levattn.Power(p), queries=Q, coverage=0.8, scores=order[[0, 2]], size=1)
+    whole = levattn.covering_set(K[[0, 2]], Q, f=levattn.Power(p), coverage=0.8, scores=order[[0, 2]], size=1)
     assert whole.epsilon == 0  # no query meets the third key
 
 
@@ -329,7 +329,7 @@ def test_a_product_that_vanishes_beside_others_that_cancel_may_be_all(wish: Any)
     """The last query is orthogonal to the first key, so the second has all of its attention."""
     K, Q = np.array([[-(2.0**501), 2.0**501], [0.0, -4e-308]]), np.array([[0.0, 0.0]] * 3 + [[-1.0, -1.0]])
     order = np.array([2.0, 1.0], np.float32)
-    found = levattn.universal_set(K, f=levattn.Power(3), queries=Q, coverage=0.8, scores=order, **wish)
+    found = levattn.covering_set(K, Q, f=levattn.Power(3), coverage=0.8, scores=order, **wish)
     assert found.mask[1] or found.epsilon == 1
 
 

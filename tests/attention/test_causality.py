@@ -15,7 +15,7 @@ from operator_table import LATTE, MEMORIES, MIXTURES, WINDOWS, Operator, T, of_f
 from emulator import device
 from levattn import CausalUniversalSet, HeavyKeys, heavy_attention, online_leverage_scores
 from levattn._core import arrays
-from levattn._kernels.latent import cuda_runs
+from levattn._kernels.latent import cuda
 from levattn.attention import memberships
 from libraries import needs_torch, stored
 
@@ -118,7 +118,7 @@ def runs_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.getfixturevalue("storage") == "device":
         device.library_on_device(monkeypatch)
         for name, length in (("_SHORTEST", 16), ("_LONGEST", 32), ("_STRETCH", 32)):
-            monkeypatch.setattr(cuda_runs, name, length)
+            monkeypatch.setattr(cuda, name, length)
 
 
 def results(name: str, arrays: Any, storage: str) -> Any:

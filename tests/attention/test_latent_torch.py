@@ -13,7 +13,7 @@ from operator_table import MEMORIES, MIXTURES, WINDOWS, Operator
 import naive_attention as naive
 from differences import assert_gradients
 from levattn.attention import latte, repeated_mass, rg_lru, rotate_values, window_attention
-from levattn.attention.common.arguments import latent_attention
+from levattn.attention.arguments import latent_attention
 from levattn.attention.latent import window as latent_window
 
 torch = pytest.importorskip("torch")

@@ -19,8 +19,8 @@ import strategies
 from differences import assert_gradients
 from levattn._kernels import kernels_for
 from levattn.attention import PrunedCertificate, Slots, pruned_attention
-from levattn.attention.pruned.checks import Checks
 from levattn.attention.pruned.choice import chosen
+from levattn.attention.pruned.slots import Checks
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
 from strategies import Float, as_float64

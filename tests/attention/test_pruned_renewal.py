@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import naive_attention
-from levattn._kernels.pruned.contract import Summaries
+from levattn._kernels.pruned import Summaries
 from levattn.attention import PrunedState, pruned_attention
 
 T = 240

@@ -30,9 +30,9 @@ import levattn  # noqa: E402
 from levattn import cli, plots  # noqa: E402
 from levattn._core.serialize import pack  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
-from levattn.cli.function import ALLOWED  # noqa: E402
 from levattn.cli.output import of_system  # noqa: E402
 from levattn.cli.program import _errors_in_one_line  # noqa: E402
+from levattn.cli.sets import ALLOWED  # noqa: E402
 
 Array = npt.NDArray[Any]
 
@@ -317,7 +317,7 @@ def test_a_set_with_coverage_is_that_of_the_library(
     option, value = selection.split()
     epsilon, wish = (float(value), {}) if option == "--epsilon" else (None, {option[2:]: json.loads(value)})
     f = levattn.Softmax() if text == "softmax" else FUNCTIONS.get(text, levattn.Softmax(4))
-    expected = levattn.universal_set(keys, epsilon, f=f, queries=queries, coverage=0.8, **wish)
+    expected = levattn.covering_set(keys, queries, epsilon, f=f, coverage=0.8, **wish)
     (found,) = document["sets"]
     assert found["indices"] == expected.indices.tolist()
     assert (found["size_bound"], found["is_vacuous"], found["guarantee"]) == (None, False, "coverage")
@@ -361,7 +361,7 @@ def test_queries_of_several_heads_from_the_file_of_the_keys(tmp_path: Path, keys
     document = json.loads(result.stdout)
     assert_types(document)
     assert document["queries_tensor"] == "q"
-    expected = levattn.universal_set(heads, queries=sample, coverage=0.9, mass=0.5)
+    expected = levattn.covering_set(heads, sample, coverage=0.9, mass=0.5)
     assert [found["size"] for found in document["sets"]] == expected.sizes.tolist()
     assert {found["threshold_queries"] for found in document["sets"]} == {60}
     assert picture.read_bytes().startswith(b"<?xml")
@@ -581,7 +581,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, file: Path, keys: Arr
 
     state.unlink()
     with pytest.raises(KeyboardInterrupt):
-        levattn.universal_set(
+        levattn.scan_set(
             levattn.open_keys(file, chunk_rows=50), 0.1, progress=stop, checkpoint=state, checkpoint_rows=50
         )
     assert state.exists()

@@ -19,7 +19,7 @@ from test_cli import assert_as_documented, assert_columns_explained, refused, ru
 from test_cli_models import SIZES, WORDS, saved  # noqa: E402
 from test_streams import check_once  # noqa: E402
 
-from levattn.cli import contexts, page  # noqa: E402
+from levattn.cli import contexts, output  # noqa: E402
 from levattn.integrations import transformers as ours  # noqa: E402
 
 CHAT = "{% for m in messages %}head {{ m['role'] }} of {{ m['content'] }} keys{% endfor %} are"
@@ -254,9 +254,9 @@ def test_the_page_of_prune_report(decoder, text, tmp_path):
 def test_a_page_escapes_what_it_shows_and_marks_what_is_missing(tmp_path):
     path = tmp_path / "a.html"
     values = {(0, 0): None, (0, 1): 2.0, (3, 1): float("nan")}
-    heat = page.HeatMap("<i>", values, ".1f")
-    kept = page.KeptText(["<b>", "&", "a", "\U0001f642"], [0, 0, 0, 2], 2)
-    page.write_page(path, "</title>", {"<dt>": "&"}, [heat], [{"x": None}], {"<td>": "x:.1f"}, kept)
+    heat = output.HeatMap("<i>", values, ".1f")
+    kept = output.KeptText(["<b>", "&", "a", "\U0001f642"], [0, 0, 0, 2], 2)
+    output.write_page(path, "</title>", {"<dt>": "&"}, [heat], [{"x": None}], {"<td>": "x:.1f"}, kept)
     shown = Tags(path)
     assert "".join(shown.words) == "<b>&a\U0001f642"
     assert shown.titles == [

@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import levattn
-from levattn.cli.streams import IN_LETTERS, encodable
+from levattn.cli.output import IN_LETTERS, encodable
 
 HOME = Path(__file__).parents[2]
 DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

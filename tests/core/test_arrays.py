@@ -13,7 +13,7 @@ import levattn
 import naive
 import strategies
 from levattn._core import arrays
-from levattn._core.memory import memory_of_tensor
+from levattn._core.arrays import memory_of_tensor
 from strategies import STORAGE, as_bool, as_float64, stores
 
 RESULT_DTYPE = {

@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         [K],
     ),
     "universal_set, coverage": (
-        lambda K, Q: levattn.universal_set(K, 0.2, queries=Q, coverage=0.8).mask,
+        lambda K, Q: levattn.covering_set(K, Q, 0.2, coverage=0.8).mask,
         [K, K[::-1].copy()],
     ),
     "universal_set, chunks": (

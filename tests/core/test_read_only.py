@@ -22,7 +22,7 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "universal_set, f": (((N, D),), lambda K: levattn.universal_set(K, 0.1, f=levattn.Huber()).scores),
     "universal_set, coverage": (
         ((N, D), (40, D)),
-        lambda K, Q: levattn.universal_set(K, 0.1, queries=Q, coverage=0.8).mask,
+        lambda K, Q: levattn.covering_set(K, Q, 0.1, coverage=0.8).mask,
     ),
     "heavy_attention": (
         ((N, D), (N, D), (N, 2)),

@@ -20,8 +20,8 @@ from levattn._kernels.gram import cpu as gram_cpu
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.gram.cuda_tensor import has_tensor_products
 from levattn._kernels.rows import cuda as rows_cuda
+from levattn.linalg.accumulator import pieces_of
 from levattn.linalg.centered import centered
-from levattn.linalg.gram import pieces_of
 
 
 @pytest.fixture(params=[0, 1, 7], ids="order{}".format)

@@ -18,7 +18,7 @@ from levattn._core.device import where_arrays_are
 from levattn._kernels import BLOCK
 from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
-from levattn._kernels.rows.contract import Rows
+from levattn._kernels.rows import Rows
 from levattn._kernels.rows.cuda import key_arguments
 from levattn.attention import latte, pruned_attention, tssa
 from levattn.sketch import CountSketch, Sketch, SketchedRows

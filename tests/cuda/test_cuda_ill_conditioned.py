@@ -13,7 +13,7 @@ from emulator import device
 from levattn._kernels import Rows
 from levattn._kernels.factor import cpu as factor_cpu
 from levattn._kernels.factor import cuda as factor_cuda
-from levattn.linalg import preconditioned, routes, together
+from levattn.linalg import preconditioned, routes
 from levattn.linalg.routes import factor_moments
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
@@ -119,7 +119,7 @@ def test_rounds_end(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not good after the last round is taken as it is, with the error that it has."""
     K = np.stack([KEYS["of condition 1e5"], KEYS["sound"]])
     usual = levattn.universal_set(K, 0.1).factor.error[0]
-    for module in (preconditioned, together):
+    for module in (preconditioned, routes):
         monkeypatch.setattr(module, "MOST_ROUNDS", 1)
     expected = levattn.universal_set(K, 0.1).factor.error
     assert expected[0] > 1e3 * usual

@@ -17,9 +17,8 @@ import emulator
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
+from levattn._kernels.latent import LatentArguments, decay, definition
 from levattn._kernels.latent import cuda as latent_cuda
-from levattn._kernels.latent import cuda_runs, decay, definition
-from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.latent.cuda import backward, decayed_scan, forward, joined, summary
 
 PARTS = ("Q", "K", "V", "gate", "gate_value")
@@ -28,9 +27,9 @@ TOLERANCE = {"float64": 1e-13, "float32": 5e-6}  # sums of some dozen terms, who
 
 @pytest.fixture(autouse=True)
 def short_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runs, "_SHORTEST", 16)
-    monkeypatch.setattr(cuda_runs, "_LONGEST", 32)
-    monkeypatch.setattr(cuda_runs, "_STRETCH", 32)
+    monkeypatch.setattr(latent_cuda, "_SHORTEST", 16)
+    monkeypatch.setattr(latent_cuda, "_LONGEST", 32)
+    monkeypatch.setattr(latent_cuda, "_STRETCH", 32)
 
 
 def mixture(

@@ -10,8 +10,7 @@ import pytest
 from counting import Case, measured
 
 from emulator import device
-from levattn._kernels.latent import cuda
-from levattn._kernels.latent.contract import LatentArguments
+from levattn._kernels.latent import LatentArguments, cuda
 from levattn.attention import latte
 from levattn.states import SoftmaxState
 

@@ -10,10 +10,8 @@ from definitions import assert_same
 
 import naive
 from emulator import in_orders
-from levattn._kernels.latent import cuda_step
-from levattn._kernels.latent.contract import LatentArguments
-from levattn._kernels.latent.cuda import forward, step, summary
-from levattn._kernels.latent.cuda_step import _ROWS
+from levattn._kernels.latent import LatentArguments, cuda
+from levattn._kernels.latent.cuda import _ROWS, forward, step, summary
 
 pytestmark = pytest.mark.usefixtures("host")
 
@@ -161,7 +159,7 @@ def test_more_rows_or_latents_than_a_block_takes_go_by_runs(
 ) -> None:
     """Then the bits are those of the two calls that it stands for, and with a state before it is these two."""
     if not room:  # in shared memory
-        monkeypatch.setattr(cuda_step, "shared_limit", lambda: 16 << 10)
+        monkeypatch.setattr(cuda, "shared_limit", lambda: 16 << 10)
     Q, K, V = after(T, *positions(T, 3, 2, dtype))
     mask, bounds = np.arange(2 * T).reshape(2, T) % 3 > 0, np.array([0, T])
     Y, state = step(Q, K, V, mask, None)

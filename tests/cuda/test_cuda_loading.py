@@ -17,7 +17,7 @@ import nvrtc_library
 import pytest
 
 import levattn
-from levattn._kernels import cuda_cache, cuda_compile, cuda_source, uncached
+from levattn._kernels import cache, cuda_cache, cuda_compile, cuda_source
 from levattn._kernels.cuda_compile import OPTIONS, Kernel, architecture, compiled, loaded
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def nvrtc() -> Counted:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-    uncached.say_uncached.cache_clear()
+    cache.say_uncached.cache_clear()
     return tmp_path / "kernels"
 
 

@@ -16,9 +16,8 @@ import naive_attention
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
+from levattn._kernels.tokens import TokenArguments, definition
 from levattn._kernels.tokens import cuda as tokens_cuda
-from levattn._kernels.tokens import definition
-from levattn._kernels.tokens.contract import TokenArguments
 from levattn._kernels.tokens.cuda import backward, forward, memberships
 from levattn.attention import tssa
 

@@ -10,8 +10,7 @@ import pytest
 from counting import Case, measured
 
 from emulator import device
-from levattn._kernels.tokens import cuda
-from levattn._kernels.tokens.contract import TokenArguments
+from levattn._kernels.tokens import TokenArguments, cuda
 from levattn.attention import tssa
 
 pytestmark = pytest.mark.skipif(

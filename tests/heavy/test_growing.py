@@ -14,7 +14,7 @@ from levattn import CausalUniversalSet, NonFiniteError, StreamingUniversalSet
 from levattn._kernels import BLOCK
 from levattn.functions import Huber
 from levattn.sets.prefix_bounds import RunningSquares
-from levattn.states import block_buffer
+from levattn.states import blocks
 from strategies import Float
 from streams import check_error, heavy_tailed, in_chunks, named_rng
 
@@ -158,7 +158,7 @@ def test_a_chunk_that_fails_half_way_leaves_the_state_as_it_was(
     way: Growing, before: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not waits:
-        monkeypatch.setattr(block_buffer, "_TOGETHER", 1)
+        monkeypatch.setattr(blocks, "_TOGETHER", 1)
     K, calls = good(8000), 0
     state, seen = way.make(0.2).update(K[:before]), way.all_of(way.make(0.2).update(K[:before]))
     owner, name = way.step

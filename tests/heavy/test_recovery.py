@@ -9,7 +9,7 @@ import pytest
 
 import levattn
 import naive
-from levattn.heavy.recovery import recovery_size
+from levattn.heavy.squares import recovery_size
 
 
 def _keys(seed: int, n: int = 4000, d: int = 8) -> tuple[naive.Float, naive.Float]:

@@ -13,7 +13,7 @@ from adversary import routes
 from adversary.oracle import DIGITS, Function, Truth
 from adversary.routes import function
 from levattn.functions import as_function
-from levattn.sensitivity.sums import mild_changes, mild_entry_change
+from levattn.sensitivity.shares import mild_changes, mild_entry_change
 from strategies import Cauchy, Float
 
 

@@ -31,7 +31,7 @@ import pytest
 
 import levattn
 from levattn._kernels import cache as _kernels_cache
-from levattn._kernels import jit, llvm, shipped, uncached
+from levattn._kernels import jit, llvm
 
 SMALL = """
 from levattn._kernels.jit import jit
@@ -128,9 +128,9 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         spec.loader.exec_module(module)
         return jit.jit(module.twice)
 
-    uncached.say_uncached.cache_clear()
+    _kernels_cache.say_uncached.cache_clear()
     yield new
-    uncached.say_uncached.cache_clear()
+    _kernels_cache.say_uncached.cache_clear()
 
 
 def was_cached(function: Any, x: Any = 3) -> bool:
@@ -225,23 +225,27 @@ def archive(tmp_path: Path, compiled: Callable[[], Any], monkeypatch: pytest.Mon
     """Give the archive of the level of this processor, with the function's code for whole numbers."""
     folder = tmp_path / "compiled"
     folder.mkdir()
-    monkeypatch.setattr(shipped, "ARCHIVES", folder)
+    monkeypatch.setattr(_kernels_cache, "ARCHIVES", folder)
     kernel = compiled()
     kernel(3)
     has = llvmlite.binding.get_host_cpu_features()
     kinds = {"x86_64": "x86", "arm64": "aarch64"}
     kind = kinds.get(platform.machine(), platform.machine())
     level = next(
-        (name for name, all_of in shipped.CPU_FEATURES.items() if name.startswith(kind) and all(map(has.get, all_of))),
+        (
+            name
+            for name, all_of in _kernels_cache.CPU_FEATURES.items()
+            if name.startswith(kind) and all(map(has.get, all_of))
+        ),
         None,
     )
     if level is None:
         pytest.skip("no code is made for processors of this kind")
-    write(folder / f"{level}.zip", _kernels_cache.packed(kernel), shipped.versions())
+    write(folder / f"{level}.zip", _kernels_cache.packed(kernel), _kernels_cache.versions())
     shutil.rmtree(tmp_path / "cache")
-    shipped._archive.cache_clear()
+    _kernels_cache._archive.cache_clear()
     yield folder / f"{level}.zip"
-    shipped._archive.cache_clear()
+    _kernels_cache._archive.cache_clear()
 
 
 def write(path: Path, code: dict[str, bytes], versions: str) -> None:
@@ -277,7 +281,7 @@ def test_code_of_an_older_source_is_not_used(archive: Path, compiled: Callable[[
     assert not was_cached(compiled())
 
 
-@pytest.mark.parametrize("level", list(shipped.CPU_FEATURES))
+@pytest.mark.parametrize("level", list(_kernels_cache.CPU_FEATURES))
 def test_code_for_vectors_of_another_width_is_not_used(
     archive: Path, compiled: Callable[[], Any], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +292,7 @@ def test_code_for_vectors_of_another_width_is_not_used(
     else:
         features = dict(llvmlite.binding.get_host_cpu_features())
         features["avx512f"] = not features.get("avx512f", False)
-        monkeypatch.setattr(shipped.llvm, "get_host_cpu_features", lambda: features)
+        monkeypatch.setattr(_kernels_cache.llvm, "get_host_cpu_features", lambda: features)
         assert not was_cached(compiled())
 
 
@@ -305,7 +309,7 @@ def test_code_of_the_wheel_that_does_not_fit_is_compiled_anew(
     elif fault == "other code":
         with zipfile.ZipFile(archive) as sound:
             names = sound.namelist()
-        write(archive, dict.fromkeys(names, b"no code"), shipped.versions())
+        write(archive, dict.fromkeys(names, b"no code"), _kernels_cache.versions())
     elif fault == "cut short":
         archive.write_bytes(content[: len(content) // 2])
     else:

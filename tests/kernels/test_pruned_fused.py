@@ -13,8 +13,7 @@ from test_pruned_kernels import mixture
 
 import naive_attention
 from differences import assert_gradients
-from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
+from levattn._kernels.pruned import PrunedArguments, Summaries, definition, mapped
 from levattn.attention import pruned_attention
 from libraries import HAS_TORCH
 

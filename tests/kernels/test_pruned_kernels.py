@@ -11,9 +11,8 @@ import pytest
 
 from levattn import thread_limit
 from levattn._kernels import tasks
+from levattn._kernels.pruned import PrunedArguments, Summaries, definition, differentiable, mapped
 from levattn._kernels.pruned import cpu as pruned_cpu
-from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries, differentiable, mapped
 from levattn.attention import pruned_attention
 from libraries import needs_torch
 

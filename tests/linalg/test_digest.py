@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import levattn
 from levattn._core.arrays import as_matrices
 from levattn._kernels import Rows, kernels_for
-from levattn.linalg.digest import RowDigest
-from levattn.linalg.gram import second_moments
+from levattn.linalg.accumulator import second_moments
+from levattn.linalg.reading import RowDigest
 from levattn.states import Moments
 from strategies import examples
 

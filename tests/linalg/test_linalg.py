@@ -17,8 +17,8 @@ import strategies
 from levattn._kernels import Rows
 from levattn.linalg import Factor
 from levattn.linalg import sums as moment_sums
+from levattn.linalg.accumulator import PLAIN_ERROR
 from levattn.linalg.centered import centered
-from levattn.linalg.gram import PLAIN_ERROR
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 
 ROUTES = {

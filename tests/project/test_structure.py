@@ -42,11 +42,11 @@ USERS_OF_SIDE = {"plots", "cli", *SIDE, ""}
 
 ANYWHERE = {"numpy", "scipy", "array_api_compat"}
 VECTOR_CODE = (
-    *("_kernels.jit", "_kernels.shipped", "_kernels.llvm", "_kernels.scratch"),
+    *("_kernels.jit", "_kernels.cache", "_kernels.llvm", "_kernels.scratch"),
     *("_kernels.*.compiled", "_kernels.*.simd"),
 )
-TENSORS = ("_kernels.tensors", "_kernels.*.torch", "_kernels.*.torch_memory")
-COMPILERS = (*VECTOR_CODE, "_kernels.cache", "_kernels.parts")
+TENSORS = ("_kernels.tensors", "_kernels.*.torch")
+COMPILERS = (*VECTOR_CODE, "_kernels.parts")
 HOMES = {
     "accelerate": ("integrations.transformers.compression.files",),
     "numba": COMPILERS,
@@ -62,11 +62,11 @@ HOMES = {
     "safetensors": ("io.*", "integrations.transformers.compression.files"),
     "zarr": ("io.*",),
     "pyarrow": ("io.*",),
-    "matplotlib": ("plots.*",),
-    "pandas": ("sets.views",),
+    "matplotlib": ("plots",),
+    "pandas": ("sets.result",),
     "sklearn": ("integrations.sklearn",),
     "typer": ("cli", "cli.*"),
-    "rich": ("_core.progress", "cli", "cli.*"),
+    "rich": ("_core.threads", "cli", "cli.*"),
 }
 # Whoever imports these modules has asked for the package: everything else optional waits inside functions.
 EAGER = {
@@ -456,8 +456,8 @@ PLANTED = [
         "@helper(inline=True)\ndef g():\n" + "    x = 1\n" * 120,
         "g has 121 lines without docstring; at most 120",
     ),
-    (repeated_names, "io/parquet.py", "def draw(): ...", "draw is defined in io.parquet, plots.common"),
-    (repeated_names, "io/parquet.py", "draw: int = 1", "draw is defined in io.parquet, plots.common"),
+    (repeated_names, "io/parquet.py", "def draw(): ...", "draw is defined in io.parquet, plots"),
+    (repeated_names, "io/parquet.py", "draw: int = 1", "draw is defined in io.parquet, plots"),
     (repeated_names, "_kernels/online/cpu.py", "class table: ...", "table is defined in _kernels, _kernels.online"),
     (foreign_privates, "io/parquet.py", "from .safetensors import _read", "_read is private to safetensors"),
     (foreign_privates, "io/parquet.py", "from levattn.sets import _read", "_read is private to levattn.sets"),
@@ -480,8 +480,7 @@ INNOCENT = {
     "io/safetensors.py": "if TYPE_CHECKING:\n    import safetensors\nelse:\n    def f():\n        import safetensors",
     "cli/__init__.py": "",
     "cli/program.py": "import typer\nimport levattn\nfrom levattn import datasets\nprint(levattn)",
-    "plots/__init__.py": "",
-    "plots/common.py": "def draw():\n    import matplotlib",
+    "plots.py": "def draw():\n    import matplotlib",
     "datasets.py": "import numpy",
 }
 

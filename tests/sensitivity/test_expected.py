@@ -17,8 +17,7 @@ from adversary import oracle
 from levattn._core.arrays import as_matrices
 from levattn.exceptions import NonFiniteError
 from levattn.sensitivity import shares
-from levattn.sensitivity.expected import quadratic_weights
-from levattn.sensitivity.queries import as_queries
+from levattn.sensitivity.expected import as_queries, quadratic_weights
 from levattn.states import Moments
 from libraries import over_storages, stored
 from strategies import STORAGE, as_float64, stores
@@ -272,7 +271,7 @@ def test_plain_means_and_needs_survive_values_of_f_beyond_the_range(name: str, p
         np.testing.assert_allclose(scores, A.mean(axis=0), atol=1e-9, err_msg=str(size))
         order = rng.random(9)
         for wish in ({"epsilon": 0.2}, {"mass": 0.7}):
-            found = levattn.universal_set(K, queries=Q, coverage=0.7, f=f, scores=order, **wish)
+            found = levattn.covering_set(K, Q, coverage=0.7, f=f, scores=order, **wish)
             ranked = np.argsort(-order, kind="stable")
             needs = np.array([naive.prefix_needed(row, ranked.tolist(), **wish) for row in A])
             most = needs.copy()

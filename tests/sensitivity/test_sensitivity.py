@@ -18,7 +18,7 @@ from adversary import oracle, promises
 from adversary.families import case
 from adversary.oracle import Truth
 from levattn.functions import Softmax, as_function
-from levattn.sensitivity import block
+from levattn.sensitivity import certificates
 from strategies import STORAGE, as_bool, as_float64
 
 POWERS = (0.5, 1, 1.5, 2, 3, 4, 6)
@@ -169,13 +169,13 @@ def test_a_tiny_epsilon_costs_no_more_than_the_keys(f: Any, epsilon: float) -> N
 
 def test_blocks_are_few_where_none_decides() -> None:
     """For ε ≤ 1/n no bound made of blocks falls below ε, so that more of them would say nothing."""
-    assert block._block_count(100_000, 1e-9) == 256
-    assert block._block_count(100, 1e-9) == 100
-    assert block._block_count(100, 5e-324) == 100
-    assert block._block_count(100, 0.015) == 100
-    assert block._block_count(100_000, 0.1) == 20
-    assert block._block_count(3, 0.1) == 3
-    assert block._block_count(0, 0.1) == 1
+    assert certificates._block_count(100_000, 1e-9) == 256
+    assert certificates._block_count(100, 1e-9) == 100
+    assert certificates._block_count(100, 5e-324) == 100
+    assert certificates._block_count(100, 0.015) == 100
+    assert certificates._block_count(100_000, 0.1) == 20
+    assert certificates._block_count(3, 0.1) == 3
+    assert certificates._block_count(0, 0.1) == 1
 
 
 @pytest.mark.parametrize("f", FUNCTIONS, ids=str)

@@ -34,8 +34,8 @@ def start(coverage: float, **wish: Any) -> Any:
     """The set of keys 0, 1, 2, … in this order."""
     places = rng_of(1).geometric(0.2, 99) % N
     epsilon = wish.pop("epsilon", None)
-    return levattn.universal_set(
-        np.eye(N), epsilon, f=SOFTMAX, queries=one_key_each(places), coverage=coverage, scores=-np.arange(N), **wish
+    return levattn.covering_set(
+        np.eye(N), one_key_each(places), epsilon, f=SOFTMAX, coverage=coverage, scores=-np.arange(N), **wish
     )
 
 
@@ -107,7 +107,7 @@ def test_what_is_covered_is_what_the_sets_hold(f: Any, dtype: str) -> None:
     rng = rng_of(3)
     K, Q = (rng.standard_normal(shape).astype(dtype) for shape in ((40, 5), (80, 5)))
     mask = np.arange(40) % 5 > 0
-    found = levattn.universal_set(K, 0.1, f=f, queries=Q, coverage=0.9, mask=mask)
+    found = levattn.covering_set(K, Q, 0.1, f=f, coverage=0.9, mask=mask)
     following, new = levattn.AdaptiveCoverage(K, found), 1.5 * rng.standard_normal((200, 5)) + 0.5
     A = naive.shares(new, K, np.square if f == 2 else None, mask)
     assert following.indices.tolist() == found.indices.tolist()
@@ -122,14 +122,14 @@ KEYS, QUERIES = rng_of(4).standard_normal((12, 4)), rng_of(5).standard_normal((3
 
 
 def fitting(**changed: Any) -> Any:
-    options = {"queries": QUERIES, "coverage": 0.8, "epsilon": 0.2, **changed}
-    return levattn.universal_set(options.pop("K", KEYS), options.pop("epsilon"), **options)
+    options = {"coverage": 0.8, "epsilon": 0.2, **changed}
+    return levattn.covering_set(options.pop("K", KEYS), QUERIES, options.pop("epsilon"), **options)
 
 
 @pytest.mark.parametrize(
     ("K", "universal", "options", "error", "message"),
     [
-        (KEYS, 3, {}, TypeError, "universal is of type int; expected the result of universal_set"),
+        (KEYS, 3, {}, TypeError, "universal is of type int; expected the result of covering_set"),
         (KEYS, levattn.universal_set(KEYS, 0.2), {}, ValueError, "guarantee='exact'.*expected the set with coverage"),
         (KEYS, fitting(epsilon=None, size=3), {}, ValueError, "expected the set with coverage of one matrix"),
         (KEYS, fitting(K=KEYS[None]), {}, ValueError, "expected the set with coverage of one matrix"),

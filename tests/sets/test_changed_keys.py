@@ -152,7 +152,7 @@ def test_a_file_that_changes_between_the_passes(file: Path, change: Any, way: An
     source = levattn.open_keys(file, chunk_rows=700)
     act = between_the_passes(lambda: way(file, changed(change)))
     with pytest.raises(KeyFileError, match=file.name):
-        levattn.universal_set(source, EPSILON, progress=act)
+        levattn.scan_set(source, EPSILON, progress=act)
 
 
 @every_change
@@ -171,7 +171,7 @@ def test_a_file_that_changes_within_a_pass(tmp_path: Path, change: Any, monkeypa
                 rewritten(file, changed(change))
 
         with pytest.raises(KeyFileError, match=r"keys\.npy"):
-            levattn.universal_set(source, EPSILON, progress=act)
+            levattn.scan_set(source, EPSILON, progress=act)
 
 
 def test_a_shard_that_changes(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_shard_that_changes(tmp_path: Path) -> None:
     source = levattn.open_keys(tmp_path, chunk_rows=700)
     act = between_the_passes(lambda: restored(tmp_path / "b.npy", np.array_split(changed(one_bit), 3)[1]))
     with pytest.raises(KeyFileError, match="rows 2048 to 4095"):
-        levattn.universal_set(source, EPSILON, progress=act)
+        levattn.scan_set(source, EPSILON, progress=act)
 
 
 def test_a_zarr_store_that_changes(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_zarr_store_that_changes(tmp_path: Path) -> None:
         array[ROW] = 2 * K0[ROW]
 
     with pytest.raises(KeyFileError, match="rows 2048 to 4095"):
-        levattn.universal_set(levattn.open_keys(path), EPSILON, progress=between_the_passes(act))
+        levattn.scan_set(levattn.open_keys(path), EPSILON, progress=between_the_passes(act))
 
 
 def test_scores_that_do_not_add_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_scores_that_do_not_add_up_are_refused(tmp_path: Path, monkeypatch: pyte
     source = levattn.open_keys(tmp_path / "keys.npy")
     act = between_the_passes(lambda: restored(tmp_path / "keys.npy", changed(one_row)))
     with pytest.raises(KeyFileError, match=r"add up to [\d.]+, not to the rank 4"):
-        levattn.universal_set(source, EPSILON, progress=act)
+        levattn.scan_set(source, EPSILON, progress=act)
 
 
 def test_keys_that_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def left_at(rows: int, K: Any, checkpoint: Path) -> None:
             raise KilledError
 
     with pytest.raises(KilledError):
-        levattn.universal_set(K, EPSILON, checkpoint=checkpoint, checkpoint_rows=700, progress=call)
+        levattn.scan_set(K, EPSILON, checkpoint=checkpoint, checkpoint_rows=700, progress=call)
 
 
 @in_each_pass
@@ -298,7 +298,7 @@ def test_a_file_that_changes_between_the_runs(tmp_path: Path, rows: int, change:
     time.sleep(0.02)
     way(file, changed(change))
     with pytest.raises(ValueError, match="truncated" if way is truncated else "other keys|rows in the first pass"):
-        levattn.universal_set(levattn.open_keys(file), EPSILON, checkpoint=checkpoint)
+        levattn.scan_set(levattn.open_keys(file), EPSILON, checkpoint=checkpoint)
     assert way in (appended, cut) or checkpoint.read_bytes() == before
 
 
@@ -310,7 +310,7 @@ def test_other_keys_of_a_function_between_the_runs(tmp_path: Path, rows: int, ch
 
     left_at(rows, given(K0), tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"K has changed: rows 2048 to .* hold other keys"):
-        levattn.universal_set(given(changed(change)), EPSILON, checkpoint=tmp_path / "checkpoint")
+        levattn.scan_set(given(changed(change)), EPSILON, checkpoint=tmp_path / "checkpoint")
 
 
 @in_each_pass
@@ -333,6 +333,6 @@ def test_the_same_keys_in_another_file(tmp_path: Path, rows: int) -> None:
 
     for other in (moved, touched, linked, lambda: file):
         left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
-        found = levattn.universal_set(levattn.open_keys(other()), EPSILON, checkpoint=checkpoint)
+        found = levattn.scan_set(levattn.open_keys(other()), EPSILON, checkpoint=checkpoint)
         assert np.array_equal(found.scores, expected.scores)
         assert not checkpoint.exists()

@@ -53,11 +53,11 @@ def test_sets_are_those_of_shares_over_all_keys(wish: dict[str, Any], storage: s
     Q, K, rest = drawn(0)
     scores = np.random.default_rng(1).random(N)
     order, coverage = np.argsort(-scores), 0.8
-    found = levattn.universal_set(
+    found = levattn.covering_set(
         stored(K, storage),
+        stored(Q, storage),
         wish.get("epsilon"),
         f=SOFTMAX,
-        queries=stored(Q, storage),
         elsewhere=stored(rest, storage),
         coverage=coverage,
         scores=stored(scores, storage),
@@ -77,24 +77,24 @@ def test_sets_are_those_of_shares_over_all_keys(wish: dict[str, Any], storage: s
 @pytest.mark.parametrize("wish", [{"epsilon": 0.05}, {"mass": 0.7}, {"size": 8}], ids=str)
 def test_nothing_elsewhere_is_as_if_it_were_not_given(wish: dict[str, Any]) -> None:
     Q, K, rest = drawn(2)
-    options, epsilon = {"f": SOFTMAX, "queries": Q, "coverage": 0.8, **without(wish)}, wish.get("epsilon")
-    plain = levattn.universal_set(K, epsilon, **options)
-    none = levattn.universal_set(K, epsilon, elsewhere=np.full(M, -np.inf), **options)
+    options, epsilon = {"f": SOFTMAX, "coverage": 0.8, **without(wish)}, wish.get("epsilon")
+    plain = levattn.covering_set(K, Q, epsilon, **options)
+    none = levattn.covering_set(K, Q, epsilon, elsewhere=np.full(M, -np.inf), **options)
     np.testing.assert_array_equal(none.mask, plain.mask)
     np.testing.assert_allclose(none.scores, plain.scores, rtol=1e-12)
     np.testing.assert_allclose(none.needs, plain.needs, rtol=1e-12)
     if epsilon:  # all attention is elsewhere
-        assert len(levattn.universal_set(K, epsilon, elsewhere=rest + 700, **options)) == 0
+        assert len(levattn.covering_set(K, Q, epsilon, elsewhere=rest + 700, **options)) == 0
 
 
 def test_heads_have_their_own() -> None:
     Q, K, rest = drawn(3, 4)
     K, scores = K[:2], np.random.default_rng(4).random((2, N))
     options = {"f": SOFTMAX, "coverage": 0.8}
-    found = levattn.universal_set(K, 0.05, queries=Q, elsewhere=rest, scores=scores, **options)
+    found = levattn.covering_set(K, Q, 0.05, elsewhere=rest, scores=scores, **options)
     for i in range(2):
-        mine = {"queries": Q[2 * i : 2 * i + 2], "elsewhere": rest[2 * i : 2 * i + 2]}
-        alone = levattn.universal_set(K[i], 0.05, scores=scores[i], **mine, **options)
+        mine = {"scores": scores[i], "elsewhere": rest[2 * i : 2 * i + 2]}
+        alone = levattn.covering_set(K[i], Q[2 * i : 2 * i + 2], 0.05, **mine, **options)
         np.testing.assert_array_equal(found.mask[i], alone.mask)
         np.testing.assert_array_equal(found.needs[i], alone.needs)
 
@@ -102,7 +102,7 @@ def test_heads_have_their_own() -> None:
 @over_storages
 def test_what_follows_is_judged_by_shares_over_all_keys(storage: str) -> None:
     Q, K, rest = drawn(5)
-    found = levattn.universal_set(K, 0.05, f=SOFTMAX, queries=Q, elsewhere=rest, coverage=0.8)
+    found = levattn.covering_set(K, Q, 0.05, f=SOFTMAX, elsewhere=rest, coverage=0.8)
     Q, _, rest = drawn(6)
     A = shares(Q, K, rest)
     one_by_one = levattn.AdaptiveCoverage(K, found, rate=0.2)
@@ -126,7 +126,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "inf": (np.where(np.arange(M) == 3, np.inf, 0), {}, r"not NaN or \+∞"),
     "kind": (NONE > 0, {}, "dtype bool"),
     "complex": (NONE * 1j, {}, "dtype complex128"),
-    "no-queries": (NONE, {"queries": None, "coverage": None}, "queries is None; expected queries and coverage"),
 }
 
 
@@ -134,17 +133,16 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_is_not_a_logarithm_for_each_query_is_refused(name: str) -> None:
     elsewhere, options, message = BAD[name]
     Q, K, _ = drawn(7)
-    options = {"f": SOFTMAX, "queries": Q, "coverage": 0.8} | options
+    options = {"f": SOFTMAX, "coverage": 0.8} | options
     error = TypeError if "dtype" in message else ValueError
     with pytest.raises(error, match=message):
-        levattn.universal_set(K, 0.05, elsewhere=elsewhere, **options)
-    if options["queries"] is not None:
-        found = levattn.universal_set(K, 0.05, **options)
-        with pytest.raises(error, match=message.replace("Power.*", ".*")):
-            levattn.AdaptiveCoverage(K, found).update(Q, elsewhere)
+        levattn.covering_set(K, Q, 0.05, elsewhere=elsewhere, **options)
+    found = levattn.covering_set(K, Q, 0.05, **options)
+    with pytest.raises(error, match=message.replace("Power.*", ".*")):
+        levattn.AdaptiveCoverage(K, found).update(Q, elsewhere)
 
 
 def test_logarithms_of_several_heads_come_as_their_queries_do() -> None:
     Q, K, rest = drawn(8, 2)
     with pytest.raises(ValueError, match=rf"elsewhere has shape \({M}, 2\)"):
-        levattn.universal_set(K, 0.05, f=SOFTMAX, queries=Q, coverage=0.8, elsewhere=rest.T)
+        levattn.covering_set(K, Q, 0.05, f=SOFTMAX, coverage=0.8, elsewhere=rest.T)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
-from levattn.linalg.digest import RowDigest
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import RowDigest
 from levattn.sets import two_pass
 from levattn.states import Moments
 from strategies import STORAGE, as_bool, as_float64, examples, stores
@@ -110,7 +110,8 @@ def after(rows: float) -> Callable[[int, int | None], None]:
 def find(K: Any, asked: float, **options: Any) -> levattn.UniversalSet:
     """The set of a threshold, or of a size where that is a whole number."""
     epsilon, size = (None, asked) if isinstance(asked, int) else (asked, None)
-    return levattn.universal_set(K, epsilon, size=size, **options)
+    call = levattn.scan_set if set(options) & {"progress", "checkpoint", "checkpoint_rows"} else levattn.universal_set
+    return call(K, epsilon, size=size, **options)
 
 
 def assert_same(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
@@ -340,9 +341,9 @@ def test_rows_that_are_not_finite_are_named_by_their_number(tmp_path: Path) -> N
             levattn.universal_set(Chunks(K, sizes), EPSILON)
     path = tmp_path / "checkpoint"
     with pytest.raises(KilledError):
-        levattn.universal_set(Chunks(K), EPSILON, checkpoint=path, checkpoint_rows=1, progress=after(4000))
+        levattn.scan_set(Chunks(K), EPSILON, checkpoint=path, checkpoint_rows=1, progress=after(4000))
     with pytest.raises(NonFiniteError, match=r"rows 5000, 5001.* of the keys; expected finite numbers\. Remove them$"):
-        levattn.universal_set(Chunks(K), EPSILON, checkpoint=path)
+        levattn.scan_set(Chunks(K), EPSILON, checkpoint=path)
 
 
 UNSUPPORTED: list[dict[str, Any]] = [
@@ -361,16 +362,14 @@ def test_options_that_two_passes_do_not_have(tmp_path: Path, options: dict[str, 
     with pytest.raises(ValueError, match="expected f = 2, method 'auto' or 'gram'"):
         levattn.universal_set(Chunks(K0), 0.1, **options)
     source = levattn.open_keys(saved(tmp_path, K0[:300]))
-    with pytest.raises(ValueError, match="without progress or checkpoint"):
-        levattn.universal_set(source, 0.1, progress=print, **options)
     cut = {name: value[:300] if name in ("groups", "mask") else value for name, value in options.items()}
     expected = levattn.universal_set(K0[:300], 0.1, **cut)  # files are loaded for it
     assert np.array_equal(levattn.universal_set(source, 0.1, **cut).scores, expected.scores)
 
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (K0, {"progress": print}, ValueError, "given for keys in an array"),
-    (K0, {"checkpoint": "a"}, ValueError, "given for keys in an array"),
+    (K0, {"progress": print}, ValueError, "source is an array; expected chunks"),
+    (K0, {"checkpoint": "a"}, ValueError, "source is an array; expected chunks"),
     (Chunks(K0), {"progress": "yes"}, TypeError, "progress is 'yes'; expected None, True"),
     (Chunks(K0), {"checkpoint_rows": 5}, ValueError, "checkpoint_rows is 5 without checkpoint"),
     *(
@@ -402,7 +401,7 @@ def test_progress(tmp_path: Path) -> None:
         (lambda: [K0[:0], K0, K0[:0]], None),
     ):
         calls: list[tuple[int, int | None]] = []
-        levattn.universal_set(source, 0.1, progress=lambda *call, calls=calls: calls.append(call))
+        levattn.scan_set(source, 0.1, progress=lambda *call, calls=calls: calls.append(call))
         rows = [done for done, _ in calls]
         assert rows == sorted(rows)
         assert rows[-1] == 2 * N
@@ -414,13 +413,13 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     expected = levattn.universal_set(Chunks(K0), EPSILON)
     source = levattn.open_keys(saved(tmp_path, K0))
     for K in (Chunks(K0), source):
-        assert_same(levattn.universal_set(K, EPSILON, progress=True), expected)
-        assert_same(levattn.universal_set(K, EPSILON, progress=False), expected)
-    assert_agrees(levattn.universal_set(K0, EPSILON, progress=False), expected)
+        assert_same(levattn.scan_set(K, EPSILON, progress=True), expected)
+        assert_same(levattn.scan_set(K, EPSILON, progress=False), expected)
+    assert_agrees(levattn.universal_set(K0, EPSILON), expected)
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ImportError, match=r"rich.*levattn\[cli\]"):
-        levattn.universal_set(Chunks(K0), EPSILON, progress=True)
+        levattn.scan_set(Chunks(K0), EPSILON, progress=True)
 
 
 # -- checkpoints -------------------------------------------------------------------------
@@ -627,7 +626,7 @@ def slowly(done, total):
     time.sleep(0.005)
 
 source = levattn.open_keys(sys.argv[1], chunk_rows=100)
-levattn.universal_set(source, 0.01, checkpoint=sys.argv[2], checkpoint_rows=100, progress=slowly)
+levattn.scan_set(source, 0.01, checkpoint=sys.argv[2], checkpoint_rows=100, progress=slowly)
 """
 
 
@@ -648,7 +647,7 @@ def test_kill(tmp_path: Path, kill: int) -> None:
     assert child.returncode != 0  # it did not come to its end
     source = levattn.open_keys(keys)
     calls: list[int] = []
-    found = levattn.universal_set(source, EPSILON, checkpoint=path, progress=lambda done, _: calls.append(done))
+    found = levattn.scan_set(source, EPSILON, checkpoint=path, progress=lambda done, _: calls.append(done))
     assert_same(found, levattn.universal_set(source, EPSILON))
     assert calls[0] >= 100 * (lines - 2)  # what the process had done but for a chunk or two
     assert [*tmp_path.iterdir()] == [keys]

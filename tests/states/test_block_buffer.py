@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from levattn._kernels import BLOCK, Rows
-from levattn.states.block_buffer import BlockBuffer, RowNumbers
+from levattn.states.blocks import BlockBuffer, RowNumbers
 from strategies import Float, examples
 
 WAITING = 9 << 20  # bytes

@@ -56,7 +56,7 @@ def causal_figures(state: Any) -> Any:
 def coverage_of(seed: int) -> levattn.AdaptiveCoverage:
     rng = np.random.default_rng(seed)
     K, Q = rng.standard_normal((50, D)), rng.standard_normal((60, D))
-    found = levattn.universal_set(K, 0.2, f=levattn.Softmax(), queries=Q, coverage=0.8)
+    found = levattn.covering_set(K, Q, 0.2, f=levattn.Softmax(), coverage=0.8)
     return levattn.AdaptiveCoverage(K, found, rate=0.1)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels.factor.cholesky import cholesky_tasks
 from levattn._kernels.factor.norms import extremes_of, multiply, sharpened, spectral_norm
-from levattn._kernels.gram.blas import LAPACK_COLUMNS, lapack_cholesky
+from levattn._kernels.gram.cpu import LAPACK_COLUMNS, lapack_cholesky
 from levattn._kernels.tasks import share
 
 

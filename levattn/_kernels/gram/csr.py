@@ -32,7 +32,7 @@ from levattn._kernels.gram.csr_compiled import (
 )
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 from levattn._kernels.tasks import share, threads_for
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 SINGLE_UNIT = 2.0**-22  # tensor cores multiply numbers in two parts, of eleven bits each

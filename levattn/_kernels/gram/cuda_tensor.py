@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.cuda_source import launch, namespace, on_device, with_steps
-from levattn._kernels.rows.contract import Pieces, Rows
+from levattn._kernels.rows import Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 _ROOM = 1 << 28  # bytes of split factors at a time

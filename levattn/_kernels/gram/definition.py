@@ -13,7 +13,7 @@ import numpy as np
 from levattn._core.arrays import array_namespace, to_numpy
 from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.definition import lost_rests, send, transformed_rows
 
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from levattn._core.types import Int64
 from levattn._kernels.jit import VECTOR_BYTES
-from levattn._kernels.latent import compiled
+from levattn._kernels.latent import LatentArguments, State, compiled
 from levattn._kernels.latent.backward import backward_tasks
-from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record

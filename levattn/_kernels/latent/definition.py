@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace
-from levattn._kernels.finite import surely_finite
-from levattn._kernels.latent.contract import LatentArguments, State
+from levattn._kernels.latent import LatentArguments, State
+from levattn._kernels.pairwise import surely_finite
 
 _BLOCK = 16  # rows of a block, which has an exponent for each pair of rows
 

@@ -13,8 +13,7 @@ import torch
 
 from levattn._core.arrays import as_tensor
 from levattn._kernels.dispatch import kernels_for
-from levattn._kernels.latent import definition
-from levattn._kernels.latent.contract import LatentArguments, LatentGradients, LatentSteps, State
+from levattn._kernels.latent import LatentArguments, LatentGradients, LatentSteps, State, definition
 from levattn._kernels.latent.definition import joined
 from levattn._kernels.tensors import (
     bounds_of,

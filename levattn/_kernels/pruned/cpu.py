@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
-from levattn._kernels.pruned import clusters, definition
+from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, clusters, definition
 from levattn._kernels.pruned.backward import mixture_back_tasks
-from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
 from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots, whole_vectors
 from levattn._kernels.pruned.panels import TILE_ROWS

@@ -11,7 +11,7 @@ from typing import Any
 import array_api_compat
 
 from levattn._core.arrays import array_namespace, is_torch, lengths
-from levattn._kernels.pruned.contract import PrunedArguments, RenewalArguments, Summaries, mapped
+from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, mapped
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block

@@ -6,8 +6,8 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller, subtract_rows
+from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT
 from levattn._kernels.pruned.clusters import far_of, farthest, row_room, square_columns, vector_row
-from levattn._kernels.pruned.contract import JITTER, SAME, SPREAD_ROUNDING, TILT
 from levattn._kernels.pruned.panels import multiply_panels, pack_columns, row_at_view, whole_tiles
 from levattn._kernels.pruned.simd import accumulate
 from levattn._kernels.scratch import clear, empty, zeros

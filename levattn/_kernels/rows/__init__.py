@@ -1,1 +1,119 @@
 """Kernels that read keys: strides, half formats, mask, shift and scale; column sums and maxima; nonfinite rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import array_namespace, on_cuda
+from levattn._core.sparse import Csr
+from levattn._core.types import Float64
+from levattn._kernels.dispatch import kernels_for
+
+Pieces = npt.NDArray[np.int64]  # (t, 4): slot, item, first row, row after the last
+
+BLOCK = 2048  # rows whose moments are summed before they are combined pairwise
+
+# float32 products and sums within a block; float64 throughout; float64 with compensated products in a basis
+Arithmetic = Literal["single", "double", "compensated"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of key matrices whose rows are read as ``(k * scale - shift) * weight``, or as zero where masked.
+
+    - keys: (b, n, d). On the CPU a numpy array in which a 16-bit float is a uint16 word; else an array of `xp`.
+    - format: the type of the stored numbers.
+    - mask: (b, n) bool, True where a key takes part.
+    - scale: (b, d) float64, a C array, for each column: a power of two.
+    - shift: (b, 3, d) float64, a C array: three parts of each column's mean. Each is at most half a unit in the last
+      place of the part before. Rows are read less the first part, and then the second: both differences have a
+      relative error of 2⁻⁵³ at most. Compensated products add these errors and the third part.
+    - weights: (b, n) float64, for each row.
+    - digest: a reading of `linalg.digest`: a kernel that reads each of the rows once asks it what to digest meanwhile.
+    """
+
+    keys: Any
+    format: Literal["float64", "float32", "float16", "bfloat16"]
+    mask: Any | None = None
+    shift: Float64 | None = None
+    scale: Float64 | None = None
+    weights: Float64 | None = None
+    digest: Any | None = None
+
+    def scaled(self, scale: Float64) -> Rows:
+        """Return the rows with columns multiplied by further powers of two (b, d)."""
+        shift = None if self.shift is None else self.shift * scale[:, None, :]
+        return replace(self, scale=scale if self.scale is None else self.scale * scale, shift=shift)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(b, n, d)."""
+        b, n, d = self.keys.shape
+        return int(b), int(n), int(d)
+
+    def zeros(self, *, as_float64: bool = False, written: bool = False) -> Any:
+        """Return an array on the keys' device for one score a key, (b, n), or for one float64 number a key.
+
+        On a device, `written` says that kernels write all of the array, so that nothing fills it with zeros.
+        """
+        kind = "float64" if as_float64 or self.format == "float64" else "float32"
+        if isinstance(self.keys, np.ndarray | Csr):
+            return np.zeros(self.shape[:2], kind)
+        xp = array_namespace(self.keys)
+        make = xp.empty if written and on_cuda(self.keys) else xp.zeros
+        return make(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
+
+    def column_sums(self) -> Float64:
+        """Return the sums of the columns, (b, d), block by block and combined pairwise."""
+        return kernels_for("rows", self.keys).column_figures(self, largest=False)
+
+    def column_maxima(self) -> Float64:
+        """Return the largest magnitude in each column, (b, d)."""
+        return kernels_for("rows", self.keys).column_figures(self, largest=True)
+
+    def sums_apart(self, origin: Float64) -> tuple[Float64, Float64]:
+        """Return the sums of the columns less an origin (b, d): pairs of numbers, of which the second is the error.
+
+        There is no shift. No difference and no sum is rounded but in the second number.
+        """
+        return kernels_for("rows", self.keys).sums_apart(self, origin)
+
+    def nonfinite_rows(self, item: int, limit: int) -> list[int]:
+        """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
+        return kernels_for("rows", self.keys).nonfinite_rows(self, item, limit)
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Return the rows ``start:stop`` of every matrix, without a copy."""
+        mask = None if self.mask is None else self.mask[:, start:stop]
+        weights = None if self.weights is None else self.weights[:, start:stop]
+        return Rows(self.keys[:, start:stop, :], self.format, mask, self.shift, self.scale, weights, self.digest)
+
+    def item(self, index: int) -> Rows:
+        """Return one matrix as a batch of one, without a copy."""
+        one = slice(index, index + 1)
+        return replace(
+            self,
+            keys=self.keys[one, :, :],
+            mask=None if self.mask is None else self.mask[one, :],
+            shift=None if self.shift is None else self.shift[one],
+            scale=None if self.scale is None else self.scale[one],
+            weights=None if self.weights is None else self.weights[one],
+        )
+
+
+class RowKernels(Protocol):
+    """Sums and maxima of columns, and rows that are not finite."""
+
+    def column_figures(self, rows: Rows, /, *, largest: bool) -> Float64:
+        """See `Rows.column_maxima` if `largest`, and else `Rows.column_sums`."""
+
+    def sums_apart(self, rows: Rows, origin: Float64, /) -> tuple[Float64, Float64]:
+        """See `Rows.sums_apart`."""
+
+    def nonfinite_rows(self, rows: Rows, item: int, limit: int, /) -> list[int]:
+        """See `Rows.nonfinite_rows`."""

@@ -30,7 +30,7 @@ from levattn._kernels.llvm import (
 )
 
 if TYPE_CHECKING:
-    from levattn._kernels.rows.contract import Rows
+    from levattn._kernels.rows import Rows
 
 # The places in the vector; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)

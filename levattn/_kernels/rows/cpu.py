@@ -10,8 +10,8 @@ import numpy as np
 
 from levattn._core.types import Float64
 from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.rows import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.compiled import DIGEST, view_of
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.definition import summed_in_pairs
 from levattn._kernels.rows.scan import APART_WIDTH, apart_tasks, column_tasks, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share

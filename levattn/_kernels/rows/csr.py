@@ -10,8 +10,7 @@ import numpy as np
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows import cpu
-from levattn._kernels.rows.contract import BLOCK, Rows
+from levattn._kernels.rows import BLOCK, Rows, cpu
 from levattn._kernels.rows.definition import summed_in_pairs
 
 

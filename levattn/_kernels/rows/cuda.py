@@ -9,7 +9,7 @@ import numpy as np
 from levattn._core.arrays import to_numpy
 from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
-from levattn._kernels.rows.contract import BLOCK, Rows
+from levattn._kernels.rows import BLOCK, Rows
 from levattn._kernels.rows.definition import summed_in_pairs
 
 MOST_SLABS = 65535  # blocks of threads along the second and the third axis of a grid

@@ -11,7 +11,7 @@ import numpy as np
 from levattn._core.arrays import array_namespace, to_numpy
 from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Rows
+from levattn._kernels.rows import BLOCK, Rows
 
 
 def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:

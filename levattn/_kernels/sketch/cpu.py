@@ -10,8 +10,8 @@ import numpy.typing as npt
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels.jit import FULL_ROWS, VECTOR_BYTES
+from levattn._kernels.rows import Rows
 from levattn._kernels.rows.compiled import view_of
-from levattn._kernels.rows.contract import Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.sketch.compiled import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
 from levattn._kernels.sketch.random import key_words

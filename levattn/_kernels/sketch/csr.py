@@ -10,7 +10,7 @@ from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels.gram.csr_compiled import scatter_entries
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Rows
+from levattn._kernels.rows import BLOCK, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of
 from levattn._kernels.sketch import cpu
 from levattn._kernels.sketch.cpu import sketch_zeros

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device
-from levattn._kernels.rows.contract import Rows
+from levattn._kernels.rows import Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 # Constants of sketch.cu as well

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_numpy
 from levattn._core.random import below, signs, words
 from levattn._core.types import Float64
-from levattn._kernels.rows.contract import Rows
+from levattn._kernels.rows import Rows
 from levattn._kernels.rows.definition import send, transformed_rows
 
 _SKETCHED = 256  # rows for which a dense piece of a sparse sketch is formed

@@ -16,9 +16,9 @@ import numpy as np
 from levattn._core.types import Float64
 from levattn._kernels.records import Record
 from levattn._kernels.tasks import share, threads_for
+from levattn._kernels.tokens import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens import forward as compiled
 from levattn._kernels.tokens.backward import backward_tasks
-from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens.forward import forward_tasks
 from levattn._kernels.tokens.plan import SLAB, SPAN, TOKEN_PLAN, token_scratch
 from levattn._kernels.tokens.simd import GAIN_BLOCK

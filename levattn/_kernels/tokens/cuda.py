@@ -36,7 +36,7 @@ from levattn._kernels.cuda_source import (
     with_steps,
 )
 from levattn._kernels.rows.cuda import sum_in_pairs
-from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenSums
+from levattn._kernels.tokens import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]

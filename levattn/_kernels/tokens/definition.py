@@ -13,7 +13,7 @@ import numpy as np
 
 from levattn._core.arrays import array_namespace
 from levattn._kernels.latent.definition import decayed_scan
-from levattn._kernels.tokens.contract import TokenArguments, TokenSums
+from levattn._kernels.tokens import TokenArguments, TokenSums
 
 _BLOCK = 64  # tokens whose sums are formed together, so that no sum is kept for every token
 

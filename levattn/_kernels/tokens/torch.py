@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from levattn._core.arrays import on_cuda, to_numpy
-from levattn._core.memory import without_wrappers
+from levattn._core.arrays import on_cuda, to_numpy, without_wrappers
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.tensors import (
     bounds_of,
@@ -20,8 +19,7 @@ from levattn._kernels.tensors import (
     memory_of,
     tensor_of,
 )
-from levattn._kernels.tokens import definition
-from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenGradients, TokenKernels, TokenSums
+from levattn._kernels.tokens import LOGITS, TokenArguments, TokenGradients, TokenKernels, TokenSums, definition
 from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "forward", "memberships"]

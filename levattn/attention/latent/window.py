@@ -13,17 +13,19 @@ from levattn._core.arrays import is_torch
 from levattn._core.checks import positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
-from levattn._kernels.finite import surely_finite
-from levattn.attention.common.arguments import dense_arrays, stack_arguments
-from levattn.attention.common.heads import heads_of
-from levattn.attention.common.packed import compiling, cumulative
-from levattn.attention.common.space import (
+from levattn._kernels.pairwise import surely_finite
+from levattn.attention.arguments import (
+    compiling,
+    cumulative,
+    dense_arrays,
     device_of,
     empty_output,
+    heads_of,
     masked_first,
     namespace_of,
     rows_of_items,
     running_counts,
+    stack_arguments,
 )
 
 _PAIRS = 1 << 20  # pairs of positions held at a time, over all heads: about the size of the last cache

@@ -10,14 +10,12 @@ import numpy as np
 
 from levattn._core.arrays import as_matrices
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import PrunedArguments, mapped
-from levattn.attention.common.arguments import reshaped
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn._kernels.pruned import PrunedArguments, mapped
+from levattn.attention.arguments import device_of, namespace_of, reshaped, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
-from levattn.attention.pruned.checks import Checks
-from levattn.attention.pruned.rule import SelectionRule
+from levattn.attention.pruned.slots import Checks, SelectionRule
 from levattn.functions import Power
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sets.universal import set_of

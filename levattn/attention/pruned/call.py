@@ -11,9 +11,16 @@ import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
 from levattn._core.threads import num_threads, parallel_for, thread_limit
-from levattn.attention.common.arguments import Stacks, dense_array, reshaped, stack_arguments
-from levattn.attention.common.heads import Heads
-from levattn.attention.common.space import device_of, followable, namespace_of
+from levattn.attention.arguments import (
+    Heads,
+    Stacks,
+    dense_array,
+    device_of,
+    followable,
+    namespace_of,
+    reshaped,
+    stack_arguments,
+)
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
 Piece = tuple[Any, Any, tuple[Any, ...]]  # items of the batch, places of queries, arrays (b', g, m', ...)

@@ -10,8 +10,8 @@ import numpy as np
 
 from levattn._core.arrays import lengths
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import TILT, PrunedArguments, Summaries
-from levattn.attention.common.space import device_of, namespace_of
+from levattn._kernels.pruned import TILT, PrunedArguments, Summaries
+from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned.choice import means_of
 
 

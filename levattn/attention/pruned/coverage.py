@@ -14,11 +14,10 @@ from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
-from levattn.attention.common.arguments import dense_array
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.arguments import dense_array, device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.pruned import pruned_attention
-from levattn.attention.pruned.rule import exponent_of
+from levattn.attention.pruned.slots import exponent_of
 from levattn.exceptions import NonFiniteError
 from levattn.sets.coverage import conformal_place, split_queries
 

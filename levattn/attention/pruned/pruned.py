@@ -7,14 +7,12 @@ from typing import Any, Literal
 
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
-from levattn.attention.common.arguments import check_sizes, dense_array
-from levattn.attention.common.heads import heads_of
-from levattn.attention.common.packed import reads_numbers
+from levattn.attention.arguments import check_sizes, dense_array, heads_of, reads_numbers
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall
 from levattn.attention.pruned.causal import causal_attention
-from levattn.attention.pruned.rule import SCORES, SelectionRule, exponent_of, rule_of
+from levattn.attention.pruned.slots import SCORES, SelectionRule, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.checks import whole_number
+from levattn.attention.arguments import namespace_of
+from levattn.exceptions import NonFiniteError
+from levattn.functions import Power
+from levattn.sensitivity.leverage import check_epsilon
 
 _CHUNK = 64  # positions between two selections of causal attention by default
 _NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
@@ -160,3 +166,98 @@ def _count(name: str, value: Any, least: int = 0, default: int = 0) -> int:
     if value is None:
         return default
     return whole_number(name, value, least)
+
+
+class Checks:
+    """Conditions that hold unless numbers are not finite or out of range, each with its message.
+
+    Reading a condition from a device waits for the device, so conditions of tensors and of CuPy wait until `settle`.
+    Other conditions are checked at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, str, type[ValueError]]] = []
+
+    def expect(self, holds: Any, message: str, kind: type[ValueError] = NonFiniteError) -> None:
+        """Raise an error with a message, now or in `settle`, unless `holds`, an array without axes, is true."""
+        if is_torch(holds) or on_cuda(holds):
+            self._waiting.append((holds, message, kind))
+        elif not bool(holds):
+            raise kind(message)
+
+    def settle(self) -> None:
+        """Raise for the first condition so far that does not hold, with one wait for all."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        xp = namespace_of(waiting[0][0])
+        if not bool(xp.all(xp.stack([holds for holds, *_ in waiting]))):
+            message, kind = next((message, kind) for holds, message, kind in waiting if not bool(holds))
+            raise kind(message)
+
+
+SCORES = ("residual", "expected", "leverage")
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """How keys are chosen, the same for all positions of a sequence; `kind` is one of `SCORES`, or "given"."""
+
+    slots: Slots
+    kind: str
+    epsilon: float | None
+    center: bool
+    power: float | None
+
+    @property
+    def first(self) -> int:
+        """Causal: the number of positions before the first selection: the slots, or a chunk with a threshold."""
+        return self.slots.chunk if self.epsilon is not None else self.slots.total
+
+    def until_selection(self, positions: int) -> int:
+        """Return how many positions come before the next selection, at least one."""
+        return self.first - positions if positions < self.first else self.slots.chunk - self.since_selection(positions)
+
+    def since_selection(self, positions: int) -> int:
+        """Return how many positions came after the last selection; `positions` is at least `first`."""
+        return (positions - self.first) % self.slots.chunk
+
+    def selects_at(self, positions: int) -> bool:
+        """Tell whether a selection follows after this number of positions."""
+        return positions >= self.first and not self.since_selection(positions)
+
+
+def exponent_of(f: Any) -> float | None:
+    """Return the exponent of an attention function, or None for softmax."""
+    if isinstance(f, str) and f == "softmax":
+        return None
+    f = f.p if isinstance(f, Power) else f
+    if not isinstance(f, bool) and isinstance(f, Real) and 1 <= float(f) < math.inf:
+        return float(f)
+    raise ValueError(f'f is {f!r}; expected "softmax", a number p >= 1 for |x|^p, or levattn.Power(p)')
+
+
+def rule_of(
+    n: int, options: dict[str, Any], *, kind: str, power: float | None, causal: bool, aligned: bool
+) -> SelectionRule:
+    """Return the rule that the options of a call ask for with n keys, or raise."""
+    options = dict(options)
+    epsilon, center = options.pop("epsilon"), options.pop("center")
+    if epsilon is not None and (
+        isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
+    ):
+        raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
+    if epsilon is not None and kind == "leverage":
+        check_epsilon(epsilon)
+    if center is not None and kind != "leverage":
+        raise ValueError(f'center is {center!r} and scores is {kind!r}; expected center only with scores="leverage"')
+    if center and power is not None:
+        raise ValueError("center is True and f is a power; expected center only for softmax")
+    slots = slots_for(n, causal=causal, aligned=aligned, by_threshold=epsilon is not None, **options)
+    return SelectionRule(
+        slots,
+        kind,
+        None if epsilon is None else float(epsilon),
+        power is None if center is None else bool(center),
+        power,
+    )

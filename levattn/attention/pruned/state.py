@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.pruned.contract import Summaries, mapped
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn._kernels.pruned import Summaries, mapped
+from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.choice import Sums
-from levattn.attention.pruned.rule import SelectionRule
-from levattn.attention.pruned.slots import Slots
+from levattn.attention.pruned.slots import SelectionRule, Slots
 
 
 @dataclass(frozen=True, eq=False)

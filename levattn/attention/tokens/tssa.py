@@ -7,11 +7,8 @@ from typing import Any, Literal
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
-from levattn.attention.common.arguments import reshaped
-from levattn.attention.common.packed import reads_numbers, untraced
-from levattn.attention.common.space import as_given, plain_arrays
-from levattn.attention.tokens.arguments import Membership, checked_call
-from levattn.attention.tokens.states import entered, token_state_after
+from levattn.attention.arguments import as_given, plain_arrays, reads_numbers, reshaped, untraced
+from levattn.attention.tokens.arguments import Membership, checked_call, entered, token_state_after
 from levattn.states import TokenState
 
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from levattn.cli.commands import completion, contexts, demo, models, universal_set, warmup
+from levattn.cli.commands import contexts, demo, models, universal_set
 
 __all__ = ["add_commands"]
 
@@ -13,5 +13,5 @@ def add_commands(app: typer.Typer) -> None:
     universal_set.add(app)
     models.add(app)
     contexts.add(app)
-    warmup.add(app)
-    completion.add(app)
+    demo.add_warmup(app)
+    demo.add_completion(app)

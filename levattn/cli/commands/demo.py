@@ -1,12 +1,18 @@
-"""The command line of ``levattn demo``."""
+"""The command lines of ``levattn demo``, ``completion`` and ``warmup``."""
 
+from __future__ import annotations
+
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
+import levattn
 from levattn.cli.commands.options import RESULTS, AsJson, HeavyFrom
 from levattn.cli.demo import run_demo
+from levattn.cli.output import report
 from levattn.cli.program import Command
 
 _HELP = """\
@@ -58,3 +64,57 @@ def add(app: typer.Typer) -> None:
         as_json: AsJson = False,
     ) -> None:
         run_demo(epsilon, out, as_json)
+
+
+_Shell = Annotated[Literal["bash", "zsh", "fish", "powershell"], typer.Argument(help="The shell.")]
+
+_COMPLETION_HELP = """\
+Print the script that completes levattn in your shell.
+
+It completes commands, options and their choices, and file names. The command only prints the script: save it once
+where your shell looks for it, and open a new shell.
+
+\b
+Examples:
+  levattn completion bash > ~/.local/share/bash-completion/completions/levattn
+  levattn completion zsh > ~/.zfunc/_levattn
+  levattn completion fish > ~/.config/fish/completions/levattn.fish
+  levattn completion powershell >> $PROFILE
+
+The folder must exist. bash needs the package bash-completion, and zsh must look for functions in that folder.
+Otherwise, add these lines to ~/.bashrc and ~/.zshrc:
+
+\b
+  source <(levattn completion bash)
+  fpath+=~/.zfunc; autoload -Uz compinit; compinit
+"""
+
+
+def add_completion(app: typer.Typer) -> None:
+    """Add the command to the program."""
+
+    @app.command(cls=Command, help=_COMPLETION_HELP)
+    def completion(shell: _Shell) -> None:
+        typer.echo(get_completion_script(prog_name="levattn", complete_var="_LEVATTN_COMPLETE", shell=shell))
+
+
+_WARMUP_HELP = """\
+Compile all kernels now, so that no later call does.
+
+Use it once after installation, or while you build an image. Without it, the first call of each kernel compiles it,
+which takes seconds. The code stays on disk, for this Python, this processor and this version: see NUMBA_CACHE_DIR in
+the documentation of the program. The command takes some minutes, or some seconds if all code is there.
+
+\b
+Examples:
+  levattn warmup
+"""
+
+
+def add_warmup(app: typer.Typer) -> None:
+    """Add the command to the program."""
+
+    @app.command(cls=Command, help=_WARMUP_HELP)
+    def warmup() -> None:
+        levattn.warmup(progress=sys.stderr.isatty())
+        report("the kernels are compiled")

@@ -9,9 +9,8 @@ import typer
 
 from levattn.cli import sets
 from levattn.cli.commands.options import RESULTS, AsJson, Picture, by_library, ends_in
-from levattn.cli.function import ALLOWED, parse_function
 from levattn.cli.program import Command
-from levattn.cli.sets import SetMethod
+from levattn.cli.sets import ALLOWED, SetMethod, parse_function
 
 _HELP = """\
 Find the universal set of the keys in a file.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from levattn._core.checks import fraction, positive_number
-from levattn._core.progress import reported
+from levattn._core.threads import reported
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.compression.profile import HeadProfile

@@ -20,7 +20,7 @@ from levattn.integrations.transformers.calls import (
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import EXTENSION, RECORD, Interface, check_model
 from levattn.integrations.transformers.states import FullLatentLayer, LatentStateLayer, SlidingLatentLayer
-from levattn.nn.features import feature_map, run_feature
+from levattn.nn.latents import feature_map, run_feature
 
 _FEATURES = ("conv", "rg_lru")
 _OVERLAPS = ("mixture", "exclusive")

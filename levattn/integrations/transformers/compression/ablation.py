@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from levattn._core.checks import fraction, whole_number
-from levattn._core.progress import reported
+from levattn._core.threads import reported
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress

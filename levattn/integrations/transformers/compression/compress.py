@@ -11,8 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from levattn._core.checks import whole_number
-from levattn._core.progress import reported
-from levattn._core.threads import parallel_for
+from levattn._core.threads import parallel_for, reported
 from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression import slots
 from levattn.integrations.transformers.compression.cache import (

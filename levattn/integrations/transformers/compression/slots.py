@@ -14,12 +14,12 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
-from levattn._kernels.pruned.contract import Summaries, mapped
+from levattn._kernels.pruned import Summaries, mapped
 from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn._kernels.tensors import memory_of, tensor_of
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.checks import Checks
+from levattn.attention.pruned.slots import Checks
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import array_api_compat
 import numpy as np
+import numpy.typing as npt
 
 from levattn._core.arrays import (
+    array_namespace,
     as_cupy,
     check_flags,
     from_list,
@@ -21,30 +24,212 @@ from levattn._core.arrays import (
     to_numpy,
     with_shape,
 )
-from levattn._core.checks import refuse_masked_tensor
-from levattn._core.formats import format_of
+from levattn._core.checks import check_offsets, refuse_masked_tensor, shown
+from levattn._core.types import format_of
 from levattn._kernels import LatentArguments, kernels_for
-from levattn._kernels.latent.contract import State
-from levattn.attention.common.packed import cumulative, given_bounds, untraced
-from levattn.attention.common.space import namespace_of
+from levattn._kernels.latent import State
 from levattn.states import SoftmaxState
 
-__all__ = [
-    "Stacks",
-    "check_sizes",
-    "cumulative",
-    "dense_array",
-    "dense_arrays",
-    "is_double",
-    "is_wide",
-    "latent_attention",
-    "moved",
-    "promoted",
-    "reshaped",
-    "stack_arguments",
-    "state_after",
-    "state_stacks",
-]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def compiling() -> bool:
+    """Tell whether torch is tracing the call, so that values are not available."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def untraced(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the result of a call, run by Python even under torch's compiler, because states are not tensors."""
+    if not compiling():
+        return function(*arguments, **options)
+    from levattn._kernels import tensors
+
+    return tensors.untraced(function, *arguments, **options)
+
+
+def reads_numbers(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function that reads numbers refuse tensors without any, and be left to Python by torch's compiler."""
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        if sys.modules.get("torch") is None:
+            return function(*args, **options)
+        return untraced(_read, function, *args, **options)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _read(function: Any, *args: Any, **options: Any) -> Any:
+    if given := [value for value in (*args, *options.values()) if is_torch(value)]:
+        from levattn._kernels.tensors import hidden_by
+
+        if (what := hidden_by(given)) is not None:
+            raise NotImplementedError(
+                f"{function.__name__} was called under {what}, which hides the numbers that the call reads; expected "
+                "a call without it, on tensors that hold numbers. Leading axes are a batch, in place of vmap"
+            )
+    return function(*args, **options)
+
+
+def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
+    """Return the bounds of packed sequences, (n + 1,) int64 in main memory, or None if there is only one.
+
+    While torch traces the call, the result is a tensor, which the operator checks when it runs.
+    """
+    if offsets is None and lengths is None:
+        return None
+    if offsets is not None and lengths is not None:
+        raise ValueError("offsets and lengths were both given; expected one of them, as they mean the same")
+    name, given = ("offsets", offsets) if lengths is None else ("lengths", lengths)
+    if compiling():
+        torch = sys.modules["torch"]
+        found = torch.as_tensor(given, dtype=torch.int64)
+        return found if lengths is None else torch.cat([found.new_zeros(1), torch.cumsum(found, 0)])
+    whole = _whole_numbers(name, given)
+    if lengths is None:
+        return check_offsets(whole, T)
+    total = sum(whole.tolist())  # exact: the sum of an array may overflow to T
+    if (whole < 0).any() or total != T:
+        raise ValueError(
+            f"lengths is {shown(whole)}, which sum to {total}; expected numbers of at least 0 whose sum is T = {T}, "
+            "the number of packed positions"
+        )
+    return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
+
+
+def given_bounds(bounds: Any, T: int) -> Any:
+    """Return bounds for kernels; for None, the bounds of one sequence, or None while torch traces the call.
+
+    An array would make T a constant of the graph; the operator knows T when it runs.
+    """
+    return np.array([0, T], np.int64) if bounds is None and not compiling() else bounds
+
+
+def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
+    """Raise if packed sequences come with a state, or are to return one."""
+    if bounds is not None and (state is not None or return_state):
+        raise ValueError(
+            "offsets or lengths were given with state or return_state; expected one sequence. Call this for each "
+            "sequence, or stack sequences of equal length along a leading axis"
+        )
+
+
+def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
+    """Return one axis of whole numbers as a numpy array, or raise."""
+    array = from_list(given, name) if isinstance(given, list | tuple) else given
+    if isinstance(given, list | tuple) and not len(given):
+        array = array.astype(np.int64)
+    found = to_numpy(array) if array_api_compat.is_array_api_obj(array) else np.asarray(None)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {given!r}; expected one axis of whole numbers")
+    if found.size and found.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} is {shown(found)}; expected whole numbers below 2**63")
+    return found.astype(np.int64)
+
+
+_Record = TypeVar("_Record")
+
+
+def namespace_of(array: Any) -> Any:
+    """Return the functions of an array's library, by the names of the array-API standard."""
+    if not isinstance(array, np.ndarray) and is_torch(array):
+        from array_api_compat import torch as functions
+
+        return functions
+    return array_namespace(array)
+
+
+def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:
+    """Return plain torch tensors in main memory as numpy arrays, and whether they were tensors.
+
+    The operators' calls to torch would take longer than a short call of the kernels.
+    """
+    if is_torch(arrays[0]):
+        from levattn._kernels import tensors
+
+        found = tensors.memories_of(arrays)
+        if found is not None:
+            return found, True
+    return arrays, False
+
+
+def as_given(array: Any, were_tensors: bool) -> Any:
+    """Return a result for arrays from `plain_arrays` in the type of the input."""
+    return sys.modules["torch"].from_numpy(array) if were_tensors else array
+
+
+def changed(record: _Record, **fields: Any) -> _Record:
+    """Return a frozen dataclass with changed fields, in a tenth of the time of `replace`."""
+    other = object.__new__(type(record))
+    vars(other).update(vars(record))
+    vars(other).update(fields)
+    return other
+
+
+def device_of(array: Any) -> Any:
+    """Return the device of an array."""
+    return array.device if is_torch(array) else array_api_compat.device(array)
+
+
+def without_gradient(array: Any) -> Any:
+    """Return an array detached from gradients of torch."""
+    return array.detach() if is_torch(array) else array
+
+
+def followable(array: Any) -> Any:
+    """Copy a tensor that torch made in inference mode, because outside it torch cannot save it for a gradient."""
+    if is_torch(array):
+        torch = sys.modules["torch"]
+        if not torch.compiler.is_compiling() and array.is_inference() and not torch.is_inference_mode_enabled():
+            return array.clone()
+    return array
+
+
+def empty_output(q: Any, K: Any, V: Any) -> Any:
+    """Return the output (b, g, T, D) of attention without rows.
+
+    q: (b, g, T, d). K, V: (b, n, d) and (b, n, D). The output is a product of all three, so gradients of torch, all
+    zero, have a way to them.
+    """
+    xp = namespace_of(q)
+    Y = xp.matmul(xp.matmul(q, xp.matrix_transpose(K)[:, None, :, :]), V[:, None, :, :])
+    return xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
+
+
+def rows_of_items(X: Any, which: Any) -> Any:
+    """Return some rows of each item of an array (b, ..., n, C), by their numbers (b, m): (b, ..., m, C)."""
+    xp = namespace_of(X)
+    *batch, n, C = X.shape
+    b, m = which.shape
+    each = math.prod(batch) // b if b else 1
+    first = n * xp.arange(b * each, device=device_of(X))
+    flat = xp.reshape(first, (b, each, 1)) + which[:, None, :]
+    found = xp.take(xp.reshape(X, (b * each * n, C)), xp.reshape(flat, (-1,)), axis=0)
+    return xp.reshape(found, (*batch, m, C))
+
+
+def masked_first(mask: Any, offsets: Any = None) -> Any:
+    """Return the order (b, n) of positions in which masked positions are the first of their sequence.
+
+    So the positions that take part are adjacent. `offsets`: as `cumulative` returns it.
+    """
+    xp = namespace_of(mask)
+    rank = xp.astype(mask, xp.int64)
+    if offsets is not None:
+        device = device_of(mask)
+        ends, rows = xp.asarray(offsets, device=device), xp.arange(mask.shape[1], device=device)
+        rank = rank + 2 * xp.searchsorted(ends[1:], rows, side="right")
+    return xp.argsort(rank, axis=1, stable=True)
+
+
+def running_counts(flags: Any) -> Any:
+    """Return the number of flags (b, n, ...) set before each place along the second axis, (b, n + 1, ...)."""
+    if is_torch(flags):  # torch's compiler warns about the array-API namespace here
+        return sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
+    xp = array_namespace(flags)
+    return xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,3 +562,62 @@ def _flags(mask: Any, U: int, like: Any) -> Any:
     mask = dense_array("mask", mask)
     check_flags("mask", mask, (..., U), "a position that takes part")
     return moved(mask, like)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads."""
+
+    shared: int  # key and value heads, G
+    group: int  # query heads that read each of them
+    bare: bool  # whether no argument has an axis of heads
+
+    def per_query(self, name: str, array: Any, axes: int) -> Any:
+        """Return a dense array (..., H, axes) as (..., G, H / G, axes).
+
+        It may also have one head for each group, or for all; the other size is then 1.
+        """
+        xp = namespace_of(array)
+        last = tuple(array.shape[array.ndim - axes :])
+        if array.ndim == axes:
+            return array[None, ...]
+        lead, heads = tuple(array.shape[: array.ndim - axes - 1]), array.shape[array.ndim - axes - 1]
+        if heads == self.shared * self.group:
+            split = (self.shared, self.group)
+        elif heads in (1, self.shared):
+            split = (heads, 1)
+        else:
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)}; expected {self.shared * self.group} heads as the queries have"
+                + (f", or {self.shared} as the keys have" if self.group > 1 else "")
+            )
+        return xp.reshape(array, (*lead, *split, *last))
+
+    def of_queries(self, **arrays: Any) -> dict[str, tuple[Any, int]]:
+        """Return dense arrays (..., H, T, n) in the form for `stacked`: (..., G, H / G, T, n), of 3 axes each."""
+        return {name: (self.per_query(name, array, 2), 3) for name, array in arrays.items()}
+
+    def joined(self, array: Any, axes: int = 2) -> Any:
+        """Return a result (..., G, H / G, axes) as (..., H, axes)."""
+        shape = self.leading(tuple(array.shape[: array.ndim - axes - 1])) + tuple(array.shape[array.ndim - axes :])
+        return namespace_of(array).reshape(array, shape)
+
+    def leading(self, batch: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the leading axes of a result from the leading axes of keys and values."""
+        return batch if self.bare else (*batch[:-1], self.shared * self.group)
+
+
+def heads_of(q: Any, k: Any, V: Any, *, names: tuple[str, str, str] = ("q", "k", "V")) -> Heads:
+    """Return the heads of dense queries, keys and values, or raise an error with the caller's names."""
+    heads = [array.shape[-3] if array.ndim > 2 else 1 for array in (q, k, V)]
+    shared = max(heads[1:])
+    if not all(heads):
+        raise ValueError(f"{', '.join(names)} have {heads} heads; expected at least one of each")
+    if any(count not in (1, shared) for count in heads[1:]):
+        raise ValueError(f"{names[1]} has {heads[1]} heads and {names[2]} has {heads[2]}; expected as many")
+    if heads[0] % shared and heads[0] != 1:
+        raise ValueError(
+            f"{names[0]} has {heads[0]} heads and {names[1]} has {shared}; expected a multiple, so that each head of "
+            f"{names[1]} serves equally many of {names[0]}"
+        )
+    return Heads(shared, max(1, heads[0] // shared), all(array.ndim == 2 for array in (q, k, V)))

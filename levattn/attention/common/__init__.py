@@ -1,1 +1,0 @@
-"""Shared code of operators: arguments, groups of heads, packed sequences, namespaces."""
