@@ -195,7 +195,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
     with nullcontext(source) if request.in_passes else whole_keys(source) as keys:
-        wish = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
+        wish: dict[str, Any] = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
         if request.in_passes:
             bar = True if sys.stderr.isatty() else None
             return levattn.scan_set(keys, **wish, progress=bar, checkpoint=request.checkpoint)
@@ -214,7 +214,7 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
                 request.epsilon,
                 size=request.size,
                 f=request.function.f,
-                coverage=request.coverage,
+                coverage=request.coverage or 0.0,  # the options of the command go together
                 mass=request.mass,
             )
     except ValueError as error:

@@ -130,7 +130,7 @@ def covering_set(
     r"""Find the keys that hold the large attention scores of queries like the given ones.
 
     Such a set is often far smaller than the universal set, which serves every query. Half of the queries order the
-    keys; the others set the threshold by conformal prediction. For a new query that is *exchangeable* with them, all
+    keys; the others set the threshold by conformal prediction. Let a new query be *exchangeable* with them. Then all
     keys with :math:`A_j = f(\langle q, k_j\rangle) / \sum_l f(\langle q, k_l\rangle) \ge \varepsilon` lie in
     the set with probability at least `coverage`, whatever f, n and distribution. The probability is over the draw of
     all these queries, the given ones included.

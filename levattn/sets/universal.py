@@ -323,7 +323,7 @@ def scan_set(
 ) -> UniversalSet:
     r"""Find the universal set for x² of keys in chunks, in two passes that report progress and can resume.
 
-    The result is that of `universal_set` for the same source.
+    `universal_set` of the same source returns the same result.
 
     Parameters
     ----------
