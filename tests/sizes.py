@@ -1,7 +1,7 @@
 """Count the code of the package, and the parameters of its public functions.
 
-``python -m tests.sizes`` prints lines of Python without docstrings, comments and blanks, lines of CUDA as they are, and
-files. It lists all public functions and classes with more than seven parameters. A folder as argument counts that
+``python -m tests.sizes`` prints lines of Python without docstrings, comments and blanks, lines of CUDA as they are,
+and files. It lists all public functions and classes with more than seven parameters. A folder as argument counts that
 folder alone.
 """
 
