@@ -17,8 +17,8 @@ _AS_TENSORS = "tokenizer(text, return_tensors='pt')"
 _HIDDEN = -1e4  # a mask adds at most this to a masked logit
 _GIVE_PADDING = "Give the model an attention_mask of shape (batch, positions), 0 for padding"
 _PADDING_ALONE = (
-    "with padding; expected one sequence in each row, and no packed ones (position_ids that start again) or overlays. "
-    f"{_GIVE_PADDING}"
+    "with padding; expected one sequence in each row, and no packed ones (position_ids that start again), overlays or "
+    f"other windows. {_GIVE_PADDING}"
 )
 
 
