@@ -244,7 +244,8 @@ class LatentStateLayer(StateLayer):
 
     def take(self, rows: Any) -> None:
         """Take the sequences with these numbers, (b,) int64 on the CPU."""
-        self.state = _latent_state(self.state, rows.numpy())
+        if self.state is not None:
+            self.state = _latent_state(self.state, rows.numpy())
         if self.feature is not None:
             self.feature = self.feature[rows.to(self.feature.device)]
 
