@@ -21,6 +21,7 @@ from levattn.integrations.transformers import (  # noqa: E402
     register,
     remove,
 )
+from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
 
 SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys
 LATENTS = {"window": 6, "latents": 3}
@@ -175,15 +176,17 @@ def test_a_cache_can_be_copied_selected_and_repeated(form: str) -> None:
         assert difference(model(ids, **{CACHE: past}).logits, output(model, ids)) < 1e-4
 
 
-@both
-def test_sequences_of_a_cache_can_be_selected_by_flags(form: str) -> None:
-    model, ids = changed(form), tokens()
+@pytest.mark.parametrize("form", ["extended", "pruned", "pruned, share"])
+@pytest.mark.parametrize("chosen", [[False, True], [-1], [-1, 0, -2]])
+def test_sequences_of_a_cache_can_be_selected_by_flags_and_from_the_end(form: str, chosen: list[Any]) -> None:
+    model, ids, rows = changed(form), tokens(), torch.arange(2)[torch.tensor(chosen)]
     with torch.no_grad():
-        past = model(ids[:, :12], use_cache=True)[CACHE]
+        past = model(ids[:, :12], attention_mask=LEFT[:, :12], use_cache=True)[CACHE]
     other = copy.deepcopy(past)
-    past.batch_select_indices(torch.tensor([False, True]))
-    other.batch_select_indices(torch.tensor([1]))
-    found, wanted = (output(model, ids[1:, 12:], **{CACHE: held}) for held in (past, other))
+    past.batch_select_indices(torch.tensor(chosen))
+    other.batch_select_indices(rows)
+    more = {"attention_mask": LEFT[rows]}
+    found, wanted = (output(model, ids[rows, 12:], **more, **{CACHE: held}) for held in (past, other))
     assert torch.equal(found, wanted)
 
 
@@ -245,6 +248,39 @@ def test_a_change_that_is_interrupted_is_undone(form: str, monkeypatch: pytest.M
             change(model, form)
     assert looks(model) == before
     assert torch.isfinite(output(change(model, form))).all()
+
+
+@both
+@pytest.mark.parametrize("method", ["__setattr__", "__delattr__"])
+def test_a_change_and_its_removal_can_be_interrupted_at_each_attribute(
+    method: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own, interrupted = base().train(), getattr(torch.nn.Module, method), 0
+    before = looks(model)
+    for number in range(100):
+        left = number
+
+        def counted(module: Any, name: str, *value: Any) -> None:
+            nonlocal left
+            left -= name == RECORD or (hasattr(model, RECORD) and name in (PART, EXTENSION, "config"))
+            if left == -1:
+                left = -2
+                raise KeyboardInterrupt
+            own(module, name, *value)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.nn.Module, method, counted)
+            try:
+                change(model, form)
+                remove(model)
+            except KeyboardInterrupt:
+                interrupted += 1
+        if hasattr(model, RECORD):
+            remove(model)
+        assert looks(model) == before
+        if left >= 0:
+            break
+    assert interrupted == number > 2
 
 
 @both

@@ -87,14 +87,14 @@ class Changes:
         setattr(target, name, value)
 
     def undo(self) -> None:
-        """Restore the model; a second call does nothing."""
+        """Restore the model; a second call does nothing, or continues one that was interrupted."""
         for hook in self.hooks:
             hook.remove()
         for target, name, value in reversed(self._before):
-            if value is ...:
-                delattr(target, name)
-            else:
+            if value is not ...:
                 setattr(target, name, value)
+            elif hasattr(target, name):
+                delattr(target, name)
         self.hooks, self._before = [], []
 
 

@@ -43,12 +43,12 @@ class StateLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        self.take(torch.arange(self.sequences).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.sequences).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Take the sequences with these numbers, or with these flags."""
-        rows = torch.as_tensor(indices).cpu()
-        self.take(rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows)
+        """Take the sequences with these numbers, which may count from the end, or with these flags."""
+        if self.sequences:
+            self.take(torch.arange(self.sequences)[torch.as_tensor(indices).cpu()])
 
     @property
     def sequences(self) -> int:
@@ -56,7 +56,7 @@ class StateLayer:
         raise NotImplementedError
 
     def take(self, rows: Any) -> None:
-        """Take the sequences with these numbers, (b,) int64 on the CPU."""
+        """Take the sequences with these numbers, (b,) int64 on the CPU, where there are some."""
         raise NotImplementedError
 
 
@@ -163,8 +163,6 @@ class PrunedLayer(StateLayer):
 
     def take(self, rows: Any) -> None:
         """Take the sequences with these numbers, (b,) int64 on the CPU."""
-        if not self.get_seq_length():  # type: ignore[attr-defined]
-            return
         self.keys, self.values = (array[rows.to(array.device)] for array in (self.keys, self.values))
         moved = ([held.of_sequences(rows.numpy()) for held in group] for group in self.states)
         self.states = tuple(tuple(held for held in group if held.rows is None or len(held.rows)) for group in moved)
