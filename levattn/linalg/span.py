@@ -129,12 +129,15 @@ def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], 
 
 
 def nonzero_rows(rows: Rows) -> Flags:
-    """Tell which rows of a batch of one have an entry that is not zero, (n,); a masked row has none."""
+    """Tell which rows of a batch of one have an entry that is not zero, (n,); a masked row has none.
+
+    Rows less their mean may read as zero because a scale lets their entries vanish, so all that take part count then.
+    """
     out = np.zeros(rows.shape[1], np.bool_)
     for part, X in _stored(rows):
-        if rows.shift is not None:
+        if rows.shift is not None and rows.scale is None:
             X = as_read(rows.between(part.start, part.stop))
-        out[part] = np.any(X != 0, axis=1)
+        out[part] = np.any(X != 0, axis=1)  # of scaled rows less their mean the column of ones
     return out
 
 

@@ -133,23 +133,22 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
 
     Also tell whether its rows are independent, and whether float64 proves it.
     """
-    stored = as_read(replace(rows, shift=None))
-    live = np.any(stored != 0, axis=1)
+    exact = as_read(replace(rows, shift=None, scale=None))  # entries may vanish by a scale, which changes no span
+    live = np.any(exact != 0, axis=1)
     if rows.shift is not None:  # zeros belong to the mean
         live = np.ones(len(live), np.bool_) if rows.mask is None else to_numpy(rows.mask)[0]
-    stored = stored[live]
-    m = len(stored)
+    exact, read = exact[live], as_read(rows)[live]
+    m = len(exact)
     if not m:
         return np.zeros(0, np.int64), True, True
-    read, ones = stored, np.zeros((m, 0))
-    if rows.shift is not None:  # a column of ones, independent of the centered columns, stands for the mean
-        read, ones = as_read(rows)[live], np.ones((m, 1))
+    # a column of ones, independent of the centered columns, stands for the mean
+    ones = np.zeros((m, 0)) if rows.shift is None else np.ones((m, 1))
     most = m - ones.shape[1]
     order, likely = _pivoted(_tame(read, np.frexp(largest)[1]))
     columns = order[:most]
     clear = len(columns) == most and _is_regular(np.hstack([ones, read[:, columns]]))
     if not clear:
-        vectors = Rows(np.hstack([ones, stored[:, order]]).T[None], "float64")
+        vectors = Rows(np.hstack([ones, exact[:, order]]).T[None], "float64")
         chosen = _independent(vectors, min(likely + m - most, m)) - (m - most)
         columns = order[chosen[chosen >= 0]]
     return np.sort(columns), len(columns) == most, clear

@@ -338,3 +338,23 @@ def test_a_sparse_entry_that_vanishes_beside_the_largest_of_its_column() -> None
 
     K = csr_array(np.array([[0.0, -1e307, 1.0], [0.0, 5e-324, 0.0]]))
     np.testing.assert_array_equal(levattn.universal_set(K, 0.5).indices, [0, 1])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0.0, 0.0, 0.0, -5e-324], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 7e150]],
+        [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2e-308], [0.0, 0.0, 1.0, -7e305]],
+        [[-1.0, 7e150], [1.0, -7e150], [0.0, 5e-324]],  # less its mean, the third row vanishes in the scaled columns
+    ],
+)
+def test_a_direction_that_vanishes_in_scaled_columns_counts_less_the_mean(rows: Any) -> None:
+    """All rows less their mean have the score 2/3, of which the smallest entries decide."""
+    from scipy.sparse import csr_array
+
+    K = np.array(rows)
+    stored = [(K, method) for method in ("auto", "gram", "qr", "svd")] + [(csr_array(K), "auto")]
+    for keys, method in stored:
+        assert levattn.universal_set(keys, 0.5, method=method, center=True).mask.all()
+        cut = levattn.universal_set(keys, size=1, method=method, center=True)
+        assert cut.epsilon >= 2 / 3 - 1e-9
