@@ -210,6 +210,14 @@ def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path, key
     assert "more (all with --json or --output)" in output
 
 
+@pytest.mark.filterwarnings("default::levattn.AxesWarning")
+def test_exchanged_axes_are_reported_in_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "keys.npy", np.zeros((60, 3, 4)))
+    told = run("universal-set", tmp_path / "keys.npy", "--epsilon", "0.1").stderr.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("levattn: K has shape (60, 3, 4): 3 keys of 4 columns")
+
+
 def test_options_reach_the_library(file: Path, keys: Array) -> None:
     shifted = file.with_name("shifted.npy")
     np.save(shifted, keys + 100)

@@ -170,7 +170,9 @@ class Shares:
             if layer not in full:
                 raise ValueError(f"{found.source} names layer {layer}; expected one of the {len(full)} of the model")
         if not full and found.rest not in (None, 1.0):
-            raise ValueError("all layers of the model slide and keep their windows, so nothing is cut; expected budget=1.0")
+            raise ValueError(
+                "all layers of the model slide and keep their windows, so nothing is cut; expected budget=1.0"
+            )
         if found.rest is not None and found.rest < 1:
             warnings.warn(
                 f"all heads are cut to {found.rest:.0%}, because there is no profile of them: decoders then fail to "
