@@ -1,4 +1,4 @@
-"""Input arrays: their namespace and device, and the conversion of results back to the caller's kind."""
+"""Input arrays: their namespace, device and memory, and the conversion of results back to the caller's kind."""
 
 from __future__ import annotations
 

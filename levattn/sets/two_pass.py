@@ -1,4 +1,4 @@
-"""Exact scores of keys in chunks, in two passes: one sums their second moments, one scores them."""
+"""Exact scores of keys in chunks, in two passes with checkpoints: one sums second moments, one scores the keys."""
 
 from __future__ import annotations
 

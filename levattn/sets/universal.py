@@ -404,8 +404,7 @@ def scan_set(
     if chunks is None:
         raise ValueError(
             f"source is of type {type(source).__name__}; expected chunks of keys: files opened with open_keys, an "
-            "object that can be iterated again and again, or a function that returns an iterator. Give arrays and "
-            "lists to universal_set"
+            "object to iterate twice, or a function that returns an iterator. Give arrays and lists to universal_set"
         )
     if method not in _SCANNED:
         raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")
