@@ -159,6 +159,8 @@ def remedy_of(array: Any, name: str) -> str:
     if package == "pandas":  # nullable columns become objects otherwise
         return f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave gaps out by mask="
     if package == "levattn" and hasattr(array, "load"):
+        if name != "K":
+            return f"Load them: {name}.load()"
         return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
     if package == "dask":
         return (
