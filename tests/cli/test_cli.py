@@ -639,8 +639,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: object, **__: object) -> None:
         raise AssertionError("the work has started")
 
-    monkeypatch.setattr(levattn, "universal_set", work)
-    monkeypatch.setattr(levattn, "heavy_attention", work)
+    for name in ("universal_set", "scan_set", "covering_set", "heavy_attention"):
+        monkeypatch.setattr(levattn, name, work)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -981,7 +981,7 @@ def test_ctrl_c_is_one_line_and_names_the_checkpoint(file: Path, monkeypatch: py
             checkpoint.write_bytes(b"so far")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(levattn, "universal_set", interrupt)
+    monkeypatch.setattr(levattn, "scan_set", interrupt)
     options = ("universal-set", file, "--epsilon", "0.1", "-o", output)
     assert refused(*options, status=130) == "levattn: interrupted\n"
     line = refused(*options, "--checkpoint", state, status=130)
