@@ -65,7 +65,7 @@ def run(code: str, *arguments: str, **environment: str) -> None:
 def build(levels: list[str], to: Path) -> list[Path]:
     """Make the archives, of the levels named or of all that this machine can compile for; return their paths."""
     sys.path.insert(0, str(ROOT))
-    from levattn._kernels.shipped import CPU_FEATURES, versions
+    from levattn._kernels.cache import CPU_FEATURES, versions
 
     kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     levels = levels or [level for level in CPU_FEATURES if level.startswith(kind)]

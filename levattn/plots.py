@@ -1,4 +1,4 @@
-"""Plots of leverage scores, captured mass and heavy attention.
+"""Plots of leverage scores, captured mass, heavy attention, layers and heads, and tokens of a text.
 
 The classes are display objects as in scikit-learn. A class method ``from_...`` takes the data, draws them and returns
 a display with the drawn values as attributes, ``ax_`` and ``figure_``. ``plot`` draws the display again on other axes.

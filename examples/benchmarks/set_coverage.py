@@ -178,14 +178,9 @@ def decoder() -> None:
             fit, test, new = np.array_split(order, 3)
             scores = levattn.expected_scores(K, Q[:, fit], f=f)
             for name, others in (("the context", np.full_like(rest, -np.inf)), ("all keys", rest)):
-                kept = levattn.universal_set(
-                    K,
-                    EPSILON,
-                    f=f,
-                    queries=Q[:, test],
-                    elsewhere=others[:, test],
-                    coverage=TARGET,
-                    scores=scores,
+                rest = others[:, test]
+                kept = levattn.covering_set(
+                    K, Q[:, test], EPSILON, f=f, coverage=TARGET, scores=scores, elsewhere=rest
                 )
                 A = attention(Q[:, new].reshape(-1, d), K, f, others[:, new].ravel())
                 label = f"{'one head' if heads == 1 else 'three heads'}, {split}, shares of {name}"

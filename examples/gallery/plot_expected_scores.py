@@ -83,9 +83,7 @@ A /= A.sum(axis=-1, keepdims=True)
 coverages = [0.8, 0.9, 0.95]
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
 for coverage in coverages:
-    found = levattn.universal_set(
-        K, epsilon, f=softmax, queries=seen, coverage=coverage
-    )
+    found = levattn.covering_set(K, seen, epsilon, f=softmax, coverage=coverage)
     missed = (epsilon <= A) & ~found.mask[..., None, :]
     reached = 1 - missed.any(axis=-1).mean(axis=-1)
     sizes = np.sort(found.sizes.ravel()) / n

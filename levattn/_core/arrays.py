@@ -1,4 +1,4 @@
-"""Input arrays: their namespace and device, and the conversion of results back to the caller's kind."""
+"""Input arrays: their namespace, device and memory, and the conversion of results back to the caller's kind."""
 
 from __future__ import annotations
 
@@ -159,6 +159,8 @@ def remedy_of(array: Any, name: str) -> str:
     if package == "pandas":  # nullable columns become objects otherwise
         return f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave gaps out by mask="
     if package == "levattn" and hasattr(array, "load"):
+        if name != "K":
+            return f"Load them: {name}.load()"
         return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
     if package == "dask":
         return (

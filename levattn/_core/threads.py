@@ -1,4 +1,4 @@
-"""Threads of the CPU kernels: how many, and one loop that shares work between them.
+"""Threads of the CPU kernels: how many, one loop that shares work between them, and reports of its progress.
 
 The kernels release the GIL, so plain Python threads run them side by side. Unlike an OpenMP or workqueue layer, the
 loop may be entered from several threads at once and survives a fork. Waking a sleeping thread takes as long as many a

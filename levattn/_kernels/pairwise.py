@@ -1,4 +1,4 @@
-"""Sums whose terms are combined in one order, however they arrive."""
+"""Sums whose terms are combined in one order, however they arrive, and sums that tell whether numbers are finite."""
 
 from __future__ import annotations
 

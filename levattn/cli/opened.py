@@ -1,4 +1,4 @@
-"""Models and texts of the commands: a folder or a .gguf file, a text file, and their errors."""
+"""Models, texts and profiles of the commands: a folder or a .gguf file, other files, and their errors."""
 
 import io
 import warnings

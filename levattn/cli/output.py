@@ -1,4 +1,4 @@
-"""The output of every command: tables, JSON, and one line for each error."""
+"""The output of every command: tables, JSON, pages of HTML, and one line for each error."""
 
 from __future__ import annotations
 

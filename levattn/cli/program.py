@@ -200,7 +200,7 @@ def _warnings_in_one_line() -> Iterator[None]:
         show = warnings.showwarning
 
         def in_one_line(message: Any, category: Any, *others: Any, **more: Any) -> None:
-            if issubclass(category, levattn.CacheWarning | levattn.RankWarning):
+            if issubclass(category, levattn.AxesWarning | levattn.CacheWarning | levattn.RankWarning):
                 report(str(message))
             else:
                 show(message, category, *others, **more)

@@ -1,4 +1,4 @@
-"""Heavy entries for f(x) = x²: normalizers come from the factor of the keys, on the device of queries and keys."""
+"""Heavy entries for f(x) = x², on the device of the keys: by the factor of the keys, or recovered from a sketch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared code of the readers of all formats: opened arrays, and refusals of files."""
+"""Shared code of all formats: opened arrays, refusals of files, and files that are written whole or not at all."""
 
 from __future__ import annotations
 

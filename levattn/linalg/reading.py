@@ -1,4 +1,4 @@
-"""Rows in float64 as the kernels read them, block by block, with checks of finiteness and of memory."""
+"""Rows in float64 as the kernels read them, block by block: checks that they are finite and fit, and a digest."""
 
 from __future__ import annotations
 

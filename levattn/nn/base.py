@@ -1,4 +1,4 @@
-"""Base classes of layers and of their decoding caches."""
+"""Base classes of layers and of their decoding caches, and short memories in front of latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of layers with latents: a feature before the logits, and values rotated by their positions."""
+"""Latte and Latte-Macchiato as layers: a feature before the logits, and values rotated by their positions."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _block_count(n: int, epsilon: float) -> int:
 
 
 def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
-    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `lewis`.
+    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}, by Lewis weights.
 
     M has equal weights where rounded Lewis weights would change the row space.
     """

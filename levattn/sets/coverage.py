@@ -351,8 +351,7 @@ class AdaptiveCoverage(SharedState):
     K : array of shape (n, d)
         Keys, one matrix.
     universal : UniversalSet
-        Their set with coverage, by `epsilon` or by `mass`, from `covering_set`. Its scores order
-        the keys.
+        Their set with coverage, by `epsilon` or by `mass`, from `covering_set`. Its scores order the keys.
     rate : float in (0, 1), default 0.02
         The γ above: with a larger γ sets follow changes faster, and vary more.
 
@@ -444,9 +443,9 @@ class AdaptiveCoverage(SharedState):
         Parameters
         ----------
         Q : array of shape (m, d), or (H, m, d)
-            Queries in their order, as for `universal_set`. If H heads share the keys, all must find their keys.
+            Queries in their order, as for `covering_set`. If H heads share the keys, all must find their keys.
         elsewhere : array of shape (m,), or (H, m), optional
-            The logarithms for keys outside K, as in `universal_set`.
+            The logarithms for keys outside K, as in `covering_set`.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""The result of `universal_set`, and a check that keys are the keys of a set."""
+"""Sets of keys as results: their scores and guarantee, how they are shown and saved, and whose keys they are."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         with lock_of(self):
             if self._stream is None:
-                warn_of_axes(matrices, chunk=True)
+                warn_of_axes(matrices.batch, matrices.n, matrices.d, chunk=True)
                 stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
             else:
                 stream = self._stream.copy()

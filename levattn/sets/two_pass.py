@@ -1,4 +1,4 @@
-"""Exact scores of keys in chunks, in two passes: one sums their second moments, one scores them."""
+"""Exact scores of keys in chunks, in two passes with checkpoints: one sums second moments, one scores the keys."""
 
 from __future__ import annotations
 
@@ -143,16 +143,19 @@ class _Together:
             yield keys, Rows(keys.data, keys.format)
 
 
-def as_source(K: Any) -> Source | None:
-    """Return the source of the chunks of K, None where K is an array; raise where K gives chunks only once."""
+def as_source(K: Any, name: str = "K") -> Source | None:
+    """Return the source of the chunks of K, None where K is an array; raise where K gives chunks only once.
+
+    `name`: of the argument, in errors.
+    """
     if is_torch(K):  # a nested tensor cannot be asked for its shape
         return None
     if isinstance(K, KeySource):
         return Source(lambda start: K.between(start, K.n) if K.n else [K.load()], K.n, _named(K), K)
     if type(K).__module__.startswith("dask."):
         raise TypeError(
-            f"K is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers use "
-            "levattn.distributed.dask.universal_set"
+            f"{name} is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers "
+            "use levattn.distributed.dask.universal_set"
         )
     if (
         isinstance(K, list | tuple | str | bytes | dict | os.PathLike)
@@ -163,8 +166,8 @@ def as_source(K: Any) -> Source | None:
         return None
     if isinstance(K, Iterator):
         raise TypeError(
-            f"K is of type {type(K).__name__}, which gives its chunks only once; expected an object to iterate twice, "
-            "or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet"
+            f"{name} is of type {type(K).__name__}, which gives its chunks only once; expected an object to iterate "
+            "twice, or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet"
         )
     if isinstance(K, Iterable):
         return Source(lambda start: _rows_from(K, start), None, f"an iterable of type {type(K).__name__}")

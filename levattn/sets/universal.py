@@ -110,9 +110,8 @@ _WIDTHS = 16  # divides the usual widths of heads, which are at most
 _WIDEST = 256
 
 
-def warn_of_axes(matrices: Matrices, *, chunk: bool = False) -> None:
-    """Warn where the axes of keys look exchanged; a first `chunk` of keys may be short."""
-    n, d, batch = matrices.n, matrices.d, matrices.batch
+def warn_of_axes(batch: tuple[int, ...], n: int, d: int, *, chunk: bool = False, stacklevel: int = 4) -> None:
+    """Warn where the axes of keys (*batch, n, d) look exchanged; a first `chunk` of keys may be short."""
     if not batch or not n:
         return
     remedy = None
@@ -125,7 +124,7 @@ def warn_of_axes(matrices: Matrices, *, chunk: bool = False) -> None:
             f"K has shape {(*batch, n, d)}: {n} keys of {d} columns in each of {math.prod(batch)} matrices, so that "
             f"each set may hold all its keys. Where the axes are {remedy}",
             AxesWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 
@@ -297,7 +296,7 @@ def universal_set(
             )
     with whole_keys(K) as keys:
         matrices = as_matrices(keys, "K", sparse=square)
-        warn_of_axes(matrices)
+        warn_of_axes(matrices.batch, matrices.n, matrices.d)
         labels = None if groups is None else as_labels(groups, matrices)
         if labels is not None and (not square or approximate or epsilon is None):
             raise ValueError(
@@ -401,9 +400,12 @@ def scan_set(
     >>> len(found) == len(levattn.universal_set(K, 0.02))
     True
     """
-    chunks = as_source(source)
+    chunks = as_source(source, "source")
     if chunks is None:
-        raise ValueError("source is an array; expected chunks of keys. Give arrays to universal_set")
+        raise ValueError(
+            f"source is of type {type(source).__name__}; expected chunks of keys: files opened with open_keys, an "
+            "object to iterate twice, or a function that returns an iterator. Give arrays and lists to universal_set"
+        )
     if method not in _SCANNED:
         raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")
     asked = _Asked(epsilon, size, method)
@@ -411,7 +413,12 @@ def scan_set(
 
 
 def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
-    """Return the exact set for x², after a warning where rows count as 1 and make it larger than rank/ε."""
+    """Return the exact set for x², after a warning where rows count as 1 and make it larger than rank/ε.
+
+    Chunks are together here, so that a warning of their axes is due.
+    """
+    if chunks:
+        warn_of_axes(found.batch, found.scores.shape[-1], found.factor.columns, stacklevel=5)
     if (
         found.guarantee == "superset"
         and not found.by_size

@@ -1,4 +1,4 @@
-"""Distributions of sketching matrices S (size, n): their draws for a row, and their application.
+"""Distributions of sketching matrices S (size, n): their draws for a row, their application, and sizes that suffice.
 
 Each S is the product of a scale and an unscaled matrix. If the entries of the unscaled matrix are integers, its sums
 over rows are exact for integer-valued keys.

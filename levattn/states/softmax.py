@@ -1,4 +1,4 @@
-"""Softmax averages of values, one for each latent."""
+"""Softmax averages of values, one for each latent, and statistics of tokens for each head."""
 
 from __future__ import annotations
 

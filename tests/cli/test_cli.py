@@ -210,6 +210,14 @@ def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path, key
     assert "more (all with --json or --output)" in output
 
 
+@pytest.mark.filterwarnings("default::levattn.AxesWarning")
+def test_exchanged_axes_are_reported_in_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "keys.npy", np.zeros((60, 3, 4)))
+    told = run("universal-set", tmp_path / "keys.npy", "--epsilon", "0.1").stderr.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("levattn: K has shape (60, 3, 4): 3 keys of 4 columns")
+
+
 def test_options_reach_the_library(file: Path, keys: Array) -> None:
     shifted = file.with_name("shifted.npy")
     np.save(shifted, keys + 100)
@@ -631,8 +639,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: object, **__: object) -> None:
         raise AssertionError("the work has started")
 
-    monkeypatch.setattr(levattn, "universal_set", work)
-    monkeypatch.setattr(levattn, "heavy_attention", work)
+    for name in ("universal_set", "scan_set", "covering_set", "heavy_attention"):
+        monkeypatch.setattr(levattn, name, work)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -973,7 +981,7 @@ def test_ctrl_c_is_one_line_and_names_the_checkpoint(file: Path, monkeypatch: py
             checkpoint.write_bytes(b"so far")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(levattn, "universal_set", interrupt)
+    monkeypatch.setattr(levattn, "scan_set", interrupt)
     options = ("universal-set", file, "--epsilon", "0.1", "-o", output)
     assert refused(*options, status=130) == "levattn: interrupted\n"
     line = refused(*options, "--checkpoint", state, status=130)

@@ -292,3 +292,17 @@ def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed
         with torch.no_grad():
             assert model(question(1), **{CACHE: cache}).logits.isfinite().all()
     assert cache.layers[0].length > CONTEXT
+
+
+def test_a_cache_whose_last_call_failed_before_it_asked_can_be_saved(tmp_path: Any) -> None:
+    pytest.importorskip("safetensors")
+    model = base(num_hidden_layers=1)
+    cache = compress(model, tokens(2, CONTEXT), budget={(0, 0): 0.4}, renew_every=6)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    cache.ask(model, {"input_ids": question(0, 2), "attention_mask": mask}, **GREEDY)
+    with pytest.raises(ValueError, match="not causal"), torch.no_grad():
+        model(question(1, 2), attention_mask=torch.zeros(2, 1, 3, cache.get_seq_length() + 3), **{CACHE: cache})
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    for turn in range(2):
+        assert torch.equal(logits(loaded, model, turn, 2), logits(cache, model, turn, 2))

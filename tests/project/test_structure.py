@@ -10,8 +10,11 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
+import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -513,6 +516,28 @@ def test_rule_accepts_an_innocent_package(tmp_path: Path, rule: Rule) -> None:
 
 
 # The public names
+
+
+PROGRAMS = [ROOT.parent / "hatch_build.py", *sorted((ROOT.parent / "examples").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_programs_use_names_and_keywords_of_the_library(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "levattn":
+            assert importlib.util.find_spec(str(node.module)), f"line {node.lineno}"
+            with suppress(ModuleNotFoundError):  # of an optional package
+                importlib.import_module(str(node.module))
+            module = sys.modules.get(str(node.module))
+            if module is None:
+                continue
+            absent = {alias.name for alias in node.names} - {*dir(module), *getattr(module, "__all__", ())}
+            assert all(importlib.util.find_spec(f"{node.module}.{name}") for name in absent), f"line {node.lineno}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called, value = node.func.attr, node.func.value
+            if isinstance(value, ast.Name) and value.id == "levattn":
+                parameters = inspect.signature(getattr(levattn, called)).parameters
+                assert {word.arg for word in node.keywords if word.arg} <= set(parameters), f"line {node.lineno}"
 
 
 def test_public_names_are_listed_once_and_by_dir() -> None:

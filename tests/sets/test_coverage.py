@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -377,6 +378,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         )
     },
 }
+
+
+def test_queries_in_a_file_are_to_be_loaded(tmp_path: Path) -> None:
+    np.save(tmp_path / "queries.npy", QUERIES)
+    with pytest.raises(TypeError, match=r"queries is of type KeySource; expected .*Load them: queries\.load\(\)$"):
+        levattn.covering_set(KEYS, levattn.open_keys(tmp_path / "queries.npy"), 0.1, coverage=0.8)
 
 
 @pytest.mark.parametrize("name", BAD)

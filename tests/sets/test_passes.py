@@ -368,8 +368,15 @@ def test_options_that_two_passes_do_not_have(tmp_path: Path, options: dict[str, 
 
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (K0, {"progress": print}, ValueError, "source is an array; expected chunks"),
-    (K0, {"checkpoint": "a"}, ValueError, "source is an array; expected chunks"),
+    (K0, {"progress": print}, ValueError, "source is of type ndarray; expected chunks"),
+    (K0, {"checkpoint": "a"}, ValueError, "source is of type ndarray; expected chunks"),
+    (
+        "keys.npy",
+        {"progress": None},
+        ValueError,
+        "source is of type str; expected chunks of keys: files opened with open_keys",
+    ),
+    (iter([K0]), {"progress": None}, TypeError, "source is of type list_iterator, which gives its chunks only once"),
     (Chunks(K0), {"progress": "yes"}, TypeError, "progress is 'yes'; expected None, True"),
     (Chunks(K0), {"checkpoint_rows": 5}, ValueError, "checkpoint_rows is 5 without checkpoint"),
     *(

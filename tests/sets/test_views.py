@@ -228,6 +228,18 @@ def test_exchanged_axes_of_a_first_chunk_warn() -> None:
         levattn.StreamingUniversalSet(0.2).update(few)
 
 
+@pytest.mark.parametrize("find", [levattn.universal_set, levattn.scan_set])
+@pytest.mark.parametrize("kind", ["chunks", "file"])
+def test_exchanged_axes_of_chunks_warn(find: Any, kind: str, tmp_path: Path) -> None:
+    K = keys(3).swapaxes(0, 1).copy()
+    np.save(tmp_path / "keys.npy", K)
+    source = levattn.open_keys(tmp_path / "keys.npy") if kind == "file" else lambda: iter([K[:, :2], K[:, 2:]])
+    with pytest.warns(levattn.AxesWarning, match=r"K has shape \(60, 3, 4\): 3 keys of 4 columns") as seen:
+        find(source, 0.2)
+    assert [warning.filename for warning in seen] == [__file__]
+    find(lambda: iter([K.swapaxes(0, 1)]), 0.2)
+
+
 def test_epsilon_goes_by_place_and_by_name() -> None:
     K = keys()
     by_name = levattn.universal_set(K, epsilon=0.2)

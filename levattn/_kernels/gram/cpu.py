@@ -1,4 +1,4 @@
-"""Second moments and squared norms on the CPU: Numba code, shared out over threads that run without the GIL."""
+"""Second moments and squared norms on the CPU: by BLAS, or by Numba code in threads that run without the GIL."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Latent attention on a CUDA device: launches of latent.cu, latent_tensor.cu, latent_back.cu and decay.cu.
+"""Latent attention on a CUDA device: launches of the sources latent*.cu and decay.cu.
 
-Sequences are cut into runs (`cuda_runs`). A block of threads takes one run, with up to 128 latents and columns. No bit
+Sequences are cut into runs (`Runs`). A block of threads takes one run, with up to 128 latents and columns. No bit
 of a row depends on later rows, other sequences or other heads. Forward passes use tensor cores in single precision,
 not in double. Gradients are summed position by position in both. Kernels read 16-bit numbers without conversion, and
-round outputs when they write them. A few rows after a state take one launch (`cuda_step`).
+round outputs when they write them. A few rows after a state take one launch (`step_at_once`).
 """
 
 from __future__ import annotations

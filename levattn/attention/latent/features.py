@@ -1,4 +1,4 @@
-"""Short memories along a sequence, in front of latent logits: a gated linear recurrence and a causal convolution."""
+"""In front of latent attention: a gated linear recurrence, a causal convolution, and values rotated by positions."""
 
 from __future__ import annotations
 

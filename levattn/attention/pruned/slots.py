@@ -1,4 +1,4 @@
-"""The slots of a query of pruned attention: how many keys of each kind it reads."""
+"""The slots of a query of pruned attention: how many keys of each kind it reads, and the rule that selects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of token statistics attention: checks of arguments, and the inputs of memberships."""
+"""Calls of token statistics attention: checks of arguments, the inputs of memberships, and states after a call."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _chosen(budget: Any, heads: Any, layers: Any, rule: SharedOptions) -> tuple[
     """Return budget, heads and options, or raise; a profile splits the budget, a calibration has its own options."""
     if isinstance(budget, HeadProfile):
         raise TypeError(
-            "budget is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=...)"
+            "budget is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
         )
     if isinstance(heads, HeadProfile):
         if layers is not None or not isinstance(budget, float | int):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from levattn._core.checks import needing
+from levattn._core.checks import needing, whole_number
 from levattn.integrations.transformers.calls import inputs_device
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal
 from levattn.integrations.transformers.compression.slots import HeadSlots
@@ -21,6 +21,7 @@ from levattn.io import replace_file
 
 _FORMAT, _VERSION = "levattn context", 3
 _SLOTS = ("keys", "values", "log_weight", "places")
+_MANY = 1 << 20  # more heads than any layer has
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
 _FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
     *("scaling", "sliding_window", "attn_logit_softcapping", "variance_epsilon", "eps"),
@@ -93,12 +94,13 @@ def read_context(path: str | os.PathLike[str], model: Any) -> tuple[list[Any], A
     origin = Origin(model, str(head.get("fingerprint")))
     origin.check_file(path)
     try:
-        tokens, present, context = arrays["tokens"], arrays["present"], head["context"]
+        tokens, present, context = arrays["tokens"], arrays["present"], whole_number("context", head["context"])
         _need(tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32), "its tokens are no whole numbers")
         _need((present.dtype, present.shape) == (torch.bool, tokens.shape), "its mask is not of its tokens")
         _need(0 < context <= tokens.shape[1], f"its context has {context} positions")
         _need(bool(present[:, :context].any(1).all()), "a sequence has no positions")
-        heads = getattr(model.config.get_text_config(decoder=True), "num_key_value_heads", None)
+        config = model.config.get_text_config(decoder=True)
+        heads, queries = (getattr(config, f"num_{kind}_heads", None) for kind in ("key_value", "attention"))
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers]
         _need(
             [told.get("window") for told in head["layers"]] == windows, f"its windows are not the model's, {windows}"
@@ -107,9 +109,13 @@ def read_context(path: str | os.PathLike[str], model: Any) -> tuple[list[Any], A
         for number, told in enumerate(head["layers"]):
             found = sorted(head for some in told["heads"] for head in some)
             count = heads if isinstance(heads, int) else len(found)
-            _need(bool(found) and found == list(range(count)), f"layer {number} has the heads {found}")
+            whole = bool(found) and {*map(type, found)} == {int}
+            _need(whole and found == list(range(count)), f"layer {number} has the heads {found}")
             own = {name.partition(".")[2]: arrays[name] for name in arrays if name.startswith(f"{number}.")}
             _check(number, told, own, present[:, :context], head["positions"])
+            asked = own.get("renewal.asked")
+            fits = asked is None or not isinstance(queries, int) or asked.shape[1] == queries
+            _need(fits, f"layer {number} has queries of other heads")
             own = {name: array.to(devices.get(number, device)) for name, array in own.items()}
             layers.append(_layer(number, told, own, head["positions"]))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -133,7 +139,7 @@ def _need(fits: bool, otherwise: str) -> None:
 
 def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: Any, positions: int) -> None:
     """Raise unless the arrays of a layer fit together, and the context (B, n) and the positions read so far."""
-    (B, n), length, window = present.shape, told["length"], told.get("window")
+    (B, n), length, window = present.shape, whole_number("length", told["length"], 0), told.get("window")
     lengths = range(n, positions + 1) if "renewal" in told else [n if window is None else positions]
     _need(n <= positions and length in lengths, f"layer {number} has slots of {length} of {positions} positions")
     kind, d, D = arrays["0.keys"].dtype, arrays["0.keys"].shape[3], arrays["0.values"].shape[3]
@@ -168,7 +174,10 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
     _need(torch.equal(known[:, :n], present), f"layer {number} has another context")
     if "renewal" in told:
         fits = bool((arrays["renewal.slots"] > 0).all()) and set(told["renewal"]["whole"]) <= set(range(G))
-        _need(fits, f"layer {number} counts other heads or slots than it has")
+        counts = told["renewal"]["seen"]  # of queries, of which some are left out, and of keys
+        fits = fits and [count for _, count in counts] == known.sum(1).tolist()
+        fits = fits and all(asked <= _MANY * length for asked, _ in counts)
+        _need(fits, f"layer {number} counts other heads, slots or keys than it has")
     for i, heads in enumerate(told["heads"]):
         places, weight = arrays[f"{i}.places"], arrays.get(f"{i}.log_weight")
         there = torch.ones(places.shape) if weight is None else weight > -torch.inf

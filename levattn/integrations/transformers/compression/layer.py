@@ -175,9 +175,9 @@ class Renewal:
         moments = zip(*((seen.queries.total, seen.queries.second, seen.keys.total) for seen in self.seen), strict=True)
         pairs = zip(("queries", "squares", "keys"), moments, strict=True)
         arrays = {name: torch.stack([tensor_of(array) for array in parts]) for name, parts in pairs}
-        none = torch.ones((len(self.seen), t), dtype=torch.bool)
-        arrays |= {"slots": self.slots, "present": none if self.present is None else self.present[:, :t]}
-        if 0 < t <= self.asked.length:  # else a call failed before it asked
+        present = torch.ones((len(self.seen), 0), dtype=torch.bool) if self.present is None else self.present[:, :t]
+        arrays |= {"slots": self.slots, "present": pad(present, (0, t - present.shape[1]), value=True)}
+        if 0 < t <= self.asked.length:  # else a call failed before it asked, or told its padding
             arrays["asked"] = self.asked.arrays[0][:, :, :t]
         return {**figures, "seen": counts}, arrays
 
