@@ -262,7 +262,7 @@ def test_too_few_texts_name_how_many_would_do(encoder):
 def test_a_loss_that_shows_no_risk_names_how_many_texts_would_do(encoder, monkeypatch):
     measured = Losses.of_texts
     for loss, message in (
-        (0.05, r"have a mean loss of 0\.05 .*at least 184 texts of that loss\. Give more"),
+        (0.05, r"have a mean loss of 0\.05\. .*at least 184 texts of that loss\. Give more"),
         (0.2, "below the risk. Give a larger"),
     ):
         monkeypatch.setattr(Losses, "of_texts", lambda *given, loss=loss: 0 * measured(*given) + loss)

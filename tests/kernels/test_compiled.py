@@ -94,7 +94,8 @@ def test_a_kernel_is_stamped_by_the_modules_that_it_reaches(name: str) -> None:
     sources = jit._sources(FOLDER / name)
     for source in sources:
         for module in kernels_imported_by(FOLDER / source):
-            assert module.removeprefix("levattn._kernels.").replace(".", "/") + ".py" in sources
+            place = module.removeprefix("levattn._kernels.").replace(".", "/")
+            assert f"{place}/__init__.py" in sources if (FOLDER / place).is_dir() else f"{place}.py" in sources
 
 
 def test_no_address_is_a_float() -> None:
