@@ -267,6 +267,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         if not hasattr(model, "generate"):
             raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
         self.origin.check(model)
+        self.origin.check_attention()
         self._check_rows("question", len(ids))
         config, n = options.get("generation_config"), self.context_length - _BOUNDARY
         for name in ("cache", "past_key_values", "position_ids", "inputs_embeds"):
@@ -274,6 +275,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                 raise ValueError(f"{name} was given to ask; expected options of generate alone, as the cache has it")
         if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
             raise ValueError("use_cache is False; expected True, as the context is in the cache alone")
+        if _option(model, options, "output_attentions"):
+            raise ValueError(
+                "output_attentions is True; expected False, as weights of attention are not formed over slots. Leave "
+                "it out, or give a DynamicCache to generate"
+            )
         if self.context_length >= _FEWEST and torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
             raise ValueError(
                 f"question has {ids.shape[1]} tokens that begin with the {self.context_length} of the context, which "

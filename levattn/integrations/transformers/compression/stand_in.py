@@ -80,6 +80,7 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
 
 class _Formed(threading.local):
     latest: Sequence[weakref.ref[_StandIn]] = ()  # the two weights of attention that were last in use in a thread
+    number: int = -1  # of the layer whose keys were last handed over in it
 
 
 _formed = _Formed()
@@ -90,7 +91,10 @@ def handed_over(number: int, rows: int, answered: Answer, arrays: Sequence[Any],
 
     `length`: how many they are, of which `arrays` are the last; None if the model's attention reads the arrays.
     """
-    kept = [x for x in (weights() for weights in _formed.latest) if x is not None and x.record.number < number]
+    if number <= _formed.number:  # another call begins, and an error may still hold weights of an earlier one
+        _formed.latest = ()
+    _formed.number = number
+    kept = [x for x in (weights() for weights in _formed.latest) if x is not None]
     if len(kept) == 2:  # some models keep one until the next layer returns
         raise UnreadError(
             f"the weights of attention of layer {kept[0].record.number} are kept, as by output_attentions=True; "
