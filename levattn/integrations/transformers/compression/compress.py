@@ -158,7 +158,10 @@ def _check(model: Any, present: Any, chunk: int | None) -> None:
     """Raise for a model that is no decoder, or whose positions allow no such context or no chunks."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # without the part that reads images
-    causal = [module.is_causal for module in (decoder or model).modules() if hasattr(module, "is_causal")]
+    kinds = ("is_causal", "is_decoder")  # attributes of modules of attention, by version and family
+    causal = [
+        getattr(module, kind) for module in (decoder or model).modules() for kind in kinds if hasattr(module, kind)
+    ]
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
         raise ValueError(f"{name} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
     most, longest = getattr(config, "max_position_embeddings", None), int(present.sum(1).max())
@@ -209,7 +212,14 @@ class _Keeper:
     def reading(self, model: Any, first: int, last: int) -> Iterator[None]:
         """Keep the slots of the positions from `first` to `last`, which the model reads in the block."""
         self.first, self.last = first, last
-        yield
+        try:
+            yield
+        except AttributeError as error:
+            if error.obj is not self.cache:
+                raise
+            # a layer of states asks the cache for what no layer of keys has
+            read = (number for number, layer in enumerate(self.cache.layers) if number not in self.found)
+            raise _without_keys(model, next(read, 0)) from error
         for number, layer in enumerate(self.cache.layers):
             if number in self.found:
                 layer.keep(self.found.pop(number), self.cache.present[:, :last])
