@@ -53,9 +53,9 @@ def asked(context: Any) -> Any:
 
 
 def answer(model: Any, cache: Any, question: Any, **options: Any) -> tuple[Any, Any]:
-    found = model.generate(
+    found = cache.ask(
+        model,
         question,
-        past_key_values=cache,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
@@ -72,7 +72,7 @@ def test_whole_budget_generates_what_the_model_does(opened: Any, context: Any) -
     dense = model.generate(torch.cat([tokens, asked(context)], 1), **options)[:, LENGTH:]
     for chunk in (None, 256):
         cache = compress(model, tokens, budget=1.0, chunk=chunk)
-        assert torch.equal(model.generate(asked(context), past_key_values=cache, **options), dense)
+        assert torch.equal(cache.ask(model, asked(context), **options), dense)
 
 
 def test_a_quarter_of_the_bytes_recalls_with_a_profile(
