@@ -358,3 +358,12 @@ def test_a_direction_that_vanishes_in_scaled_columns_counts_less_the_mean(rows: 
         assert levattn.universal_set(keys, 0.5, method=method, center=True).mask.all()
         cut = levattn.universal_set(keys, size=1, method=method, center=True)
         assert cut.epsilon >= 2 / 3 - 1e-9
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_masked_keys_out_of_the_range_of_the_others_warn_of_nothing(center: bool) -> None:
+    import array_api_strict
+
+    K, mask = (array_api_strict.asarray(np.array(x)) for x in ([[1e307], [4e-308]], [False, True]))
+    found = levattn.universal_set(K, 0.1, mask=mask, center=center)
+    assert np.asarray(found.mask).tolist() == [False, not center]

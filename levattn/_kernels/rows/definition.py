@@ -19,6 +19,8 @@ def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:
     xp = array_namespace(rows.keys)
     x = xp.astype(rows.keys[item, start:stop, :], xp.float64)
     if rows.scale is not None:
+        if rows.mask is not None:  # the scale is for the other rows, and would take these out of range
+            x = xp.where(rows.mask[item, start:stop][:, None], x, xp.zeros_like(x))
         x = x * send(rows.scale[item], rows)[None, :]
     if rows.shift is not None:
         first, second, _ = (send(part, rows)[None, :] for part in rows.shift[item])
