@@ -500,7 +500,8 @@ def covering_set(
     order = np.argsort(-expected_scores(K, Q, f), kind="stable")
     heavy = attention_scores(others, K, f)[:, order] >= epsilon
     needed = np.where(heavy, 1 + np.arange(len(K)), 0).max(axis=1)
-    length = np.sort(needed)[math.ceil(coverage * (len(others) + 1)) - 1]
+    place = math.ceil(round(coverage * (len(others) + 1), 9))  # 0.55 · 20 is 11, and not more by a rounding
+    length = np.sort(needed)[place - 1]
     return np.sort(order[:length])
 
 

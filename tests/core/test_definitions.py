@@ -104,6 +104,16 @@ def test_covering_set_covers_with_its_probability():
     assert missed <= 0.1 * trials + 3 * (trials * 0.1 * 0.9) ** 0.5
 
 
+@pytest.mark.parametrize(("coverage", "m", "place"), [(0.55, 19, 11), (0.9, 9, 9), (0.8, 19, 16), (0.8, 20, 17)])
+def test_covering_set_takes_the_quantile_of_conformal_prediction(coverage, m, place):
+    """Query i attends to key i alone, and keys are in their order: it needs i + 1 of them."""
+    K, order = np.eye(m), np.diag(1.0 / np.arange(1, m + 1) ** 2)
+    kept = definitions.covering_set(K, np.vstack([np.eye(m)[: m - i] for i in range(m)]), order, 0.5, coverage)
+    assert kept.tolist() == list(range(place))
+    found = levattn.covering_set(K, np.eye(m), 0.5, coverage=coverage, scores=-np.arange(m))
+    assert found.indices.tolist() == list(range(place))
+
+
 def test_pruned_attention_with_all_keys_is_dense_and_a_summary_weighs_at_most_its_members():
     rng = np.random.default_rng(5)
     Q, K, V = rng.standard_normal((6, 4)), rng.standard_normal((20, 4)), rng.standard_normal((20, 2))
