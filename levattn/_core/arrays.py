@@ -504,11 +504,6 @@ def take_entries(array: Any, which: npt.NDArray[np.int64]) -> Any:
     return array_namespace(array).take(array, to_device(which, array), axis=0)
 
 
-def item_entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Return some entries of one item of an array (b, n, ...), in main memory."""
-    return to_numpy(take_entries(array[item], which)) if on_cuda(array) else np.asarray(array[item, which])
-
-
 def lengths(X: Any) -> Any:
     """Return the norms (...) of rows (..., d) without under- or overflow: 0 only for rows of zeros."""
     xp = array_namespace(X)

@@ -43,11 +43,9 @@ class Covered:
         if self.mass is not None:
             fraction("mass", self.mass)
 
-    def order(
-        self, Q: Float64, keys: Matrices, present: Flags, f: Any, elsewhere: Float64 | None, seed: int
-    ) -> Float64:
+    def order(self, Q: Float64, keys: Matrices, present: Flags, f: Any, elsewhere: Float64 | None) -> Float64:
         """Return the scores (n,) that order the keys: from the given queries and from normal queries like them."""
-        drawn = of_sample(Q[None]).normal_draws(0, _DRAWS, seed)
+        drawn = of_sample(Q[None]).normal_draws(0, _DRAWS, 0)
         again = None if elsewhere is None else np.resize(elsewhere, _DRAWS)
         given = mean_shares(Q, keys, present, f, self.epsilon, elsewhere)
         return (given + mean_shares(drawn, keys, present, f, self.epsilon, again)) / 2
@@ -235,7 +233,6 @@ def _covering_set(
     elsewhere: Any,
     scores: Any,
     mask: Any,
-    seed: int = 0,
 ) -> UniversalSet:
     """Return the set of keys for queries like the given ones; see `covering_set`."""
     if wish.size is not None:
@@ -251,7 +248,7 @@ def _covering_set(
     rest = None
     if elsewhere is not None:
         rest = logarithms(elsewhere, f, known.sample.shape[:2], np.shape(queries)[:-1], (*matrices.batch, m))
-    parts = split_queries(m, wish.coverage, seed, whole=scores is not None)
+    parts = split_queries(m, wish.coverage, 0, whole=scores is not None)
     fit, test = (np.arange(g)[:, None] * m + part for part in parts)  # of all heads
     factor = factorize(matrices, method="auto", mask=mask)
     kind = np.float64 if matrices.format == "float64" else np.float32
@@ -260,7 +257,7 @@ def _covering_set(
     for item in range(b):
         keys, here, Q = matrices.item(item), present[item], known.sample[item]
         others = [None if rest is None else rest[item, part.ravel()] for part in (fit, test)]
-        by = wish.order(Q[fit.ravel()], keys, here, f, others[0], seed) if ordered_by is None else ordered_by[item]
+        by = wish.order(Q[fit.ravel()], keys, here, f, others[0]) if ordered_by is None else ordered_by[item]
         found[item] = np.where(here, by, 0.0)
         del by
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
