@@ -110,7 +110,7 @@ def _of_sets(kind: Any) -> list[Callable[[], Any]]:
 
 
 def _of_others(kind: Any) -> list[Callable[[], Any]]:
-    X = _keys(kind)[None, :600]
+    X, few = _keys(kind)[None, :600], attention.Selection(size=64, summaries=8)
     x = X[:, :1]
     return [
         lambda: attention.latte(X, X, X),
@@ -119,21 +119,21 @@ def _of_others(kind: Any) -> list[Callable[[], Any]]:
         lambda: attention.tssa(X[None]),
         lambda: attention.tssa(X[None], causal=True),
         lambda: attention.tssa(x[None], causal=True, state=_tokens_of(x), return_state=True),
-        lambda: attention.pruned_attention(X, X, X, size=64, summaries=8),
-        lambda: attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True),
+        lambda: attention.pruned_attention(X, X, X, few),
+        lambda: attention.causal_pruned_attention(X, X, X, few),
         lambda: attention.macchiato(X, X, X, X, X, X[..., 0], window=64),
     ]
 
 
 def _of_gradients(kind: Any) -> list[Callable[[], Any]]:
-    X = _keys(kind)[None, :600]
+    X, few = _keys(kind)[None, :600], attention.Selection(size=64, summaries=8)
     return [
         lambda: _followed(attention.latte, X, X, X),
         lambda: _followed(attention.latte, X, X, X, causal=True),
         lambda: _followed(attention.rg_lru, X, X, X, X[0, 0]),
         lambda: _followed(attention.tssa, X[None]),
         lambda: _followed(attention.tssa, X[None], causal=False),
-        lambda: _followed(attention.pruned_attention, X, X, X, size=64, summaries=8),
+        lambda: _followed(attention.pruned_attention, X, X, X, few),
     ]
 
 

@@ -148,7 +148,7 @@ def check_attention() -> None:
     for name, output in (
         ("latte", latte(Q, K, V)),
         ("tssa", tssa(V)),
-        ("pruned_attention", pruned_attention(Q, K, V, budget=10)),
+        ("pruned_attention", pruned_attention(Q, K, V, 10)),
     ):
         check(output.shape == V.shape and np.isfinite(output).all(), f"{name} returns {output}")
 

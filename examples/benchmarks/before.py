@@ -85,8 +85,8 @@ def calls() -> dict[str, Callable[[], object]]:
         ],
         "causal": lambda: levattn.heavy_attention(*row, 0.05, causal=True),
         "causal of a real head": lambda: levattn.heavy_attention(asked, head, 0.1, causal=True),
-        "pruned causal": lambda: pruned_attention(*parts, budget=256, causal=True),
-        "pruned causal, real heads": lambda: pruned_attention(queries[2], keys[2], values[2], budget=64, causal=True),
+        "pruned causal": lambda: causal_pruned_attention(*parts, 256)[0],
+        "pruned causal, real heads": lambda: causal_pruned_attention(queries[2], keys[2], values[2], 64)[0],
         "approximate set": lambda: levattn.universal_set(exact, 0.05, method="countsketch"),
     }
 

@@ -59,11 +59,11 @@ def whole(lengths: list[int], rounds: int) -> None:
         tensors = torch.from_numpy(X)
         calls: dict[str, Callable[[], object]] = {
             "dense": dense(X),
-            "pruned": lambda X=X: pruned_attention(*X, budget=SLOTS),
-            "of tensors": lambda X=tensors: pruned_attention(*X, budget=SLOTS),
+            "pruned": lambda X=X: pruned_attention(*X, SLOTS),
+            "of tensors": lambda X=tensors: pruned_attention(*X, SLOTS),
             # the same slots, but neither scores nor clusters to find: what is left is the mixture
             "chosen": lambda X=X, given=given: pruned_attention(
-                *X, size=SLOTS - 17, window=8, scores=given, summaries=0
+                *X, Selection(size=SLOTS - 17, summaries=0, window=8, scores=given)
             ),
         }
         times = interleaved(calls, rounds, PAUSE, WARM)
@@ -89,8 +89,8 @@ def causal(lengths: list[int], rounds: int) -> None:
             tensors = torch.from_numpy(X)
             calls: dict[str, Callable[[], object]] = {
                 "dense": dense(X, causal=True),
-                "pruned": lambda X=X: pruned_attention(*X, budget=SLOTS, causal=True),
-                "of tensors": lambda X=tensors: pruned_attention(*X, budget=SLOTS, causal=True),
+                "pruned": lambda X=X: causal_pruned_attention(*X, SLOTS)[0],
+                "of tensors": lambda X=tensors: causal_pruned_attention(*X, SLOTS)[0],
             }
             times = interleaved(calls, rounds, PAUSE, WARM)
             ratio = times["dense"] / times["pruned"]
@@ -107,13 +107,13 @@ def decoding(lengths: list[int], rounds: int) -> None:
     rows = []
     for n in lengths:
         X = arrays(n + STEPS)
-        _, state = pruned_attention(*X[:, :, :n], budget=SLOTS, causal=True, return_state=True)
+        _, state = causal_pruned_attention(*X[:, :, :n], SLOTS)
         steps = [X[:, :, i : i + 1] for i in range(n, n + STEPS)]
         q, k, v = torch.from_numpy(X)[:, None]
 
         def pruned(steps: Any = steps, state: Any = state) -> None:
             for x in steps:
-                _, state = pruned_attention(*x, causal=True, state=state, return_state=True)
+                _, state = causal_pruned_attention(*x, state)
 
         def full(q: Any = q, k: Any = k, v: Any = v, n: int = n) -> None:
             for i in range(n, n + STEPS):

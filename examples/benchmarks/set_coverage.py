@@ -105,7 +105,7 @@ def pruned_heads(splits: int) -> None:
         for split in range(splits):
             seen, new = np.split(Q[..., rng.permutation(Q.shape[-2]), :], 2, axis=-2)
             bound = pruned_coverage(seen, K, V, coverage=TARGET, error=error, scale=scale, rng=split)
-            dense = pruned_attention(new, K, V, budget=1.0, scale=scale)
+            dense = pruned_attention(new, K, V, 1.0, scale=scale)
             inside = np.zeros(new.shape[:-1], bool)
             for budget in np.unique(bound.budget):
                 options = {"budget": float(budget), "queries": bound.queries, "window": 0, "scale": scale}

@@ -96,7 +96,7 @@ class Service:
             raise KeyError(name)
         with self._reading:
             tokens = self.tokenizer(text, return_tensors="pt")
-            cache = compress(self.model, tokens, budget=self.budget, heads=self.heads)
+            cache = compress(self.model, tokens, self.budget, heads=self.heads)
         cache.save(self._file(name))
         return cache
 

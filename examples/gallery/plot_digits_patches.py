@@ -32,7 +32,9 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention = LevAttention(WIDTH, heads=HEADS, size=SIZE, bias=False)
+        self.attention = LevAttention(
+            WIDTH, Selection(size=SIZE), heads=HEADS, bias=False
+        )
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
@@ -110,7 +112,7 @@ def kept_by_heads(x):
         -1, (3, HEADS, -1)
     )
     _, certificate = pruned_attention(
-        *parts.permute(2, 0, 3, 1, 4), size=SIZE, return_certificate=True
+        *parts.permute(2, 0, 3, 1, 4), Selection(size=SIZE), return_certificate=True
     )
     return certificate.kept.unflatten(-1, (SIDE, SIDE)).numpy()
 

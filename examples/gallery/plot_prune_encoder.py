@@ -69,7 +69,7 @@ dense = embedding()
 # report compares some queries of every head with dense attention. ``captured`` is the share of the dense softmax on
 # exactly attended keys, and ``error`` is the relative error of a head's output, with the summaries.
 
-with prune(model, budget=0.2) as report:
+with prune(model, 0.2) as report:
     pruned = embedding()
 
 cosine = (dense * pruned).sum().item()

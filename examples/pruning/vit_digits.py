@@ -65,7 +65,7 @@ class ByKeys(LevAttention):
         Q, K, V = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         still = K.detach()
         scores = torch.rand(still.shape[:-1]) if self.choose == "random" else still.norm(dim=-1)
-        Y = pruned_attention(Q, K, V, size=self.options["size"], scores=scores)
+        Y = pruned_attention(Q, K, V, Selection(size=self.options["size"], scores=scores))
         return self.proj(Y.transpose(1, 2).flatten(-2))
 
 

@@ -8,8 +8,8 @@ from levattn.attention.latent.macchiato import MacchiatoState, macchiato, repeat
 from levattn.attention.latent.window import window_attention
 from levattn.attention.pruned.certificate import PrunedCertificate
 from levattn.attention.pruned.coverage import PrunedCoverage, pruned_coverage
-from levattn.attention.pruned.pruned import pruned_attention
-from levattn.attention.pruned.slots import Slots
+from levattn.attention.pruned.pruned import causal_pruned_attention, pruned_attention
+from levattn.attention.pruned.selection import Selection, Slots
 from levattn.attention.pruned.state import PrunedState
 from levattn.attention.tokens.tssa import memberships, tssa
 
@@ -18,8 +18,10 @@ __all__ = [
     "PrunedCertificate",
     "PrunedCoverage",
     "PrunedState",
+    "Selection",
     "Slots",
     "causal_conv",
+    "causal_pruned_attention",
     "latte",
     "macchiato",
     "memberships",

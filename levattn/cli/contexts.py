@@ -134,7 +134,7 @@ def compress_text(asked: Compression) -> None:
     start = time.perf_counter()
     how: dict[str, Any] = {"heads": heads, "chunk": asked.chunk, "progress": sys.stderr.isatty()}
     with told_of_recall(), forward_errors_in_one_line(asked.model, count):
-        cache = compressed(model, inputs, budget=asked.budget, **how)
+        cache = compressed(model, inputs, asked.budget, **how)
     seconds = time.perf_counter() - start
     cache.save(asked.output)
     rows = cache.table()

@@ -69,24 +69,26 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
         console.print("* vacuous: the bound rank/ε is not below n, so the theorem alone does not promise a small set.")
 
 
-def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, options: dict[str, Any]) -> None:
+def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, **options: Any) -> None:
     """Run ``levattn prune-report``."""
     check_profile(heads)
     model, inputs = _opened(inquiry)
     import torch
 
+    from levattn.attention import Selection
     from levattn.integrations.transformers import prune
 
-    options = {**options, "heads": profile_of(heads, budget if model.can_generate() else 1)}
+    selection = Selection(budget, **options)
+    profile = profile_of(heads, budget if model.can_generate() else 1)
     with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
-        with prune(model, budget, **options) as report:
+        with prune(model, selection, heads=profile) as report:
             _run(model, inputs)
         _run(model, inputs)  # the first call of each kind compiles and makes buffers
         times: dict[str, list[float]] = {"dense": [], "pruned": []}
         for _ in range(_PASSES):
             dense, passed = _run(model, inputs)
             times["dense"].append(passed)
-            with prune(model, budget, measure=False, **options):
+            with prune(model, selection, heads=profile, measure=False):
                 pruned, passed = _run(model, inputs)
             times["pruned"].append(passed)
     seconds, dense_seconds = median(times["pruned"]), median(times["dense"])

@@ -7,19 +7,20 @@ you remove the pruning, and `kept_patches` returns the patches that its heads at
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type, needing
-from levattn.attention import pruned_attention
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 
 with needing("this needs torch and timm>=1.0.20", "timm"):
     import torch
     from timm.layers import Attention
 
-from levattn.nn.levattention import Prunable, attend_to_all, check_selection
+from levattn.nn.levattention import Prunable, attend_to_all, checked_selection
 
 __all__ = ["LevAttention", "Pruning", "kept_patches", "prune"]
 
@@ -28,7 +29,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
     """`timm.layers.Attention` that attends to a few keys, by `levattn.attention.pruned_attention`.
 
     The class has the same parameters as timm's class, so ``load_state_dict`` works both ways. Because timm constructs
-    the layers itself and passes no options to them, `of` returns a class with your options. `levattn.nn.set_dense`
+    the layers itself and passes no selection to them, `of` returns a class with your selection. `levattn.nn.set_dense`
     switches between all keys (for the first part of training) and few.
 
     Parameters
@@ -39,7 +40,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
     Raises
     ------
     TypeError
-        If the class has no options; `of` returns a class with options.
+        If the class has no selection; `of` returns a class with one.
     ValueError
         If a call passes `attn_mask`, or the layer trains with dropout of attention weights. Attention to few keys
         would ignore both.
@@ -56,30 +57,34 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
     Examples
     --------
     >>> import timm, torch
+    >>> from levattn.attention import Selection
     >>> from levattn.integrations.timm import LevAttention
-    >>> few = LevAttention.of(size=8, scores="leverage")
+    >>> few = LevAttention.of(Selection(size=8, scores="leverage"))
     >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2, attn_layer=few)
     >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options)
     >>> model(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 5])
     """
 
-    options: dict[str, Any]
+    selection: Selection
+    f: Any = "softmax"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not hasattr(self, "options"):
-            raise TypeError("LevAttention has no options; expected a class with options, as LevAttention.of(size=32)")
+        if not hasattr(self, "selection"):
+            raise TypeError("LevAttention has no selection; expected a class with one, as LevAttention.of(0.25)")
 
     @classmethod
-    def of(cls, **options: Any) -> type[LevAttention]:
-        """Return a layer class with options of `levattn.attention.pruned_attention`.
+    def of(cls, selection: Any, *, f: Any = "softmax") -> type[LevAttention]:
+        """Return a layer class with a selection.
 
         Parameters
         ----------
-        **options
-            Options of the selection: budget, size or epsilon, and summaries, window, sinks, scores, center, f. In
-            timm's models the class token and registers come first; ``sinks=1`` (or their number) always keeps them.
+        selection : Selection or number
+            The keys that a token attends to; a number is a budget. In timm's models the class token and registers come
+            first; ``sinks=1`` (or their number) always keeps them.
+        f : "softmax", float or Power
+            The attention function, as for `levattn.attention.pruned_attention`.
 
         Returns
         -------
@@ -89,9 +94,10 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         Raises
         ------
         TypeError, ValueError
-            If the options are invalid.
+            If the selection or `f` is invalid.
         """
-        return type(cls.__name__, (cls,), {"options": _checked(options), "__module__": cls.__module__})
+        own = {"selection": checked_selection(selection, f=f), "f": f, "__module__": cls.__module__}
+        return type(cls.__name__, (cls,), own)
 
     def forward(self, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
         """Return the attention of tokens.
@@ -132,8 +138,10 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
 
     def _attention(self, Q: Any, K: Any, V: Any, causal: bool) -> Any:
         if self.dense:
-            return attend_to_all(Q, K, V, {"f": self.options.get("f", "softmax"), "causal": causal})
-        return pruned_attention(Q, K, V, causal=causal, **self.options)
+            return attend_to_all(Q, K, V, causal=causal, f=self.f)
+        if causal:
+            return causal_pruned_attention(Q, K, V, self.selection, f=self.f)[0]
+        return pruned_attention(Q, K, V, self.selection, f=self.f)
 
     def kept(self, x: Any) -> npt.NDArray[np.bool_]:
         """Return which keys the heads attend to exactly, whatever the query.
@@ -156,7 +164,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         Q, K, V = self._projected(x)
         if self.dense:
             return np.ones(K.shape[:3], bool)
-        _, certificate = pruned_attention(Q, K, V, return_certificate=True, **self.options)
+        _, certificate = pruned_attention(Q, K, V, self.selection, f=self.f, return_certificate=True)
         return np.asarray(certificate.kept.cpu())
 
 
@@ -178,7 +186,7 @@ class Pruning:
     >>> import timm
     >>> from levattn.integrations.timm import prune
     >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2)
-    >>> pruning = prune(timm.create_model("vit_tiny_patch16_224", **options), budget=0.25)
+    >>> pruning = prune(timm.create_model("vit_tiny_patch16_224", **options), 0.25)
     >>> pruning.layers
     ('blocks.0.attn', 'blocks.1.attn')
     >>> pruning.remove()
@@ -196,7 +204,7 @@ class Pruning:
         """Let the layers attend to all keys again, as in timm. A second call does nothing."""
         for layer in self._changed.values():
             layer.__class__ = Attention
-            for name in ("options", "dense"):
+            for name in ("selection", "f", "dense"):
                 layer.__dict__.pop(name, None)
         self._changed = {}
 
@@ -207,7 +215,7 @@ class Pruning:
         self.remove()
 
 
-def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | None = None, **options: Any) -> Pruning:
+def prune(model: Any, selection: Any, *, layers: Iterable[int] | None = None, f: Any = "softmax") -> Pruning:
     """Let layers of a vision transformer attend to a few patches, and to summaries of the others.
 
     Each layer of the class `timm.layers.Attention` computes `levattn.attention.pruned_attention` of its own queries,
@@ -217,13 +225,13 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     ----------
     model : torch.nn.Module
         A timm model, e.g. a ViT or DeiT. It is changed in place.
-    budget : int or float, optional
-        As for `pruned_attention`; 1.0 is dense.
+    selection : Selection or number
+        The patches that a token attends to; a number is a budget, and 1.0 is dense. By default ``sinks`` is the number
+        of class tokens and registers of the model, so they are kept.
     layers : iterable of int, optional
         Numbers of the attention layers to prune, from 0; all if None.
-    **options
-        Other options of `pruned_attention`: size, epsilon, summaries, window, sinks, scores, center, f. By default
-        ``sinks`` is the number of class tokens and registers of the model, so they are kept.
+    f : "softmax", float or Power
+        The attention function, as for `levattn.attention.pruned_attention`.
 
     Returns
     -------
@@ -233,7 +241,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     Raises
     ------
     TypeError, ValueError
-        If the options are invalid, or the model has no layer of this class or is already pruned. Also if it has other
+        If the selection is invalid, or the model has no layer of this class or is already pruned. Also if it has other
         attention layers, such as in Eva, Beit or Swin; the message names them. The model then stays unchanged.
 
     Notes
@@ -247,19 +255,21 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     Examples
     --------
     >>> import timm, torch
+    >>> from levattn.attention import Selection
     >>> from levattn.integrations.timm import prune
     >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5)
     >>> model = timm.create_model("vit_tiny_patch16_224", **options).eval()
     >>> images = torch.randn(2, 3, 32, 32)
     >>> dense = model(images)
-    >>> with prune(model, budget=0.5, window=0):
+    >>> with prune(model, Selection(0.5, window=0)):
     ...     few = model(images)
     >>> torch.equal(model(images), dense), torch.equal(few, dense)
     (True, False)
     """
     check_type("model", model, torch.nn.Module, "a torch.nn.Module of timm")
-    options = {"budget": budget, "sinks": getattr(model, "num_prefix_tokens", None), **options}
-    options = _checked({name: value for name, value in options.items() if value is not None})
+    selection = checked_selection(selection, f=f)
+    if selection.sinks is None:
+        selection = checked_selection(replace(selection, sinks=getattr(model, "num_prefix_tokens", None)), f=f)
     there = _layers_of(model)
     names = list(there)
     if layers is not None:
@@ -270,17 +280,8 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     changed = {name: there[name] for name in names}
     for layer in changed.values():
         layer.__class__ = LevAttention
-        layer.options, layer.dense = options, False
+        layer.selection, layer.f, layer.dense = selection, f, False
     return Pruning(changed)
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return valid options of the selection, or raise."""
-    known = {"budget", "size", "epsilon", "summaries", "window", "sinks", "scores", "center", "f"}
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(f"{', '.join(unknown)} was given; expected options among {', '.join(sorted(known))}")
-    check_selection(options)
-    return dict(options)
 
 
 def _layers_of(model: Any) -> dict[str, Any]:
@@ -335,10 +336,11 @@ def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
     Examples
     --------
     >>> import timm, torch
+    >>> from levattn.attention import Selection
     >>> from levattn.integrations.timm import kept_patches, prune
     >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5)
     >>> model = timm.create_model("vit_tiny_patch16_224", **options).eval()
-    >>> _ = prune(model, size=6, scores="leverage")
+    >>> _ = prune(model, Selection(size=6, scores="leverage"))
     >>> kept = kept_patches(model, torch.randn(1, 3, 32, 32))
     >>> kept.shape, kept.sum(axis=(3, 4)).tolist()
     ((2, 1, 2, 8, 8), [[[6, 6]], [[6, 6]]])

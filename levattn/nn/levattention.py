@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from levattn._core.checks import check_type
 from levattn._kernels.tensors import has_tangent
-from levattn.attention import PrunedState, pruned_attention
+from levattn.attention import PrunedState, Selection, causal_pruned_attention, pruned_attention
+from levattn.attention.pruned.selection import exponent_of, rule_of
 from levattn.attention.pruned.state import converted
 from levattn.nn.base import Layer, projection, split_in_heads
 
@@ -44,8 +44,9 @@ def set_dense(model: Any, dense: bool = True) -> None:
     Examples
     --------
     >>> import torch
+    >>> from levattn.attention import Selection
     >>> from levattn.nn import LevAttention, set_dense
-    >>> model = torch.nn.Sequential(LevAttention(16, heads=2, size=8), torch.nn.LayerNorm(16))
+    >>> model = torch.nn.Sequential(LevAttention(16, Selection(size=8), heads=2), torch.nn.LayerNorm(16))
     >>> for step in range(100):
     ...     set_dense(model, step < 15)
     >>> model[0].dense
@@ -78,7 +79,7 @@ class LevAttentionCache:
     --------
     >>> import torch
     >>> from levattn.nn import LevAttention
-    >>> layer = LevAttention(16, heads=2, budget=20, causal=True)
+    >>> layer = LevAttention(16, 20, heads=2, causal=True)
     >>> cache = layer.new_cache()
     >>> _ = layer(torch.zeros(3, 50, 16), cache=cache)
     >>> cache.position, cache.state.slots.total
@@ -107,27 +108,28 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     ----------
     dim : int
         Number of channels C of the input and of the output.
+    selection : Selection or number
+        The keys that a query attends to. The layer of the paper has
+        ``Selection(size=32, scores="leverage")``. A float is a share of the positions of a call, or of the first call
+        with a cache.
     heads : int
         Number of query heads, a divisor of `dim`.
     kv_heads : int, optional
         Number of key and value heads, a divisor of `heads`; as many as `heads` if not given.
-    budget, size, epsilon, summaries, window, sinks, scores, center, f : optional
-        The keys that a query attends to, and the attention function, as in `levattn.attention.pruned_attention`. Give
-        exactly one argument of `budget`, `size` and `epsilon`; the layer of the paper has only a `size`.
+    f : "softmax", float or Power
+        The attention function, as in `levattn.attention.pruned_attention`.
     causal : bool
         True if a position sees itself and earlier positions, False if it sees all.
-    chunk : int, optional
-        If causal, the number of positions between two selections, as in `pruned_attention`.
     bias, out_bias : bool
         Whether the two linear maps have biases.
-    dense : bool
-        Whether the layer attends to all keys. You may set this attribute at any time; the state dict does not
-        contain it.
     device, dtype : torch.device or str, torch.dtype, optional
         Device and dtype of the parameters, as in torch's own layers.
 
     Attributes
     ----------
+    dense : bool
+        Whether the layer attends to all keys; False at first. You may set it at any time; the state dict does not
+        contain it.
     qkv : torch.nn.Linear
         The map to queries, keys and values, in this order. If `kv_heads` equals `heads`, the parameters of `qkv` and
         `proj` have the same names and order as in ``timm.layers.Attention``.
@@ -143,8 +145,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     Notes
     -----
     Time of a call O(TC²) for the linear maps, and the time of `pruned_attention`. While ``dense``, softmax without a
-    mask uses torch's own ``scaled_dot_product_attention``. A float budget is a share of the positions of a call, or of
-    the first call with a cache.
+    mask uses torch's own ``scaled_dot_product_attention``.
 
     Initial weights are normal with standard deviation :math:`1/\sqrt{C}`, and initial biases are zero.
 
@@ -155,12 +156,13 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     Examples
     --------
     >>> import torch
+    >>> from levattn.attention import Selection
     >>> from levattn.nn import LevAttention
-    >>> layer = LevAttention(32, heads=4, size=8)
+    >>> layer = LevAttention(32, Selection(size=8, scores="leverage"), heads=4)
     >>> X = torch.randn(2, 64, 32)
     >>> layer(X).shape
     torch.Size([2, 64, 32])
-    >>> causal = LevAttention(32, heads=4, budget=24, causal=True)
+    >>> causal = LevAttention(32, 24, heads=4, causal=True)
     >>> Y, cache = causal(X), causal.new_cache()
     >>> steps = [causal(X[:, t : t + 1], cache=cache) for t in range(64)]
     >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-4)
@@ -173,43 +175,22 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     def __init__(
         self,
         dim: int,
+        selection: Any,
         *,
         heads: int = 8,
         kv_heads: int | None = None,
-        budget: float | None = None,
-        size: int | None = None,
-        epsilon: float | None = None,
-        summaries: int | None = None,
-        window: int | None = None,
-        sinks: int | None = None,
-        scores: str = "leverage",
-        center: bool | None = None,
         f: Any = "softmax",
         causal: bool = False,
-        chunk: int | None = None,
         bias: bool = True,
         out_bias: bool = True,
-        dense: bool = False,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.kv_heads = split_in_heads(dim, heads, kv_heads)
         self.head_dim = self.dim // self.heads
-        self.causal, self.dense = bool(causal), bool(dense)
-        self.f = f
-        self.options: dict[str, Any] = {
-            "budget": budget,
-            "size": size,
-            "epsilon": epsilon,
-            "summaries": summaries,
-            "window": window,
-            "sinks": sinks,
-            "scores": scores,
-            "center": center,
-            "chunk": chunk,
-        }
-        check_selection(self.options, causal=self.causal, f=f)
+        self.causal, self.f = bool(causal), f
+        self.selection = checked_selection(selection, causal=self.causal, f=f)
         factory = {"device": device, "dtype": dtype}
         width = self.dim + 2 * self.kv_heads * self.head_dim
         self.qkv = projection(self.dim, width, bias=bias, **factory)
@@ -248,7 +229,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         G, d = self.kv_heads, self.head_dim
         parts = self.qkv(x).split([self.dim, G * d, G * d], dim=-1)
         Q, K, V = (X.unflatten(-1, (-1, d)).transpose(1, 2) for X in parts)
-        options: dict[str, Any] = {"causal": self.causal, "f": self.f}
+        options: dict[str, Any] = {"f": self.f}
         if mask is not None:
             options["mask"] = mask[:, None, :]
             if not self.causal:
@@ -256,8 +237,10 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         if cache is not None:
             return self._step(Q, K, V, cache, options)
         if self.dense:
-            return attend_to_all(Q, K, V, options)
-        return pruned_attention(Q, K, V, **self.options, **options)
+            return attend_to_all(Q, K, V, causal=self.causal, **options)
+        if self.causal:
+            return causal_pruned_attention(Q, K, V, self.selection, **options)[0]
+        return pruned_attention(Q, K, V, self.selection, **options)
 
     def _combined(self, Y: Any) -> Any:
         return self.proj(Y)
@@ -265,30 +248,39 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
     def _step(self, Q: Any, K: Any, V: Any, cache: LevAttentionCache, options: dict[str, Any]) -> Any:
         if self.dense:
             raise ValueError("cache was given and the layer is dense; expected dense=False, as a cache holds few keys")
-        more = self.options if cache.state is None else {"state": cache.state}
-        Y, state = pruned_attention(Q, K, V, **more, **options, return_state=True)
+        selection = self.selection if cache.state is None else cache.state
+        Y, state = causal_pruned_attention(Q, K, V, selection, **options)
         parts = tuple(converted(part, torch.Tensor.detach) for part in state.parts)
         cache.position, cache.state = cache.position + Q.shape[2], replace(state, parts=parts)
         return Y
 
     def _options(self) -> dict[str, Any]:
         grouped = {"kv_heads": self.kv_heads} if self.kv_heads != self.heads else {}
-        given = {name: value for name, value in self.options.items() if value is not None}
         function = {} if self.f == "softmax" else {"f": self.f}
-        return super()._options() | grouped | given | function | {"dense": self.dense}
+        return super()._options() | {"selection": self.selection} | grouped | function | {"dense": self.dense}
 
 
-def check_selection(options: dict[str, Any], **others: Any) -> None:
-    """Raise for options that `pruned_attention` would refuse for any keys."""
-    check_type("scores", options.get("scores", "residual"), str, "the name of a kind of scores")
-    pruned_attention(*np.zeros((3, 0, 1)), **options, **others)  # numpy's have numbers in any mode of torch
+def checked_selection(
+    selection: Any, *, causal: bool = False, f: Any = "softmax", name: str = "selection"
+) -> Selection:
+    """Return the selection of a layer, or raise if `pruned_attention` would refuse it for any keys."""
+    found = Selection.of(selection, name)
+    if found.kind == "given":
+        raise TypeError(
+            f"{name} has an array of scores; expected a name of scores, or a function of keys and values, because the "
+            "keys of a layer change"
+        )
+    rule_of(found, 1 << 20, power=exponent_of(f), causal=causal, aligned=True)
+    return found
 
 
-def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:
-    """Return the attention of Q (B, H, T, d) to all keys; options do not include a selection."""
-    causal, T = options["causal"], K.shape[2]
-    if options["f"] == "softmax" and "mask" not in options and not has_tangent((Q, K, V)):
+def attend_to_all(Q: Any, K: Any, V: Any, *, causal: bool, f: Any, **masks: Any) -> Any:
+    """Return the attention of Q (B, H, T, d) to all keys."""
+    T = K.shape[2]
+    if f == "softmax" and not masks and not has_tangent((Q, K, V)):
         grouped = bool(Q.shape[1] != K.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=grouped)
-    # Causal: one chunk, in which a row reads all positions up to its own.
-    return pruned_attention(Q, K, V, size=0 if causal else T, chunk=max(T, 1) if causal else None, **options)
+    if causal:  # one chunk, in which a row reads all positions up to its own
+        everything = Selection(size=0, renew_every=max(T, 1))
+        return causal_pruned_attention(Q, K, V, everything, f=f, **masks)[0]
+    return pruned_attention(Q, K, V, Selection(size=T), f=f, **masks)

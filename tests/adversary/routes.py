@@ -509,7 +509,13 @@ def pruned(Q, K, V, mask, seed):
 
     size, kind = seed % 3, ("residual", "expected", "leverage")[seed % 5 % 3]
     return pruned_attention(
-        Q, K, V, size=size, summaries=1 + seed % 2, scores=kind, scale=0.5, mask=mask, return_certificate=True
+        Q,
+        K,
+        V,
+        Selection(size=size, summaries=1 + seed % 2, scores=kind),
+        scale=0.5,
+        mask=mask,
+        return_certificate=True,
     )
 
 

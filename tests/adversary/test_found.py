@@ -303,7 +303,7 @@ def test_bounds_of_tiny_values(scale: float, storage: str) -> None:
     rng = np.random.default_rng(0)
     Q, K = rng.standard_normal((2, 60, 4)).astype(storage)
     V = (rng.standard_normal((60, 2)) * scale).astype(storage)
-    output, certificate = pruned_attention(Q, K, V, size=8, summaries=4, return_certificate=True)
+    output, certificate = pruned_attention(Q, K, V, Selection(size=8, summaries=4), return_certificate=True)
     A = np.exp(np.float64(Q) @ np.float64(K).T / 2)
     dense = (A / A.sum(axis=1, keepdims=True)) @ (np.float64(V) / scale)
     error = np.linalg.norm(np.float64(output) / scale - dense, axis=1)

@@ -137,9 +137,9 @@ def test_arrays_of_another_device_stay_there(form: str, causal: bool) -> None:
 def test_queries_at_other_places_than_keys() -> None:
     Q, K, V = heads(1, 20, m=9)
     found = by_loops("no-window", Q, K, V, False)
-    Y = pruned_attention(Q, K, V, size=4, summaries=5)
+    Y = pruned_attention(Q, K, V, Selection(size=4, summaries=5))
     np.testing.assert_allclose(Y, np.concatenate([Y for Y, *_ in found]), atol=ROOM["float64"])
-    Y, certificate = pruned_attention(Q, K, V, budget=12, return_certificate=True)
+    Y, certificate = pruned_attention(Q, K, V, 12, return_certificate=True)
     assert certificate.slots.tolist() == [12] * 9
     assert certificate.kept.sum(axis=-1).tolist() == [5, 5]
     assert certificate.kept.shape == (2, 20)
@@ -298,7 +298,7 @@ def test_an_output_of_nothing_is_within_its_bound() -> None:
         assert np.all(certificate.error_bound >= np.linalg.norm(V[0, 0]))
     K[:, 3], Q[:, :] = 0, 0
     K[:, 3, 0], Q[..., 1] = 100.0, 1.0  # queries are orthogonal to the key that is kept
-    Y, certificate = pruned_attention(Q, K, V, size=1, f=2, scores="leverage", return_certificate=True)
+    Y, certificate = pruned_attention(Q, K, V, Selection(size=1, scores="leverage"), f=2, return_certificate=True)
     assert np.all(np.linalg.norm(Y - 7.0, axis=-1) <= certificate.error_bound)
 
 
@@ -419,17 +419,17 @@ def test_states_do_not_grow(storage: str) -> None:
     floats = rows * (d + D) + R * (d + D + 4) + 2 * d + d * d + 1
     assert states[1].nbytes == 2 * 8 * (floats + slots.selected + 1)  # and the places of keys, and of the item
     assert (slots.total, states[1].batch) == (40, (2,))
-    _, state = pruned_attention(*arrays, size=4, window=3, chunk=5, causal=True, return_state=True)
+    _, state = causal_pruned_attention(*arrays, Selection(size=4, window=3, renew_every=5))
     assert state.nbytes == 2 * 8 * ((7 + (93 - 12) % 5) * (d + D) + 2 * d + d * d + 1 + 4 + 1)
 
 
 def test_budgets_hold_for_what_comes_later() -> None:
     Q, K, V = heads(18, 60)
-    expected, whole = pruned_attention(Q, K, V, budget=20, causal=True, return_state=True)
+    expected, whole = causal_pruned_attention(Q, K, V, 20)
     for first in (1, 12):  # which the budget would cover
-        head, state = pruned_attention(*(X[:, :first] for X in (Q, K, V)), budget=20, causal=True, return_state=True)
+        head, state = causal_pruned_attention(*(X[:, :first] for X in (Q, K, V)), 20)
         rest = [X[:, first:] for X in (Q, K, V)]
-        tail, state = pruned_attention(*rest, causal=True, state=state, return_state=True)
+        tail, state = causal_pruned_attention(*rest, state)
         assert state.slots == whole.slots == Slots.of(20, 60, causal=True)
         np.testing.assert_allclose(np.concatenate([head, tail], axis=1), expected, atol=1e-10)
 
@@ -471,7 +471,7 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
             _, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
             others = [j for j in order if j >= sinks]
             assert {*np.flatnonzero(certificate.kept[0])} == {*range(sinks), *others[:size]}, size
-    _, certificate = pruned_attention(Q, K, V, epsilon=2.0, scores=scores, return_certificate=True)
+    _, certificate = pruned_attention(Q, K, V, Selection(epsilon=2.0, scores=scores), return_certificate=True)
     assert {*np.flatnonzero(certificate.kept[0])} == {*order[:7]}
     places, count, flags = chosen(np.stack([scores, -scores]), 20, 2.0, np.zeros((2, 12), bool), None, Checks())
     assert count.tolist() == [7, 2]
@@ -503,9 +503,9 @@ def test_budgets_are_split(n: int, causal: bool) -> None:
 def test_budgets_are_kept() -> None:
     arrays = heads(22, 30, H=1, G=1)
     for budget in (1, 7, 0.3, 1.0):
-        _, state = pruned_attention(*arrays, budget=budget, causal=True, return_state=True)
+        _, state = causal_pruned_attention(*arrays, budget)
         assert state.slots == Slots.of(budget, 30, causal=True)
-        _, certificate = pruned_attention(*arrays, budget=budget, return_certificate=True)
+        _, certificate = pruned_attention(*arrays, budget, return_certificate=True)
         assert certificate.slots[0] == min(30, Slots.of(budget, 30).total)
     arrays = heads(23, 40, H=2)
     options: dict[str, Any] = {"budget": 20, "summaries": 6, "window": 2, "sinks": 3}
@@ -655,7 +655,7 @@ def test_what_is_not_finite_is_refused_and_not_computed_with(causal: bool) -> No
 
 
 SMALL = heads(34, 10)
-STATE = pruned_attention(*SMALL, size=2, causal=True, return_state=True)[1]
+STATE = causal_pruned_attention(*SMALL, Selection(size=2))[1]
 NOTHING_KNOWN = "return_certificate is True and summaries is 0"
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -736,14 +736,14 @@ def test_states_of_other_arrays_are_named() -> None:
     Q, K, V = SMALL
     for arrays in ((Q[..., :4], K[..., :4], V), (Q, K, V[..., :2]), [X.astype(np.float32) for X in SMALL]):
         with pytest.raises(ValueError, match="state holds float64 of numpy with d = 5 and D = 3, and K and V are"):
-            pruned_attention(*arrays, causal=True, state=STATE)
+            causal_pruned_attention(*arrays, STATE)[0]
     with pytest.raises(ValueError, match=r"state has batch \(2,\); expected \(1,\)"):
-        pruned_attention(Q, K[:1], V[:1], causal=True, state=STATE)
+        causal_pruned_attention(Q, K[:1], V[:1], STATE)[0]
     with pytest.raises(ValueError, match=NOTHING_KNOWN):  # keys dropped before
         pruned_attention(*(X[:, :1] for X in SMALL), causal=True, state=STATE, return_certificate=True)
-    own = pruned_attention(*SMALL, size=2, scores=np.ones(10), causal=True, return_state=True)[1]
+    own = causal_pruned_attention(*SMALL, Selection(size=2, scores=np.ones(10)))[1]
     with pytest.raises(ValueError, match="scores are given in only one"):
-        pruned_attention(*SMALL, causal=True, state=own)
+        causal_pruned_attention(*SMALL, own)[0]
 
 
 def test_causal_bounds_hold_for_values_that_grow() -> None:
@@ -759,8 +759,8 @@ def test_causal_bounds_hold_for_values_that_grow() -> None:
 @pytest.mark.parametrize("budget", [0.5, 20, 60])
 def test_a_budget_is_of_the_keys_that_are_there(budget: float) -> None:
     arrays = heads(37, 100)
-    found = pruned_attention(*arrays, budget=budget, mask=np.arange(100) < 50)
-    alone = pruned_attention(*(X[:, :50] for X in arrays), budget=budget)
+    found = pruned_attention(*arrays, budget, mask=np.arange(100) < 50)
+    alone = pruned_attention(*(X[:, :50] for X in arrays), budget)
     np.testing.assert_allclose(found[:, :50], alone, atol=1e-12)
 
 

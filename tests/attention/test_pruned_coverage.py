@@ -131,7 +131,7 @@ def test_arrays_of_other_libraries_and_leading_axes(storage: str) -> None:
         pruned_coverage(*x, coverage=0.8, budget=0.3) for x in ((Q[0], K[0], V[0]), (Q[:1], K[:1], V[:1]))
     )
     assert (float(one.error), one.queries.shape) == (of_heads.error[0], (20, 5))
-    apart = pruned_coverage(Q[:2], K[0], V, coverage=0.8, budget=0.3)  # values of two heads
+    apart = pruned_coverage(Q[:2], K[0], V, 0.3, coverage=0.8)  # values of two heads
     assert apart.error.shape == (2,)
 
 
@@ -262,7 +262,7 @@ def test_bad_options_are_named(name: str) -> None:
 
 def test_bad_arrays_are_named() -> None:
     Q, K, V = heads(6)
-    assert pruned_coverage(Q[:, :17], K, V, coverage=0.9, budget=0.5).count == 9
+    assert pruned_coverage(Q[:, :17], K, V, 0.5, coverage=0.9).count == 9
     far = np.where(V[0, 0, 0] == V, 1e300, V)
     with np.errstate(all="ignore"):
         for arrays, error, message in (

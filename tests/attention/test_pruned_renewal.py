@@ -72,16 +72,14 @@ def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: 
 def test_summaries_of_many_positions_go_on_without_losing_any() -> None:
     """A state whose summaries have 2³⁰ times as many members stands for one after that many positions."""
     Q, K, V = (X[2:3] for X in sequences("drift", "float32"))
-    _, state = pruned_attention(
-        Q[:, :40], K[:, :40], V[:, :40], size=1, summaries=2, chunk=1, causal=True, return_state=True
-    )
+    _, state = causal_pruned_attention(Q[:, :40], K[:, :40], V[:, :40], Selection(size=1, summaries=2, renew_every=1))
     part, held = state.parts[0], summaries_of(state)
     held = Summaries(**{name: 2.0**30 * array for name, array in vars(held).items()})
     state = replace(state, parts=(replace(part, summaries=held),))
     count = held.count.sum()
     for low in range(40, T, 20):
         cut = slice(low, low + 20)
-        Y, state = pruned_attention(Q[:, cut], K[:, cut], V[:, cut], causal=True, state=state, return_state=True)
+        Y, state = causal_pruned_attention(Q[:, cut], K[:, cut], V[:, cut], state)
         assert np.isfinite(Y).all()
     after = summaries_of(state)
     assert after.count.sum() == count + T - 40  # float32 would stay at 2³⁰
@@ -110,5 +108,5 @@ def test_a_bound_that_cannot_be_given_is_infinite() -> None:
     Q, K, V = rng.standard_normal((3, 40, 2)).astype(np.float32)
     V[:] = 3e38 * np.sign(V)
     with np.errstate(over="ignore"):
-        _, certificate = pruned_attention(Q, K, V, size=2, summaries=1, return_certificate=True)
+        _, certificate = pruned_attention(Q, K, V, Selection(size=2, summaries=1), return_certificate=True)
     assert np.all(np.isinf(certificate.error_bound))

@@ -77,7 +77,7 @@ def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set
 
 def test_steps_of_decoding_are_the_whole() -> None:
     Q, K, V = (x.astype(np.float32) for x in arrays(2))
-    whole = pruned_attention(Q, K, V, budget=BUDGET, causal=True)
+    whole = causal_pruned_attention(Q, K, V, BUDGET)[0]
     state, rows = None, []
     for i in range(T):
         step = slice(i, i + 1)
@@ -92,7 +92,7 @@ def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_argume
     slots = Slots.of(BUDGET, 400, causal=True)
     sizes = []
     for n in range(BUDGET, 400, 23):
-        _, state = pruned_attention(*(x[:, :n] for x in X), budget=BUDGET, causal=True, return_state=True)
+        _, state = causal_pruned_attention(*(x[:, :n] for x in X), BUDGET)
         (part,) = state.parts
         assert part.recent.shape[1] == BUDGET or part.recent.shape[1] < slots.window + slots.chunk
         assert part.recent.base is None or part.recent.base.nbytes == part.recent.nbytes
@@ -136,4 +136,4 @@ def test_what_is_not_finite_is_named_from_a_thread_as_well() -> None:
     Q, K, V = arrays(6, 300)
     K[2, 20] = np.inf
     with np.errstate(all="ignore"), thread_limit(2), pytest.raises(ValueError, match="give finite"):
-        pruned_attention(Q, K, V, budget=BUDGET, causal=True)
+        causal_pruned_attention(Q, K, V, BUDGET)[0]

@@ -176,7 +176,7 @@ def test_a_chat_template_surrounds_text_and_question(chatting, text, tmp_path, b
         whole = f"head user of {words}\n\nmany more keys are"
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(chatting)
-        ours.compress(model, tokenizer("the " + words, return_tensors="pt")["input_ids"], budget=1.0).save(path)
+        ours.compress(model, tokenizer("the " + words, return_tensors="pt")["input_ids"], 1.0).save(path)
         whole = f"the {words} head user of many more keys are"
     found = json.loads(run("ask", chatting, path, "many more", "--max-tokens", "4", "--json").stdout)
     model = transformers.AutoModelForCausalLM.from_pretrained(chatting)

@@ -119,7 +119,7 @@ def test_pruned_attention_with_all_keys_is_dense_and_a_summary_weighs_at_most_it
     Q, K, V = rng.standard_normal((6, 4)), rng.standard_normal((20, 4)), rng.standard_normal((20, 2))
     dense = definitions.softmax(Q @ K.T / 2) @ V
     close(definitions.pruned_attention(Q, K, V, np.arange(20), np.zeros(20, int)), dense)
-    close(pruned_attention(Q, K, V, budget=1.0), dense, 1e-6)
+    close(pruned_attention(Q, K, V, 1.0), dense, 1e-6)
     kept = np.array([3, 7])
     mass = definitions.pruned_attention(Q, K, np.isin(np.arange(20), kept).astype(float)[:, None], kept, np.zeros(20))
     true = definitions.softmax(Q @ K.T / 2)[:, kept].sum(axis=1, keepdims=True)

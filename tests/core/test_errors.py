@@ -220,7 +220,7 @@ def test_odd_tensors_are_refused_with_the_way_out(function: str) -> None:
     ):
         fails(lambda given=tensor: FUNCTIONS[function](given), TypeError, r"\bK\b", *words)
     fails(lambda: FUNCTIONS[function](GOOD, mask=masked > 0), TypeError, "mask is a MaskedTensor", "get_data")
-    fails(lambda: pruned_attention(masked, K, K, budget=3), TypeError, "Q is a MaskedTensor", "get_data")
+    fails(lambda: pruned_attention(masked, K, K, 3), TypeError, "Q is a MaskedTensor", "get_data")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

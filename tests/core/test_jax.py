@@ -89,10 +89,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "tssa": (tssa, [W, np.ones(3, np.float32)]),
     "tssa, leverage": (lambda W: tssa(W, membership="leverage", causal=False), [W]),
     "memberships": (memberships, [W]),
-    "pruned_attention": (lambda *given: pruned_attention(*given, size=6, summaries=3), [W, W, W]),
+    "pruned_attention": (lambda *given: pruned_attention(*given, Selection(size=6, summaries=3)), [W, W, W]),
     "pruned_attention, certificate": (
         lambda *given: (lambda Y, of: (Y, of.error_bound, of.kept))(
-            *pruned_attention(*given, size=6, summaries=3, return_certificate=True)
+            *pruned_attention(*given, Selection(size=6, summaries=3), return_certificate=True)
         ),
         [W, W, W],
     ),
@@ -185,8 +185,8 @@ def test_states_and_streams_take_arrays_of_jax() -> None:
     Y, state = latte(*map(in_jax, (X[:, :9],) * 3), return_state=True)
     rest = latte(*map(in_jax, (X[:, 9:],) * 3), state=state)
     np.testing.assert_allclose(np.concatenate([Y, rest], axis=1), latte(X, X, X), atol=1e-6)
-    _, state = pruned_attention(*map(in_jax, (W[..., :20, :],) * 3), size=6, causal=True, return_state=True)
-    assert isinstance(pruned_attention(*map(in_jax, (W[..., 20:, :],) * 3), causal=True, state=state), jax.Array)
+    _, state = causal_pruned_attention(*map(in_jax, (W[..., :20, :],) * 3), Selection(size=6))
+    assert isinstance(causal_pruned_attention(*map(in_jax, (W[..., 20:, :],) * 3), state)[0], jax.Array)
 
 
 def test_sets_of_jax_warn_of_nothing_and_attend() -> None:

@@ -69,11 +69,11 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     **{
         f"pruned_attention, {scores}": (
             ((2, N, D), (1, N, D), (1, N, 2)),
-            lambda *x, scores=scores: attention.pruned_attention(*x, budget=20, scores=scores, causal=True),
+            lambda *x, scores=scores: attention.causal_pruned_attention(*x, Selection(20, scores=scores))[0],
         )
         for scores in ("residual", "expected", "leverage")
     },
-    "pruned_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.pruned_attention(*x, budget=20)),
+    "pruned_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.pruned_attention(*x, 20)),
     "pruned_coverage": (
         ((N, D), (N, D), (N, 2)),
         lambda *x: attention.pruned_coverage(*x, coverage=0.8, budget=0.3).error,

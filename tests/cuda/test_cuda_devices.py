@@ -114,8 +114,10 @@ TENSOR_CALLS: dict[str, Callable[..., Any]] = {
     "mask": lambda K: levattn.universal_set(K, 0.1).mask,
     "latte": lambda K: latte(K, K, K),
     "tssa": tssa,
-    "pruned": lambda K: pruned_attention(K, K, K, size=20, summaries=30, window=2),
-    "pruned, causal": lambda K: pruned_attention(K, K, K, size=20, summaries=9, window=2, chunk=40, causal=True),
+    "pruned": lambda K: pruned_attention(K, K, K, Selection(size=20, summaries=30, window=2)),
+    "pruned, causal": lambda K: causal_pruned_attention(
+        K, K, K, Selection(size=20, summaries=9, window=2, renew_every=40)
+    )[0],
 }
 
 
@@ -148,7 +150,7 @@ def test_selections_of_causal_tensors_wait_for_nothing(tensors: Any, kind: str) 
         K = there.CudaTensor(torch.from_numpy(keys(n, 8)[None]), 0)
         made.crossed.clear()
         places.launches.clear()
-        pruned_attention(K, K, K, size=9, summaries=7, window=4, chunk=40, scores=kind, causal=True)
+        causal_pruned_attention(K, K, K, Selection(size=9, summaries=7, window=4, scores=kind, renew_every=40))[0]
         crossed.append(list(made.crossed))
         launched.append(len(places.launches))
     assert crossed[0] == crossed[1] == ["back"]

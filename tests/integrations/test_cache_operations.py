@@ -95,8 +95,8 @@ def test_an_operation_does_what_it_does_to_a_dense_cache(name: str, asked: bool,
     model = decoder(family)
     context, question = tokens(2, CONTEXT), rows(QUESTION, 2)
     budget: Any = {(1, 1): 0.5} if cut else 1.0
-    cache = compress(model, context, budget=budget)
-    alone = [compress(model, context[i : i + 1], budget=budget) for i in range(2)]
+    cache = compress(model, context, budget)
+    alone = [compress(model, context[i : i + 1], budget) for i in range(2)]
     plain = dense(model, context)
     if asked:
         kept = question[:, : question.shape[1] - forgotten]
@@ -125,7 +125,7 @@ def test_an_operation_does_what_it_does_to_a_dense_cache(name: str, asked: bool,
 @pytest.mark.parametrize("cut", [False, True])
 def test_crop_takes_a_length_or_a_number_and_never_the_context(cut: bool) -> None:
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT if cut else 1.0)
+    cache = compress(model, tokens(1, CONTEXT), CUT if cut else 1.0)
     cache.ask(model, QUESTION, **GREEDY)
     length, whole = cache.get_seq_length(), cache.tokens
     assert length == CONTEXT + 3 + NEW - 1
@@ -151,7 +151,7 @@ def test_crop_takes_a_length_or_a_number_and_never_the_context(cut: bool) -> Non
 
 def test_a_copy_keeps_its_positions_while_the_cache_forgets_and_goes_on() -> None:
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT)
+    cache = compress(model, tokens(1, CONTEXT), CUT)
     cache.ask(model, QUESTION, **GREEDY)
     fork, expected = cache.copy(), cache.copy().ask(model, AGAIN, **GREEDY)
     cache.crop(CONTEXT + 2)
@@ -162,13 +162,13 @@ def test_a_copy_keeps_its_positions_while_the_cache_forgets_and_goes_on() -> Non
 @pytest.mark.parametrize("cut", [False, True])
 def test_reset_goes_back_to_the_context(cut: bool) -> None:
     model = decoder()
-    cache = compress(model, tokens(2, CONTEXT), budget=CUT if cut else 1.0)
+    cache = compress(model, tokens(2, CONTEXT), CUT if cut else 1.0)
     expected = cache.copy().ask(model, rows(QUESTION, 2), **GREEDY)
     cache.ask(model, rows(AGAIN, 2), **GREEDY)
     cache.reset()
     assert cache.get_seq_length() == CONTEXT
     assert torch.equal(cache.ask(model, rows(QUESTION, 2), **GREEDY), expected)
-    sliding = compress(decoder("Gemma3"), tokens(1, CONTEXT), budget=1.0)
+    sliding = compress(decoder("Gemma3"), tokens(1, CONTEXT), 1.0)
     with pytest.raises(ValueError, match="the cache has layers that slide"):
         sliding.reset()
 
@@ -189,7 +189,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_a_conversation_equals_one_without_a_cache(way: str, count: int, family: str) -> None:
     model, options = decoder(family), {**GREEDY, **WAYS[way]}
     context = tokens(count, CONTEXT)
-    cache = compress(model, context, budget=1.0)
+    cache = compress(model, context, 1.0)
     so_far = context
     for turn, ids in enumerate((rows(QUESTION, count), rows(AGAIN, count), rows(QUESTION, count))):
         asked = options if turn % 2 == 0 else GREEDY  # another way between, which leaves a token unread
@@ -212,8 +212,8 @@ def test_generate_and_what_follows_equal_a_dense_cache(way: str, count: int, fam
     context = tokens(count, CONTEXT)
     many = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
     whole, after = torch.cat([context, rows(QUESTION, count)], 1), []
-    cut = compress(model, context, budget={(1, 1): 0.5})
-    for held in (compress(model, context, budget=1.0), dense(model, context), cut):
+    cut = compress(model, context, {(1, 1): 0.5})
+    for held in (compress(model, context, 1.0), dense(model, context), cut):
         held.batch_repeat_interleave(many)
         torch.manual_seed(0)
         written = model.generate(whole, **{CACHE: held}, **options)
@@ -227,7 +227,7 @@ def test_generate_and_what_follows_equal_a_dense_cache(way: str, count: int, fam
 def test_other_numbers_of_rows_are_refused_before_anything_is_read() -> None:
     for family in FAMILIES:
         model = decoder(family)
-        cache = compress(model, tokens(2, CONTEXT), budget=1.0)
+        cache = compress(model, tokens(2, CONTEXT), 1.0)
         for count in (1, 3, 4):
             with pytest.raises(ValueError, match=f"the input has {count} rows and the cache 2; expected as many"):
                 read(model, cache, rows(QUESTION, count))
@@ -253,7 +253,7 @@ def test_padding_after_an_early_end_is_padding_in_the_next_turn(ends: str, where
     model, context, question = decoder(), tokens(2, CONTEXT), rows(QUESTION, 2)
     if way == "beams" and (where != "keywords" or budget != 1.0):
         pytest.skip("seen with keywords")
-    free = compress(model, context, budget=budget).ask(model, question, **GREEDY)[:, 3:]
+    free = compress(model, context, budget).ask(model, question, **GREEDY)[:, 3:]
     end = next(int(token) for token in free[0] if token not in free[1])  # of the first row alone
     options = {"max_new_tokens": NEW, "do_sample": False, **ENDS[ends](end), **WAYS[way]}
     asked: dict[str, Any] = options
@@ -262,14 +262,14 @@ def test_padding_after_an_early_end_is_padding_in_the_next_turn(ends: str, where
     elif where == "model":
         model.generation_config = transformers.GenerationConfig(**options)
         asked = {}
-    both = compress(model, context, budget=budget)
+    both = compress(model, context, budget)
     found = both.ask(model, question, **asked)
     third = {**GREEDY, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
     turn = torch.stack(both.copy().ask(model, rows(AGAIN, 2), **third).logits, 1)
     lengths = set()
     for row in range(2):
         one = slice(row, row + 1)
-        alone = compress(model, context[one], budget=budget)
+        alone = compress(model, context[one], budget)
         answer = alone.ask(model, question[one], **asked)
         lengths.add(answer.shape[1])
         assert torch.equal(found[one, : answer.shape[1]], answer)
@@ -280,19 +280,19 @@ def test_padding_after_an_early_end_is_padding_in_the_next_turn(ends: str, where
 
 def test_a_token_of_padding_that_was_said_counts() -> None:
     model, context, question = decoder(), tokens(2, CONTEXT), rows(QUESTION, 2)
-    free = compress(model, context, budget=1.0).ask(model, question, **GREEDY)
+    free = compress(model, context, 1.0).ask(model, question, **GREEDY)
     said = int(free[0, -1])  # as if a tokenizer had this token for padding
-    both = compress(model, context, budget=1.0)
+    both = compress(model, context, 1.0)
     both.ask(model, question, **{**GREEDY, "pad_token_id": said})
     assert bool(both.present.all())
-    once = compress(model, context, budget=1.0)
+    once = compress(model, context, 1.0)
     once.ask(model, question, **{**GREEDY, "pad_token_id": said, "eos_token_id": 39 if 39 not in free else 38})
     assert bool(once.present.all())
 
 
 def test_a_model_with_other_layers_is_noticed() -> None:
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT)
+    cache = compress(model, tokens(1, CONTEXT), CUT)
     more, fewer = decoder(num_hidden_layers=3), decoder(num_hidden_layers=1)
     with pytest.raises(ValueError, match="model has a layer 2 and the cache 2 layers; expected the cache's model"):
         read(more, cache.copy(), QUESTION)
@@ -330,7 +330,7 @@ def test_a_question_that_fails_leaves_the_cache_and_the_model_as_they_were(
 ) -> None:
     model, context = decoder(family), tokens(1, CONTEXT)
     before = model(context).logits
-    cache = compress(model, context, budget={(1, 1): 0.5})
+    cache = compress(model, context, {(1, 1): 0.5})
     cache.ask(model, QUESTION, **GREEDY)
     tokens_before, length = cache.tokens, cache.get_seq_length()
     expected = cache.copy().ask(model, AGAIN, **GREEDY)
@@ -347,7 +347,7 @@ def test_a_question_that_fails_leaves_the_cache_and_the_model_as_they_were(
 @pytest.mark.parametrize("calls", [0, 3, 5])
 def test_a_question_that_fails_leaves_slots_that_were_renewed_since(calls: int) -> None:
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=4)
+    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=4))
     cache.ask(model, QUESTION, **GREEDY)
     length, held = cache.get_seq_length(), cache.layers[0].length
     twin = cache.copy()
@@ -367,7 +367,7 @@ def test_a_question_that_fails_leaves_slots_that_were_renewed_since(calls: int) 
 def test_a_call_that_fails_between_layers_is_noticed_by_the_next(error: BaseException) -> None:
     for family in FAMILIES:
         model = decoder(family)
-        cache = compress(model, tokens(1, CONTEXT), budget={(1, 1): 0.5})
+        cache = compress(model, tokens(1, CONTEXT), {(1, 1): 0.5})
         kept, expected = cache.copy(), cache.copy().ask(model, AGAIN, **GREEDY)
         hook = model.model.layers[0].mlp.register_forward_hook(_Failure(error, 0))
         with pytest.raises(type(error)):
@@ -392,11 +392,11 @@ def test_a_context_that_fails_leaves_the_model_as_it_was(chunk: int | None) -> N
     before, own = model(context).logits, dict(vars(model))
     hook = model.model.layers[1].mlp.register_forward_hook(_Failure(KeyboardInterrupt(), int(chunk is not None)))
     with pytest.raises(KeyboardInterrupt):
-        compress(model, context, budget=1.0, chunk=chunk)
+        compress(model, context, 1.0, chunk=chunk)
     hook.remove()
     assert torch.equal(model(context).logits, before)
     assert vars(model) == own
-    assert compress(model, context, budget=1.0).get_seq_length() == CONTEXT
+    assert compress(model, context, 1.0).get_seq_length() == CONTEXT
 
 
 # -- gradients, modes, copies in files --------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_turns_in_other_modes_of_gradients(first: Any, second: Any, reading: Any
     for weight in model.parameters():
         weight.requires_grad_(requires_grad=False)
     with reading():
-        cache = compress(model, context, budget=1.0)
+        cache = compress(model, context, 1.0)
     with first():
         model(QUESTION, **{CACHE: cache})
     with second():
@@ -451,7 +451,7 @@ def test_what_was_done_in_inference_mode_is_read_with_gradients(
     held: list[Any] = []
 
     def made() -> Any:
-        held.append(compress(model, context, budget={(1, 1): 0.5}, renew_every=4 if name == "renew" else None))
+        held.append(compress(model, context, Selection({(1, 1): 0.5}, renew_every=4 if name == "renew" else None)))
         return held[-1]
 
     for mode in (torch.no_grad, torch.inference_mode):
@@ -467,7 +467,7 @@ def test_what_was_done_in_inference_mode_is_read_with_gradients(
 @pytest.mark.parametrize("between", [False, True])
 def test_gradients_pass_through_several_calls(between: bool) -> None:
     model, context, gradients = decoder(), tokens(1, CONTEXT), []
-    for held in (compress(model, context, budget=1.0), dense(model, context)):
+    for held in (compress(model, context, 1.0), dense(model, context)):
         model.zero_grad()
         found = model(QUESTION, **{CACHE: held}).logits.sum()
         if between:  # forgotten, and written over without gradients
@@ -500,7 +500,7 @@ def test_a_model_and_its_cache_are_copied_before_inside_and_after(how: str, tmp_
     model, context, found = base(), tokens(1, CONTEXT), []
     before = model(context).logits
     twins = [COPIES[how](model)]
-    cache = compress(model, context, budget=CUT, chunk=10, progress=lambda *_: found.append(COPIES[how](model)))
+    cache = compress(model, context, CUT, chunk=10, progress=lambda *_: found.append(COPIES[how](model)))
     twins += [found[0], COPIES[how](model)]
     expected = cache.copy().ask(model, QUESTION, **GREEDY)
     other = COPIES[how](cache)
@@ -566,7 +566,7 @@ def test_a_model_is_freed_at_once(use: str) -> None:
     gc.disable()
     try:
         model = base()
-        cache = compress(model, tokens(1, CONTEXT), budget=CUT) if use in ("compress", "ask") else None
+        cache = compress(model, tokens(1, CONTEXT), CUT) if use in ("compress", "ask") else None
         if cache is not None and use == "ask":
             cache.ask(model, QUESTION, **GREEDY)
         if use == "prune":
@@ -583,7 +583,7 @@ def test_a_model_is_freed_at_once(use: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_model_in_another_dtype_than_its_cache_is_refused(dtype: Any) -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT)
+    cache = compress(model, tokens(1, CONTEXT), CUT)
     model.to(dtype)
     message = f"layer 0 has keys of .* {dtype}, and the cache .* torch.float32; expected the cache's model and dtype"
     with pytest.raises(ValueError, match=message):
@@ -596,7 +596,7 @@ def test_a_model_in_another_dtype_than_its_cache_is_refused(dtype: Any) -> None:
 
 def test_a_config_without_caches_is_no_config_for_a_question() -> None:
     model = decoder()
-    cache, ids = compress(model, tokens(1, CONTEXT), budget=1.0), torch.cat([tokens(1, CONTEXT), QUESTION], 1)
+    cache, ids = compress(model, tokens(1, CONTEXT), 1.0), torch.cat([tokens(1, CONTEXT), QUESTION], 1)
     expected = model.generate(ids, **GREEDY)[:, CONTEXT:]
     model.generation_config.use_cache = False
     for options in ({}, {"use_cache": None}):
@@ -610,7 +610,7 @@ def test_a_config_without_caches_is_no_config_for_a_question() -> None:
 
 def test_a_question_during_another_is_refused_before_it_reads_anything() -> None:
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    cache = compress(model, tokens(1, CONTEXT), 1.0)
     expected = cache.copy().ask(model, QUESTION, **GREEDY)
     refused: list[str] = []
 
@@ -651,14 +651,14 @@ def test_questions_with_what_is_not_read_are_refused(name: str) -> None:
     given, message = QUESTIONS[name]
     options = given()
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    cache = compress(model, tokens(1, CONTEXT), 1.0)
     with pytest.raises((TypeError, ValueError), match=message):
         cache.ask(model, options.pop("question", QUESTION), **options, **GREEDY)
 
 
 def test_a_cache_of_layers_that_slide_is_copied_after_a_call_with_gradients() -> None:
     model = decoder("Gemma3")
-    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    cache = compress(model, tokens(1, CONTEXT), 1.0)
     model(QUESTION, **{CACHE: cache})
     fork = cache.copy()
     assert torch.equal(read(model, fork, AGAIN), read(model, cache, AGAIN))

@@ -62,7 +62,7 @@ def test_whole_heads_answer_as_a_dense_cache(family: str, implementation: str, c
     model = base(family, attn_implementation=implementation)
     ids = torch.cat([context(), question()], 1)
     dense = model.generate(ids, **GREEDY)
-    cache = compress(model, context(), budget=1.0, chunk=chunk)
+    cache = compress(model, context(), 1.0, chunk=chunk)
     found = cache.copy().ask(model, question(), **GREEDY)
     assert torch.equal(found, dense[:, CONTEXT:])
     assert torch.equal(model.generate(ids, **{CACHE: cache.copy()}, **GREEDY), dense)  # as transformers has it
@@ -172,16 +172,16 @@ def test_padded_batch_equals_its_sequences_alone(side: str, budget: Any) -> None
     pad = slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)
     mask[1, pad] = 0
     alone = [ids[:1], ids[1:, mask[1].bool()]]
-    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=budget)
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget)
     found = logits(model, both, question(2))
     for row, sequence in enumerate(alone):
-        expected = logits(model, compress(model, sequence, budget=budget), question())
+        expected = logits(model, compress(model, sequence, budget), question())
         assert difference(found[row : row + 1], expected) < 1e-12
 
 
 def test_padded_questions_and_beams() -> None:
     model = base().double()
-    cache = compress(model, context(), budget=CUT)
+    cache = compress(model, context(), CUT)
     alone = logits(model, cache.copy(), question())
     fork = cache.copy()
     fork.batch_repeat_interleave(2)
@@ -193,7 +193,7 @@ def test_padded_questions_and_beams() -> None:
     assert difference(found[:1], alone) < 1e-12
     beams = cache.copy().ask(model, question(), num_beams=3, num_return_sequences=2, **GREEDY)
     assert beams.shape == (2, 3 + NEW)
-    whole = compress(model, context(), budget=1.0)
+    whole = compress(model, context(), 1.0)
     dense = model.generate(torch.cat([context(), question()], 1), num_beams=3, **GREEDY)[:, CONTEXT:]
     assert torch.equal(whole.ask(model, question(), num_beams=3, **GREEDY), dense)
 
@@ -202,7 +202,7 @@ def test_padded_questions_and_beams() -> None:
 @pytest.mark.parametrize("asked_before", [False, True])
 def test_a_copy_of_a_cache_goes_its_own_way(how: Callable[[Any], Any], asked_before: bool) -> None:
     model = base("Gemma3")
-    cache = compress(model, context(), budget=1.0)
+    cache = compress(model, context(), 1.0)
     if asked_before:
         logits(model, cache, question())
     before = cache.get_seq_length()
@@ -216,7 +216,7 @@ def test_a_copy_of_a_cache_goes_its_own_way(how: Callable[[Any], Any], asked_bef
 
 def test_forks_share_the_context_and_go_on_by_themselves() -> None:
     model = base()
-    cache = compress(model, context(), budget=CUT)
+    cache = compress(model, context(), CUT)
     fork, other = cache.copy(), cache.copy()
     first = logits(model, fork, question())
     assert fork.layers[0].groups[0].keys.data_ptr() == cache.layers[0].groups[0].keys.data_ptr()
@@ -241,7 +241,7 @@ def test_forks_share_the_context_and_go_on_by_themselves() -> None:
 
 def test_chunks_keep_what_whole_heads_of_the_first_layer_have() -> None:
     model = base()
-    whole, parts = compress(model, context(), budget=CUT), compress(model, context(), budget=CUT, chunk=15)
+    whole, parts = compress(model, context(), CUT), compress(model, context(), CUT, chunk=15)
 
     def of_head(cache: CompressedCache) -> Any:
         return next(group.keys for group in cache.layers[0].groups if 1 in group.heads)
@@ -256,7 +256,7 @@ def test_chunks_keep_what_whole_heads_of_the_first_layer_have() -> None:
 
 def test_bytes_and_rows_are_those_of_the_arrays() -> None:
     model = base()
-    cache, whole = compress(model, context(), budget=CUT), compress(model, context(), budget=1.0)
+    cache, whole = compress(model, context(), CUT), compress(model, context(), 1.0)
     arrays = [
         array
         for layer in cache.layers
@@ -277,7 +277,7 @@ def test_bytes_and_rows_are_those_of_the_arrays() -> None:
 def test_a_file_answers_to_the_bit_and_for_its_model_alone(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     model, file = base(), tmp_path / "context.safetensors"
-    cache = compress(model, context(2), budget=CUT)
+    cache = compress(model, context(2), CUT)
     cache.save(file)
     loaded = CompressedCache.load(file, model)
     assert torch.equal(logits(model, loaded, question(2)), logits(model, cache.copy(), question(2)))
@@ -307,7 +307,7 @@ def test_sliding_layers_keep_their_window_and_say_so(family: str, chunk: int | N
     layers = range(model.config.num_hidden_layers)
     sliding = [layer for layer in layers if family == "Mistral" or model.config.layer_types[layer][:7] == "sliding"]
     full = [layer for layer in layers if layer not in sliding]
-    cache = compress(model, context(2), budget={(layer, 1): 0.4 for layer in full}, chunk=chunk)
+    cache = compress(model, context(2), {(layer, 1): 0.4 for layer in full}, chunk=chunk)
     assert f"{len(sliding)} of {len(layers)} layers slide and keep their window" in repr(cache)
     rows = cache.table()
     assert sorted({row["layer"] for row in rows if row["slides"]}) == sliding
@@ -316,10 +316,10 @@ def test_sliding_layers_keep_their_window_and_say_so(family: str, chunk: int | N
         keys = cache.layers[layer].keys
         assert keys.untyped_storage().nbytes() == keys.numel() * keys.element_size()  # the context is let go
         with pytest.raises(ValueError, match=f"budget names head 0 of layer {layer}, which slides"):
-            compress(model, context(), budget={(layer, 0): 0.5})
+            compress(model, context(), {(layer, 0): 0.5})
     if not full:
         with pytest.raises(ValueError, match="all layers of the model slide"):
-            compress(model, context(), budget=0.5)
+            compress(model, context(), 0.5)
     cache.save(file)
     loaded = CompressedCache.load(file, model)
     assert loaded.table() == rows
@@ -329,7 +329,7 @@ def test_sliding_layers_keep_their_window_and_say_so(family: str, chunk: int | N
 def test_a_file_names_the_model_as_it_was(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     model, file = base(), tmp_path / "context.safetensors"
-    cache, other = compress(model, context(), budget=CUT), compress(base(), context(), budget=CUT)
+    cache, other = compress(model, context(), CUT), compress(base(), context(), CUT)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
     with pytest.raises(ValueError, match="weights of the LlamaModel changed after it read the context"):
@@ -342,7 +342,7 @@ def test_a_file_names_the_model_as_it_was(tmp_path: Path) -> None:
 def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     model = base()
     before = model(context(2)).logits
-    cache = compress(model, context(), budget=CUT)
+    cache = compress(model, context(), CUT)
     configs = {id(module.config) for module in model.modules() if hasattr(module, "config")}
     assert torch.equal(model(context(2)).logits, before)
     model(context(2)).logits.sum().backward()
@@ -362,7 +362,7 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
 
 def test_a_prepared_model_that_is_pruned_since_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
     model = base()
-    cache = compress(model, context(), budget=CUT)
+    cache = compress(model, context(), CUT)
     cache.save(tmp_path / "cache")
     dense = model(context()).logits
     with prune(model, {0: 8, 1: 8}):
@@ -384,7 +384,7 @@ def test_a_prepared_model_that_is_pruned_since_is_refused_and_stays_as_it_was(tm
 
 def test_the_context_is_not_read_twice() -> None:
     model = base()
-    cache = compress(model, context(2), budget=CUT)
+    cache = compress(model, context(2), CUT)
     whole = torch.cat([context(2), question(2)], 1)
     changed = whole.clone()
     changed[:, CONTEXT - 1] = 1  # as if the tokenizer joined the last word and the question
@@ -400,62 +400,62 @@ def test_the_context_is_not_read_twice() -> None:
 def test_more_positions_than_were_learned_are_refused() -> None:
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 40}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=CONTEXT, **sizes)).eval()
-    assert compress(model, context(), budget=CUT).context_length == CONTEXT
+    assert compress(model, context(), CUT).context_length == CONTEXT
     with pytest.raises(
         ValueError, match=r"context has 31 tokens; expected at most max_position_embeddings=30, as .*wpe"
     ):
-        compress(model, context(1, CONTEXT + 1), budget=CUT)
+        compress(model, context(1, CONTEXT + 1), CUT)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "tokens": (lambda: compress(base(), [[1, 2]], budget=1.0), "context is <class 'list'>; expected whole numbers"),
-    "text": (lambda: compress(base(), "a text", budget=1.0), r"of torch, e.g. tokenizer\(text, return_tensors='pt'\)"),
+    "tokens": (lambda: compress(base(), [[1, 2]], 1.0), "context is <class 'list'>; expected whole numbers"),
+    "text": (lambda: compress(base(), "a text", 1.0), r"of torch, e.g. tokenizer\(text, return_tensors='pt'\)"),
     "lists": (
-        lambda: compress(base(), {"input_ids": [[1, 2]]}, budget=1.0),
+        lambda: compress(base(), {"input_ids": [[1, 2]]}, 1.0),
         r"context\['input_ids'\] is of type list; expected a tensor",
     ),
     "a cache for no model": (
         lambda: CompressedCache.load("none", "llama"),
         "model is of type str; expected a transfo",
     ),
-    "floats": (lambda: compress(base(), torch.ones(1, 4), budget=1.0), r"context is torch.float32 \(1, 4\)"),
-    "names": (lambda: compress(base(), {"ids": context()}, budget=1.0), "expected input_ids and perhaps"),
+    "floats": (lambda: compress(base(), torch.ones(1, 4), 1.0), r"context is torch.float32 \(1, 4\)"),
+    "names": (lambda: compress(base(), {"ids": context()}, 1.0), "expected input_ids and perhaps"),
     "mask": (
-        lambda: compress(base(), {"input_ids": context(), "attention_mask": torch.ones(1, 3)}, budget=1.0),
+        lambda: compress(base(), {"input_ids": context(), "attention_mask": torch.ones(1, 3)}, 1.0),
         r"attention_mask has shape \(1, 3\); expected \(1, 30\)",
     ),
     "nothing": (
-        lambda: compress(base(), {"input_ids": context(), "attention_mask": 0 * context()}, budget=1.0),
+        lambda: compress(base(), {"input_ids": context(), "attention_mask": 0 * context()}, 1.0),
         "a sequence without positions",
     ),
-    "budget": (lambda: compress(base(), context(), budget=0), r"budget is 0; expected a share"),
-    "share": (lambda: compress(base(), context(), budget={(0, 0): 2}), r"budget\[\(0, 0\)\] is 2; expected a share"),
-    "key": (lambda: compress(base(), context(), budget={0: 0.5}), r"budget has the key 0; expected \(layer, head\)"),
-    "no layer": (lambda: compress(base(), context(), budget={(2, 0): 0.5}), "names layer 2; expected one of the 2"),
-    "no head": (lambda: compress(base(), context(), budget={(1, 2): 0.5}), "names head 2 of layer 1; expected one of"),
+    "budget": (lambda: compress(base(), context(), 0), r"budget is 0; expected a share"),
+    "share": (lambda: compress(base(), context(), {(0, 0): 2}), r"budget\[\(0, 0\)\] is 2; expected a share"),
+    "key": (lambda: compress(base(), context(), {0: 0.5}), r"budget has the key 0; expected \(layer, head\)"),
+    "no layer": (lambda: compress(base(), context(), {(2, 0): 0.5}), "names layer 2; expected one of the 2"),
+    "no head": (lambda: compress(base(), context(), {(1, 2): 0.5}), "names head 2 of layer 1; expected one of"),
     "kinds": (
-        lambda: compress(base(), {"input_ids": context(), "token_type_ids": torch.ones(1, CONTEXT)}, budget=1.0),
+        lambda: compress(base(), {"input_ids": context(), "token_type_ids": torch.ones(1, CONTEXT)}, 1.0),
         "token_type_ids that are not zero",
     ),
     "states": (
-        lambda: compress(hybrid(), context(), budget=1.0),
+        lambda: compress(hybrid(), context(), 1.0),
         r"layer 0 of \w+ keeps no keys and values of its own",
     ),
-    "twice": (lambda: compress(base(), context(), budget=CUT, heads=profile()), "expected one of the two"),
-    "split": (lambda: compress(base(), context(), budget=CUT, window=0.6), "more than 1 together"),
+    "twice": (lambda: compress(base(), context(), CUT, heads=profile()), "expected one of the two"),
+    "split": (lambda: compress(base(), context(), Selection(CUT, window=0.6)), "more than 1 together"),
     "window": (
-        lambda: compress(base(), context(), budget=CUT, window=2),
+        lambda: compress(base(), context(), Selection(CUT, window=2)),
         r"window is 2; expected a share in \[0, 1\]",
     ),
-    "chunk": (lambda: compress(base(), context(), budget=CUT, chunk=0), "chunk is 0"),
+    "chunk": (lambda: compress(base(), context(), CUT, chunk=0), "chunk is 0"),
     "heads": (
-        lambda: compress(base(num_hidden_layers=3), context(), budget=0.5, heads=profile()),
+        lambda: compress(base(num_hidden_layers=3), context(), 0.5, heads=profile()),
         "no cost of head 0 of layer 2",
     ),
-    "pruned": (lambda: compress(pruned(), context(), budget=CUT), "is pruned already"),
-    "encoder": (lambda: compress(bert(), context(), budget=CUT), "BertModel is no decoder"),
-    "both": (lambda: compress(t5(), context(), budget=CUT), "T5ForConditionalGeneration is no decoder"),
-    "no model": (lambda: compress(torch.nn.Linear(2, 2), context(), budget=CUT), "model is .*Linear"),
+    "pruned": (lambda: compress(pruned(), context(), CUT), "is pruned already"),
+    "encoder": (lambda: compress(bert(), context(), CUT), "BertModel is no decoder"),
+    "both": (lambda: compress(t5(), context(), CUT), "T5ForConditionalGeneration is no decoder"),
+    "no model": (lambda: compress(torch.nn.Linear(2, 2), context(), CUT), "model is .*Linear"),
 }
 
 
@@ -506,8 +506,8 @@ def test_refusals_name_what_came(name: str) -> None:
 def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
     model = base()
     with pytest.warns(levattn.RecallWarning, match="all heads are cut to 40%"):
-        alike = compress(model, context(), budget=0.4)
-    split = compress(model, context(), budget=0.4, heads=profile())
+        alike = compress(model, context(), 0.4)
+    split = compress(model, context(), 0.4, heads=profile())
     assert alike.nbytes <= 0.4 * alike.dense_nbytes
     assert split.nbytes <= 0.4 * split.dense_nbytes
     shares = {(row["layer"], row["head"]): row["share"] for row in split.table()}
@@ -641,7 +641,7 @@ def test_profile_measures_every_head(texts: list[str] | None) -> None:
 def test_passes_that_begin_at_a_layer_are_those_of_the_whole(family: str) -> None:
     model = base(family, num_hidden_layers=3)
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    cache, replay = compress(model, context(), budget=1.0), Replay(model)
+    cache, replay = compress(model, context(), 1.0), Replay(model)
     layers[0].forward = own = layers[0].forward  # as accelerate has it, which moves what comes in
     with replay.recorded():
         whole = model(question(), **{CACHE: cache.copy()}).logits

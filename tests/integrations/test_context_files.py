@@ -37,7 +37,7 @@ def seeded(**options: Any) -> Any:
 
 def saved(model: Any, file: Path, budget: Any = CUT) -> Any:
     """The file of a context, and what is answered on it."""
-    cache = compress(model, tokens(1, CONTEXT), budget=budget)
+    cache = compress(model, tokens(1, CONTEXT), budget)
     cache.save(file)
     return cache.ask(model, QUESTION, **GREEDY)
 
@@ -87,7 +87,7 @@ SWITCHES = {
 def test_a_file_is_for_the_adapters_that_read_it(switch: str, tmp_path: Path) -> None:
     model, file = adapted(), tmp_path / "context"
     expected = saved(model, file)
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT)
+    cache = compress(model, tokens(1, CONTEXT), CUT)
     set_adapters(model, **SWITCHES[switch])
     with pytest.raises(ValueError, match=ANOTHER):
         CompressedCache.load(file, model)
@@ -141,7 +141,7 @@ def test_positions_that_change_with_the_length(kind: str, tmp_path: Path) -> Non
     model, file = made(), tmp_path / "context"
     with torch.no_grad():
         model(tokens(1, 40))
-    cache = compress(model, tokens(1, CONTEXT), budget=1.0)
+    cache = compress(model, tokens(1, CONTEXT), 1.0)
     with torch.no_grad():
         model(tokens(1, 12))
         model(tokens(1, 60))
@@ -151,7 +151,7 @@ def test_positions_that_change_with_the_length(kind: str, tmp_path: Path) -> Non
         found = CompressedCache.load(file, other).ask(other, QUESTION, **GREEDY)
         assert kind == "dynamic" or torch.equal(found, expected)  # "dynamic" rotates by the longest input so far
     with pytest.raises(ValueError, match=f"chunk was given for a LlamaForCausalLM, whose rotary positions .'{kind}'"):
-        compress(model, tokens(1, CONTEXT), budget=1.0, chunk=10)
+        compress(model, tokens(1, CONTEXT), 1.0, chunk=10)
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
@@ -377,7 +377,7 @@ RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
 @pytest.mark.parametrize("change", RENEWING)
 def test_a_conversation_whose_parts_do_not_fit_is_refused_though_its_digest_does(change: str, tmp_path: Path) -> None:
     model, file = seeded(), tmp_path / "context"
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=5)
+    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=5))
     cache.ask(model, QUESTION, **GREEDY)
     cache.ask(model, QUESTION, **GREEDY)
     cache.save(file)
@@ -392,7 +392,7 @@ def test_a_conversation_whose_parts_do_not_fit_is_refused_though_its_digest_does
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_conversation_goes_on_from_its_file(family: str, batch: int, tmp_path: Path) -> None:
     model, file = base(family), tmp_path / "context"
-    cache = compress(model, tokens(batch, CONTEXT), budget={(1, 1): 0.5})
+    cache = compress(model, tokens(batch, CONTEXT), {(1, 1): 0.5})
     cache.ask(model, QUESTION.expand(batch, -1), **GREEDY)
     for _ in range(2):
         cache.save(file)
@@ -410,7 +410,7 @@ def test_a_conversation_goes_on_from_its_file(family: str, batch: int, tmp_path:
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_slots_go_where_each_layer_computes(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = base(family), tmp_path / "context"
-    cache = compress(model, tokens(1, CONTEXT), budget={(1, 1): 0.5})
+    cache = compress(model, tokens(1, CONTEXT), {(1, 1): 0.5})
     cache.ask(model, QUESTION, **GREEDY)
     cache.save(file)
     block = model.model.layers[1].to("meta")  # as if accelerate brought its weights to a device

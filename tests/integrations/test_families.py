@@ -68,22 +68,22 @@ def positions(model: Any, first: int, last: int) -> dict[str, Any]:
 
 
 def in_plain(model: Any) -> tuple[Any, Any]:
-    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0)
+    cache = compress(model, IDS[:1, :CONTEXT], 1.0)
     return dense(model, IDS[:1], **{CACHE: cache}), dense(model, IDS[:1])
 
 
 def asked(model: Any) -> tuple[Any, Any]:
-    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0)
+    cache = compress(model, IDS[:1, :CONTEXT], 1.0)
     return logits(cache.ask(model, IDS[:1, CONTEXT:], **LOGITS)), dense(model, IDS[:1])
 
 
 def in_chunks(model: Any) -> tuple[Any, Any]:
-    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0, chunk=7)
+    cache = compress(model, IDS[:1, :CONTEXT], 1.0, chunk=7)
     return logits(cache.ask(model, IDS[:1, CONTEXT:], **LOGITS)), dense(model, IDS[:1])
 
 
 def in_steps(model: Any) -> tuple[Any, Any]:
-    cache = compress(model, IDS[:1, :CONTEXT], budget=1.0)
+    cache = compress(model, IDS[:1, :CONTEXT], 1.0)
     with torch.no_grad():
         whole = model(IDS[:1], **positions(model, 0, CONTEXT + QUESTION)).logits[:, CONTEXT:]
         steps = [
@@ -98,7 +98,7 @@ def padded(side: str) -> Callable[[Any], tuple[Any, Any]]:
         short, nothing = IDS[1:, : CONTEXT - PADDED], torch.zeros((1, PADDED), dtype=torch.int64)
         row = torch.cat([nothing, short] if side == "left" else [short, nothing], 1)
         ids = torch.cat([IDS[:1, :CONTEXT], row])
-        cache = compress(model, {"input_ids": ids, "attention_mask": (ids > 0).long()}, budget=1.0)
+        cache = compress(model, {"input_ids": ids, "attention_mask": (ids > 0).long()}, 1.0)
         found = logits(cache.ask(model, IDS[:, CONTEXT:], **LOGITS))
         alone = dense(model, torch.cat([short, IDS[1:, CONTEXT:]], 1))
         return torch.cat([found[:1, 0], found[1:, 0]]), torch.cat([dense(model, IDS[:1])[:, 0], alone[:, 0]])

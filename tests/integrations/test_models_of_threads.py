@@ -77,7 +77,7 @@ class Bench:
 def plain() -> Bench:
     torch.manual_seed(0)
     model = base("Llama")
-    shared = [compress(model, text(number), budget=CUT) for number in range(6)]
+    shared = [compress(model, text(number), CUT) for number in range(6)]
     return Bench(
         model,
         {
@@ -152,14 +152,14 @@ def test_a_request_in_the_middle_of_another_on_a_pruned_model(outer: str, inner:
 
 
 def test_a_compressed_cache_on_a_pruned_model_is_refused(plain: Bench, pruned: Bench) -> None:
-    cache = compress(plain.model, text(0), budget=CUT)
+    cache = compress(plain.model, text(0), CUT)
     with pytest.raises(TypeError, match="the cache is of type CompressedCache; expected a DynamicCache"):
         cache.ask(pruned.model, QUESTION, **GREEDY)
     pruned.ask("pruned answer", 0)
 
 
 def test_a_cache_answers_one_question_at_a_time(plain: Bench) -> None:
-    cache = compress(plain.model, text(0), budget=CUT)
+    cache = compress(plain.model, text(0), CUT)
     refused = []
 
     def ask(_: int) -> None:
@@ -170,7 +170,7 @@ def test_a_cache_answers_one_question_at_a_time(plain: Bench) -> None:
     with interrupted(plain.model, 50, ask):
         found = cache.ask(plain.model, QUESTION, **GREEDY)
     assert refused
-    assert torch.equal(found, compress(plain.model, text(0), budget=CUT).ask(plain.model, QUESTION, **GREEDY))
+    assert torch.equal(found, compress(plain.model, text(0), CUT).ask(plain.model, QUESTION, **GREEDY))
     assert cache.ask(plain.model, AGAIN, **GREEDY).shape == (1, 2 + NEW)
 
 

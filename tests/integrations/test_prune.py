@@ -123,16 +123,16 @@ def test_named_layers_and_heads_are_pruned_and_the_others_dense(family: str, imp
 def test_budgets_of_layers_and_heads() -> None:
     model = base()
     dense = output(model)
-    with prune(model, 14, chunk=4, layers=[1], heads=[0], measure=False):
+    with prune(model, Selection(14, renew_every=4), layers=[1], heads=[0], measure=False):
         one = output(model)
     for budget in ({(1, 0): 14}, {(1, 0): 14, (0, 1): 1.0}, {1: 14, (0, 0): 1.0}):
-        with prune(model, budget, chunk=4) as report:
+        with prune(model, Selection(budget, renew_every=4)) as report:
             found = output(model)
         same = budget != {1: 14, (0, 0): 1.0}
         assert (difference(found, one) < 1e-6) == same
         assert {row["head"] for row in report.table()} == ({0} if same else {0, 1})
     assert difference(one, dense) > 1e-2
-    with prune(model, {(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}, chunk=4, measure=False):
+    with prune(model, Selection({(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}, renew_every=4), measure=False):
         mixed = output(model)
     slots = {(0, 0): 12, (0, 1): T // 2, (1, 0): 16, (1, 1): 16}
     options = {head: {"budget": budget, "chunk": 4} for head, budget in slots.items()}
@@ -174,7 +174,7 @@ def test_a_cache_of_a_pruned_model_goes_on_without_pruning() -> None:
 def test_positions_in_the_cache_cannot_be_left_out_later() -> None:
     model, mask = base(), torch.ones(1, T + 1, dtype=torch.int64)
     mask[0, 5:9] = 0
-    with prune(model, budget=32):
+    with prune(model, 32):
         cache = transformers.DynamicCache(config=model.config)
         output(model, tokens(1), **{CACHE: cache})
         with pytest.raises(ValueError, match="leaves out other positions than before"):
@@ -320,7 +320,7 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     from levattn.plots import new_figure
 
     model = base(num_hidden_layers=3)
-    with prune(model, 16, chunk=4, layers=[0, 2], heads=[1]) as report:
+    with prune(model, Selection(16, renew_every=4), layers=[0, 2], heads=[1]) as report:
         assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
         assert report.table()[0] == dict.fromkeys(report.table()[0]) | {
             "layer": 0,
@@ -356,7 +356,9 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
 
 def test_options_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     model = base()
-    with prune(model, np.float32(0.75), layers=np.arange(1), heads=np.array([1]), chunk=np.int64(4)) as report:
+    with prune(
+        model, Selection(np.float32(0.75), renew_every=np.int64(4)), layers=np.arange(1), heads=np.array([1])
+    ) as report:
         output(model)
     report.save_json(tmp_path / "report.json")
     options = json.loads((tmp_path / "report.json").read_text())["options"]
@@ -384,7 +386,7 @@ def test_layers_can_be_looked_at_while_they_are_dense() -> None:
 
 def test_measuring_can_be_left_out() -> None:
     model = base()
-    with prune(model, 12, chunk=4, measure=False) as report:
+    with prune(model, Selection(12, renew_every=4), measure=False) as report:
         output(model)
     assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1, "measured": 0}
 
@@ -393,7 +395,7 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
     model, prompt = base(), torch.arange(T)[None]
 
     def measured(measure: bool | None) -> float:
-        with prune(model, 12, chunk=4, measure=measure) as report:
+        with prune(model, Selection(12, renew_every=4), measure=measure) as report:
             model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
         (tally, _), *_ = report._tallies.values()
         assert [(row["calls"], row["measured"]) for row in report.table()] == [(3, 3 if measure else 1)] * 4
@@ -404,11 +406,11 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
 
 def test_a_report_without_figures_says_why() -> None:
     model = base()
-    with prune(model, 12, chunk=4, measure=False) as report:
+    with prune(model, Selection(12, renew_every=4), measure=False) as report:
         assert str(report).endswith("-: the model was not called yet")
         output(model)
     assert str(report).endswith("-: not measured; give measure=True")
-    with prune(model, 12, chunk=4) as report:
+    with prune(model, Selection(12, renew_every=4)) as report:
         output(model)
     assert "-:" not in str(report)
     with prune(model, 1.0) as report:
@@ -467,7 +469,7 @@ def test_a_report_ends_its_pruning_once() -> None:
     with pytest.raises(ZeroDivisionError), prune(model, **SPLIT):
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="size is -1"):
-        prune(model, size=-1)
+        prune(model, Selection(size=-1))
     with prune(model, **SPLIT) as report:
         report.remove()
     with pytest.raises(ValueError, match="model is LlamaForCausalLM, not extended"):
@@ -529,7 +531,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "extending": (lambda: macchiato_from(pruned(base()), window=4, latents=2), "is pruned already"),
     "no budget": (lambda: prune(base()), "expected one of the three"),
-    "two budgets": (lambda: prune(base(), 8, size=3), "expected one of the three"),
+    "two budgets": (lambda: prune(base(), Selection(8, size=3)), "expected one of the three"),
     "budget": (lambda: prune(base(), 1.5), "budget is 1.5; expected a whole number of slots, or a share"),
     "one slot": (
         lambda: prune(base(), 1),
@@ -538,11 +540,14 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "one slot of a head": (lambda: prune(base(), {(0, 0): np.int64(1)}), "budget is 1, one slot a query"),
     "a flag as budget": (lambda: prune(base(), True), "budget is True; expected a number of slots"),
     "budget of another type": (lambda: prune(base(), "8"), "budget is '8'; expected a number of slots"),
-    "scores": (lambda: prune(base(), 8, scores="norm"), "scores is 'norm'; expected one of"),
-    "array of scores": (lambda: prune(base(), 8, scores=torch.ones(3)), "scores is of type Tensor; expected the name"),
-    "center": (lambda: prune(base(), 8, center=True), "center is True"),
-    "epsilon": (lambda: prune(base(), epsilon="0.1"), "epsilon is '0.1'"),
-    "chunk of an encoder": (lambda: prune(base("Esm"), 8, chunk=4), "chunk is 4 and causal is False"),
+    "scores": (lambda: prune(base(), Selection(8, scores="norm")), "scores is 'norm'; expected one of"),
+    "array of scores": (
+        lambda: prune(base(), Selection(8, scores=torch.ones(3))),
+        "scores is of type Tensor; expected the name",
+    ),
+    "center": (lambda: prune(base(), Selection(8, center=True)), "center is True"),
+    "epsilon": (lambda: prune(base(), Selection(epsilon="0.1")), "epsilon is '0.1'"),
+    "chunk of an encoder": (lambda: prune(base("Esm"), Selection(8, renew_every=4)), "chunk is 4 and causal is False"),
     "layers": (lambda: prune(base(), 8, layers=[2]), r"layers is \[2\]; expected different numbers among \[0, 1\]"),
     "heads": (lambda: prune(base(), 8, heads=0), "heads is 0; expected numbers of heads"),
     "empty mapping": (lambda: prune(base(), {}), "budget is empty"),

@@ -38,7 +38,7 @@ def logits(cache: Any, model: Any, turn: int, batch: int = 1) -> Any:
 @pytest.mark.parametrize("every", [1, 5, 30])
 def test_whole_heads_answer_as_a_dense_cache_whatever_is_renewed(family: str, every: int) -> None:
     model = base(family)
-    cache, told = compress(model, tokens(1, CONTEXT), budget=1.0, renew_every=every), tokens(1, CONTEXT)
+    cache, told = compress(model, tokens(1, CONTEXT), Selection(1.0, renew_every=every)), tokens(1, CONTEXT)
     for turn in range(3):
         told = torch.cat([told, question(turn)], 1)
         dense = model.generate(told, **GREEDY)
@@ -54,8 +54,10 @@ def test_keys_that_are_alike_lose_nothing(every: int) -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.zero_()  # so attention is the mean of all values
-    dense = compress(model, tokens(1, CONTEXT), budget=1.0)
-    cut = compress(model, tokens(1, CONTEXT), budget={(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
+    dense = compress(model, tokens(1, CONTEXT), 1.0)
+    cut = compress(
+        model, tokens(1, CONTEXT), Selection({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
+    )
     for turn in range(3):
         assert (
             difference(logits(cut, model, turn), logits(dense, model, turn)) < 1e-5
@@ -67,7 +69,7 @@ def test_keys_that_are_alike_lose_nothing(every: int) -> None:
 
 def test_a_head_that_is_cut_keeps_its_number_of_slots() -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=8)
+    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=8))
 
     def slots() -> dict[tuple[int, int], int]:
         groups = [(layer.number, group) for layer in cache.layers for group in layer.groups]
@@ -90,9 +92,9 @@ def test_rows_of_a_padded_batch_equal_rows_alone(side: str) -> None:
     model, ids, missing = base().double(), tokens(2, CONTEXT), 7
     mask = torch.ones_like(ids)
     mask[1, slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)] = 0
-    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=1.0, renew_every=6)
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(1.0, renew_every=6))
     rows = [row[None][:, there.bool()] for row, there in zip(ids, mask, strict=True)]
-    alone = [compress(model, row, budget=1.0, renew_every=6) for row in rows]
+    alone = [compress(model, row, Selection(1.0, renew_every=6)) for row in rows]
     for turn in range(3):
         found = logits(both, model, turn, 2)
         for row, cache in enumerate(alone):
@@ -102,8 +104,10 @@ def test_rows_of_a_padded_batch_equal_rows_alone(side: str) -> None:
 def test_rows_and_copies_go_their_own_way() -> None:
     model = base().double()
     first, second = tokens(2, CONTEXT)[:1], tokens(2, CONTEXT)[1:]
-    both = compress(model, torch.cat([first, second]), budget=CUT, renew_every=6)
-    alone = compress(model, torch.cat([second, second]), budget=CUT, renew_every=6)  # batches renew between questions
+    both = compress(model, torch.cat([first, second]), Selection(CUT, renew_every=6))
+    alone = compress(
+        model, torch.cat([second, second]), Selection(CUT, renew_every=6)
+    )  # batches renew between questions
     assert difference(logits(both, model, 0, 2)[1:], logits(alone, model, 0, 2)[1:]) < 1e-12
     fork = both.copy()
     fork.batch_select_indices(torch.tensor([1]))
@@ -116,7 +120,7 @@ def test_rows_and_copies_go_their_own_way() -> None:
 
 def test_what_was_renewed_is_not_forgotten() -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=5)
+    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=5))
     cache.ask(model, question(0), **GREEDY)
     kept = max(layer.length for layer in cache.layers)
     with pytest.raises(ValueError, match=f"expected to keep at least the {kept} positions"):
@@ -124,12 +128,12 @@ def test_what_was_renewed_is_not_forgotten() -> None:
     with pytest.raises(ValueError, match="has renewed its slots"):
         cache.reset()
     with pytest.raises(ValueError, match="renew_every is 0"):
-        compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=0)
+        compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=0))
 
 
 def test_gradients_keep_what_they_read() -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=2)
+    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=2))
     total = sum(model(question(turn), **{CACHE: cache}).logits.sum() for turn in range(3))
     total.backward()
     assert cache.layers[0].length == CONTEXT
@@ -145,10 +149,10 @@ def test_slots_of_short_sequences_and_of_uneven_heads_hold_every_position_once()
             layer.self_attn.k_proj.weight.zero_()  # so the weights of summaries are numbers of positions
     cut = {(0, 0): 0.5, (1, 1): 0.5}
     uneven = compress(
-        model, tokens(1, 170), budget={(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, chunk=40, renew_every=6
+        model, tokens(1, 170), Selection({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=6), chunk=40
     )
     for cache, batch in (
-        (compress(model, {"input_ids": ids, "attention_mask": mask}, budget=cut, renew_every=6), 2),
+        (compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(cut, renew_every=6)), 2),
         (uneven, 1),
     ):
         for turn in range(3):
@@ -166,8 +170,8 @@ def test_rows_that_end_early_go_on_as_alone(every: int) -> None:
     first = model.generate(torch.cat([ids, question(0, 2)], 1), **GREEDY)[:, CONTEXT + 3 :]
     end = int(first[1, 1])  # the second row ends with it, before the first row does
     options = {**GREEDY, "eos_token_id": end}
-    both = compress(model, ids, budget=1.0, renew_every=every)
-    alone = [compress(model, row[None], budget=1.0) for row in ids]
+    both = compress(model, ids, Selection(1.0, renew_every=every))
+    alone = [compress(model, row[None], 1.0) for row in ids]
     for turn in range(3):
         found = both.ask(model, question(turn, 2), output_logits=True, return_dict_in_generate=True, **options)
         for row, cache in enumerate(alone):
@@ -181,7 +185,7 @@ def test_positions_may_be_forgotten_before_slots_are_renewed(cut: int) -> None:
     model = base().double()
     asked = torch.cat([torch.zeros(1, 6, dtype=torch.int64), question(0)], 1)
     mask = (torch.arange(9) > 5)[None].long()
-    cache, dense = (compress(model, tokens(1, CONTEXT), budget=1.0, renew_every=every) for every in (8, None))
+    cache, dense = (compress(model, tokens(1, CONTEXT), Selection(1.0, renew_every=every)) for every in (8, None))
     for held in (cache, dense):
         held.ask(model, {"input_ids": asked, "attention_mask": mask}, max_new_tokens=1, do_sample=False)
         held.crop(-cut)
@@ -202,7 +206,7 @@ def test_a_file_of_a_cache_that_renews_goes_on_as_the_cache(
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     budget = {(1, 1): 0.5} if family == "Gemma3" else CUT
-    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=budget, renew_every=5)
+    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(budget, renew_every=5))
     asked = {"input_ids": question(0, batch), "attention_mask": torch.ones(batch, 3)}
     asked["attention_mask"][0, 0] = 0
     for _ in range(turns):
@@ -228,8 +232,10 @@ def test_padding_asks_for_nothing_when_heads_are_cut(side: str) -> None:
     asked, there = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
     asked[:, 2:], there[1, :2] = question(0, 2), 0
     asked[0, :2] = 8
-    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=CUT, renew_every=4)
-    alone = compress(model, ids[1:, mask[1].bool()].expand(2, -1), budget=CUT, renew_every=4)  # a batch renews alike
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(CUT, renew_every=4))
+    alone = compress(
+        model, ids[1:, mask[1].bool()].expand(2, -1), Selection(CUT, renew_every=4)
+    )  # a batch renews alike
     both.ask(model, {"input_ids": asked, "attention_mask": there}, **GREEDY)
     alone.ask(model, question(0, 2), **GREEDY)
     for turn in (1, 2):
@@ -243,7 +249,7 @@ def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) 
     if forget == "reset" and renewed:
         pytest.skip("the context is no longer there alone")
     model, more = base().double(), torch.tensor([[30, 31, 32, 33]])
-    one, other = (compress(model, tokens(2, CONTEXT), budget=CUT, renew_every=12) for _ in range(2))
+    one, other = (compress(model, tokens(2, CONTEXT), Selection(CUT, renew_every=12)) for _ in range(2))
     for cache in (one, other):
         cache.batch_select_indices(torch.tensor([1]))
         if renewed:
@@ -271,7 +277,7 @@ def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) 
 
 def test_bytes_are_those_of_moments_and_queries_too() -> None:
     model = base()
-    plain, cache = (compress(model, tokens(1, CONTEXT), budget=CUT, renew_every=every) for every in (None, 20))
+    plain, cache = (compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=every)) for every in (None, 20))
     d = model.config.hidden_size // model.config.num_attention_heads
     moments = len(cache.layers) * 2 * (d * d + 2 * d) * 8  # of two heads, and of their keys the means, in float64
     assert cache.nbytes == plain.nbytes + moments
@@ -283,7 +289,7 @@ def test_bytes_are_those_of_moments_and_queries_too() -> None:
 
 def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed() -> None:
     model = base(num_hidden_layers=1)
-    cache = compress(model, tokens(1, CONTEXT), budget={(0, 0): 0.4}, renew_every=6)
+    cache = compress(model, tokens(1, CONTEXT), Selection({(0, 0): 0.4}, renew_every=6))
     with torch.no_grad():
         model(question(0), **{CACHE: cache})
     for turn in range(3):
@@ -297,7 +303,7 @@ def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed
 def test_a_cache_whose_last_call_failed_before_it_asked_can_be_saved(tmp_path: Any) -> None:
     pytest.importorskip("safetensors")
     model = base(num_hidden_layers=1)
-    cache = compress(model, tokens(2, CONTEXT), budget={(0, 0): 0.4}, renew_every=6)
+    cache = compress(model, tokens(2, CONTEXT), Selection({(0, 0): 0.4}, renew_every=6))
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     cache.ask(model, {"input_ids": question(0, 2), "attention_mask": mask}, **GREEDY)
     with pytest.raises(ValueError, match="not causal"), torch.no_grad():

@@ -71,7 +71,7 @@ def test_whole_budget_generates_what_the_model_does(opened: Any, context: Any) -
     options = {"max_new_tokens": 256, "min_new_tokens": 256, "do_sample": False, "pad_token_id": 0}
     dense = model.generate(torch.cat([tokens, asked(context)], 1), **options)[:, LENGTH:]
     for chunk in (None, 256):
-        cache = compress(model, tokens, budget=1.0, chunk=chunk)
+        cache = compress(model, tokens, 1.0, chunk=chunk)
         assert torch.equal(cache.ask(model, asked(context), **options), dense)
 
 
@@ -82,7 +82,7 @@ def test_a_quarter_of_the_bytes_recalls_with_a_profile(
     tokens = torch.tensor([context.tokens])
     with torch.no_grad():
         right, loss = example.measured(model, example.dense(model, tokens), context)
-        cache = compress(model, tokens, budget=0.25, heads=profile)
+        cache = compress(model, tokens, 0.25, heads=profile)
         assert cache.nbytes <= 0.25 * cache.dense_nbytes
         found = example.measured(model, cache, context)
     assert right == found[0] == 1
@@ -93,7 +93,7 @@ def test_a_quarter_of_the_bytes_recalls_with_a_profile(
     both = [answer(model, each, asked(context), max_new_tokens=20)[1] for each in (cache.copy(), loaded)]
     assert torch.equal(*both)
     with pytest.warns(levattn.RecallWarning):
-        alike = compress(model, tokens, budget=0.25)
+        alike = compress(model, tokens, 0.25)
     with torch.no_grad():
         assert example.measured(model, alike, context)[0] == 0
 
@@ -104,10 +104,10 @@ def test_padded_batch_equals_its_sequences_alone(opened: Any, context: Any, prof
     ids = torch.stack([whole, torch.cat([torch.zeros(LENGTH - SHORT, dtype=torch.long), whole[-SHORT:]])])
     mask = torch.ones_like(ids)
     mask[1, : LENGTH - SHORT] = 0
-    batch = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=0.25, heads=profile)
+    batch = compress(model, {"input_ids": ids, "attention_mask": mask}, 0.25, heads=profile)
     together, logits = answer(model, batch, asked(context).expand(2, -1), max_new_tokens=20)
     for row, part in enumerate((whole, whole[-SHORT:])):
-        cache = compress(model, part[None], budget=0.25, heads=profile)
+        cache = compress(model, part[None], 0.25, heads=profile)
         tokens, alone = answer(model, cache, asked(context), max_new_tokens=20)
         assert torch.equal(together[row : row + 1], tokens)
         assert float((logits[row] - alone[0]).abs().max()) < 1e-2 * float(alone.abs().max())

@@ -33,7 +33,7 @@ def whole() -> Any:
 
 
 def cache_of(model: Any, budget: Any = 1.0) -> CompressedCache:
-    return compress(model, tokens(1), budget=budget)
+    return compress(model, tokens(1), budget)
 
 
 def tokenizer() -> Any:
@@ -244,8 +244,8 @@ def test_padding_after_tokens_is_refused_where_layers_slide() -> None:
     ids, mask = tokens(2), torch.ones(2, CONTEXT, dtype=torch.int64)
     mask[1, -4:] = 0
     with pytest.raises(ValueError, match="padding after tokens, which would fill the windows of layers that slide"):
-        compress(model, {"input_ids": ids, "attention_mask": mask}, budget=1.0)
-    cache = compress(model, ids, budget=1.0)
+        compress(model, {"input_ids": ids, "attention_mask": mask}, 1.0)
+    cache = compress(model, ids, 1.0)
     with pytest.raises(ValueError, match="padding after tokens, which would fill the windows of layers that slide"):
         cache.ask(model, {"input_ids": QUESTION.expand(2, -1), "attention_mask": torch.tensor([[1] * 3, [0, 1, 1]])})
 
@@ -291,11 +291,13 @@ def test_autocast_answers_as_a_dense_cache(implementation: str, family: str, dty
     cut = {(1, 1): 0.5}
     with torch.autocast("cpu", dtype, enabled=reads != "outside"):
         chunk = 7 if "chunks" in reads else None
-        found, less = (compress(model, tokens(1), budget=budget, chunk=chunk, renew_every=4) for budget in (1.0, cut))
+        found, less = (
+            compress(model, tokens(1), Selection(budget, renew_every=4), chunk=chunk) for budget in (1.0, cut)
+        )
     for a, b in zip(answers(model, found, steps, dtype), expected, strict=True):
         assert a.dtype == b.dtype
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
-    plain = answers(model, compress(model, tokens(1), budget=cut, chunk=chunk, renew_every=4), steps, None)
+    plain = answers(model, compress(model, tokens(1), Selection(cut, renew_every=4), chunk=chunk), steps, None)
     for a, b in zip(answers(model, less, steps, dtype), plain, strict=True):
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
 
@@ -397,11 +399,11 @@ def test_a_mask_hides_the_padding_of_the_context_and_nothing_else_of_it(implemen
     model = base(attn_implementation=implementation).double()
     ids, mask = tokens(2), torch.ones(2, CONTEXT + 3, dtype=torch.int64)
     mask[1, slice(0, 5) if side == "left" else slice(CONTEXT - 5, CONTEXT)] = 0
-    padded = compress(model, {"input_ids": ids, "attention_mask": mask[:, :CONTEXT]}, budget=CUT)
+    padded = compress(model, {"input_ids": ids, "attention_mask": mask[:, :CONTEXT]}, CUT)
     positions = (mask.cumsum(1) - 1)[:, CONTEXT:]
     asked, options = [QUESTION.expand(2, -1)], {"attention_mask": mask, "position_ids": positions}
     found = answers(model, padded.copy(), asked, None, **options)[0]
-    alone = compress(model, ids[1:, mask[1, :CONTEXT].bool()], budget=CUT)
+    alone = compress(model, ids[1:, mask[1, :CONTEXT].bool()], CUT)
     torch.testing.assert_close(found[1:], answers(model, alone, [QUESTION], None)[0])
     for row, column in ((0, 0), (0, 7), (1, CONTEXT // 2)):
         more = mask.clone()

@@ -52,19 +52,19 @@ def test_all_keys_are_what_timm_computes(options: Any) -> None:
 
 def test_a_layer_is_pruned_attention_of_its_projections() -> None:
     model = vit()
-    prune(model, size=4, summaries=3, scores="expected", sinks=0)
+    prune(model, Selection(size=4, summaries=3, sinks=0, scores="expected"))
     layer, X = model.blocks[0].attn, torch.randn(2, 65, 24)
     Q, K, V = layer.qkv(X).reshape(2, 65, 3, 2, 12).permute(2, 0, 3, 1, 4)
-    Y = pruned_attention(Q, K, V, size=4, summaries=3, scores="expected")
+    Y = pruned_attention(Q, K, V, Selection(size=4, summaries=3, scores="expected"))
     torch.testing.assert_close(layer(X), layer.proj(Y.transpose(1, 2).reshape(2, 65, 24)))
-    causal = pruned_attention(Q, K, V, size=4, summaries=3, scores="expected", causal=True)
+    causal = causal_pruned_attention(Q, K, V, Selection(size=4, summaries=3, scores="expected"))[0]
     torch.testing.assert_close(layer(X, is_causal=True), layer.proj(causal.transpose(1, 2).reshape(2, 65, 24)))
 
 
 def test_pruning_is_put_back_to_the_bit() -> None:
     model, X = vit(), images()
     names, dense = list(model.state_dict()), model(X)
-    with prune(model, budget=0.25, layers=[1]) as pruning:
+    with prune(model, 0.25, layers=[1]) as pruning:
         assert isinstance(pruning, Pruning)
         assert pruning.layers == ("blocks.1.attn",)
         assert type(model.blocks[0].attn) is Attention
@@ -81,7 +81,7 @@ def test_pruning_is_put_back_to_the_bit() -> None:
 
 
 def test_models_are_made_and_trained_with_few_keys() -> None:
-    few = LevAttention.of(size=6, sinks=1, scores="leverage")
+    few = LevAttention.of(Selection(size=6, sinks=1, scores="leverage"))
     model = vit(attn_layer=few).train()
     dense = vit()
     model.load_state_dict(dense.state_dict())
@@ -104,7 +104,7 @@ def test_models_are_made_and_trained_with_few_keys() -> None:
 
 def test_kept_patches_lie_on_the_grid() -> None:
     model = vit(reg_tokens=2, dynamic_img_size=True)
-    prune(model, size=7, scores="leverage", layers=[1])
+    prune(model, Selection(size=7, scores="leverage"), layers=[1])
     for side, grid in ((32, (8, 8)), (48, (12, 12))):
         X = images(3, side)
         kept = kept_patches(model, X)

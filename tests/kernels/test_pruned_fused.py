@@ -489,7 +489,7 @@ def test_torch_func_has_the_same_gradients(causal: bool) -> None:
 def test_certificates_come_from_wide_products(calls: list[Any]) -> None:
     rng = np.random.default_rng(4)
     Q, K, V = (torch.from_numpy(array).bfloat16().requires_grad_() for array in rng.standard_normal((3, 2, 40, 6)))
-    Y, certificate = pruned_attention(Q, K, V, size=6, summaries=5, window=2, return_certificate=True)
+    Y, certificate = pruned_attention(Q, K, V, Selection(size=6, summaries=5, window=2), return_certificate=True)
     assert Y.dtype == torch.bfloat16
     assert set(calls) == {torch.float32}
     assert bool((certificate.captured_lower <= certificate.captured_upper).all())
@@ -497,5 +497,5 @@ def test_certificates_come_from_wide_products(calls: list[Any]) -> None:
 
 def test_an_empty_batch_has_empty_gradients() -> None:
     leaves = [torch.randn(0, 1, 20, 3).requires_grad_() for _ in range(3)]
-    pruned_attention(*leaves, size=4, summaries=3).sum().backward()
+    pruned_attention(*leaves, Selection(size=4, summaries=3)).sum().backward()
     assert all(leaf.grad is None or leaf.grad.shape == leaf.shape for leaf in leaves)

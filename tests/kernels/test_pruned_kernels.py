@@ -350,10 +350,10 @@ def test_a_state_of_tensors_goes_on_with_and_without_gradients() -> None:
     import torch
 
     X = torch.from_numpy(np.random.default_rng(7).standard_normal((3, 2, 90, 8)))
-    expected = pruned_attention(*X, budget=30, causal=True)
-    _, state = pruned_attention(*X[:, :, :50], budget=30, causal=True, return_state=True)
+    expected = causal_pruned_attention(*X, 30)[0]
+    _, state = causal_pruned_attention(*X[:, :, :50], 30)
     assert isinstance(state.parts[0].recent, torch.Tensor)
-    plain, after = pruned_attention(*X[:, :, 50:70], causal=True, state=state, return_state=True)
+    plain, after = causal_pruned_attention(*X[:, :, 50:70], state)
     close(plain, expected[:, 50:70])
-    followed = pruned_attention(*X[:, :, 70:].clone().requires_grad_(), causal=True, state=after)
+    followed = causal_pruned_attention(*X[:, :, 70:].clone().requires_grad_(), after)[0]
     close(followed.detach(), expected[:, 70:])

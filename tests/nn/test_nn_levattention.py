@@ -136,7 +136,7 @@ def test_precisions_and_autocast(dtype: Any) -> None:
 
 
 def test_parameters_are_those_of_timm_by_name_and_shape() -> None:
-    layer = LevAttention(24, heads=4, size=3)
+    layer = LevAttention(24, Selection(size=3), heads=4)
     assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
         "qkv.weight": (72, 24),
         "qkv.bias": (72,),
@@ -144,7 +144,7 @@ def test_parameters_are_those_of_timm_by_name_and_shape() -> None:
         "proj.bias": (24,),
     }
     assert not layer.qkv.bias.any()
-    grouped = LevAttention(24, heads=4, kv_heads=2, size=3, bias=False, out_bias=False)
+    grouped = LevAttention(24, Selection(size=3), heads=4, kv_heads=2, bias=False, out_bias=False)
     assert {name: tuple(p.shape) for name, p in grouped.named_parameters()} == {
         "qkv.weight": (48, 24),
         "proj.weight": (24, 24),

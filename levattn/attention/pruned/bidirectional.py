@@ -15,7 +15,7 @@ from levattn.attention.arguments import device_of, namespace_of, reshaped, witho
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
-from levattn.attention.pruned.slots import Checks, SelectionRule
+from levattn.attention.pruned.selection import Checks, SelectionRule
 from levattn.functions import Power
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sets.universal import set_of
@@ -32,7 +32,7 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
     for rows, keys, queries in call.groups():
         q, K, V, scores = call.taken(rows, keys, queries)
         sample = without_gradient(call.sampled(rows, q))
-        rule = rule_for(K.shape[1])
+        rule = call.with_arrays_of_caller(rule_for(K.shape[1]))
         most = max(most, min(rule.slots.total, K.shape[1]))
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
         arrays, flags = _spread(rule, factor, (q, K, V, scores, sample), near, certified, call.narrow)
@@ -73,7 +73,7 @@ def _spread(
         still = mapped(x, without_gradient)
         return with_bounds(y, _bounds(still, without_gradient(rest), _value_radius(rule, still.values))), flags
 
-    found = by_items(attend, q, worth=q.shape[2] >= _MANY)
+    found = by_items(attend, q, worth=q.shape[2] >= _MANY and rule.function is None)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
     bounds = [np.concatenate(figures) for figures in zip(*(figures[1:] for figures, _ in found), strict=True)]
@@ -115,6 +115,8 @@ def _planned(
         found = xp.zeros_like(ones)
     elif scores is not None:
         found = without_gradient(scores)
+    elif rule.function is not None:
+        found = rule.function(still, without_gradient(V))
     elif rule.kind == "leverage":
         found = _leverage(rule, still, ones)
     else:

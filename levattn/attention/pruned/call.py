@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from levattn.attention.arguments import (
     namespace_of,
     reshaped,
     stack_arguments,
+    without_gradient,
 )
+from levattn.attention.pruned.selection import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
 Piece = tuple[Any, Any, tuple[Any, ...]]  # items of the batch, places of queries, arrays (b', g, m', ...)
@@ -142,6 +144,23 @@ class PrunedCall:
     def as_given(self, array: Any) -> Any:
         """Convert an array of the kernels to the library of the arguments."""
         return self.torch.tensor_of(array) if self.in_memory else array
+
+    def with_arrays_of_caller(self, rule: SelectionRule) -> SelectionRule:
+        """Return a rule whose function of a user's own sees the library of the arguments, and is checked."""
+        function = rule.function
+        if function is None:
+            return rule
+
+        def scores(K: Any, V: Any) -> Any:
+            found = dense_array("scores(K, V)", function(self.as_given(K), self.as_given(V)))
+            if tuple(found.shape) != tuple(K.shape[:2]):
+                raise ValueError(
+                    f"scores(K, V) has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}, one for each key"
+                )
+            found = without_gradient(self.torch.memory_of(found) if self.in_memory else found)
+            return namespace_of(found).astype(found, K.dtype, copy=False)
+
+        return replace(rule, function=scores)
 
     def as_computed(self, part: PrunedPart) -> PrunedPart:
         """Convert the arrays of a part of a state to the library of this call."""

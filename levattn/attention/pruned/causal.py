@@ -17,7 +17,7 @@ from levattn.attention.arguments import device_of, empty_output, namespace_of, w
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
-from levattn.attention.pruned.slots import Checks, SelectionRule
+from levattn.attention.pruned.selection import Checks, SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
 
 # The measure of the queries and keys so far, and the spectrum of the keys if it is needed
@@ -28,17 +28,17 @@ _ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, so no selection empties 
 
 
 def selected_anew(
-    rule: SelectionRule, part: PrunedPart, known: Known | None, room: dict[str, Any], bounded: bool, checks: Checks
+    rule: SelectionRule, part: PrunedPart, known: Known | None, room: dict[str, Any], checks: Checks
 ) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and the keys that are no longer recent.
 
-    `known`: a result of `known_after`, or None to compute it. `bounded`: whether to compute radii.
+    `known`: a result of `known_after`, or None to compute it.
     """
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
         return part
     if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
-        found = _renewed_at_once(rule, part, leaving, room, bounded)
+        found = _renewed_at_once(rule, part, leaving, room)
         if found is not None:
             return found
     xp = namespace_of(part.recent)
@@ -57,7 +57,9 @@ def selected_anew(
         held = None if held is None else replace(held, keys=choice.one_sided(held.keys, spectrum))
     X, along, weight = _placed(measure, held, without_gradient(keys), there)
     scores, epsilon, clusters = given, rule.epsilon, None
-    if rule.kind == "leverage":
+    if rule.function is not None:
+        scores = rule.function(without_gradient(keys), without_gradient(values))
+    elif rule.kind == "leverage":
         scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center, checks)
         if epsilon is not None:  # selects scores that tie with it
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
@@ -75,7 +77,7 @@ def selected_anew(
     if rule.slots.summaries:
         rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
         left = xp.astype(there & ~flags, keys.dtype)
-        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters, bounded)
+        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters)
     kept, kept_values, kept_places = choice.rows_of_each((keys, values, places), order)
     return replace(
         part,
@@ -115,9 +117,7 @@ def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[
     return X, along, weight
 
 
-def _renewed_at_once(
-    rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
-) -> PrunedPart | None:
+def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any]) -> PrunedPart | None:
     """Return the same part from one kernel; None if there is no kernel, or for numbers that need an error message."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
@@ -138,7 +138,7 @@ def _renewed_at_once(
             sinks=rule.slots.sinks,
             R=rule.slots.summaries,
             residual=rule.kind == "residual",
-            bounded=bounded,
+            bounded=True,
         ),
         room,
     )
@@ -180,7 +180,6 @@ def _summarized(
     left: Any,
     weight: Any,
     clusters: Any,
-    bounded: bool,
 ) -> PrunedPart:
     """Return the part with new summaries of its old ones and of the rows that are left.
 
@@ -195,15 +194,11 @@ def _summarized(
     labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
     if rule.power is None:  # for powers all weights are 1
         summaries = choice.balanced(summaries)
-    part = replace(part, summaries=summaries, radius=part.radius if bounded else None)
-    if not bounded:
-        return part
     item_radii = xp.zeros_like(new.weight)
     if held is not None:
-        known = xp.full_like(held.weight, math.inf) if part.radius is None else part.radius  # if no call computed it
-        item_radii = xp.concat([known, item_radii], axis=1)
+        item_radii = xp.concat([part.radius, item_radii], axis=1)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
-    return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))
+    return replace(part, summaries=summaries, radius=kernels_for("pruned", item_radii).radii(labels, *still))
 
 
 def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool, checks: Checks) -> Any:
@@ -231,14 +226,12 @@ class _Walk:
     """Settings that stay the same for all positions of a call.
 
     `factor`: of queries. `kind`: the dtype of products, if it is narrow. `certified`: whether to return bounds.
-    `goes_on`: whether a later call reads the part again.
     """
 
     rule: SelectionRule
     factor: float
     kind: Any
     certified: bool
-    goes_on: bool
 
     @property
     def narrow(self) -> Any:
@@ -266,10 +259,9 @@ def causal_attention(
     rule: SelectionRule,
     factor: float,
     state: PrunedState | None,
-    return_state: bool,
     certified: bool,
-) -> Any:
-    """Return the result of a call, continued from a state if there is one."""
+) -> tuple[Any, ...]:
+    """Return the output and the state after it, continued from a state if there is one, and bounds if `certified`."""
     before = 0 if state is None else state.positions
     drops = rule.epsilon is not None or rule.slots.selected < before + call.K.shape[1]
     if certified and drops and not rule.slots.summaries:
@@ -279,21 +271,20 @@ def causal_attention(
         )
     pieces: list[Piece] = []
     after = []
+    own = call.with_arrays_of_caller(rule)
     for part, rows, places in _parts(call, rule, state):
         q, K, V, scores = call.taken(rows, places, places)
-        arrays, part = _spread(rule, part, factor, (q, K, V, scores), certified, return_state, call.narrow)
+        arrays, part = _spread(own, part, factor, (q, K, V, scores), certified, call.narrow)
         pieces.append((rows, places, arrays))
-        after.append(converted(part, call.as_given) if return_state else part)
+        after.append(converted(part, call.as_given))
     Y, *bounds = call.results(pieces)
-    answer = [Y]
-    if return_state:
-        answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after)))
+    answer = [Y, PrunedState(rule.slots, call.given.batch, rule, tuple(after))]
     if certified:
         ends = np.arange(call.q.shape[2]) + 1 + before
         most = ends if rule.epsilon is not None else np.minimum(ends, rule.slots.total)
         lower, upper, error = bounds
         answer.append(PrunedCertificate(lower, upper, error, None, most))
-    return answer[0] if len(answer) == 1 else tuple(answer)
+    return tuple(answer)
 
 
 def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
@@ -330,11 +321,11 @@ def _kinds(K: Any, V: Any) -> str:
 
 
 def _spread(
-    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool, narrow: Any
+    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the result of `_stepped`, on several threads if each has items of its own."""
     q, _, V, _ = arrays
-    walk = _Walk(rule, factor, narrow, certified, goes_on)
+    walk = _Walk(rule, factor, narrow, certified)
     (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
     Y = np.empty((b, g, T, V.shape[2]), q.dtype) if numpy else None
 
@@ -343,12 +334,15 @@ def _spread(
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
         return _stepped(walk, own, q, K, V, scores, into)
 
-    alike = rule.epsilon is None and rule.kind != "given"  # all items keep the same number of keys
+    alike = rule.epsilon is None and rule.kind not in (
+        "given",
+        "function",
+    )  # items keep as many keys, without own code
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
     bounds = [pieces[1:] for pieces, _ in found]
-    part = all_of([part for _, part in found]) if goes_on else part
+    part = all_of([part for _, part in found])
     return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
 
 
@@ -384,14 +378,12 @@ def _stepped(
             rows = [xp.concat(pair, axis=1) for pair in zip((part.recent, part.recent_values), new, strict=True)]
             rows.append(None if scores is None else xp.concat([part.recent_scores, scores[:, low:high]], axis=1))
         to = None if into is None else into[:, :, low:high, :]
-        last = high == T and not walk.goes_on
-        piece, part = _run(walk, part, queries * walk.factor, rows, count, last, checks, room, to)
+        piece, part = _run(walk, part, queries * walk.factor, rows, count, checks, room, to)
         pieces.append(piece)
         low = high
     checks.settle()
-    if walk.goes_on:
-        largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-        part = converted(replace(part, largest=largest), _alone)
+    largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
+    part = converted(replace(part, largest=largest), _alone)
     if not pieces:
         return (empty_output(q, K, V), *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
     if len(pieces) == 1:
@@ -422,24 +414,22 @@ def _run(
     q: Any,
     rows: list[Any],
     count: int,
-    last: bool,
     checks: Checks,
     room: Any,
     into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the same results for `count` chunks of equal length, attended as one batch.
 
-    `rows`: keys, values and scores, from the first recent row on. `last`: whether these are the last positions.
+    `rows`: keys, values and scores, from the first recent row on.
     """
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
     queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
     ends = [part.positions + (i + 1) * length for i in range(count)]
-    due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
+    due = [rule.selects_at(end) for end in ends]
     known: list[Known | None] = [None] * count
-    followed = sum(due)  # by a selection: all chunks, or all but the last
-    if count > 1:
-        known[:followed] = known_after(rule, queries[:followed], keys[:followed], q.dtype, checks)
+    if count > 1:  # a selection follows each chunk
+        known = list(known_after(rule, queries, keys, q.dtype, checks))
     calls: list[PrunedArguments] = []
     bounds: list[tuple[Any, Any]] = []
     for i in range(count):
@@ -453,7 +443,7 @@ def _run(
         held = {"recent": recent, "recent_values": values, "recent_scores": scores}
         part = replace(part, **held, keys=keys[i], queries=queries[i], positions=ends[i])
         if due[i]:
-            part = selected_anew(rule, part, known[i], room, walk.certified or walk.goes_on, checks)
+            part = selected_anew(rule, part, known[i], room, checks)
     x = as_one_batch(calls)
     if rule.power is not None:
         x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))

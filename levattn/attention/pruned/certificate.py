@@ -37,9 +37,9 @@ class PrunedCertificate:
     Examples
     --------
     >>> import numpy as np
-    >>> from levattn.attention import pruned_attention
+    >>> from levattn.attention import Selection, pruned_attention
     >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 100, 8))
-    >>> Y, certificate = pruned_attention(Q / 10, K, V, size=20, summaries=10, return_certificate=True)
+    >>> Y, certificate = pruned_attention(Q / 10, K, V, Selection(size=20, summaries=10), return_certificate=True)
     >>> int(certificate.kept.sum()), bool(np.all(certificate.captured_lower <= certificate.captured_upper))
     (20, True)
     >>> E = np.exp(Q @ K.T / 10 / np.sqrt(8))

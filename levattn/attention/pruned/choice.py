@@ -11,7 +11,7 @@ import numpy as np
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
-from levattn.attention.pruned.slots import Checks
+from levattn.attention.pruned.selection import Checks
 
 _ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from levattn._core.arrays import lengths, to_numpy
-from levattn._core.checks import fraction, positive_number, real_number
+from levattn._core.checks import fraction, positive_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.random import as_seed
@@ -17,7 +17,7 @@ from levattn._core.types import Float64
 from levattn.attention.arguments import dense_array, device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.pruned import pruned_attention
-from levattn.attention.pruned.slots import exponent_of
+from levattn.attention.pruned.selection import Selection, exponent_of
 from levattn.exceptions import NonFiniteError
 from levattn.sets.coverage import conformal_place, split_queries
 
@@ -52,12 +52,12 @@ class PrunedCoverage:
     Examples
     --------
     >>> import numpy as np
-    >>> from levattn.attention import pruned_attention, pruned_coverage
+    >>> from levattn.attention import Selection, pruned_attention, pruned_coverage
     >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 400, 16))
-    >>> found = pruned_coverage(Q, K, V, coverage=0.9, budget=0.5)
+    >>> found = pruned_coverage(Q, K, V, 0.5, coverage=0.9)
     >>> found.coverage, found.count, found.queries.shape
     (0.9, 200, (200, 16))
-    >>> pruned_attention(Q[:5], K, V, budget=float(found.budget), queries=found.queries, window=0).shape
+    >>> pruned_attention(Q[:5], K, V, Selection(float(found.budget), window=0), queries=found.queries).shape
     (5, 16)
     """
 
@@ -75,13 +75,14 @@ def pruned_coverage(
     K: Any,
     V: Any,
     /,
+    selection: Any = None,
     *,
     coverage: float,
-    budget: float | None = None,
     error: float | None = None,
-    budgets: Sequence[float] | None = None,
+    f: Any = "softmax",
+    scale: float | None = None,
+    mask: Any = None,
     rng: int | np.random.Generator | None = None,
-    **options: Any,
 ) -> PrunedCoverage:
     r"""The error of pruned attention at a budget, or the least budget for an error, with a coverage.
 
@@ -91,7 +92,7 @@ def pruned_coverage(
     prediction.
 
     **Guarantee.** Let a new query be exchangeable with the given queries. Call `pruned_attention` with
-    ``budget=float(found.budget[g])``, ``queries=found.queries``, ``window=0`` and the same options. On head g of the
+    ``Selection(float(found.budget[g]), window=0)``, ``queries=found.queries`` and the same options. On head g of the
     keys its error is then at most ``found.error[g]`` with probability at least `coverage`, for each head by itself.
     The guarantee assumes nothing about the distribution, and holds in the mean over the draw of all queries. It does
     not cover later queries of a text, because these need not be exchangeable with earlier ones.
@@ -104,16 +105,15 @@ def pruned_coverage(
         Keys and values.
     coverage : float in (0, 1)
         The probability.
-    budget : float in (0, 1], optional
-        Share of the keys, to find its error.
+    selection : Selection or float, or a sequence of them
+        One with a share of the keys as its budget, to find its error. With `error`, several, of which the least budget
+        is found; by default several shares from 0.03 to 0.7. Dense is always among them. The window is 0.
     error : float, optional
-        Or an error above 0, to find the least budget for it.
-    budgets : sequence of float, optional
-        Shares to choose from if `error` is given; by default several from 0.03 to 0.7. Dense is always among them.
+        An error above 0, to find the least budget for it.
+    f, scale, mask : optional
+        As for `pruned_attention`.
     rng : int or numpy.random.Generator, optional
         Seed of the split of the queries; 0 by default.
-    **options
-        Options of `pruned_attention`: summaries, sinks, scores, center, f, scale, mask. The window is 0.
 
     Returns
     -------
@@ -123,8 +123,8 @@ def pruned_coverage(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or `budget` and `error` are both given or both missing. Also if there are too few
-        queries for the coverage; the message names the least number.
+        If an argument is wrong, a budget is no share, or both `error` and a single selection are given. Also if there
+        are too few queries for the coverage; the message names the least number.
     NonFiniteError
         If outputs are NaN or infinite.
 
@@ -148,33 +148,27 @@ def pruned_coverage(
     (True, True, 200)
     """
     fraction("coverage", coverage)
-    if (budget is None) == (error is None):
-        raise ValueError(f"budget is {budget!r} and error is {error!r}; expected exactly one of them")
-    if budget is not None and budgets is not None:
-        raise ValueError(f"budgets is {budgets!r} and budget is given; expected budgets with error only")
-    unknown = sorted(set(options) - {"summaries", "sinks", "scores", "center", "f", "scale", "mask"})
-    if unknown:
-        raise TypeError(
-            f"{', '.join(unknown)} is no option here; expected options of pruned_attention with a coverage"
-        )
     if error is not None:
         positive_number("error", error)
-    if budget is not None:
-        shares = [_share("budget", budget)]
-    else:
-        shares = sorted({1.0, *(_share("budgets", share) for share in (_BUDGETS if budgets is None else budgets))})
+    choices = _choices(selection, error)
+    shares = [choice.budget for choice in choices]
     Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
     m = Q.shape[-2] if Q.ndim > 1 else 0
     fit, test = split_queries(m, coverage, as_seed(rng), name="Q's queries")
     sample, tests = _rows(Q, fit), _rows(Q, test)
-    options |= {"window": 0, "queries": sample}
-    dense = pruned_attention(tests, K, V, budget=1.0, **options)
+    options = {"f": f, "scale": scale, "mask": mask}
+    dense = pruned_attention(tests, K, V, 1.0, queries=sample, **options)
     groups = max(array.shape[-3] if array.ndim > 2 else 1 for array in (K, V))
     rounding = _rounding(tests, K, V, dense, options)
     errors = np.stack(
         [
-            _errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups, rounding[share == 1])
-            for share in shares
+            _errors(
+                pruned_attention(tests, K, V, choice, queries=sample, **options),
+                dense,
+                groups,
+                rounding[choice.budget == 1],
+            )
+            for choice in choices
         ]
     )
     last = conformal_place(len(test), coverage) - 1
@@ -189,10 +183,29 @@ def pruned_coverage(
     return PrunedCoverage(np.array(shares)[place], found, float(coverage), len(test), sample)
 
 
-def _share(name: str, share: Any) -> float:
-    if not 0 < real_number(name, share) <= 1:
-        raise ValueError(f"{name} has {share!r}; expected a share of the keys in (0, 1]")
-    return float(share)
+def _choices(selection: Any, error: float | None) -> list[Selection]:
+    """Return the selections to try, by their budgets, or raise."""
+    several = isinstance(selection, Sequence)
+    if error is not None and not several and selection is not None:
+        raise ValueError(
+            f"selection is {selection!r} and error is {error!r}; expected one of them, or several selections to "
+            "choose from"
+        )
+    if error is None and (several or selection is None):
+        raise ValueError(f"selection is {selection!r} and error is None; expected one selection, or an error")
+    named = _BUDGETS if selection is None else selection if several else [selection]
+    found = []
+    for each in named:
+        each = Selection.of(each)
+        if not isinstance(each.budget, float):
+            raise ValueError(f"selection has budget={each.budget!r}; expected a share of the keys in (0, 1]")
+        if each.window:
+            raise ValueError(f"selection has window={each.window!r}; expected 0, as the queries are at no positions")
+        found.append(replace(each, window=0))
+    if error is not None:
+        found.append(Selection(1.0, window=0))
+    by_budget = {float(each.budget or 0): each for each in found}
+    return [by_budget[share] for share in sorted(by_budget)]
 
 
 def _rows(Q: Any, places: Any) -> Any:
@@ -208,7 +221,7 @@ def _rounding(Q: Any, K: Any, V: Any, dense: Any, options: dict[str, Any]) -> tu
     """
     with np.errstate(over="ignore"):
         q, *sizes = (lengths(_float64(array)) for array in (Q, K, V))
-    if options.get("mask") is not None:
+    if options["mask"] is not None:
         there = to_numpy(dense_array("mask", options["mask"]))
         sizes = [np.where(there, each, 0.0) for each in sizes]
     key, value = (np.max(each, axis=-1, keepdims=True, initial=0.0) for each in sizes)
@@ -216,10 +229,10 @@ def _rounding(Q: Any, K: Any, V: Any, dense: Any, options: dict[str, Any]) -> tu
         key, value = (
             np.repeat(each, q.shape[-2] // each.shape[-2], axis=-2) if each.ndim > 1 else each for each in (key, value)
         )
-    power = exponent_of(options.get("f", "softmax"))
+    power = exponent_of(options["f"])
     unit, step = _DIGITS["float64" if _name_of(dense.dtype) == "float64" else "float32"]
     with np.errstate(over="ignore"):
-        exponents = abs(check_scale(options.get("scale"), Q.shape[-1])) * q * key if power is None else power
+        exponents = abs(check_scale(options["scale"], Q.shape[-1])) * q * key if power is None else power
         found = np.where(value > 0, unit * (64 + 8 * exponents) * value + step * (V.shape[-2] + 2) * V.shape[-1], 0.0)
     found = np.broadcast_to(found, tuple(dense.shape[:-1]))
     return found, np.zeros_like(found)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any, Literal
 
 from levattn._core.device import where_arrays_are
-from levattn._core.jax import by_numpy
-from levattn.attention.arguments import check_sizes, dense_array, heads_of, reads_numbers
+from levattn._core.jax import by_numpy, from_jax, is_jax
+from levattn.attention.arguments import Heads, check_sizes, dense_array, heads_of, reads_numbers
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall
 from levattn.attention.pruned.causal import causal_attention
-from levattn.attention.pruned.slots import SCORES, SelectionRule, exponent_of, rule_of
+from levattn.attention.pruned.selection import Selection, SelectionRule, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 
@@ -25,20 +24,9 @@ def pruned_attention(
     K: Any,
     V: Any,
     /,
+    selection: Any,
     *,
-    budget: float | None = None,
-    size: int | None = None,
-    epsilon: float | None = None,
-    summaries: int | None = None,
-    window: int | None = None,
-    sinks: int | None = None,
-    scores: Literal["residual", "expected", "leverage"] | Any = "residual",
-    center: bool | None = None,
     f: Literal["softmax"] | float | Power = "softmax",
-    causal: bool = False,
-    chunk: int | None = None,
-    state: PrunedState | None = None,
-    return_state: bool = False,
     scale: float | None = None,
     mask: Any = None,
     query_mask: Any = None,
@@ -75,63 +63,23 @@ def pruned_attention(
         of head ``h // (H / G)``, and one selection serves all of them.
     V : array of shape (..., G, n, D)
         Values.
-    budget : int or float, optional
-        Slots for each query: their number, or a share in (0, 1] of the keys that the mask leaves, as a float. If
-        `causal`, the share is of the n positions of the call. `Slots.of` splits the slots that other options leave
-        open. Give one of budget, size and epsilon. If a state is returned, even a number that covers all keys is
-        split.
-    size : int, optional
-        Number of keys selected for each head of the keys: the keys with the largest scores, on ties the first.
-    epsilon : float, optional
-        Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
-        these are the `levattn.universal_set` of the keys for f(x) = x². If `causal`, they are the set of the keys so
-        far, from their second moment in float64 alone. That is no guarantee for keys of a condition number above 10⁶
-        or so.
-    summaries : int, optional
-        R, the number of clusters. 0, the default without a budget, drops all other keys.
-    window : int, optional
-        Number of keys near a query, as in `Slots`: on each side of it (itself included, unless 0). If `causal`, before
-        the last selection. 0 without a budget.
-    sinks : int, optional
-        Number of first keys that are kept whatever their scores; 0 if not given.
-    scores : {"residual", "expected", "leverage"} or array of shape (..., G, n)
-        The scores that select keys. "expected": the logarithm of the expected weight for a normal query with the mean
-        and covariance of the given queries [1]_. "residual": the expected score plus the logarithm of the squared
-        distance to the center of the key's own cluster. The center is the mean of nearby keys; if `causal`, it is a
-        key or an earlier summary. The distance is the change of the queries' logits, so keys that a summary would get
-        wrong score high. "leverage": leverage scores, whatever the queries. An array: your own
-        scores.
-    center : bool, optional
-        Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
-        the mean does not change. It changes other functions, so these take False only. An offset of all keys changes
-        no selection, however large.
+    selection : Selection or number
+        The keys to read, and the summaries of the others. A number is a budget: ``Selection(number)``. A share refers
+        to the keys that the mask leaves.
     f : "softmax", float or Power
         The attention function: a number p ≥ 1 stands for weights :math:`|\text{scale} \langle q, k\rangle|^p`. There
         :math:`p_c \propto |c|\,|\bar z_c|^p` with w = 1, for keys turned to one side (k or −k), because f is even.
-    causal : bool, default False
-        Whether row i reads keys 0 to i only. It reads all of them as long as the slots hold them (with a threshold,
-        within the first chunk). After that, past keys and queries renew the selection and the summaries every `chunk`
-        positions. A row also reads all keys since the last renewal, up to its own.
-    chunk : int, optional
-        Number of positions between two selections: with a budget as in `Slots.of`, else 64.
-    state : PrunedState, optional
-        Causal: the state after the earlier positions, from ``return_state=True``. It holds the options of selection:
-        leave these out here, but give `f` and `scale` again. To rounding, rows equal the rows of one call for all
-        positions.
-    return_state : bool, default False
-        Causal: whether to return the state after these positions as well.
     scale : float, optional
         Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
         True for a key that takes part; leading axes are broadcast (give (..., 1, n) for one mask for all heads).
-        The result is the same as without the other keys, except that a causal budget refers to all n positions.
+        The result is the same as without the other keys.
     query_mask : array of bool, shape (..., G, m), optional
         True for a query that counts. The rows of other queries are zero, and the selection ignores them. The default
-        is `mask` where a window or `causal` puts queries and keys at the same positions, else all true. Do not give it
-        if `causal`.
+        is `mask` where a window puts queries and keys at the same positions, else all true.
     queries : array of shape (..., H, s, d), optional
         Queries that select and summarize keys in place of Q; all of them count. For H heads, for G, or one for all.
-        The selection then does not depend on Q, as `pruned_coverage` requires. Do not give it if `causal`.
+        The selection then does not depend on Q, as `pruned_coverage` requires.
     return_certificate : bool, default False
         Whether to return bounds of the error as well.
 
@@ -140,8 +88,6 @@ def pruned_attention(
     array of shape (..., H, m, D)
         Outputs in the dtype of `V`. Gradients of torch reach Q, K and V; the selection and the weights w are constant.
         Rows that read no key are zero.
-    PrunedState
-        The state after these positions, if `return_state`.
     PrunedCertificate
         The bounds, if `return_certificate`.
 
@@ -154,18 +100,13 @@ def pruned_attention(
 
     See Also
     --------
+    causal_pruned_attention : The same for keys up to a query's own, in one call or step by step.
     levattn.definitions.pruned_attention : The definition, in NumPy.
 
     Notes
     -----
-    If `causal`, each renewal scales the weights of a summary to a mean of 1, in float64. The summary still stands for
-    the same mass, so a state goes on for any number of positions. Later positions change no bit of a row, nor does
-    another n, except through a budget, which refers to n. For tensors on a device or with gradients they change the
-    rounding alone, because the chunks of such tensors are one batch.
-
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query. Memory O(m D + n (d + D)), and 2²²
-    logits at a time (2²⁶ for tensors on a device). Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of
-    O(s (d + D) + d²).
+    logits at a time (2²⁶ for tensors on a device).
 
     The selection reads numbers. So ``torch.compile`` leaves the call to Python, and ``torch.func.vmap``,
     ``torch.export`` and tensors without numbers are refused. ``torch.func.grad`` and jvp work.
@@ -176,9 +117,8 @@ def pruned_attention(
 
     References
     ----------
-    .. [1] Devoto, Jeblick and Jégou, "Expected Attention", arXiv:2510.00636.
-    .. [2] Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention", arXiv:2410.05462 (universal sets).
-    .. [3] Gonzalez, "Clustering to minimize the maximum intercluster distance", 1985 (where clusters begin).
+    .. [1] Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention", arXiv:2410.05462 (universal sets).
+    .. [2] Gonzalez, "Clustering to minimize the maximum intercluster distance", 1985 (where clusters begin).
 
     Examples
     --------
@@ -186,60 +126,159 @@ def pruned_attention(
     >>> from levattn.attention import pruned_attention
     >>> rng = np.random.default_rng(0)
     >>> Q, K, V = rng.standard_normal((3, 4, 500, 16))  # four heads
-    >>> Y = pruned_attention(Q, K, V, budget=0.2)
+    >>> Y = pruned_attention(Q, K, V, 0.2)
     >>> Y.shape
     (4, 500, 16)
     >>> E = np.exp(Q @ K.swapaxes(1, 2) / 4)
     >>> dense = E @ V / E.sum(axis=2, keepdims=True)
     >>> float(np.linalg.norm(Y - dense) / np.linalg.norm(dense)) < 0.7  # keys without any structure are the worst case
     True
-    >>> np.allclose(pruned_attention(Q, K, V, budget=1.0), dense)
+    >>> np.allclose(pruned_attention(Q, K, V, 1.0), dense)
     True
     """
+    selection = Selection.of(selection)
     power = exponent_of(f)
-    Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
-    check_sizes({"Q": (Q, -1, "d"), "K": (K, -1, "d"), "K ": (K, -2, "n"), "V": (V, -2, "n")})
-    m, n = Q.shape[-2], K.shape[-2]
-    heads = heads_of(Q, K, V, names=("Q", "K", "V"))
-    kind, given = (scores, None) if isinstance(scores, str) else ("given", dense_array("scores", scores))
-    if given is None and kind not in SCORES:
-        raise ValueError(f"scores is {scores!r}; expected one of {', '.join(SCORES)}, or an array of scores")
-    options = {"budget": budget, "size": size, "epsilon": epsilon, "summaries": summaries, "window": window}
-    options |= {"sinks": sinks, "chunk": chunk, "center": center}
+    Q, K, V, heads = _sized(Q, K, V)
+    m = Q.shape[-2]
 
     def rule_for(keys: int) -> SelectionRule:
-        return rule_of(keys, options, kind=kind, power=power, causal=causal, aligned=m == n)
+        return rule_of(selection, keys, power=power, causal=False, aligned=m == K.shape[-2])
 
-    if state is None:
-        open_end = causal and return_state and isinstance(budget, Integral)
-        rule = rule_for(max(n, int(budget or 0) + 1) if open_end else n)
-    else:
-        rule = continued_rule(state, options, kind, power)
-    _refuse_mixed(causal, m, n, continued=state is not None or return_state, query_mask=query_mask, queries=queries)
-    if given is not None and given.shape[-1:] != (n,):
-        raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
-    tied, held = causal or rule.slots.window > 0, () if state is None else state.parts
+    rule = rule_for(K.shape[-2])
     if queries is not None:
         queries = dense_array("queries", queries)
         check_sizes({"queries ": (queries, -2, "s"), "Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
-    arrays = Q, K, V, given, queries
-    call = PrunedCall.of(arrays, heads, mask, query_mask, tied=tied, held=held, certified=return_certificate)
+    arrays = Q, K, V, _given_scores(selection.scores, K) if selection.kind == "given" else None, queries
+    tied = rule.slots.window > 0
+    call = PrunedCall.of(arrays, heads, mask, query_mask, tied=tied, held=(), certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
-        if causal:
-            return causal_attention(call, rule, factor, state, return_state, return_certificate)
         return whole_attention(call, rule_for, factor, return_certificate)
 
 
-def _refuse_mixed(causal: bool, m: int, n: int, *, continued: bool, query_mask: Any, queries: Any) -> None:
-    """Raise for options that go only with causal attention, or only without."""
-    if causal and m != n:
+@reads_numbers
+@where_arrays_are
+@by_numpy
+def causal_pruned_attention(
+    Q: Any,
+    K: Any,
+    V: Any,
+    /,
+    selection: Any,
+    *,
+    f: Literal["softmax"] | float | Power = "softmax",
+    scale: float | None = None,
+    mask: Any = None,
+    return_certificate: bool = False,
+) -> Any:
+    r"""Attention of each row to a few keys up to its own, and to summaries of the earlier others.
+
+    Row i reads keys 0 to i only. It reads all of them as long as the slots hold them (with a threshold, within the
+    first chunk). After that, past keys and queries renew the selection and the summaries every ``renew_every``
+    positions. A row also reads all keys since the last renewal, up to its own. Slots, summaries and outputs are those
+    of `pruned_attention`.
+
+    Parameters
+    ----------
+    Q : array of shape (..., H, T, d)
+        Queries, as for `pruned_attention`.
+    K : array of shape (..., G, T, d)
+        Keys at the same positions, as they enter the attention (after rotary embedding).
+    V : array of shape (..., G, T, D)
+        Values.
+    selection : Selection, number or PrunedState
+        The keys to read; a number is a budget. A share refers to the T positions of the call, also if the mask leaves
+        fewer. Or the state after the earlier positions, which holds the selection: give `f` and `scale` again. To
+        rounding, rows equal the rows of one call for all positions, if the budget is a number of slots. A state of a
+        selection by given scores takes the scores of the next positions by `PrunedState.with_scores`.
+    f : "softmax", float or Power
+        The attention function, as for `pruned_attention`.
+    scale : float, optional
+        Factor of the products; 1/√d if it is None.
+    mask : array of bool, shape (..., G, T), optional
+        True for a position that takes part; leading axes are broadcast. Other rows equal the rows of the call without
+        the masked positions, but for a share, which refers to all T. Masked rows are zero.
+    return_certificate : bool, default False
+        Whether to return bounds of the error as well.
+
+    Returns
+    -------
+    array of shape (..., H, T, D)
+        Outputs in the dtype of `V`. Gradients of torch reach Q, K and V; the selection and the weights are constant.
+    PrunedState
+        The state after these positions, to go on with. A call changes no state.
+    PrunedCertificate
+        The bounds, if `return_certificate`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has a wrong type, shape or value, or the state is of other heads or another `f`.
+    NonFiniteError
+        If scores are NaN, because Q or K holds NaN or infinity.
+
+    See Also
+    --------
+    pruned_attention : Attention to keys on both sides.
+
+    Notes
+    -----
+    The selection by a threshold of leverage scores is the set of the keys so far, from their second moment in float64
+    alone. That is no guarantee for keys of a condition number above 10⁶ or so.
+
+    Each renewal scales the weights of a summary to a mean of 1, in float64. The summary still stands for the same
+    mass, so a state goes on for any number of positions. Later positions change no bit of a row, nor does another T,
+    except through a share, which refers to T. For tensors on a device or with gradients they change the rounding
+    alone, because the chunks of such tensors are one batch.
+
+    Time O(T s (d + D) + T R (s + R) d / c) for s slots a query, R summaries and renewals every c positions. Memory
+    O(T D + s (d + D)), and a state of O(s (d + D) + d²).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import causal_pruned_attention
+    >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 4, 300, 16))  # four heads
+    >>> Y, _ = causal_pruned_attention(Q, K, V, 64)
+    >>> first, state = causal_pruned_attention(Q[:, :200], K[:, :200], V[:, :200], 64)
+    >>> second, state = causal_pruned_attention(Q[:, 200:], K[:, 200:], V[:, 200:], state)
+    >>> np.allclose(np.concatenate([first, second], axis=1), Y)
+    True
+    """
+    state = selection if isinstance(selection, PrunedState) else None
+    power = exponent_of(f)
+    Q, K, V, heads = _sized(Q, K, V)
+    T = K.shape[-2]
+    if Q.shape[-2] != T:
         raise ValueError(
-            f"Q has {m} rows and K has {n}, and causal is True; expected as many: give earlier keys as state="
+            f"Q has {Q.shape[-2]} rows and K has {T}; expected as many: give earlier keys in the state of an earlier "
+            "call, as selection"
         )
-    if continued and not causal:
-        raise ValueError("state or return_state was given and causal is False; expected them only with causal=True")
-    if query_mask is not None and causal:
-        raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
-    if queries is not None and causal:
-        raise ValueError("queries were given and causal is True; expected them only with causal=False")
+    if state is None:
+        selection = Selection.of(selection)
+        # a state goes on, so a number of slots does not depend on the positions of this call
+        positions = max(T, selection.budget + 1) if isinstance(selection.budget, int) else T
+        rule, given = rule_of(selection, positions, power=power, causal=True, aligned=True), selection.scores
+    else:
+        rule, given = continued_rule(state, power), state.next_scores
+    arrays = Q, K, V, _given_scores(given, K) if rule.kind == "given" else None, None
+    held = () if state is None else state.parts
+    call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=return_certificate)
+    factor = check_scale(scale, Q.shape[-1])
+    with call.full_precision():
+        return causal_attention(call, rule, factor, state, return_certificate)
+
+
+def _sized(Q: Any, K: Any, V: Any) -> tuple[Any, Any, Any, Heads]:
+    """Return Q, K and V as arrays with their heads, or raise."""
+    Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
+    check_sizes({"Q": (Q, -1, "d"), "K": (K, -1, "d"), "K ": (K, -2, "n"), "V": (V, -2, "n")})
+    return Q, K, V, heads_of(Q, K, V, names=("Q", "K", "V"))
+
+
+def _given_scores(scores: Any, K: Any) -> Any:
+    """Return scores of a user's own for keys K as an array, or raise."""
+    scores = dense_array("scores", from_jax(scores, "scores") if is_jax(scores) else scores)
+    if scores.shape[-1:] != K.shape[-2:-1]:
+        raise ValueError(f"scores has shape {tuple(scores.shape)}; expected (..., {K.shape[-2]}), one for each key")
+    return scores

@@ -12,7 +12,7 @@ import numpy as np
 from levattn._kernels.pruned import Summaries, mapped
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.choice import Sums
-from levattn.attention.pruned.slots import SelectionRule, Slots
+from levattn.attention.pruned.selection import SelectionRule, Slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +74,9 @@ class PrunedState:
     Examples
     --------
     >>> import numpy as np
-    >>> from levattn.attention import pruned_attention
+    >>> from levattn.attention import causal_pruned_attention
     >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 1000, 16))
-    >>> Y, state = pruned_attention(Q, K, V, budget=100, causal=True, return_state=True)
+    >>> Y, state = causal_pruned_attention(Q, K, V, 100)
     >>> int(state.positions), state.slots.total, state.nbytes < 30_000
     (1000, 100, True)
     """
@@ -85,6 +85,29 @@ class PrunedState:
     batch: tuple[int, ...]
     rule: SelectionRule
     parts: tuple[PrunedPart, ...]
+    next_scores: Any = None
+
+    def with_scores(self, scores: Any) -> PrunedState:
+        """Return this state with the scores of the next positions, if its selection goes by given scores.
+
+        Parameters
+        ----------
+        scores : array of shape (..., G, T)
+            A score for each key of the next call.
+
+        Returns
+        -------
+        PrunedState
+            The state for that call.
+
+        Raises
+        ------
+        ValueError
+            If the selection does not go by given scores.
+        """
+        if self.rule.kind != "given":
+            raise ValueError(f"scores were given, and the state selects by {self.rule.kind!r}; expected none")
+        return replace(self, next_scores=scores)
 
     @property
     def positions(self) -> int:
@@ -103,24 +126,16 @@ def _bytes(array: Any) -> int:
     return int(math.prod(array.shape) * info(array.dtype).bits // 8)
 
 
-def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float | None) -> SelectionRule:
-    """Return the rule of a state, or raise if the call that continues it asks for another rule."""
-    if not isinstance(state, PrunedState):
-        raise TypeError(f"state is of type {type(state).__name__}; expected a PrunedState, from return_state=True")
+def continued_rule(state: PrunedState, power: float | None) -> SelectionRule:
+    """Return the rule of a state, or raise if the call that continues it has another function, or lacks scores."""
     rule = state.rule
-    again = [name for name, value in options.items() if value is not None]
-    if again:
-        raise ValueError(
-            f"state and {', '.join(again)} were given; expected the state alone, because it holds these options"
-        )
     if rule.power != power:
         raise ValueError(f"f is not the function of the state (power {rule.power}); expected the same function")
-    if (rule.kind == "given") != (kind == "given"):
+    if rule.kind == "given" and state.next_scores is None:
         raise ValueError(
-            "scores are given in only one of this call and the call that made the state; expected both or neither"
+            "selection is the state of a selection by given scores; expected the scores of the next positions: give "
+            "state.with_scores(scores)"
         )
-    if kind not in ("residual", rule.kind):
-        raise ValueError(f"scores is {kind!r}, and the state has {rule.kind!r}; expected the same")
     return rule
 
 

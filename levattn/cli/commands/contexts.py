@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import contexts
-from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in
+from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in, slots_or_share
 from levattn.cli.program import Command
 
 _PROFILE = """\
@@ -94,12 +94,6 @@ def _share(value: float) -> float:
     return value
 
 
-def _budget(value: float) -> float:
-    if not 0 < value <= 1:
-        raise typer.BadParameter(f"--budget is {value}, expected a share of the bytes in (0, 1]")
-    return value
-
-
 def _profile(
     model: ModelPath,
     output: Annotated[
@@ -129,7 +123,9 @@ def _compress(
         Path,
         typer.Option("--output", "-o", help="The .safetensors file to write.", callback=ends_in(".safetensors")),
     ],
-    budget: Annotated[float, typer.Option(callback=_budget, help="Share of the bytes to keep, in (0, 1].")] = 0.25,
+    budget: Annotated[
+        float, typer.Option(help="Share of the bytes to keep, in (0, 1], or number of slots of a head above 1.")
+    ] = 0.25,
     heads: ProfilePath = None,
     tokens: Annotated[
         int | None,
@@ -145,6 +141,7 @@ def _compress(
     as_json: AsJson = False,
     html: WebPage = None,
 ) -> None:
+    budget = slots_or_share(budget, heads)
     contexts.compress_text(contexts.Compression(model, text, output, budget, heads, tokens, chunk, as_json, html))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, ProfilePath, WebPage
+from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, ProfilePath, WebPage, slots_or_share
 from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
@@ -149,10 +149,6 @@ def _prune_report(
     plot: Picture = None,
     html: WebPage = None,
 ) -> None:
-    if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
-        raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
-    if heads is not None and budget > 1:
-        raise typer.BadParameter(f"--budget is {budget:g} and --heads is given, expected a share in (0, 1] to split")
-    options = {"scores": scores, "summaries": summaries, "window": window, "sinks": sinks}
+    budget = slots_or_share(budget, heads)
     inquiry = models.Inquiry(model, text, tokens, as_json, plot, html)
-    models.prune_report(inquiry, int(budget) if budget > 1 else budget, heads, options)
+    models.prune_report(inquiry, budget, heads, scores=scores, summaries=summaries, window=window, sinks=sinks)

@@ -89,3 +89,12 @@ ModelPath = Annotated[
         "downloaded.",
     ),
 ]
+
+
+def slots_or_share(budget: float, heads: Path | None) -> float:
+    """Return --budget as a number of slots (int) or a share (float), or raise; a profile splits shares alone."""
+    if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
+        raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
+    if heads is not None and budget > 1:
+        raise typer.BadParameter(f"--budget is {budget:g} and --heads is given, expected a share in (0, 1] to split")
+    return int(budget) if budget > 1 else budget

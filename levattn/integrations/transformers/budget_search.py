@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from levattn._core.checks import fraction, positive_number
 from levattn._core.threads import reported
+from levattn.attention import Selection
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.compression.profile import HeadProfile
@@ -19,7 +21,6 @@ from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
-_OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads
 _CANDIDATES = 12  # budgets to test for a risk
 _CONFIDENCE = 0.95
@@ -36,11 +37,10 @@ def calibrate(
     risk: float | None = None,
     confidence: float | None = None,
     metric: str = "embedding",
-    budgets: Sequence[float] = _BUDGETS,
+    budgets: Sequence[Any] = _BUDGETS,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | HeadProfile | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
-    **options: Any,
 ) -> Calibration:
     r"""Choose the share of the keys that each layer and head attends to, for a wanted loss on texts.
 
@@ -90,17 +90,15 @@ def calibrate(
         The confidence that the risk holds, above 0 and below 1; 0.95 if not given. Use it with `risk` only.
     metric : {"embedding", "logits", "perplexity"}, default "embedding"
         The loss.
-    budgets : sequence of float, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
+    budgets : sequence of float or Selection, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
         Shares of the keys to choose from, each above 0 and below 1; dense is always included. With a profile they
-        are means over all heads.
+        are means over all heads. Selections have such budgets, and the same other options.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
     heads : HeadProfile, in the place of numbers
         A profile that splits budgets over the heads.
     progress : bool or function, optional
         True for a bar, or a function of the forward passes done and their total.
-    **options
-        Options of `prune`: summaries, window, sinks, scores, center, chunk.
 
     Returns
     -------
@@ -162,10 +160,7 @@ def calibrate(
     target, risk, confidence = _wanted(target, risk, confidence)
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
-    shares = sorted({fraction("budgets", budget) for budget in budgets})
-    unknown = sorted(set(options) - set(_OPTIONS))
-    if unknown:
-        raise TypeError(f"{', '.join(unknown)} is no option here; expected options among {', '.join(_OPTIONS)}")
+    shares, selection = _shares_of(budgets)
     check_model(model)
     batches = _batches(inputs)
     if model.training:
@@ -178,19 +173,33 @@ def calibrate(
     passes = len(choosing) * (tries + (0 if profile else len(shares))) + len(testing) * tries
     kind = type(model).__name__
     with reported(progress, passes) as advance, torch.no_grad():
-        losses = Losses(model, metric, options, advance)
+        losses = Losses(model, metric, selection, advance)
         if profile:
             ladder: _Ladder = [partial(profile.shares, share) for share in (1.0, *reversed(shares))]
         else:
             ladder = _by_errors(losses.of_heads(choosing, shares, layers, heads))
         if risk is None:
             best, reached = _bisected(ladder, target, losses.of_all(choosing))
-            return Calibration(best, kind, metric, target, reached, options)
+            return Calibration(best, kind, metric, target, reached, selection)
         candidates = _candidates(ladder[1:], risk, partial(losses.of_texts, choosing))
         tested = losses.of_texts(testing, candidates)
     place = _last_shown(tested, risk, confidence)
     best, reached = candidates[place], float(tested[:, place].mean())
-    return Calibration(best, kind, metric, None, reached, options, risk=risk, confidence=confidence, texts=len(tested))
+    return Calibration(
+        best, kind, metric, None, reached, selection, risk=risk, confidence=confidence, texts=len(tested)
+    )
+
+
+def _shares_of(budgets: Sequence[Any]) -> tuple[list[float], Selection]:
+    """Return the shares, ascending, and the selection that has them as budgets, or raise."""
+    selections = [
+        each if isinstance(each, Selection) else Selection(fraction("budgets", each)) for each in budgets
+    ] or [Selection()]
+    others = {repr(replace(each, budget=None)) for each in selections}
+    if len(others) > 1:
+        raise ValueError(f"budgets has selections that differ in more than their budgets; expected one of {others}")
+    shares = {fraction("budgets", each.budget) for each in selections if budgets}
+    return sorted(shares), replace(selections[0], budget=None)
 
 
 def _wanted(target: Any, risk: Any, confidence: Any) -> tuple[Any, Any, Any]:

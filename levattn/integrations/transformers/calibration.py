@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from levattn.attention import Selection
+from levattn.attention.pruned.selection import SCORES
 from levattn.integrations.transformers.heads_table import HeadsRecord, by_head, is_number
 
 METRICS = ("embedding", "logits", "perplexity")
 _RISK = ("risk", "confidence", "texts")
-_FACTS = ("model", "metric", "target", "reached", *_RISK, "options")
+_FACTS = ("model", "metric", "target", "reached", *_RISK)
+
+
+def with_budgets(selection: Selection, budgets: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Selection]:
+    """Return a selection with the budget of each head."""
+    return {head: replace(selection, budget=share) for head, share in budgets.items()}
 
 
 class Calibration(HeadsRecord):
-    """A budget for each layer and key head, as chosen by `calibrate`; pass it to `prune` as the budget.
+    """A budget for each layer and key head, as chosen by `calibrate`; pass it to `prune` as the selection.
 
     Parameters
     ----------
@@ -28,8 +36,8 @@ class Calibration(HeadsRecord):
         The wanted loss on the sample inputs; None with a risk.
     reached : float
         The measured loss with these budgets, on the sample inputs or as a mean over the texts that tested the risk.
-    options : mapping, optional
-        Further options of `prune` that belong to the budgets; ``prune(model, calibration)`` uses them.
+    selection : Selection, optional
+        The other options of the selection, which belong to the budgets; ``prune(model, calibration)`` uses them.
     risk, confidence : float, optional
         The wanted expected loss on texts like the sample inputs, and the confidence; None with a target.
     texts : int, optional
@@ -52,7 +60,7 @@ class Calibration(HeadsRecord):
     (risk at most 0.02 with confidence 0.95)>
     """
 
-    _format: ClassVar = ("calibration", 2)
+    _format: ClassVar = ("calibration", 3)
 
     def __init__(
         self,
@@ -61,7 +69,7 @@ class Calibration(HeadsRecord):
         metric: str,
         target: float | None,
         reached: float,
-        options: Mapping[str, Any] | None = None,
+        selection: Selection | None = None,
         *,
         risk: float | None = None,
         confidence: float | None = None,
@@ -74,7 +82,8 @@ class Calibration(HeadsRecord):
                 f"risk, confidence and texts are {risk!r}, {confidence!r} and {texts!r}; expected all of them or none"
             )
         self._table = {(int(layer), int(head)): float(share) for (layer, head), share in sorted(budgets.items())}
-        self.model, self.metric, self.options = model, metric, dict(options or {})
+        self.model, self.metric = model, metric
+        self.selection = replace(selection or Selection(), budget=None)
         self.target, self.risk, self.confidence = (
             None if value is None else float(value) for value in (target, risk, confidence)
         )
@@ -98,20 +107,37 @@ class Calibration(HeadsRecord):
         """The mean budget of the heads."""
         return sum(self.values()) / max(len(self), 1)
 
+    def selections(self) -> dict[tuple[int, int], Selection]:
+        """Return the selection of each head.
+
+        Returns
+        -------
+        dict from (layer, head) to Selection
+            The selections that `prune` takes.
+        """
+        return with_budgets(self.selection, self)
+
     def _facts(self) -> dict[str, Any]:
+        if self.selection.kind == "function":
+            raise ValueError("the selection has a function of scores, which no file holds; expected a name of scores")
         facts = {name: getattr(self, name) for name in _FACTS}
-        return {**facts, "budgets": [[*head, share] for head, share in self.items()]}
+        given = {name: value for name, value in vars(self.selection).items() if value is not None}
+        return {**facts, "selection": given, "budgets": [[*head, share] for head, share in self.items()]}
 
     @classmethod
     def _of(cls, document: dict[str, Any]) -> Self:
-        found: dict[str, Any] = dict.fromkeys(_RISK) | document  # files of version 1 have no risk
+        found = document
         if not isinstance(found["model"], str) or found["metric"] not in METRICS:
             raise ValueError("model or metric is invalid")
-        if not isinstance(found["options"], dict):
-            raise ValueError("options are no mapping")
-        if not all(value is None or isinstance(value, str | int | float) for value in found["options"].values()):
-            raise ValueError("options hold more than numbers and names")
-        if found["version"] == 1 or found["target"] is not None:
+        if not isinstance(found["selection"], dict):
+            raise ValueError("selection is no mapping")
+        try:
+            selection = Selection(**found["selection"])
+        except TypeError as error:
+            raise ValueError(f"selection has an option of no Selection, or of another type ({error})") from None
+        if selection.kind not in SCORES:
+            raise ValueError("selection has scores without a name")
+        if found["target"] is not None:
             if not (is_number(found["target"]) and is_number(found["reached"])):
                 raise ValueError("target or reached is no finite number")
             if any(found[name] is not None for name in _RISK):
@@ -126,4 +152,4 @@ class Calibration(HeadsRecord):
         for share in budgets.values():
             if not is_number(share, 0, 1) or share == 0:
                 raise ValueError(f"the budget {share!r} is not in (0, 1]")
-        return cls(budgets, **{name: found[name] for name in _FACTS})
+        return cls(budgets, **{name: found[name] for name in _FACTS}, selection=selection)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from levattn.attention import Selection
+from levattn.integrations.transformers.calibration import with_budgets
 from levattn.integrations.transformers.calls import whole_numbers
 from levattn.integrations.transformers.discovery import discovered
 from levattn.integrations.transformers.pruned import PRUNED
@@ -21,11 +23,11 @@ Errors = dict[tuple[int, int], dict[float, float]]  # of each head's output, at 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of budgets, with these options of `prune`; `advance` hears of each pass over a batch."""
+    """The losses of budgets of a selection; `advance` hears of each pass over a batch."""
 
     model: Any
     metric: str
-    options: dict[str, Any]
+    selection: Selection
     advance: Callable[[int], None]
 
     def of_all(self, batches: Batches) -> Callable[[Budgets], float]:
@@ -33,7 +35,7 @@ class Losses:
         dense = [self._read(batch) for batch in batches]
 
         def loss(budgets: Budgets) -> float:
-            with prune(self.model, budgets, measure=False, **self.options):
+            with prune(self.model, with_budgets(self.selection, budgets), measure=False):
                 sums = [self._sums(batch, before) for batch, before in zip(batches, dense, strict=True)]
             found = float(self._from_sums(torch.cat(sums).sum(0)))
             return found if self.metric == "perplexity" else max(0.0, found)
@@ -49,7 +51,7 @@ class Losses:
         for batch in batches:
             dense, sums = self._read(batch), []
             for budgets in candidates:
-                with prune(self.model, budgets, measure=False, **self.options):
+                with prune(self.model, with_budgets(self.selection, budgets), measure=False):
                     sums.append(self._sums(batch, dense))
             rows.append(torch.stack(sums, 1))
         return self._from_sums(torch.cat(rows)).clamp(0, 1).numpy()
@@ -62,7 +64,7 @@ class Losses:
             layers = list(discovered(PRUNED, self.model, None))
         found: Errors = {}
         for share in shares:
-            with prune(self.model, share, layers=layers, heads=heads, **self.options) as report:
+            with prune(self.model, replace(self.selection, budget=share), layers=layers, heads=heads) as report:
                 for batch in batches:
                     self.model(**batch)
                     self.advance(1)

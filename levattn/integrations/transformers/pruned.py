@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from levattn.attention import PrunedState, Slots, pruned_attention
-from levattn.attention.pruned.slots import slots_for
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+from levattn.attention.pruned.selection import share_of, slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
@@ -28,44 +28,43 @@ _ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does no
 
 @dataclass(frozen=True)
 class Group:
-    """Key heads that share a budget, or are dense.
+    """Key heads that share a selection, or are dense.
 
-    heads: their numbers, ascending. budget: slots, or a share of the keys; None if `size` or `epsilon` is given.
+    heads: their numbers, ascending. selection: None if they are dense.
     """
 
     heads: tuple[int, ...]
-    budget: float | None
-    dense: bool = False
+    selection: Selection | None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the heads attend to all keys."""
+        return self.selection is None
 
     def of_queries(self, each: int) -> Any:
         """Return the numbers of the query heads that read these key heads, `each` for a key head."""
         return (np.asarray(self.heads)[:, None] * each + np.arange(each)).reshape(-1)
 
 
-@dataclass(frozen=True)
-class SharedOptions:
-    """The options of `pruned_attention` that a whole model shares."""
-
-    size: int | None = None
-    epsilon: float | None = None
-    summaries: int | None = None
-    window: int | None = None
-    sinks: int | None = None
-    scores: str = "residual"
-    center: bool | None = None
-    chunk: int | None = None
-
-    def of_call(self, budget: float | None, n: int, *, causal: bool) -> dict[str, Any]:
-        """Return the options of a call with n keys; if causal, with any number of keys, and a share taken of n."""
-        if causal:
-            budget = Slots.of(budget, n).total if isinstance(budget, float) else budget
-            n = _ENDLESS
-        given = {name: getattr(self, name) for name in ("size", "summaries", "window", "sinks", "chunk")}
-        by_threshold = self.epsilon is not None
-        slots = slots_for(n, causal=causal, aligned=True, budget=budget, by_threshold=by_threshold, **given)
-        found = {name: getattr(slots, name) for name in ("summaries", "window", "sinks")}
-        size = None if by_threshold else slots.selected
-        return {**vars(self), **found, "size": size, "chunk": slots.chunk or None}
+def selection_of_call(selection: Selection, n: int, *, causal: bool) -> Selection:
+    """Return a selection in counts for a call with n keys; if causal, for any number of keys, and shares are of n."""
+    whole = None
+    if causal:
+        if isinstance(selection.budget, float):
+            whole = max(1, share_of(selection.budget, n))
+        if isinstance(selection.size, float):
+            selection = replace(selection, size=share_of(selection.size, n))
+        n = _ENDLESS
+    slots = slots_for(selection, n, causal=causal, budget=whole)
+    return replace(
+        selection,
+        budget=None,
+        size=None if selection.epsilon is not None else slots.selected,
+        summaries=slots.summaries,
+        window=slots.window,
+        sinks=slots.sinks,
+        renew_every=slots.chunk or None,
+    )
 
 
 @dataclass(frozen=True)
@@ -112,33 +111,33 @@ class Arrays:
         logits = logits.masked_fill(~self.visible(places)[:, None], -torch.inf)
         return torch.softmax(logits, -1).nan_to_num()  # of rows that see nothing
 
-    def attended(self, options: dict[str, Any], first: int, last: int, state: PrunedState | None, **more: Any) -> Any:
-        """Return `pruned_attention` of the queries first to last, with the keys that are new to the state.
+    def attended(self, selection: Any, first: int, last: int, **more: Any) -> Any:
+        """Return the pruned attention of the queries first to last, with the keys that are new to the state.
 
-        If not causal, these are all queries and keys.
+        If causal, the result has the state. If not, these are all queries and keys.
         """
         before = self.k.shape[2] - self.q.shape[2]
         new = slice(before + first, before + last)
         q, k, v = self.q[:, :, first:last], self.k[:, :, new], self.v[:, :, new]
         there = None if self.present is None else self.present[:, None, new]
-        given = options if state is None else {"scores": options["scores"]}
-        more |= {"mask": there, "query_mask": None if self.causal else there}
-        return pruned_attention(q, k, v, **given, causal=self.causal, state=state, scale=self.scale, **more)
+        if self.causal:
+            return causal_pruned_attention(q, k, v, selection, mask=there, scale=self.scale, **more)
+        return pruned_attention(q, k, v, selection, mask=there, query_mask=there, scale=self.scale, **more)
 
 
-def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[Held]:
-    """Return groups of sequences with the options of their calls, before their first one.
+def plans(arrays: Arrays, selection: Selection) -> list[Held]:
+    """Return groups of sequences with the selections of their calls, before their first one.
 
-    Options depend on a sequence's number of keys without padding, as a share is of these keys, and a number of slots
-    may cover them.
+    They depend on a sequence's number of keys without padding: a share is of these keys, and a number of slots may
+    cover them.
     """
     lengths, found = np.full(1, arrays.k.shape[2]), []
-    if arrays.present is not None and (isinstance(budget, float) or not arrays.causal):
+    if arrays.present is not None and (isinstance(selection.budget, float) or not arrays.causal):
         lengths = arrays.present.sum(1).cpu().numpy()
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
-        options = rule.of_call(budget, int(length), causal=arrays.causal)
-        found.append(Held(None if len(rows) == len(lengths) else rows, options))
+        own = selection_of_call(selection, int(length), causal=arrays.causal)
+        found.append(Held(None if len(rows) == len(lengths) else rows, own))
     return found
 
 
@@ -147,12 +146,12 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
     pieces, after = [], []
     for held in plan:
         part = arrays.of_sequences(held.rows)
-        Y = part.attended(held.options, 0, arrays.q.shape[2], held.state, return_state=keep)
-        if keep:
+        Y = part.attended(held.state or held.selection, 0, arrays.q.shape[2])
+        if arrays.causal:
             Y, state = Y
             after.append(replace(held, state=state))
         pieces.append(Y)
-    return concatenated(pieces, [held.rows for held in plan], 0), tuple(after)
+    return concatenated(pieces, [held.rows for held in plan], 0), tuple(after) if keep else ()
 
 
 def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
@@ -174,7 +173,6 @@ class LayerPruning:
     """The pruning of an attention module."""
 
     groups: tuple[Group, ...]
-    rule: SharedOptions
     tally: Tally
     measure: bool | None = False  # None: calls of more than one token
     seen: list[Arrays] | None = None  # a list that takes the arrays of each call
@@ -271,10 +269,10 @@ def _of_groups(
     for number, group in enumerate(part.groups):
         mine = arrays.of_heads(group)
         after: tuple[Held, ...] = ()
-        if group.dense:
+        if group.selection is None:
             Y = dense(mine)
         else:
-            plan = before[number] if before else plans(mine, group.budget, part.rule)
+            plan = before[number] if before else plans(mine, group.selection)
             start = _now(mine.q) if measured else 0.0
             Y, after = outputs(mine, plan, keep=keep)
             if measured:

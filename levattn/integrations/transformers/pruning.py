@@ -5,21 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 
+from levattn.attention import Selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
 from levattn.integrations.transformers.compression.profile import HeadProfile
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import Changes, check_model
-from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning, SharedOptions
+from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning
 from levattn.integrations.transformers.report import PruneReport, Tally
-from levattn.nn.levattention import check_selection
+from levattn.nn.levattention import checked_selection
 
 _ALIKE = (
     "all heads of a decoder are pruned alike: the decoder loses recall, while the loss of plain text hardly "
@@ -41,25 +41,17 @@ def register() -> None:
     >>> register()
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, attn_implementation="levattn", **sizes))
-    >>> report = prune(model, budget=16, layers=[0, 1])
+    >>> report = prune(model, 16, layers=[0, 1])
     """
     PRUNED.register()
 
 
 def prune(
     model: Any,
-    budget: float | Mapping[Any, float] | None = None,
+    selection: Any,
     *,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | HeadProfile | None = None,
-    size: int | None = None,
-    epsilon: float | None = None,
-    summaries: int | None = None,
-    window: int | None = None,
-    sinks: int | None = None,
-    scores: str = "residual",
-    center: bool | None = None,
-    chunk: int | None = None,
     measure: bool | None = None,
     example: Mapping[str, Any] | None = None,
 ) -> PruneReport:
@@ -67,7 +59,7 @@ def prune(
 
     Each chosen head computes `levattn.attention.pruned_attention` with its own queries, keys (after rotary embedding)
     and values, in place of dense attention. Pruning needs no training. It lasts until ``report.remove()``, or to the
-    end of a block: ``with prune(model, budget=0.25) as report: ...``.
+    end of a block: ``with prune(model, 0.25) as report: ...``.
 
     **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys are dense up to
     rounding. A sequence has the same output in a padded batch as alone. Decoding with a cache gives the same output as
@@ -78,18 +70,15 @@ def prune(
     ----------
     model : transformers.PreTrainedModel
         An encoder or a decoder that uses the attention interface. It is changed in place.
-    budget : int, float in (0, 1], mapping or Calibration, optional
-        Slots of each query: their number, at least 2, or a share of the keys of its sequence, as for
-        `pruned_attention`; 1.0 is dense. A mapping from layers, or from pairs (layer, head), to budgets names the
-        heads to prune; the others stay dense. A `Calibration` is such a mapping, and brings its own options, so leave
-        them out. Give exactly one argument of budget, size and epsilon.
+    selection : Selection, number, mapping or Calibration
+        The keys that a query reads, of its sequence. A number is a budget, and 1.0 is dense. A mapping from layers, or
+        from pairs (layer, head), to selections or numbers names the heads to prune; the others stay dense. A
+        `Calibration` is such a mapping. Scores of your own are a function here, and ``renew_every`` is for decoders.
     layers : iterable of int, optional
         Numbers of the layers to prune, from 0; all layers that the model runs if None.
     heads : iterable of int or HeadProfile, optional
         Numbers of the key heads to prune in each of these layers, together with their query heads; all if None. A
-        `HeadProfile` splits `budget`, a share, over all heads by their costs.
-    size, epsilon, summaries, window, sinks, scores, center, chunk : optional
-        As for `pruned_attention`, except that `scores` is a name here, and `chunk` is for decoders alone.
+        `HeadProfile` splits the budget, a share, over all heads by their costs.
     measure : bool, optional
         Whether the report compares some queries of each call (at most 64) with dense attention, and measures the time.
         This costs about as much again as the call, or O(n) for a decoding step. None measures calls of more than one
@@ -119,7 +108,7 @@ def prune(
 
     Notes
     -----
-    A call takes the time of `pruned_attention` for each group of heads with the same budget, instead of O(n²). For
+    A call takes the time of `pruned_attention` for each group of heads with the same selection, instead of O(n²). For
     shares, each length of sequences makes its own group. A cache keeps all keys and values, which dense heads and the
     model without pruning read, and also the bounded states of pruned heads. `compress` with `renew_every` takes less
     memory. States cannot
@@ -141,7 +130,7 @@ def prune(
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50, eos_token_id=None)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
     >>> prompt = torch.arange(40)[None]
-    >>> with prune(model, budget=24, layers=[1]):
+    >>> with prune(model, 24, layers=[1]):
     ...     found = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
     >>> found.shape
     torch.Size([1, 45])
@@ -149,27 +138,28 @@ def prune(
     >>> report.remove()
     """
     check_model(model)
-    alike = layers is None and heads is None and not isinstance(budget, Mapping)
-    rule = SharedOptions(size, epsilon, summaries, window, sinks, scores, center, chunk)
-    budget, heads, rule = _chosen(budget, heads, layers, rule)
+    alike = layers is None and heads is None and not isinstance(selection, Mapping)
+    if isinstance(heads, HeadProfile):
+        selection, heads = _split_by(heads, selection, layers), None
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
-    if isinstance(budget, Mapping):
-        named = [key[0] if isinstance(key, tuple | list) and key else key for key in budget]
+    if isinstance(selection, Mapping):
+        selection = selection.selections() if isinstance(selection, Calibration) else selection
+        named = [key[0] if isinstance(key, tuple | list) and key else key for key in selection]
     else:  # before the trial call, which takes seconds
-        _check_option(rule, budget, causal=chunk is not None)
+        selection = checked_selection(selection, causal=getattr(selection, "renew_every", None) is not None)
     register()
     there = discovered(PRUNED, model, named, example)
-    budgets = _budgets_of(budget, there, layers, heads)
-    for value, causal in {(value, there[number].causal) for (number, _), value in budgets.items()}:
-        _check_option(rule, value, causal=causal)
-    chosen = {number: _groups_of(number, there[number], budgets) for number in sorted({n for n, _ in budgets})}
+    of_heads = _selections_of(selection, there, layers, heads)
+    for number, head in of_heads:
+        checked_selection(of_heads[number, head], causal=there[number].causal)
+    chosen = {number: _groups_of(number, there[number], of_heads) for number in sorted({n for n, _ in of_heads})}
     chosen = {number: groups for number, groups in chosen.items() if not groups[0].dense}
-    if alike and budget != 1 and any(there[number].causal for number in chosen):
+    if alike and any(there[number].causal for number in chosen):
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
-    given = {"budget": budget, "layers": layers, "heads": heads, **vars(rule)}
-    report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
-    parts = {n: LayerPruning(groups, rule, Tally(there[n].heads), measure) for n, groups in chosen.items()}
+    given = {"selection": _shown(selection), "layers": layers, "heads": heads}
+    report = PruneReport(type(model).__name__, given)
+    parts = {n: LayerPruning(groups, Tally(there[n].heads), measure) for n, groups in chosen.items()}
     for number, part in parts.items():
         pruned = sorted(head for group in part.groups if not group.dense for head in group.heads)
         report._tallies[number] = part.tally, pruned
@@ -177,32 +167,15 @@ def prune(
     return report
 
 
-def _chosen(budget: Any, heads: Any, layers: Any, rule: SharedOptions) -> tuple[Any, Any, SharedOptions]:
-    """Return budget, heads and options, or raise; a profile splits the budget, a calibration has its own options."""
-    if isinstance(budget, HeadProfile):
-        raise TypeError(
-            "budget is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
+def _split_by(profile: HeadProfile, selection: Any, layers: Any) -> dict[tuple[int, int], Selection]:
+    """Return the selection of each head: its share of the budget by a profile."""
+    found = None if isinstance(selection, Mapping) else Selection.of(selection)
+    if layers is not None or found is None or not isinstance(found.budget, float):
+        raise ValueError(
+            f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
+            "keys as budget, and no layers"
         )
-    if isinstance(heads, HeadProfile):
-        if layers is not None or not isinstance(budget, float | int):
-            raise ValueError(
-                f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a share of the keys "
-                "as budget, and no layers"
-            )
-        budget, heads = heads.shares(budget), None
-    if isinstance(budget, Calibration):
-        given = [name for name, value in vars(rule).items() if value != getattr(SharedOptions, name)]
-        if given:
-            raise ValueError(
-                f"budget is a Calibration, and {', '.join(given)} were given; expected none, as it has its own options"
-            )
-        unknown = sorted(set(budget.options) - set(vars(rule)))
-        if unknown:
-            raise ValueError(
-                f"budget is a Calibration with the options {', '.join(unknown)}; expected options of prune"
-            )
-        rule = replace(rule, **budget.options)
-    return budget, heads, rule
+    return {head: replace(found, budget=share) for head, share in profile.shares(found.budget).items()}
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:
@@ -212,7 +185,7 @@ def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[
     numbers = whole_numbers("layers", layers)
     there = discovered(PRUNED, model, numbers)
     parts = {
-        n: LayerPruning(_groups_of(n, there[n], {}), SharedOptions(), Tally(there[n].heads), seen=[])
+        n: LayerPruning(_groups_of(n, there[n], {}), Tally(there[n].heads), seen=[])
         for n in numbers_among("layers", numbers, list(there))
     }
     changes = _changed(model, there, parts)
@@ -244,65 +217,51 @@ def _changed(model: Any, there: dict[int, ModelLayer], parts: dict[int, LayerPru
     return PRUNED.change(model, layers, parts.values(), masks=bool(unread))
 
 
-def _budgets_of(budget: Any, there: dict[int, ModelLayer], layers: Any, heads: Any) -> dict[tuple[int, int], Any]:
-    """Return the budget of each head that is named, by layer and head; None if there is no budget."""
-    if not isinstance(budget, Mapping):
+def _selections_of(
+    selection: Any, there: dict[int, ModelLayer], layers: Any, heads: Any
+) -> dict[tuple[int, int], Selection]:
+    """Return the selection of each head that is named, by layer and head."""
+    if not isinstance(selection, Mapping):
         return {
-            (number, head): _plain(budget)
+            (number, head): selection
             for number in numbers_among("layers", layers, list(there))
             for head in numbers_among("heads", heads, list(range(there[number].heads)))
         }
     if layers is not None or heads is not None:
-        raise ValueError("budget names layers, and layers or heads were given; expected one of them")
-    if not budget:
-        raise ValueError("budget is empty; expected at least one layer")
-    found: dict[tuple[int, int], Any] = {}
-    for key, value in budget.items():
+        raise ValueError("selection names layers, and layers or heads were given; expected one of them")
+    if not selection:
+        raise ValueError("selection is empty; expected at least one layer")
+    found: dict[tuple[int, int], Selection] = {}
+    for key, value in selection.items():
         pair = tuple(key) if isinstance(key, tuple | list) else (key,)
         if not 1 <= len(pair) <= 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
-            raise TypeError(f"budget has the key {key!r}; expected the number of a layer, or (layer, head)")
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"budget[{key!r}] is {value!r}; expected a number of slots, or a share in (0, 1]")
+            raise TypeError(f"selection has the key {key!r}; expected the number of a layer, or (layer, head)")
+        own = Selection.of(value, f"selection[{key!r}]")
         (number,) = numbers_among("layers", [int(pair[0])], list(there))
         which = None if len(pair) == 1 else [int(pair[1])]
         for head in numbers_among("heads", which, list(range(there[number].heads))):
             if (number, head) in found:
-                raise ValueError(f"budget names head {head} of layer {number} twice; expected it once")
-            found[number, head] = _plain(value)
+                raise ValueError(f"selection names head {head} of layer {number} twice; expected it once")
+            found[number, head] = own
     return found
 
 
-def _plain(budget: Any) -> Any:
-    """Return a number as an int or float of Python; only a share is then a float."""
-    if isinstance(budget, bool) or not isinstance(budget, Real):
-        return budget
-    return int(budget) if isinstance(budget, Integral) else float(budget)
-
-
-def _groups_of(number: int, layer: ModelLayer, budgets: dict[tuple[int, int], Any]) -> tuple[Group, ...]:
-    """Return the heads of a layer by their budgets; those without a budget, or with all keys, are dense and last."""
-    of: dict[Any, list[int]] = {}
+def _groups_of(number: int, layer: ModelLayer, of_heads: dict[tuple[int, int], Selection]) -> tuple[Group, ...]:
+    """Return the heads of a layer by their selections; those without one, or with all keys, are dense and last."""
+    of: dict[str, list[int]] = {}  # by what a selection shows, as 1 and 1.0 are equal
     dense = []
     for head in range(layer.heads):
-        budget = budgets.get((number, head), 1.0)
-        if isinstance(budget, float) and budget == 1.0:
+        own = of_heads.get((number, head))
+        if own is None or (isinstance(own.budget, float) and own.budget == 1):
             dense.append(head)
         else:
-            of.setdefault((type(budget), budget), []).append(head)
-    groups = [Group(tuple(heads), budget) for (_, budget), heads in of.items()]
-    return (*groups, Group(tuple(dense), None, dense=True)) if dense else tuple(groups)
+            of.setdefault(repr(own), []).append(head)
+    groups = [Group(tuple(heads), of_heads[number, heads[0]]) for heads in of.values()]
+    return (*groups, Group(tuple(dense), None)) if dense else tuple(groups)
 
 
-def _check_option(rule: SharedOptions, budget: Any, *, causal: bool) -> None:
-    check_selection(rule.of_call(budget, 1 << 20, causal=causal), causal=causal)
-    if isinstance(budget, Integral) and budget == 1:
-        raise ValueError(f"budget is {budget!r}, one slot a query; expected at least 2 slots, or the share 1.0")
-
-
-def _shown(value: Any) -> Any:
-    """Return an option as numbers, strings and lists, and a mapping as a list of [layer, (head,) budget]."""
-    if isinstance(value, Mapping):
-        return [_shown([*(key if isinstance(key, tuple | list) else (key,)), of]) for key, of in value.items()]
-    if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+def _shown(selection: Any) -> Any:
+    """Return a selection as text, and a mapping as a list of [layer, (head,) text]."""
+    if isinstance(selection, Mapping):
+        return [[*(key if isinstance(key, tuple | list) else (key,)), _shown(of)] for key, of in selection.items()]
+    return selection if isinstance(selection, int | float) else str(selection)

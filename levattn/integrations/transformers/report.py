@@ -54,7 +54,7 @@ class PruneReport(HeadsTable):
     >>> from levattn.integrations.transformers import prune
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
-    >>> with torch.no_grad(), prune(model, budget=16, layers=[0, 1]) as report:
+    >>> with torch.no_grad(), prune(model, 16, layers=[0, 1]) as report:
     ...     _ = model(torch.arange(50)[None])
     >>> report.active, len(report.table())
     (False, 4)
@@ -181,7 +181,7 @@ class Tally:
             part, result = arrays.of_sequences(of), Y[torch.as_tensor(of, device=Y.device)]
             exact = _exact_of_causal if arrays.causal else _exact_of_all
             for places, keys, counted in exact(part, mine, _QUERIES // len(few)):
-                found = _compared(part, result, places, keys, held.options["summaries"])
+                found = _compared(part, result, places, keys, int(held.selection.summaries or 0))
                 for name, values in found.items():
                     self.sums[name][list(heads)] += (values * counted).sum((0, 2)).double().cpu().numpy()
 
@@ -225,7 +225,7 @@ def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[An
     m, state, low = arrays.q.shape[2], held.state, 0
     for start, stop in _runs(m, each):
         if state is None or start > low:
-            _, state = arrays.attended(held.options, low, start, state, return_state=True)
+            _, state = arrays.attended(state or held.selection, low, start)
             low = start
         places = np.arange(start, stop)
         here = slice(there.shape[1] - m + start, there.shape[1] - m + stop)
@@ -245,10 +245,10 @@ def _exact_of_all(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, 
     rank = there.cumsum(1) - 1
     places = np.unique(np.linspace(0, arrays.q.shape[2] - 1, each).round().astype(np.int64))
     short = replace(arrays, v=arrays.v[..., :1])
-    _, certificate = short.attended(held.options, 0, arrays.q.shape[2], None, return_certificate=True)
+    _, certificate = short.attended(held.selection, 0, arrays.q.shape[2], return_certificate=True)
     exact = certificate.kept[:, :, None].expand(-1, -1, len(places), -1)
-    if held.options["window"]:
-        exact = exact | ((rank[:, places, None] - rank[:, None]).abs() <= held.options["window"])[:, None]
+    if held.selection.window:
+        exact = exact | ((rank[:, places, None] - rank[:, None]).abs() <= held.selection.window)[:, None]
     counted = there[:, None, places].expand(-1, exact.shape[1], -1)
     yield places, exact & arrays.visible(places)[:, None], counted
 

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from levattn._core.arrays import array_namespace, take_entries
-from levattn.attention import MacchiatoState, PrunedState
+from levattn.attention import MacchiatoState, PrunedState, Selection
 from levattn.attention.pruned.state import picked
 from levattn.states import SoftmaxState
 
@@ -97,13 +97,13 @@ def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], atte
 
 @dataclass(frozen=True)
 class Held:
-    """Some sequences of a group of heads, the options of their first call, and their state after it.
+    """Some sequences of a group of heads, the selection of their first call, and their state after it.
 
     rows: (b,) numbers of the sequences, a numpy array, or None for all.
     """
 
     rows: Any
-    options: dict[str, Any]
+    selection: Selection
     state: PrunedState | None = None
 
     def of_sequences(self, chosen: Any) -> Held:

@@ -98,7 +98,7 @@ def head_profile(
     >>> import torch
     >>> from levattn.integrations.transformers import head_profile
     >>> profile = head_profile(model, tokenizer, progress=True)  # doctest: +SKIP
-    >>> cache = compress(model, context, budget=0.25, heads=profile)  # doctest: +SKIP
+    >>> cache = compress(model, context, 0.25, heads=profile)  # doctest: +SKIP
     """
     tasks, positions = whole_number("tasks", tasks), whole_number("positions", positions, 256)
     share, seed = fraction("share", share), whole_number("seed", seed, 0)
@@ -201,16 +201,16 @@ class _Trial:
         device = inputs_device(model)
         self._context = torch.tensor(context[None], device=device)
         self._asked = [(torch.tensor(tokens, device=device), counted[1:]) for tokens, counted in asked]
-        self._whole = compress(model, self._context, budget=1.0)
+        self._whole = compress(model, self._context, 1.0)
         self.heads = [(row["layer"], row["head"]) for row in self._whole.table() if not row["slides"]]
-        self._light = compress(model, self._context, budget=dict.fromkeys(self.heads, share))
+        self._light = compress(model, self._context, dict.fromkeys(self.heads, share))
 
     def costs(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> list[Any]:
         """Return the costs (2,) of cutting each head from whole to the share, where the others have `shares`.
 
         A whole head is cut. A cut head is made whole, and the curves convert its gain into the cost of a cut.
         """
-        low = compress(self._model, self._context, budget=shares)
+        low = compress(self._model, self._context, shares)
         replays = [Replay(self._model) for _ in self._asked]
         before, found = self._losses(low, [replay.recorded() for replay in replays]), []
         for (layer, head), kept in shares.items():

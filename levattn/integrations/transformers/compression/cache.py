@@ -58,7 +58,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     >>> from levattn.integrations.transformers import compress
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50, eos_token_id=None)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
-    >>> cache = compress(model, torch.arange(40)[None], budget={(0, 0): 0.25, (1, 1): 0.5})
+    >>> cache = compress(model, torch.arange(40)[None], {(0, 0): 0.25, (1, 1): 0.5})
     >>> question = torch.tensor([[3, 4]])
     >>> found = cache.copy().ask(model, question, max_new_tokens=5, do_sample=False)
     >>> found.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from levattn._core.checks import whole_number
 from levattn._core.threads import parallel_for, reported
+from levattn.attention import Selection
 from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression import slots
 from levattn.integrations.transformers.compression.cache import (
@@ -22,7 +23,7 @@ from levattn.integrations.transformers.compression.cache import (
 )
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
-from levattn.integrations.transformers.compression.profile import Shares
+from levattn.integrations.transformers.compression.profile import HeadSelections
 from levattn.integrations.transformers.compression.stand_in import UnreadError
 from levattn.integrations.transformers.interface import check_model
 
@@ -33,14 +34,10 @@ _ASKING = 2048  # at least so many queries score the keys of a head, if the cont
 def compress(
     model: Any,
     context: Any,
+    selection: Any = 0.25,
     *,
-    budget: float | Mapping[tuple[int, int], float] = 0.25,
     heads: Any = None,
     chunk: int | None = None,
-    sinks: int = 4,
-    window: float = 0.25,
-    summaries: float = 0.5,
-    renew_every: int | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> CompressedCache:
     """Read a context with a decoder, and keep a share of the keys and values of each head.
@@ -64,25 +61,23 @@ def compress(
         Tokens, or the output of a tokenizer: ``input_ids`` and ``attention_mask``, 0 for padding on either side. With
         rotary positions, nothing is raised for a context, or a question after it, beyond the
         ``max_position_embeddings`` of the config. Such models then read worse than their context allows.
-    budget : float in (0, 1], or mapping from (layer, head) to float, default 0.25
-        Share of the bytes of a dense cache, of all layers that do not slide. A mapping gives the share of each head of
-        the keys, 1.0 for heads that it does not name.
+    selection : Selection, number or mapping, default 0.25
+        The slots of each head. A float is a share of the bytes of a dense cache, of all layers that do not slide; an
+        int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything.
+        Without further options a head keeps 4 first positions. A quarter of its other slots are the last positions,
+        and half are summaries, at most 256 of a head and chunk. Scores of your own are a function here.
+
+        With ``renew_every`` the cache holds so many positions after the context in full, before it compresses them as
+        well. A head that is cut then keeps its number of slots. The queries so far choose among its slots and the new
+        keys, the last positions stay, and summaries stand for the others. So a long conversation stays in bounded
+        memory, but for heads that keep everything. In a batch, `CompressedCache.ask` does it between questions, as
+        rows may end early.
     heads : HeadProfile, optional
         The cost of cutting each head, which decides how the budget is split. Without it all heads have the same share.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
-    sinks : int, default 4
-        First positions that a head keeps.
-    window, summaries : float in [0, 1], default 0.25 and 0.5
-        Shares of the other slots of a head for the last positions, and for summaries, at most 256 of a head and chunk.
-        Scores select the rest.
-    renew_every : int, optional
-        Positions after the context that the cache holds in full, before it compresses them as well. A head that is cut
-        then keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions
-        stay, and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that
-        keep everything. Never if None. In a batch, `CompressedCache.ask` does it between questions, as rows may end
-        early.
+        A number of slots is split over the chunks.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -115,7 +110,7 @@ def compress(
     >>> from levattn.integrations.transformers import compress
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50, eos_token_id=None)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
-    >>> cache = compress(model, torch.arange(40)[None], budget={(0, 0): 0.25})
+    >>> cache = compress(model, torch.arange(40)[None], {(0, 0): 0.25})
     >>> [row["slots"] for row in cache.table()]
     [9.0, 40.0, 40.0, 40.0]
     """
@@ -124,14 +119,11 @@ def compress(
     _check(model, present, chunk)
     P = tokens.shape[1]
     chunk = P if chunk is None else whole_number("chunk", chunk)
-    split = slots.Split.of(sinks, window, summaries)
-    if renew_every is not None:
-        renew_every = whole_number("renew_every", renew_every)
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
-    shares = Shares.of(budget, heads, set(range(len(layers))) - sliding, sliding)
+    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding)
     cache = CompressedCache(layers, tokens, present, Origin(model))
-    keeper = _Keeper(cache, shares, split, renew_every)
+    keeper = _Keeper(cache, of_heads)
     base = model.base_model
     check_padding(model, layers, present)
     positions = token_positions(model, present)
@@ -199,8 +191,8 @@ def _without_keys(model: Any, number: int) -> ValueError:
 class _Keeper:
     """Keeps the slots of each layer, while the model reads a context chunk by chunk."""
 
-    def __init__(self, cache: CompressedCache, shares: Shares, split: slots.Split, renew_every: int | None) -> None:
-        self.cache, self.shares, self.split, self.renew_every = cache, shares, split, renew_every
+    def __init__(self, cache: CompressedCache, of_heads: HeadSelections) -> None:
+        self.cache, self.of_heads, self.renew_every = cache, of_heads, of_heads.renew_every()
         self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
         self.seen: dict[int, list[slots.Seen]] = {}  # of layers that will renew their slots
@@ -244,40 +236,44 @@ class _Keeper:
         for layer in self.layers:
             layer.look = None
             if self.renew_every is not None:
-                shares = self.shares.of_layer(layer.number, sum(len(group.heads) for group in layer.groups))
-                whole = frozenset(head for head, share in enumerate(shares) if share == 1)
+                own = self.of_heads.of_layer(layer.number, sum(len(group.heads) for group in layer.groups))
+                whole = frozenset(head for head, selection in enumerate(own) if selection.budget == 1.0)
                 held = torch.stack([slots.slot_counts(group) for group in layer.groups])
-                layer.renewal = Renewal(self.renew_every, self.split, whole, self.seen[layer.number], held)
+                splits = tuple(slots.Split.of(own[group.heads[0]]) for group in layer.groups)
+                layer.renewal = Renewal(self.renew_every, splits, whole, self.seen[layer.number], held)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[slots.HeadSlots, ...]:
-        """Return the slots of all heads of a layer, in a group for each share."""
+        """Return the slots of all heads of a layer, in a group for each selection."""
         (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
-        shares = self.shares.of_layer(number, G)
-        order = sorted(range(G), key=lambda head: shares[head] % 1, reverse=True)  # slow heads first
+        own = self.of_heads.of_layer(number, G)
+        order = sorted(range(G), key=lambda head: (own[head].budget or 0.0) % 1, reverse=True)  # slow heads first
         found: dict[tuple[int, int], slots.SlotArrays] = {}
 
         def keep(i: int) -> None:
             b, head = i % B, order[i // B]
-            found[b, head] = self._of_sequence(b, shares[head], *(array[b, head : head + 1] for array in (q, k, v)))
+            found[b, head] = self._of_sequence(b, own[head], *(array[b, head : head + 1] for array in (q, k, v)))
 
         parallel_for(keep, B * G)
         groups = []
-        for share in sorted(set(shares)):
-            heads = tuple(head for head in range(G) if shares[head] == share)
+        shown = [repr(selection) for selection in own]  # as 1 and 1.0 are equal
+        for same in sorted(set(shown)):
+            heads = tuple(head for head in range(G) if shown[head] == same)
             parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
             groups.append(slots.padded_together(heads, parts))
         return tuple(groups)
 
-    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> slots.SlotArrays:
-        """Return keys, values, log-weights and places for a head of a sequence that keeps a share of its bytes."""
+    def _of_sequence(self, b: int, selection: Selection, Q: Any, K: Any, V: Any) -> slots.SlotArrays:
+        """Return keys, values, log-weights and places that a head of a sequence keeps."""
         here = self.cache.present[b, self.first : self.last].to(K.device)
         before = int(self.cache.present[b, : self.first].sum())
         if not bool(here.all()):
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, width = K.shape[1], K.shape[2] + V.shape[2]
-        split = self.split if not self.first else replace(self.split, sinks=0)
+        split = slots.Split.of(selection)
+        split = split if not self.first else replace(split, sinks=0)
         wide = width + (4 / K.element_size() if split.summaries else 0)
-        count = n if share == 1 else max(1, int(share * n * width / wide + 1e-9))
+        whole = selection.budget == 1.0
+        count = n if whole else split.slots(selection, n, int(self.cache.present[b].sum()), width / wide)
         if count == n:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return K.clone(), V.clone(), None, places.expand(K.shape[:2])

@@ -98,6 +98,8 @@ class Renewal:
 
     every: positions that the layer holds in full.
 
+    splits: of each group of heads.
+
     whole: heads that keep everything.
 
     seen: moments of the queries and keys in the slots, for each sequence.
@@ -112,7 +114,7 @@ class Renewal:
     """
 
     every: int
-    split: Split
+    splits: tuple[Split, ...]
     whole: frozenset[int]
     seen: list[Seen]
     slots: Any
@@ -161,7 +163,7 @@ class Renewal:
                 return both_slots(held, (K, V, None, places.expand(K.shape[:2])))
             if not K.shape[1]:
                 return held
-            return slots_of(seen[b].of_heads(heads), K, V, int(self.slots[i, b]), self.split, counts[b], held)
+            return slots_of(seen[b].of_heads(heads), K, V, int(self.slots[i, b]), self.splits[i], counts[b], held)
 
         parts = [[of_sequence(i, b) for b in range(B)] for i in range(len(groups))]
         found = [padded_together(group.heads, part) for group, part in zip(groups, parts, strict=True)]
@@ -170,7 +172,11 @@ class Renewal:
 
     def to_arrays(self, t: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return figures and arrays that `from_arrays` reads, with t positions after the slots."""
-        figures = {"every": self.every, "split": list(vars(self.split).values()), "whole": sorted(self.whole)}
+        if any(callable(split.scores) for split in self.splits):
+            raise ValueError(
+                "the cache renews its slots by a function of scores, which no file holds; expected a name of scores"
+            )
+        figures = {"every": self.every, "splits": [vars(split) for split in self.splits], "whole": sorted(self.whole)}
         counts = [[seen.queries.count, seen.keys.count] for seen in self.seen]
         moments = zip(*((seen.queries.total, seen.queries.second, seen.keys.total) for seen in self.seen), strict=True)
         pairs = zip(("queries", "squares", "keys"), moments, strict=True)
@@ -184,14 +190,15 @@ class Renewal:
     @classmethod
     def from_arrays(cls, figures: dict[str, Any], arrays: dict[str, Any]) -> Renewal:
         """Return the renewal that `to_arrays` told of, or raise."""
-        every, split = whole_number("renew_every", figures["every"]), Split.of(*figures["split"])
+        every = whole_number("renew_every", figures["every"])
+        splits = tuple(Split.from_figures(told) for told in figures["splits"])
         moments = (memory_of(arrays[name]) for name in ("queries", "squares", "keys"))
         seen = []
         for counts, queries, squares, keys in zip(figures["seen"], *moments, strict=True):
             asked, numbers = (whole_number("seen", count, 0) for count in counts)
             seen.append(Seen(choice.Sums(queries, squares, asked), choice.Sums(keys, None, numbers)))
         renewal = cls(
-            every, split, frozenset(figures["whole"]), seen, arrays["slots"].cpu(), present=arrays["present"]
+            every, splits, frozenset(figures["whole"]), seen, arrays["slots"].cpu(), present=arrays["present"]
         )
         if "asked" in arrays:
             renewal.asked.append(arrays["asked"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Integral
 from typing import Any, ClassVar, Self
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from levattn._core.checks import fraction
+from levattn.attention import Selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
@@ -136,31 +137,33 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The share of the bytes that each head keeps.
+class HeadSelections:
+    """What each head keeps.
 
     named: by (layer, head).
 
-    rest: the share of heads that are not named, or None if `named` must have all heads.
+    rest: of heads that are not named, or None if `named` must have all heads.
 
-    source: the argument that gave the shares, for messages.
+    source: the argument that named heads, for messages.
     """
 
-    named: Mapping[tuple[int, int], float]
-    rest: float | None
+    named: Mapping[tuple[int, int], Selection]
+    rest: Selection | None
     source: str
 
     @classmethod
-    def of(cls, budget: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> Shares:
-        """Return the shares from the arguments of `compress`, for a model with these layers, or raise."""
-        if isinstance(budget, Mapping):
+    def of(cls, selection: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> HeadSelections:
+        """Return the selections from the arguments of `compress`, for a model with these layers, or raise."""
+        if isinstance(selection, Mapping):
             if profile is not None:
-                raise ValueError("budget names heads, and heads is given; expected one of the two. Leave heads out")
-            found = cls(_named(budget), 1.0, "budget")
+                raise ValueError("selection names heads, and heads is given; expected one of the two. Leave heads out")
+            found = cls(_named(selection), Selection(1.0), "selection")
         elif profile is None:
-            found = cls({}, share_of_bytes("budget", budget), "budget")
+            found = cls({}, _of_cache("selection", selection), "selection")
         else:
-            found = cls(profile.shares(budget), None, "heads")
+            whole = _of_cache("selection", selection)
+            shares = profile.shares(whole.budget)
+            found = cls({head: replace(whole, budget=share) for head, share in shares.items()}, None, "heads")
         for layer, head in found.named:
             if layer in sliding:
                 raise ValueError(
@@ -169,29 +172,37 @@ class Shares:
                 )
             if layer not in full:
                 raise ValueError(f"{found.source} names layer {layer}; expected one of the {len(full)} of the model")
-        if not full and found.rest not in (None, 1.0):
+        cut = found.rest is not None and found.rest.budget != 1.0
+        if not full and cut:
             raise ValueError(
-                "all layers of the model slide and keep their windows, so nothing is cut; expected budget=1.0"
+                "all layers of the model slide and keep their windows, so nothing is cut; expected the budget 1.0"
             )
-        if found.rest is not None and found.rest < 1:
+        if cut:
             warnings.warn(
-                f"all heads are cut to {found.rest:.0%}, because there is no profile of them: decoders then fail to "
+                f"all heads are cut alike ({found.rest}), because there is no profile of them: decoders then fail to "
                 "recall facts of the context. Give heads=head_profile(model, tokenizer)",
                 RecallWarning,
                 stacklevel=3,
             )
         return found
 
-    def of_layer(self, layer: int, heads: int) -> list[float]:
-        """Return the shares of the heads of a layer, or raise if a named head does not exist or a share is missing."""
+    def of_layer(self, layer: int, heads: int) -> list[Selection]:
+        """Return the selections of the heads of a layer, or raise if a named head does not exist or one is missing."""
         for number, head in self.named:
             if number == layer and head >= heads:
                 raise ValueError(f"{self.source} names head {head} of layer {layer}; expected one of {heads} heads")
-        shares: list[Any] = [self.named.get((layer, head), self.rest) for head in range(heads)]
-        if None in shares:
-            head = shares.index(None)
+        found: list[Any] = [self.named.get((layer, head), self.rest) for head in range(heads)]
+        if None in found:
+            head = found.index(None)
             raise ValueError(f"{self.source} has no cost of head {head} of layer {layer}; expected all heads")
-        return shares
+        return found
+
+    def renew_every(self) -> int | None:
+        """Return how often a cache renews its slots, or raise if heads differ in it."""
+        every = {own.renew_every for own in (*self.named.values(), self.rest) if own is not None and own.budget != 1.0}
+        if len(every) > 1:
+            raise ValueError(f"selection has several values of renew_every, {every}; expected one for all heads")
+        return every.pop() if every else None if self.rest is None else self.rest.renew_every
 
 
 def curves(share: float) -> Any:
@@ -234,11 +245,24 @@ def share_of_bytes(name: str, value: Any) -> float:
     return float(value)
 
 
-def _named(budget: Mapping[Any, Any]) -> dict[tuple[int, int], float]:
-    """Return the shares of heads that a budget names, or raise."""
+def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
+    """Return the selections of heads that a mapping names, or raise."""
     found = {}
-    for key, share in budget.items():
+    for key, own in selection.items():
         if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(x, Integral) for x in key)):
-            raise TypeError(f"budget has the key {key!r}; expected (layer, head)")
-        found[int(key[0]), int(key[1])] = share_of_bytes(f"budget[{key!r}]", share)
+            raise TypeError(f"selection has the key {key!r}; expected (layer, head)")
+        found[int(key[0]), int(key[1])] = _of_cache(f"selection[{key!r}]", own)
+    return found
+
+
+def _of_cache(name: str, selection: Any) -> Selection:
+    """Return a selection that a cache can keep, or raise."""
+    found = Selection.of(selection, name)
+    if found.budget is None and found.size is None:
+        raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
+    if found.kind == "given":
+        raise TypeError(
+            f"{name} has an array of scores; expected a name of scores, or a function of keys and values, as heads of "
+            "a cache have keys of their own"
+        )
     return found

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
 from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.slots import Checks
+from levattn.attention.pruned.selection import Checks, Selection, share_of
+from levattn.sensitivity.leverage import leverage_scores
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
+_SINKS, _WINDOW, _SHARE_OF_SUMMARIES = 4, 0.25, 0.5  # of a budget
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
 _LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
 _ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or torch copies the mask
@@ -30,32 +31,59 @@ _ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or t
 
 @dataclass(frozen=True)
 class Split:
-    """The kinds of slots of a light head.
+    """The kinds of slots of a head that is cut: counts, or shares of the slots, with at most 256 summaries.
 
-    `sinks`: number of first positions that are kept. `window`, `summaries`: shares of the other slots, with at most
-    256 summaries. Scores select keys for the rest.
+    `sinks`: first positions, a share of all slots. `window`: last positions, and `summaries`: shares of the others.
+    `scores` select keys for the rest.
     """
 
-    sinks: int
+    sinks: float
     window: float
     summaries: float
+    scores: Any
+    center: bool
 
     @classmethod
-    def of(cls, sinks: Any, window: Any, summaries: Any) -> Split:
-        """Return the split for arguments of `compress`, or raise."""
-        for name, share in (("window", window), ("summaries", summaries)):
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share!r}; expected a share in [0, 1]")
-        if window + summaries > 1:
-            raise ValueError(f"{window=} and {summaries=} are more than 1 together; expected at most 1")
-        return cls(whole_number("sinks", sinks, 0), float(window), float(summaries))
+    def of(cls, selection: Selection) -> Split:
+        """Return the split of a selection, or raise."""
+        usual = (0, 0, 0) if selection.budget is None else (_SINKS, _WINDOW, _SHARE_OF_SUMMARIES)
+        given = selection.sinks, selection.window, selection.summaries
+        parts = [own if part is None else part for own, part in zip(usual, given, strict=True)]
+        shares = [part for part in parts[1:] if isinstance(part, float)]
+        if sum(shares) > 1:
+            raise ValueError(
+                f"window={parts[1]} and summaries={parts[2]} are more than 1 together; expected at most 1"
+            )
+        return cls(parts[0], parts[1], parts[2], selection.scores, selection.center is not False)
+
+    @classmethod
+    def from_figures(cls, figures: dict[str, Any]) -> Split:
+        """Return the split with the attributes of a file, or raise."""
+        center = figures["center"] if figures["scores"] == "leverage" else None
+        return cls.of(Selection(0.5, **{**figures, "center": center}))
 
     def counts(self, slots: int) -> tuple[int, int, int, int]:
         """Return the numbers of sinks, selected positions, last positions and summaries."""
-        sinks = min(self.sinks, slots)
-        window, summaries = (int(share * (slots - sinks)) for share in (self.window, self.summaries))
-        summaries = min(summaries, _SUMMARIES)
-        return sinks, slots - sinks - window - summaries, window, summaries
+        sinks = min(_part(self.sinks, slots), slots)
+        left = slots - sinks
+        window = min(_part(self.window, left), left)
+        summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
+        return sinks, left - window - summaries, window, summaries
+
+    def slots(self, selection: Selection, n: int, of: int, factor: float) -> int:
+        """Return how many of n keys a head keeps, of a context of `of` keys; `factor`: bytes of a key to a slot."""
+        if isinstance(selection.budget, float):
+            return min(n, max(1, int(selection.budget * n * factor + 1e-9)))
+        if selection.budget is not None:
+            return min(n, max(1, selection.budget * n // of))
+        others = sum(int(part) for part in (self.sinks, self.window, self.summaries))
+        size = selection.size
+        selected = share_of(size, n) if isinstance(size, float) else int(size or 0) * n // of
+        return min(n, max(1, selected + others))
+
+
+def _part(part: float, of: int) -> int:
+    return int(part * of) if isinstance(part, float) else part
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +178,7 @@ def slots_of(
     sinks, size, window, R = split.counts(count)
     checks = Checks()
     X, along = choice.measured(seen.queries, seen.keys, None, K.dtype, checks).places(K)
-    scores, clusters = choice.scored("residual" if R else "expected", X, along, mass, R, None, checks)
+    scores, clusters = _scored(split, X, along, K, V, mass, R, checks)
     scores = xp.where(place >= 0, scores, xp.full_like(scores, -xp.inf))
     forced = (place >= 0) & ((place < sinks) | (place >= end - window))
     sure = sinks + window if held is None else None
@@ -175,6 +203,20 @@ def slots_of(
     kept, values, places = map(tensor_of, (kept, values, places))
     weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
     return kept.to(device, dtype), values.to(device, of_values), weights, places.to(device, torch.int32)
+
+
+def _scored(split: Split, X: Any, along: Any, K: Any, V: Any, mass: Any, R: int, checks: Checks) -> tuple[Any, Any]:
+    """Return scores of keys of some masses, and clusters that the scores found, or None."""
+    xp, kind = namespace_of(K), split.scores
+    if callable(kind):
+        found = memory_of(kind(tensor_of(K), tensor_of(V)))
+        if tuple(found.shape) != tuple(K.shape[:2]):
+            raise ValueError(f"scores(K, V) has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}")
+        return xp.astype(found, K.dtype), None
+    if kind == "leverage":
+        rows = K - xp.sum(mass[..., None] * K, axis=1, keepdims=True) / xp.sum(mass, axis=1)[:, None, None]
+        return leverage_scores(xp.sqrt(mass)[..., None] * (rows if split.center else K)), None
+    return choice.scored(kind if R else "expected", X, along, mass, R, None, checks)
 
 
 def slot_counts(group: HeadSlots) -> Any:

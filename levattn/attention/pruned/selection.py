@@ -1,0 +1,419 @@
+"""Which keys a query of pruned attention reads: the selection that a user asks for, and the slots that it gives."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import is_torch, on_cuda
+from levattn._core.checks import whole_number
+from levattn.attention.arguments import namespace_of
+from levattn.exceptions import NonFiniteError
+from levattn.functions import Power
+from levattn.sensitivity.leverage import check_epsilon
+
+SCORES = ("residual", "expected", "leverage")
+
+_CHUNK = 64  # positions between two selections of causal attention by default
+_NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
+_NEAR = 8  # keys on each side of a query at most, where a budget is split
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots that each query of `pruned_attention` has, by their kinds; `Selection.slots` returns them.
+
+    Attributes
+    ----------
+    selected : int
+        Keys chosen by their scores, for each head of the keys.
+    summaries : int
+        Clusters that stand for all keys that are neither selected nor first.
+    window : int
+        Keys near a query. Not causal: on each side of it, which takes ``2 window + 1`` slots (none for 0).
+        Causal: at least this many keys before the last selection.
+    sinks : int
+        Number of first keys of the sequence, kept whatever their scores.
+    chunk : int
+        Causal: positions between two selections; a query reads the keys since the last one up to its own. Else 0.
+
+    Examples
+    --------
+    >>> from levattn.attention import Selection
+    >>> Selection(0.2).slots(512)
+    Slots(selected=17, summaries=68, window=8, sinks=0, chunk=0)
+    >>> Selection(0.2).slots(512).total
+    102
+    """
+
+    selected: int
+    summaries: int = 0
+    window: int = 0
+    sinks: int = 0
+    chunk: int = 0
+
+    @property
+    def total(self) -> int:
+        """The largest number of slots of a query, which the last query before a selection has."""
+        near = self.window + self.chunk if self.chunk else (2 * self.window + 1 if self.window else 0)
+        return self.selected + self.summaries + self.sinks + near
+
+
+@dataclass(frozen=True, repr=False)
+class Selection:
+    """Which keys a query reads exactly, and how many summaries stand for the others.
+
+    All functions, layers and integrations that prune attention take one. A bare number stands for
+    ``Selection(number)``. **Units**: an int is a count, a float in (0, 1] is a share.
+
+    Parameters
+    ----------
+    budget : int or float, optional
+        Slots for each query: their number, at least 2, or a share of the keys. `slots` tells how the other options,
+        where they are None, split it. Give one of budget, size and epsilon.
+    size : int or float, optional
+        Number or share of the keys that are selected for each head: the keys with the largest scores, on ties the
+        first.
+    epsilon : float, optional
+        Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
+        these are the `levattn.universal_set` of the keys for f(x) = x².
+    summaries : int or float, optional
+        Number of clusters of the other keys, or a share of the budget's slots. 0 drops these keys, and is the default
+        without a budget.
+    window : int or float, optional
+        Number of keys near a query, as in `Slots`, or a share of the budget's slots. 0 without a budget. In a cache
+        these are the last positions of the context.
+    sinks : int or float, optional
+        Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
+        and 4 for a budget of a cache.
+    scores : {"residual", "expected", "leverage"}, array or function, default "residual"
+        The scores that select keys. "expected": the logarithm of the expected weight for a normal query with the mean
+        and covariance of the given queries [1]_. "residual": the expected score plus the logarithm of the squared
+        distance to the center of the key's own cluster. The center is the mean of nearby keys; for causal attention it
+        is a key or an earlier summary. The distance is the change of the queries' logits, so keys that a summary would
+        get wrong score high. "leverage": leverage scores, whatever the queries. An array of shape (..., G, n): your
+        own scores, for operators. A function: your own scores of keys (b, n, d) with values (b, n, D), an array
+        (b, n). It gets the keys that are there, of several heads and sequences; for causal attention these are at each
+        selection the keys that are kept and the keys that came.
+    center : bool, optional
+        Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
+        the mean does not change. It changes other functions, so these take False only. An offset of all keys changes
+        no selection, however large.
+    renew_every : int, optional
+        Causal: positions between two selections. None: with a budget as in `slots`, else 64; a cache then never
+        selects among the tokens after its context.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option has a wrong type or is out of range, or more than one of budget, size and epsilon is given. A
+        budget of 1 is refused, because it may mean one slot or all keys.
+
+    See Also
+    --------
+    levattn.attention.pruned_attention : Attention to selected keys.
+
+    References
+    ----------
+    .. [1] Devoto, Jeblick and Jégou, "Expected Attention", arXiv:2510.00636.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import Selection, pruned_attention
+    >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 500, 16))
+    >>> pruned_attention(Q, K, V, Selection(0.2, window=4, scores="leverage")).shape
+    (500, 16)
+    >>> long_keys = Selection(size=20, scores=lambda K, V: (K**2).sum(2))
+    >>> pruned_attention(Q, K, V, long_keys).shape
+    (500, 16)
+    """
+
+    budget: float | None = None
+    _: KW_ONLY
+    size: float | None = None
+    epsilon: float | None = None
+    summaries: float | None = None
+    window: float | None = None
+    sinks: float | None = None
+    scores: Any = "residual"
+    center: bool | None = None
+    renew_every: int | None = None
+
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = dict(vars(self))
+        for name in ("budget", "size", "summaries", "window", "sinks"):
+            if given[name] is not None:
+                given[name] = _number(
+                    name, given[name], above=-1.0 if name in ("summaries", "window", "sinks") else 0.0
+                )
+                object.__setattr__(self, name, given[name])
+        if sum(given[name] is not None for name in ("budget", "size", "epsilon")) > 1:
+            raise _not_one(self)
+        if given["budget"] in (0, 1) and isinstance(given["budget"], int):
+            raise ValueError(
+                f"budget is {self.budget}; expected at least 2 slots, or a share of the keys in (0, 1], which is 1.0 "
+                "for all keys. For one key give size=1"
+            )
+        for name in ("summaries", "window", "sinks"):
+            if isinstance(given[name], float) and (self.size is not None or self.epsilon is not None):
+                raise ValueError(
+                    f"{name} is {given[name]!r}, a share of the budget's slots; expected a count where no budget is"
+                )
+        if self.renew_every is not None:
+            whole_number("renew_every", self.renew_every, 1)
+        epsilon, kind = given["epsilon"], self.kind
+        if epsilon is not None and (
+            isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
+        ):
+            raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
+        if epsilon is not None and kind == "leverage":
+            check_epsilon(epsilon)
+        if isinstance(self.scores, str) and kind not in SCORES:
+            raise ValueError(
+                f"scores is {kind!r}; expected one of {', '.join(SCORES)}, an array of scores, or a function of keys "
+                "and values"
+            )
+        if self.center is not None and kind != "leverage":
+            raise ValueError(
+                f'center is {self.center!r} and scores is {kind!r}; expected center only with scores="leverage"'
+            )
+
+    def __repr__(self) -> str:
+        changed = [field for field in fields(self) if getattr(self, field.name) is not field.default]
+        shown = [f"{field.name}={getattr(self, field.name)!r}" for field in changed]
+        return f"Selection({', '.join(shown).removeprefix('budget=')})"
+
+    @classmethod
+    def of(cls, selection: Any, name: str = "selection") -> Selection:
+        """Return a selection, or the selection of a bare number; raise for anything else."""
+        if isinstance(selection, Selection):
+            return selection
+        if isinstance(selection, bool) or not isinstance(selection, int | float | np.integer | np.floating):
+            raise TypeError(
+                f"{name} is of type {type(selection).__name__}; expected a Selection, or a number of slots or a share "
+                "of the keys as its budget, as in Selection(0.25, window=8)"
+            )
+        return cls(selection)  # type: ignore[arg-type]
+
+    @property
+    def kind(self) -> str:
+        """The name of the scores, "given" for an array and "function" for a function."""
+        if isinstance(self.scores, str):
+            return self.scores
+        return "function" if callable(self.scores) else "given"
+
+    def slots(self, n: int, *, causal: bool = False) -> Slots:
+        """Return the slots of a query among n keys.
+
+        A budget that covers all keys selects all, and splits nothing. Else, where options are None, two fifths at most
+        go to the keys near a query, and four fifths of the rest to summaries. Scores select keys for the remaining
+        slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
+        examples/pruning.) If causal, up to half goes to the positions between two selections (a quarter below 64
+        slots) and an eighth to the keys before them. Summaries get five eighths of the rest. In a compressed cache the
+        last positions get a quarter of the slots, and summaries half.
+
+        Parameters
+        ----------
+        n : int
+            Number of keys.
+        causal : bool, default False
+            Whether the attention is causal.
+
+        Returns
+        -------
+        Slots
+            Slots whose ``total`` is the budget, if there is one.
+
+        Raises
+        ------
+        ValueError
+            If no budget, size or epsilon is given, or the options take more slots than the budget has.
+
+        Examples
+        --------
+        >>> from levattn.attention import Selection
+        >>> Selection(64, window=4).slots(1000, causal=True)
+        Slots(selected=11, summaries=17, window=4, sinks=0, chunk=32)
+        """
+        return slots_for(self, n, causal=causal)
+
+
+def slots_for(
+    selection: Selection, n: int, *, causal: bool, aligned: bool = True, budget: float | None = None
+) -> Slots:
+    """Return `Selection.slots`; `aligned`: whether queries and keys share positions. `budget`: in place of its own."""
+    budget = selection.budget if budget is None else budget
+    if budget is None and selection.size is None and selection.epsilon is None:
+        raise _not_one(selection)
+    if selection.renew_every is not None and not causal:
+        raise ValueError(
+            f"renew_every is {selection.renew_every!r}, and the attention is not causal; expected it only for causal "
+            "attention"
+        )
+    if selection.window and not aligned:
+        raise ValueError(
+            f"window is {selection.window!r}, but there are not as many queries as keys; expected window=0, as no key "
+            "is near a query"
+        )
+    if budget is None:
+        total, usual = 0, Slots(0, chunk=_CHUNK if causal else 0)
+    else:
+        total = max(1, _count(budget, n))
+        usual = _split(total, n, causal)
+        if total >= n:
+            return usual
+    chunk = 0 if not causal else usual.chunk if selection.renew_every is None else int(selection.renew_every)
+    sinks = _count(selection.sinks, total, usual.sinks)
+    window = _count(selection.window, total - sinks, usual.window if aligned else 0)
+    if not causal and isinstance(selection.window, float):  # on both sides of a query
+        window = max(0, (window - 1) // 2)
+    parts = Slots(0, _count(selection.summaries, total - sinks, usual.summaries), window, sinks, chunk)
+    if budget is None:
+        selected = n if selection.size is None else _count(selection.size, n)
+    else:
+        selected = total - parts.total
+        if selected < 0:
+            names = {"summaries": parts.summaries, "window": window, "sinks": sinks, "renew_every": chunk}
+            shown = ", ".join(f"{name}={value}" for name, value in names.items())
+            raise ValueError(
+                f"budget={budget!r} is {total} slots, and {shown} take {parts.total}; expected a larger budget"
+            )
+    return Slots(selected, parts.summaries, window, sinks, chunk)
+
+
+def _split(total: int, n: int, causal: bool) -> Slots:
+    if total >= n:
+        return Slots(n, chunk=_CHUNK if causal else 0)
+    if causal:
+        chunk, window = max(1, total // 4, total // 2 - _NARROW), total // 8
+        left = total - window - chunk
+        return Slots(left - left * 5 // 8, left * 5 // 8, window, 0, chunk)
+    window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
+    near = 2 * window + 1 if window else 0
+    summaries = (total - near) * 4 // 5
+    return Slots(total - near - summaries, summaries, window)
+
+
+def _not_one(selection: Selection) -> ValueError:
+    return ValueError(
+        f"budget={selection.budget!r}, size={selection.size!r} and epsilon={selection.epsilon!r} were given; expected "
+        "one of the three"
+    )
+
+
+def _number(name: str, value: Any, *, above: float) -> float:
+    """Return a count of at least 0 as an int, or a share above a number and at most 1 as a float, or raise."""
+    wish = "a count, or a share in (0, 1]" if above == 0 else "a count, or a share of the budget's slots in [0, 1]"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; expected {wish}")
+    count = isinstance(value, Integral)
+    number: float = operator.index(value) if count else float(value)  # type: ignore[arg-type]
+    if number < 0 or not (count or above < number <= 1):
+        raise ValueError(f"{name} is {value!r}; expected {wish}")
+    return number
+
+
+def _count(value: Any, of: int, default: int = 0) -> int:
+    """Return a count, or a share of a number as a count, rounded down."""
+    if value is None:
+        return default
+    return share_of(value, of) if isinstance(value, float) else int(value)
+
+
+def share_of(share: float, n: int) -> int:
+    """Return a share of n as a count, rounded down."""
+    return int(share * n + 1e-9)
+
+
+class Checks:
+    """Conditions that hold unless numbers are not finite or out of range, each with its message.
+
+    Reading a condition from a device waits for the device, so conditions of tensors and of CuPy wait until `settle`.
+    Other conditions are checked at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, str, type[ValueError]]] = []
+
+    def expect(self, holds: Any, message: str, kind: type[ValueError] = NonFiniteError) -> None:
+        """Raise an error with a message, now or in `settle`, unless `holds`, an array without axes, is true."""
+        if is_torch(holds) or on_cuda(holds):
+            self._waiting.append((holds, message, kind))
+        elif not bool(holds):
+            raise kind(message)
+
+    def settle(self) -> None:
+        """Raise for the first condition so far that does not hold, with one wait for all."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        xp = namespace_of(waiting[0][0])
+        if not bool(xp.all(xp.stack([holds for holds, *_ in waiting]))):
+            message, kind = next((message, kind) for holds, message, kind in waiting if not bool(holds))
+            raise kind(message)
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """How keys are chosen, the same for all positions of a sequence.
+
+    `kind`: one of `SCORES`, "given" or "function"; `function`: of keys and values, for the last.
+    """
+
+    slots: Slots
+    kind: str
+    epsilon: float | None
+    center: bool
+    power: float | None
+    function: Callable[[Any, Any], Any] | None = None
+
+    @property
+    def first(self) -> int:
+        """Causal: the number of positions before the first selection: the slots, or a chunk with a threshold."""
+        return self.slots.chunk if self.epsilon is not None else self.slots.total
+
+    def until_selection(self, positions: int) -> int:
+        """Return how many positions come before the next selection, at least one."""
+        return self.first - positions if positions < self.first else self.slots.chunk - self.since_selection(positions)
+
+    def since_selection(self, positions: int) -> int:
+        """Return how many positions came after the last selection; `positions` is at least `first`."""
+        return (positions - self.first) % self.slots.chunk
+
+    def selects_at(self, positions: int) -> bool:
+        """Tell whether a selection follows after this number of positions."""
+        return positions >= self.first and not self.since_selection(positions)
+
+
+def exponent_of(f: Any) -> float | None:
+    """Return the exponent of an attention function, or None for softmax."""
+    if isinstance(f, str) and f == "softmax":
+        return None
+    f = f.p if isinstance(f, Power) else f
+    if not isinstance(f, bool) and isinstance(f, Real) and 1 <= float(f) < math.inf:
+        return float(f)
+    raise ValueError(f'f is {f!r}; expected "softmax", a number p >= 1 for |x|^p, or levattn.Power(p)')
+
+
+def rule_of(
+    selection: Selection, n: int, *, power: float | None, causal: bool, aligned: bool, budget: int | None = None
+) -> SelectionRule:
+    """Return the rule of a selection with n keys, or raise; `budget`: in place of its own."""
+    center = selection.center
+    if center and power is not None:
+        raise ValueError("center is True and f is a power; expected center only for softmax")
+    return SelectionRule(
+        slots_for(selection, n, causal=causal, aligned=aligned, budget=budget),
+        selection.kind,
+        None if selection.epsilon is None else float(selection.epsilon),
+        power is None if center is None else bool(center),
+        power,
+        selection.scores if selection.kind == "function" else None,
+    )

@@ -1,0 +1,27 @@
+"""Calls of pruned attention with the options of a selection by name, as tables of tests write them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+
+_NAMES = tuple(field.name for field in fields(Selection))
+
+
+def selected(options: dict[str, Any]) -> tuple[Selection, dict[str, Any]]:
+    """Return the selection of these options, and the options that are left."""
+    return (
+        Selection(**{name: value for name, value in options.items() if name in _NAMES}),
+        {name: value for name, value in options.items() if name not in _NAMES},
+    )
+
+
+def attend(*arrays: Any, causal: bool = False, **options: Any) -> Any:
+    """Return the output of pruned attention, causal or not, and its certificate if an option asks for it."""
+    selection, others = selected(options)
+    if not causal:
+        return pruned_attention(*arrays, selection, **others)
+    Y, _, *certificate = causal_pruned_attention(*arrays, selection, **others)
+    return (Y, *certificate) if certificate else Y
