@@ -247,7 +247,7 @@ def pruned(*, quick: bool) -> Table:
     import torch
 
     shapes = importlib.import_module("pruned")
-    attend = importlib.import_module("levattn.attention").pruned_attention
+    ours = importlib.import_module("levattn.attention")
     found: dict[str, dict[str, float]] = {}
     with torch.no_grad():
         for causal in (False, True):
@@ -255,7 +255,9 @@ def pruned(*, quick: bool) -> Table:
                 X = shapes.arrays(n)
                 tensors = torch.from_numpy(X)
                 calls: dict[str, Callable[[], object]] = {
-                    OURS: lambda X=tensors, c=causal: attend(*X, budget=shapes.SLOTS, causal=c),
+                    OURS: partial(
+                        ours.causal_pruned_attention if causal else ours.pruned_attention, *tensors, shapes.SLOTS
+                    ),
                     SDPA: shapes.dense(X, causal=causal),
                 }
                 where = f"{'causal' if causal else 'both ways'}, n = {n}"

@@ -45,7 +45,6 @@ def planted(n: int, d: int) -> Array:
 def calls() -> dict[str, Callable[[], object]]:
     """Return what is timed, by name; no more than the earlier checkouts have as well."""
     import levattn
-    from levattn.attention import pruned_attention
 
     heads = levattn.datasets.minilm()
     queries, keys, values = (x.astype(np.float32) for x in (heads.queries, heads.keys, heads.values))
@@ -58,6 +57,12 @@ def calls() -> dict[str, Callable[[], object]]:
     of_heads = [levattn.universal_set(K, 0.1) for K in keys[2]]
     row = gaussian(2, 4096, 64, seed=3)
     parts = gaussian(3, 4, 4096, 64).astype(np.float32)
+
+    def pruned(*arrays: Array, slots: int) -> object:
+        attention = levattn.attention
+        if hasattr(attention, "causal_pruned_attention"):
+            return attention.causal_pruned_attention(*arrays, slots)[0]
+        return attention.pruned_attention(*arrays, budget=slots, causal=True)  # as earlier commits spell it
 
     def stream(chunks: Array, epsilon: float) -> Callable[[], object]:
         def run() -> object:
@@ -85,8 +90,8 @@ def calls() -> dict[str, Callable[[], object]]:
         ],
         "causal": lambda: levattn.heavy_attention(*row, 0.05, causal=True),
         "causal of a real head": lambda: levattn.heavy_attention(asked, head, 0.1, causal=True),
-        "pruned causal": lambda: causal_pruned_attention(*parts, 256)[0],
-        "pruned causal, real heads": lambda: causal_pruned_attention(queries[2], keys[2], values[2], 64)[0],
+        "pruned causal": lambda: pruned(*parts, slots=256),
+        "pruned causal, real heads": lambda: pruned(queries[2], keys[2], values[2], slots=64),
         "approximate set": lambda: levattn.universal_set(exact, 0.05, method="countsketch"),
     }
 

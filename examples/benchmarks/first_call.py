@@ -25,6 +25,8 @@ from levattn._kernels.cache import _archive
 MAIN = ("leverage_scores", "universal_set", "heavy_attention")
 MAIN_BAR, BAR, WARM_BAR, WHEEL_BAR = 4.0, 6.0, 0.3, 0.5
 
+FEW = "levattn.attention.Selection(size=64, summaries=8)"
+
 # Keys K (20 000, 64) in float32, sequences X (1, 600, 64)
 CALLS = {
     "leverage_scores": "levattn.leverage_scores(K)",
@@ -63,10 +65,8 @@ CALLS = {
     "attention.causal_conv": "levattn.attention.causal_conv(X, K[:4].T)",
     "attention.repeated_mass": "levattn.attention.repeated_mass(X, X, X[..., 0], window=64)",
     "attention.rotate_values": "levattn.attention.rotate_values(X, np.arange(600))",
-    "attention.pruned_attention": "levattn.attention.pruned_attention(X, X, X, size=64, summaries=8)",
-    "attention.pruned_attention, causal": (
-        "levattn.attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True)"
-    ),
+    "attention.pruned_attention": f"levattn.attention.pruned_attention(X, X, X, {FEW})",
+    "attention.causal_pruned_attention": f"levattn.attention.causal_pruned_attention(X, X, X, {FEW})",
 }
 
 PROGRAM = """

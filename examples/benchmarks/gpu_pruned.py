@@ -19,7 +19,7 @@ from typing import Any
 from _gpu import Bench, Calls, flash, has
 
 from levattn._kernels.pruned.torch import attended_slots
-from levattn.attention import pruned_attention
+from levattn.attention import causal_pruned_attention, pruned_attention
 
 SIZES = (4096, 8192, 16384, 32768, 65536)
 OURS, FLASH = "pruned", "flash attention over all keys"
@@ -31,7 +31,7 @@ def whole(bench: Bench, K: Any, slots: int, causal: bool) -> Calls:
     Q, V = (bench.normal(*K.shape, dtype="bfloat16") for _ in range(2))
     dense = flash if bench.device == "cuda" else plain
     return {
-        OURS: lambda: pruned_attention(Q, K, V, budget=slots, causal=causal),
+        OURS: lambda: (causal_pruned_attention if causal else pruned_attention)(Q, K, V, slots),
         FLASH: partial(dense, bench.torch, Q[None], K[None], V[None], causal=causal),
     }
 

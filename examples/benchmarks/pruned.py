@@ -20,7 +20,7 @@ import torch
 from _rivals import THREADS, interleaved, table, verdict
 
 import levattn
-from levattn.attention import pruned_attention
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 from levattn.datasets import minilm
 
 HEADS, D, SLOTS = 12, 64, 512

@@ -17,11 +17,15 @@ import torch
 from _rivals import THREADS, interleaved, table, verdict
 
 import levattn
-from levattn.attention import pruned_attention
+from levattn.attention import causal_pruned_attention, pruned_attention
 
 HEADS, D, SLOTS = 12, 64, 256
 BARS = {1024: 1.3, 4096: 1.0}  # times dense attention, both ways
 PAUSE, WARM = 0.12, 0.08
+
+
+def attend(*arrays: Any, causal: bool) -> Any:
+    return causal_pruned_attention(*arrays, SLOTS)[0] if causal else pruned_attention(*arrays, SLOTS)
 
 
 def both(attend: Callable[..., Any], leaves: Any, direction: Any) -> None:
@@ -42,7 +46,7 @@ def main() -> None:
             X = torch.randn(4, 1, HEADS, n, D, generator=torch.Generator().manual_seed(0))
             leaves = [x.clone().requires_grad_() for x in X[:3]]
             for causal in (False, True):
-                pruned = partial(pruned_attention, budget=SLOTS, causal=causal)
+                pruned = partial(attend, causal=causal)
                 dense = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal)
                 calls: dict[str, Callable[[], object]] = {
                     "dense": partial(both, dense, leaves, X[3]),

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from _rivals import Array, table
 
-from levattn.attention import latte, pruned_attention, tssa
+from levattn.attention import Selection, causal_pruned_attention, latte, tssa
 from levattn.states import Moments
 
 SCALES = np.asarray([1e-30, 1e-15, 1.0, 1e15, 1e30])[:, None, None]
@@ -55,20 +56,17 @@ def attended(logits: Array, V: Array) -> Array:
 def pruned(n: int) -> Figures:
     K, rng = made(n), np.random.default_rng(1)
     Q, V = 1 + 0.1 * rng.standard_normal((n, 2)), 5 + rng.standard_normal((n, 3))
-    inverse, state, finite = SCALES[::-1], None, True
-    options = {"size": 1, "summaries": 2, "chunk": 1}
+    inverse, finite = SCALES[::-1], True
+    state: Any = Selection(size=1, summaries=2, renew_every=1)
     everywhere = np.ones((len(K), 1, 1, 1))
     for low in range(0, n, PIECE):
         part = slice(low, low + PIECE)
-        Y, state, certificate = pruned_attention(
+        Y, state, certificate = causal_pruned_attention(
             everywhere * (Q[part] * inverse),
             scaled(K[:, part]),
             everywhere * (V[part] * inverse),
-            causal=True,
-            state=state,
-            return_state=True,
+            state,
             return_certificate=True,
-            **(options if state is None else {}),
         )
         finite &= bool(np.isfinite(Y).all() and not np.isnan(certificate.error_bound).any())
     logits = precise(K) @ precise(Q[-1]) / np.sqrt(np.longdouble(2))

@@ -22,19 +22,18 @@ from matplotlib.cm import ScalarMappable
 from sklearn.datasets import load_digits
 from torch import nn
 
-from levattn.attention import pruned_attention
+from levattn.attention import Selection, pruned_attention
 from levattn.nn import LevAttention, set_dense
 
-HEADS, WIDTH, SIZE, SIDE = 4, 32, 8, 8
+HEADS, WIDTH, SIDE = 4, 32, 8
+FEW = Selection(size=8, scores="leverage")
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention = LevAttention(
-            WIDTH, Selection(size=SIZE), heads=HEADS, bias=False
-        )
+        self.attention = LevAttention(WIDTH, FEW, heads=HEADS, bias=False)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
@@ -112,7 +111,7 @@ def kept_by_heads(x):
         -1, (3, HEADS, -1)
     )
     _, certificate = pruned_attention(
-        *parts.permute(2, 0, 3, 1, 4), Selection(size=SIZE), return_certificate=True
+        *parts.permute(2, 0, 3, 1, 4), FEW, return_certificate=True
     )
     return certificate.kept.unflatten(-1, (SIDE, SIDE)).numpy()
 

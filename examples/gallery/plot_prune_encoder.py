@@ -22,6 +22,7 @@ import torch
 import transformers
 
 import levattn
+from levattn.attention import Selection
 from levattn.integrations.transformers import prune
 from levattn.plots import LayerHeadDisplay
 
@@ -99,11 +100,11 @@ error = LayerHeadDisplay.from_rows(rows, "error", label="relative error of the o
 budgets = [0.06, 0.12, 0.25, 0.5]
 cosines = {"with summaries": [], "light keys dropped": []}
 for budget in budgets:
-    for name, options in (
-        ("with summaries", {}),
-        ("light keys dropped", {"summaries": 0}),
+    for name, selection in (
+        ("with summaries", Selection(budget)),
+        ("light keys dropped", Selection(budget, summaries=0)),
     ):
-        with prune(model, budget=budget, measure=False, **options):
+        with prune(model, selection, measure=False):
             cosines[name].append((dense * embedding()).sum().item())
 
 print("slots             ", *(f"{budget:7.0%}" for budget in budgets))

@@ -26,8 +26,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from levattn.attention import Slots, pruned_attention
+from levattn.attention import Selection, Slots
 
 BUDGETS = (6.0, 12.0, 25.0, 50.0)  # per cent of the context
 BAR, BAR_AT = 1.03, 25.0
@@ -53,37 +53,36 @@ PHASES = (
 QUICK = Recipe(
     width=32, depth=2, heads=2, kv_heads=1, hidden=64, phases=(Phase(36, 6, 1.0), Phase(96, 4, 0.5)), batch=288
 )
-NAME = "levattn_examples"  # of the attention function, as transformers knows it
 
-Scores: TypeAlias = Callable[[Tensor], Tensor]
-Method: TypeAlias = Callable[[Slots], dict[str, Any]]  # how slots are used: options of pruned_attention
+Scores: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Method: TypeAlias = Callable[[Slots], Selection]  # how slots are used
 
 
-def row_norm(K: Tensor) -> Tensor:
+def row_norm(K: Tensor, _: Tensor) -> Tensor:
     return K.norm(dim=-1)
 
 
-def chance(K: Tensor) -> Tensor:
-    """Return numbers that know nothing of the keys, the same at each call."""
-    return torch.rand(K.shape[:-1], generator=torch.Generator().manual_seed(0)).to(K)
+def chance(K: Tensor, _: Tensor) -> Tensor:
+    """Return numbers that have nothing to do with attention, the same for a key at each selection."""
+    return torch.frac(1e6 * torch.sin(1e3 * K.sum(-1)))
 
 
-def parts(slots: Slots, scores: str | Scores = "residual") -> dict[str, Any]:
-    """Return the options of `pruned_attention` that ask for these slots."""
+def parts(slots: Slots, scores: str | Scores = "residual") -> Selection:
+    """Return the selection that asks for these slots."""
     named = asdict(slots)
-    return {"size": named.pop("selected"), **named, "scores": scores}
+    return Selection(size=named.pop("selected"), renew_every=named.pop("chunk"), **named, scores=scores)
 
 
-def kept_alone(slots: Slots, scores: str | Scores = "residual") -> dict[str, Any]:
-    """Return the same without summaries: more keys are selected, all others dropped."""
+def kept_alone(slots: Slots, scores: str | Scores = "residual") -> Selection:
+    """Return the selection without summaries: more keys are selected, all others dropped."""
     return parts(replace(slots, selected=slots.selected + slots.summaries, summaries=0), scores)
 
 
-def summaries_alone(slots: Slots) -> dict[str, Any]:
+def summaries_alone(slots: Slots) -> Selection:
     return parts(replace(slots, selected=0, summaries=slots.selected + slots.summaries))
 
 
-def window_alone(slots: Slots, sinks: int = 0) -> dict[str, Any]:
+def window_alone(slots: Slots, sinks: int = 0) -> Selection:
     return parts(Slots(0, 0, slots.total - slots.chunk - sinks, sinks, slots.chunk))
 
 
@@ -116,38 +115,12 @@ def slots_read(slots: Slots, n: int) -> float:
     return total / n
 
 
-@contextmanager
-def attending_by(model: Any, options: dict[str, Any], scores: Scores) -> Iterator[None]:
-    """Let a decoder attend by `pruned_attention` with scores of our own, which `prune` does not take."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    def attend(
-        _: Any, Q: Tensor, K: Tensor, V: Tensor, __: Any, *, scaling: float | None = None, **___: Any
-    ) -> tuple[Tensor, None]:
-        Y = pruned_attention(Q, K, V, causal=True, scale=scaling, scores=scores(K), **options)
-        return Y.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def pruned(model: Any, options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Return the context within which a decoder attends by `pruned_attention` with these options."""
+def pruned(model: Any, selection: Selection) -> AbstractContextManager[Any]:
+    """Return the context within which a decoder reads a selection of the keys."""
     from levattn.integrations.transformers import prune
 
-    options = dict(options)
-    scores = options.pop("scores")
-    if isinstance(scores, str):
-        layers = range(model.config.num_hidden_layers)  # named, as nothing is to be recalled
-        return prune(model, layers=layers, scores=scores, measure=False, **options)
-    return attending_by(model, options, scores)
+    layers = range(model.config.num_hidden_layers)  # named, as nothing is to be recalled
+    return prune(model, selection, layers=layers, measure=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -229,7 +202,7 @@ def main(given: Sequence[str] | None = None) -> int:
         }
 
     dense = measured(model)
-    splits = {percent: Slots.of(percent / 100, length, causal=True) for percent in options.budgets}
+    splits = {percent: Selection(percent / 100).slots(length, causal=True) for percent in options.budgets}
     tasks = [(name, percent) for name in options.methods for percent in options.budgets]
     bar = track(tasks, "methods and budgets", console=Console(stderr=True), transient=True, disable=options.json)
     runs = []

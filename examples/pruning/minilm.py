@@ -46,7 +46,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from levattn.attention import Slots, pruned_attention
+from levattn.attention import Selection, pruned_attention
 
 BUDGETS = (6.0, 12.0, 20.0, 25.0, 33.0, 50.0)  # per cent of the keys
 BARS = {20.0: 0.985, 33.0: 0.993}
@@ -99,7 +99,7 @@ class Encoder:
 
 def pruned(heads: Heads, **options: Any) -> Tensor:
     """Return levattn's attention with so many slots."""
-    return pruned_attention(*heads[:3], **{"budget": heads.slots} | options)
+    return pruned_attention(*heads[:3], Selection(**{"budget": heads.slots} | options))
 
 
 OURS: Mapping[str, Method] = {
@@ -224,7 +224,7 @@ def compare(encoder: Encoder, corpus: Corpus, options: argparse.Namespace) -> in
     tasks = []
     for percent in options.budgets:
         slots = round(LENGTH * percent / 100)
-        everyone = {**OURS, **baselines(Slots.of(slots, LENGTH).window or None)}
+        everyone = {**OURS, **baselines(Selection(slots).slots(LENGTH).window or None)}
         unknown = set(options.methods or ()) - set(everyone)
         if unknown:
             raise SystemExit(f"--methods is {', '.join(unknown)}; expected some of: {', '.join(everyone)}")
@@ -239,7 +239,7 @@ def compare(encoder: Encoder, corpus: Corpus, options: argparse.Namespace) -> in
             "documents": len(corpus.passages),
             "queries": len(corpus.right),
             "reciprocal rank of the dense model": right,
-            "splits": {percent: asdict(Slots.of(slots, LENGTH)) for _, percent, slots, _ in tasks},
+            "splits": {percent: asdict(Selection(slots).slots(LENGTH)) for _, percent, slots, _ in tasks},
             "runs": [{"method": r.method, "percent": r.percent, "slots": r.slots, **r.figures} for r in runs],
             "bars": bars,
         }

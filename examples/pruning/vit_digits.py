@@ -45,48 +45,38 @@ from _recipe import (
 )
 from _vit import Shape, Softmax, Transformer, parameters
 
-from levattn.attention import pruned_attention
+from levattn.attention import Selection
 from levattn.nn import LevAttention, set_dense
 
 RATE = 5e-3
 WARM = 0.15  # share of the steps that have all keys
 
 
-class ByKeys(LevAttention):
-    """The layer with keys chosen by what scores of ours do not offer, for comparison."""
-
-    def __init__(self, dim: int, *, choose: str, **options: Any) -> None:
-        super().__init__(dim, **options)
-        self.choose = choose
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.dense:
-            return super().forward(x)
-        Q, K, V = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        still = K.detach()
-        scores = torch.rand(still.shape[:-1]) if self.choose == "random" else still.norm(dim=-1)
-        Y = pruned_attention(Q, K, V, Selection(size=self.options["size"], scores=scores))
-        return self.proj(Y.transpose(1, 2).flatten(-2))
+def row_norm(K: Tensor, _: Tensor) -> Tensor:
+    return K.norm(dim=-1)
 
 
-def ways_of(slots: int) -> dict[str, dict[str, Any]]:
-    """Return how keys are chosen, so many slots a query: options of layers, by names."""
+def chance(K: Tensor, _: Tensor) -> Tensor:
+    return torch.rand(K.shape[:-1], dtype=K.dtype)
+
+
+def ways_of(slots: int) -> dict[str, Selection]:
+    """Return how keys are chosen, so many slots a query, by names."""
     half = slots // 2
     return {
-        "leverage": {"size": slots},
-        "leverage, half of the slots summaries": {"size": slots - half, "summaries": half},
-        "residual, half of the slots summaries": {"size": slots - half, "summaries": half, "scores": "residual"},
-        "row norm": {"size": slots, "choose": "row norm"},
-        "random": {"size": slots, "choose": "random"},
+        "leverage": Selection(size=slots, scores="leverage"),
+        "leverage, half of the slots summaries": Selection(size=slots - half, summaries=half, scores="leverage"),
+        "residual, half of the slots summaries": Selection(size=slots - half, summaries=half),
+        "row norm": Selection(size=slots, scores=row_norm),
+        "random": Selection(size=slots, scores=chance),
     }
 
 
-def with_layers(model: Transformer, options: dict[str, Any]) -> Transformer:
-    """Return the transformer with other mixers in the place of softmax attention, of the same weights."""
+def with_layers(model: Transformer, selection: Selection) -> Transformer:
+    """Return the transformer with pruned layers in the place of softmax attention, of the same weights."""
     for block in model.blocks:
         old: Softmax = block.mixer
-        kind = ByKeys if "choose" in options else LevAttention
-        layer = kind(model.shape.dim, heads=old.heads, bias=False, **options)
+        layer = LevAttention(model.shape.dim, selection, heads=old.heads, bias=False)
         layer.qkv.weight, layer.proj.weight, layer.proj.bias = old.project.weight, old.out.weight, old.out.bias
         block.mixer = layer
     return model
@@ -94,9 +84,9 @@ def with_layers(model: Transformer, options: dict[str, Any]) -> Transformer:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: of softmax attention if there are no options, which is then pruned in all ways."""
+    """One training: of softmax attention if there is no selection, which is then pruned in all ways."""
 
-    options: dict[str, Any] | None
+    selection: Selection | None
     slots: int
     shape: Shape
     epochs: int
@@ -109,9 +99,9 @@ def learned(run: Run) -> dict[str, Any]:
     images, judged = digits(run.seed)
     torch.manual_seed(run.seed)
     model = Transformer("softmax", run.shape)
-    if run.options is not None:
+    if run.selection is not None:
         with torch.random.fork_rng(devices=[]):
-            with_layers(model, run.options)
+            with_layers(model, run.selection)
     optimizer = optimizer_of(model, RATE)
     each = len(images.labels) // BATCH
     steps = run.epochs * each
@@ -120,7 +110,7 @@ def learned(run: Run) -> dict[str, Any]:
     started, done = time.process_time(), 0
     for _ in range(run.epochs):
         for batch in torch.randperm(len(images.labels), generator=orders)[: each * BATCH].split(BATCH):
-            if run.options is not None:
+            if run.selection is not None:
                 set_dense(model, done < WARM * steps)
             pixels = placed(images.images[batch], run.shape.side, orders)
             step(model, optimizer, pixels, images.labels[batch])
@@ -129,17 +119,17 @@ def learned(run: Run) -> dict[str, Any]:
     seconds = time.process_time() - started
     model.eval()
     found = {"as trained": accuracy(model, judged)}
-    if run.options is None:
-        for name, options in ways_of(run.slots).items():
-            found[name] = accuracy(with_other_layers(model, options), judged)
+    if run.selection is None:
+        for name, selection in ways_of(run.slots).items():
+            found[name] = accuracy(with_other_layers(model, selection), judged)
     return {"accuracy": found, "seconds": seconds, "parameters": parameters(model)}
 
 
-def with_other_layers(model: Transformer, options: dict[str, Any]) -> Transformer:
+def with_other_layers(model: Transformer, selection: Selection) -> Transformer:
     """Return a copy of a softmax transformer that is pruned."""
     other = Transformer("softmax", model.shape)
     other.load_state_dict(model.state_dict())
-    return with_layers(other, options).eval()
+    return with_layers(other, selection).eval()
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -154,8 +144,10 @@ def main(given: Sequence[str] | None = None) -> int:
     if chosen.quick:
         shape, epochs, seeds = replace(shape, dim=16, depth=1, hidden=32, stem=3), 2, 1
     ways = ways_of(chosen.slots)
-    trainings: dict[str, dict[str, Any] | None] = {"softmax": None, **ways}
-    runs = [Run(options, chosen.slots, shape, epochs, seed) for options in trainings.values() for seed in range(seeds)]
+    trainings: dict[str, Selection | None] = {"softmax": None, **ways}
+    runs = [
+        Run(selection, chosen.slots, shape, epochs, seed) for selection in trainings.values() for seed in range(seeds)
+    ]
     if chosen.jobs > 1:
         with ProcessPoolExecutor(chosen.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             found = list(pool.map(learned, runs))

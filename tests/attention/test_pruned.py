@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from levattn.attention.pruned.slots import Checks
 from operator_table import PRUNED_FORMS as FORMS
 
 import levattn
@@ -20,7 +21,6 @@ from differences import assert_gradients
 from levattn._kernels import kernels_for
 from levattn.attention import PrunedCertificate, Slots, pruned_attention
 from levattn.attention.pruned.choice import chosen
-from levattn.attention.pruned.slots import Checks
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
 from strategies import Float, as_float64

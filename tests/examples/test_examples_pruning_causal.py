@@ -91,16 +91,14 @@ def test_answers_in_training_are_known_from_before(example):
 
 
 def test_slots_are_counted_as_keys_are_read(example):
-    from levattn.attention import Slots, pruned_attention
+    from levattn.attention import Selection, Slots, causal_pruned_attention
 
     causal = example("causal")
     slots, n = Slots(selected=5, summaries=0, window=3, sinks=2, chunk=4), 50
     Q, K = np.random.default_rng(0).standard_normal((2, n, 4))
-    read = pruned_attention(Q, K, np.eye(n), causal=True, **causal.parts(slots))
+    read, _ = causal_pruned_attention(Q, K, np.eye(n), causal.parts(slots))
     assert causal.slots_read(slots, n) == pytest.approx((read > 0).sum(axis=1).mean())
     assert (read > 0).sum(axis=1).max() == slots.total
-    given = Slots.of(0.25, 512, causal=True)
+    given = Selection(0.25).slots(512, causal=True)
     for use in causal.METHODS.values():
-        options = use(given)
-        options.pop("scores")
-        assert Slots(options.pop("size"), **options).total == given.total
+        assert use(given).slots(512, causal=True).total == given.total

@@ -53,7 +53,8 @@ def test_layers_take_the_weights_of_softmax_attention(modules):
 def test_rows_are_read_by_what_they_are_chosen_by(modules):
     vit_digits, _ = modules
     torch.manual_seed(1)
-    layer = vit_digits.ByKeys(16, heads=2, size=5, choose="row norm").double()
+    ways = vit_digits.ways_of(5)
+    layer = vit_digits.LevAttention(16, ways["row norm"], heads=2).double()
     X = torch.randn(1, 30, 16, dtype=torch.float64)
     Q, K, V = layer.qkv(X).reshape(1, 30, 3, 2, 8).permute(2, 0, 3, 1, 4)
     best = K.norm(dim=-1).topk(5, dim=-1).indices[..., None].expand(-1, -1, -1, 8)
@@ -61,5 +62,5 @@ def test_rows_are_read_by_what_they_are_chosen_by(modules):
     np.testing.assert_allclose(
         layer(X).detach(), layer.proj(Y.transpose(1, 2).reshape(1, 30, 16)).detach(), atol=1e-12
     )
-    layer.choose = "random"
+    layer.selection = ways["random"]
     assert not torch.equal(layer(X), layer(X))

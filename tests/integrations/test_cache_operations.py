@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, base, difference, tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress, macchiato_from, prune  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

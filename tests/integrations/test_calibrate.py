@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import Calibration, calibrate, prune  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
@@ -69,9 +70,11 @@ def test_a_looser_target_takes_no_larger_budgets(encoder):
 @pytest.mark.parametrize("metric", ["logits", "perplexity"])
 def test_decoders(decoder, metric):
     inputs = [batch(1, 40), batch(1, 33)]
-    chosen = calibrate(decoder, inputs, target=0.02, metric=metric, budgets=(0.3, 0.6), sinks=1)
+    chosen = calibrate(
+        decoder, inputs, target=0.02, metric=metric, budgets=[Selection(share, sinks=1) for share in (0.3, 0.6)]
+    )
     assert chosen.reached <= 0.02
-    assert chosen.options == {"sinks": 1}
+    assert chosen.selection == Selection(sinks=1)
     with torch.no_grad():
         dense = [decoder(**one).logits.double().log_softmax(-1) for one in inputs]
         with prune(decoder, chosen):
@@ -110,19 +113,19 @@ def test_progress_counts_the_calls(encoder):
 
 
 def test_a_file_gives_it_back(tmp_path):
-    chosen = Calibration({(1, 0): 0.25, (0, 3): 1.0}, "BertModel", "embedding", 0.01, 0.004, {"window": 4})
+    chosen = Calibration({(1, 0): 0.25, (0, 3): 1.0}, "BertModel", "embedding", 0.01, 0.004, Selection(window=4))
     chosen.save(tmp_path / "a.json")
     again = Calibration.load(tmp_path / "a.json")
     assert dict(again) == {(0, 3): 1.0, (1, 0): 0.25}
-    kept = (chosen.model, chosen.metric, chosen.target, chosen.reached, chosen.options)
-    assert (again.model, again.metric, again.target, again.reached, again.options) == kept
+    kept = (chosen.model, chosen.metric, chosen.target, chosen.reached, chosen.selection)
+    assert (again.model, again.metric, again.target, again.reached, again.selection) == kept
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": "else"}, "its format is not 'levattn calibration'"),
-        ({"version": 3}, "version 3"),
+        ({"version": 4}, "version 4"),
         ({"version": 0}, "version 0"),
         ({"metric": "none"}, "model or metric"),
         ({"budgets": [[0, 0, 1.5]]}, "budget 1.5 is not in"),
@@ -130,12 +133,13 @@ def test_a_file_gives_it_back(tmp_path):
         ({"budgets": [[0, 0, 0.5], [0, 0, 0.5]]}, "occurs twice"),
         ({"budgets": [[0, 0.5]]}, "no calibration"),
         ({"reached": "0"}, "target or reached"),
-        ({"options": 3}, "options are no mapping"),
-        ({"options": {"scores": [1]}}, "more than numbers and names"),
+        ({"selection": 3}, "selection is no mapping"),
+        ({"selection": {"scores": [1]}}, "selection has scores without a name"),
+        ({"selection": {"chunk": 1}}, "selection has an option of no Selection"),
+        ({"selection": {"window": -1}}, "window is -1"),
         ({"target": 10**400}, "no calibration"),
         ({"target": None}, "risk or confidence is no number"),
         ({"risk": 0.1}, "a target, and risk"),
-        ({"version": 1, "target": None}, "target or reached"),
     ],
 )
 def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
@@ -157,7 +161,7 @@ def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
         ({"budgets": (1.0,)}, ValueError, "budgets is 1.0"),
         ({"metric": "logits"}, ValueError, "returns no logits"),
         ({"inputs": []}, ValueError, "inputs is empty"),
-        ({"stream": True}, TypeError, "stream is no option here"),
+        ({"budgets": (0.5, Selection(0.3, sinks=1))}, ValueError, "differ in more than their budgets"),
         ({"heads": 5}, TypeError, "heads is 5; expected numbers of heads"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import Calibration, calibrate, prune  # noqa: E402
 from levattn.integrations.transformers.budget_search import dealt, needed_for  # noqa: E402
 from levattn.integrations.transformers.losses import Losses, count_shown, least_texts, p_value  # noqa: E402
@@ -164,7 +165,14 @@ def test_every_text_but_the_fourths_was_tested(encoder, decoder, monkeypatch, me
     monkeypatch.setattr("levattn.integrations.transformers.budget_search._CANDIDATES", 4)  # for time
     model = encoder if metric == "embedding" else decoder
     inputs = [batch(21, 24, lengths=2), batch(1, 20, seed=4), batch(18, 23, seed=5, lengths=1)]
-    chosen = calibrate(model, inputs, metric=metric, risk=risk, confidence=0.9, budgets=(0.6, 0.9), sinks=1)
+    chosen = calibrate(
+        model,
+        inputs,
+        metric=metric,
+        risk=risk,
+        confidence=0.9,
+        budgets=[Selection(share, sinks=1) for share in (0.6, 0.9)],
+    )
     losses = [
         clipped_loss(model, metric, chosen, text) for place, text in enumerate(texts_of(inputs)) if place % 4 != 0
     ]
@@ -173,7 +181,7 @@ def test_every_text_but_the_fourths_was_tested(encoder, decoder, monkeypatch, me
     assert chosen.reached == pytest.approx(np.mean(losses), abs=1e-6)  # of float32, alone and in a batch
     assert named_p_value(sum(losses), len(losses), risk) <= 0.1 * (1 + 1e-4)
     assert chosen.mean < 1
-    assert chosen.options == {"sinks": 1}
+    assert chosen.selection == Selection(sinks=1)
 
 
 def test_what_is_tested_is_chosen_without_the_tested_texts(encoder, monkeypatch):
@@ -296,22 +304,10 @@ def test_a_file_gives_it_back(tmp_path):
     assert vars(again) == vars(chosen)
 
 
-def test_a_file_of_version_1_knows_no_risk(tmp_path):
-    path = tmp_path / "a.json"
-    chosen = Calibration({(0, 0): 0.25}, "BertModel", "embedding", 0.01, 0.004)
-    chosen.save(path)
-    document = {**json.loads(path.read_text()), "version": 1}
-    for name in ("risk", "confidence", "texts"):
-        del document[name]
-    path.write_text(json.dumps(document))
-    assert vars(Calibration.load(path)) == vars(chosen)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"target": 0.01}, "a target, and risk"),
-        ({"version": 1}, "target or reached"),
         ({"risk": 1.5}, "risk or confidence"),
         ({"risk": None}, "risk or confidence"),
         ({"confidence": "0.9"}, "risk or confidence"),

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, LEFT, PADDED, T, base, difference, output, position_ids, tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import (  # noqa: E402
     latent_parameters,
     latent_state_dict,
@@ -23,7 +24,7 @@ from levattn.integrations.transformers import (  # noqa: E402
 )
 from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
 
-SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys
+SPLIT = Selection(size=4, summaries=3, window=3, sinks=1, renew_every=5)  # fewer slots than keys
 LATENTS = {"window": 6, "latents": 3}
 FORMS: dict[str, dict[str, Any]] = {
     "extended": LATENTS,
@@ -31,10 +32,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "extended, conv": LATENTS | {"feature": "conv"},
     "extended, rg_lru": LATENTS | {"feature": "rg_lru", "overlap": "exclusive"},
     "extended, one layer": LATENTS | {"layers": [1]},
-    "pruned": SPLIT,
-    "pruned, all keys": {"budget": 200},
-    "pruned, one head": SPLIT | {"heads": [0]},
-    "pruned, share": {"budget": 0.7, "chunk": 3},
+    "pruned": {"selection": SPLIT},
+    "pruned, all keys": {"selection": 200},
+    "pruned, one head": {"selection": SPLIT, "heads": [0]},
+    "pruned, share": {"selection": Selection(0.7, renew_every=3)},
 }
 CASES = [
     *((form, "Llama") for form in FORMS),

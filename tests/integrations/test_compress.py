@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 from decoders import CACHE, base, difference, tokens  # noqa: E402
 
 import levattn  # noqa: E402
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
@@ -505,7 +506,7 @@ def test_refusals_name_what_came(name: str) -> None:
 
 def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
     model = base()
-    with pytest.warns(levattn.RecallWarning, match="all heads are cut to 40%"):
+    with pytest.warns(levattn.RecallWarning, match=r"all heads are cut alike \(Selection\(0.4\)\)"):
         alike = compress(model, context(), 0.4)
     split = compress(model, context(), 0.4, heads=profile())
     assert alike.nbytes <= 0.4 * alike.dense_nbytes
@@ -528,9 +529,9 @@ def test_pruning_takes_the_profile_and_warns_without_one() -> None:
     assert all(count <= shares[head] * CONTEXT for head, count in slots.items())
     with pytest.raises(TypeError, match=r"prune\(model, 0.25, heads=profile\)"):
         prune(model, profile())
-    for options in ({"budget": 0.5, "layers": [0]}, {"size": 4}, {"budget": {0: 0.5}}):
+    for selection, layers in ((0.5, [0]), (Selection(size=4), None), ({0: 0.5}, None), (40, None)):
         with pytest.raises(ValueError, match="expected a share of the keys as budget, and no layers"):
-            prune(model, **options, heads=profile())
+            prune(model, selection, layers=layers, heads=profile())
 
 
 def test_calibration_takes_how_heads_share_a_budget_from_the_profile() -> None:

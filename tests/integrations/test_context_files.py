@@ -18,6 +18,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from decoders import base, tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
 from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
 

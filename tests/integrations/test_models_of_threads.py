@@ -42,7 +42,7 @@ def answer(model: Any, number: int, **options: Any) -> Any:
 
 
 def compressed(model: Any, number: int, count: int = 1, **options: Any) -> Any:
-    cache = compress(model, text(number, count), budget=CUT, **options)
+    cache = compress(model, text(number, count), CUT, **options)
     first = cache.ask(model, QUESTION.repeat(count, 1), **GREEDY)
     return torch.cat([first, cache.ask(model, AGAIN.repeat(count, 1), **GREEDY)], 1)
 

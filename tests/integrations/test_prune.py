@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import levattn  # noqa: E402
-from levattn.attention import pruned_attention  # noqa: E402
+from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
 from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
+from tests.pruned_calls import attend  # noqa: E402
 
 DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
-SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys
-FULL = {name: value for name, value in SPLIT.items() if name != "chunk"}
+SPLIT = Selection(size=4, summaries=3, window=3, sinks=1, renew_every=5)  # fewer slots than keys
+FULL = replace(SPLIT, renew_every=None)
 
 # Heads are pruned alike here, as nothing is recalled
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::levattn.RecallWarning")]
@@ -37,7 +39,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def split(family: str) -> dict[str, Any]:
+def split(family: str) -> Selection:
     return FULL if family in ENCODERS else SPLIT
 
 
@@ -49,11 +51,11 @@ def test_slots_for_all_keys_are_dense_attention(family: str) -> None:
     model = base(family, **({"sliding_window": 40} if family == "Mistral" else {}))
     masks = (None, LEFT, LEFT.flip(-1))
     wanted = [output(model, attention_mask=real) for real in masks]
-    for options in ({"budget": 60}, {"budget": 1.0}, {"size": 60}, {"epsilon": -1e30}, split(family)):
-        with prune(model, **options, measure=False):
+    for few in (60, 1.0, Selection(size=60), Selection(epsilon=-1e30), split(family)):
+        with prune(model, few, measure=False):
             found = [output(model, attention_mask=real) for real in masks]
         far = [difference(*pair, real) for *pair, real in zip(found, wanted, masks, strict=True)]
-        assert min(far) > 1e-2 if "sinks" in options else max(far) < 2e-5  # of about 10
+        assert min(far) > 1e-2 if few == split(family) else max(far) < 2e-5  # of about 10
 
 
 def test_images_are_pruned_too() -> None:
@@ -82,7 +84,7 @@ def test_an_encoder_that_cannot_be_reached_is_refused() -> None:
 class Explicit:
     """Attention of each sequence by itself: heads with options by the operator, the others dense."""
 
-    def __init__(self, real: Any, heads: dict[tuple[int, int], dict[str, Any]]) -> None:
+    def __init__(self, real: Any, heads: dict[tuple[int, int], Selection]) -> None:
         self.real, self.heads, self.calls = real, heads, 0
 
     def __call__(self, module: Any, query: Any, key: Any, value: Any, _: Any, **others: Any) -> tuple[Any, None]:
@@ -94,9 +96,9 @@ class Explicit:
             for head in range(key.shape[1]):
                 which = slice(head * group, (head + 1) * group)
                 q, k, v = query[b, which][:, there], key[b, head : head + 1, there], value[b, head : head + 1, there]
-                options = self.heads.get((layer, head))
-                if options is not None:
-                    Y[b, which, there] = pruned_attention(q, k, v, causal=causal, scale=scale, **options)
+                selection = self.heads.get((layer, head))
+                if selection is not None:
+                    Y[b, which, there] = attend(q, k, v, causal=causal, scale=scale, **vars(selection))
                     continue
                 scores = scale * q @ k.transpose(-1, -2)
                 if causal:
@@ -115,7 +117,7 @@ def test_named_layers_and_heads_are_pruned_and_the_others_dense(family: str, imp
             chosen = [(layer, head) for layer in layers or [0, 1] for head in heads or range(count)]
             other = written_out(copy.deepcopy(model), Explicit(real, dict.fromkeys(chosen, split(family))))
             wanted = output(other, attention_mask=real)
-            with prune(model, layers=layers, heads=heads, measure=False, **split(family)) as report:
+            with prune(model, split(family), layers=layers, heads=heads, measure=False) as report:
                 assert difference(output(model, attention_mask=real), wanted, real) < 2e-5
             assert [(row["layer"], row["head"]) for row in report.table()] == chosen
 
@@ -125,18 +127,20 @@ def test_budgets_of_layers_and_heads() -> None:
     dense = output(model)
     with prune(model, Selection(14, renew_every=4), layers=[1], heads=[0], measure=False):
         one = output(model)
-    for budget in ({(1, 0): 14}, {(1, 0): 14, (0, 1): 1.0}, {1: 14, (0, 0): 1.0}):
-        with prune(model, Selection(budget, renew_every=4)) as report:
+    few = Selection(14, renew_every=4)
+    for selections in ({(1, 0): few}, {(1, 0): few, (0, 1): 1.0}, {1: few, (0, 0): 1.0}):
+        with prune(model, selections) as report:
             found = output(model)
-        same = budget != {1: 14, (0, 0): 1.0}
+        same = 1 not in selections
         assert (difference(found, one) < 1e-6) == same
         assert {row["head"] for row in report.table()} == ({0} if same else {0, 1})
     assert difference(one, dense) > 1e-2
-    with prune(model, Selection({(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}, renew_every=4), measure=False):
+    budgets = {(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}
+    selections = {head: Selection(budget, renew_every=4) for head, budget in budgets.items()}
+    with prune(model, selections, measure=False):
         mixed = output(model)
-    slots = {(0, 0): 12, (0, 1): T // 2, (1, 0): 16, (1, 1): 16}
-    options = {head: {"budget": budget, "chunk": 4} for head, budget in slots.items()}
-    other = written_out(copy.deepcopy(model), Explicit(torch.ones(2, T), options))
+    selections[0, 1] = Selection(T // 2, renew_every=4)
+    other = written_out(copy.deepcopy(model), Explicit(torch.ones(2, T), selections))
     assert difference(mixed, output(other)) < 2e-5
 
 
@@ -144,8 +148,8 @@ def test_budgets_of_layers_and_heads() -> None:
 @pytest.mark.parametrize("budget", [12, 0.6, T - PADDED - 1, T - PADDED, T - PADDED + 2])
 def test_a_padded_batch_is_what_its_sequences_are(family: str, budget: float) -> None:
     model, ids = base(family), tokens()
-    options = {} if family in ENCODERS else {"chunk": 3}
-    with prune(model, budget, **options):
+    few = Selection(budget) if family in ENCODERS else Selection(budget, renew_every=3)
+    with prune(model, few):
         alone = output(model, ids[1:, PADDED:], attention_mask=LEFT[1:, PADDED:])
         right = torch.cat([ids[:, PADDED:], ids[:, :PADDED]], 1)
         for these, real in ((ids, LEFT), (right, LEFT.flip(-1))):
@@ -185,8 +189,8 @@ def test_the_keys_kept_by_threshold_are_those_of_the_stream() -> None:
     """The set that a state holds is the universal set of one pass, but for keys that are recent."""
     rng = np.random.default_rng(0)
     K = rng.standard_normal((3, 500, 8)) * np.exp(rng.standard_normal((3, 500, 1)))
-    options = {"epsilon": 0.1, "scores": "leverage", "center": False, "window": 20, "chunk": 50}
-    _, state = pruned_attention(K, K, K, causal=True, return_state=True, **options)
+    selection = Selection(epsilon=0.1, scores="leverage", center=False, window=20, renew_every=50)
+    _, state = causal_pruned_attention(K, K, K, selection)
     stream = levattn.StreamingUniversalSet(0.1).update(K).result()
     (part,) = state.parts
     for head in range(3):
@@ -227,7 +231,7 @@ def test_gradients_flow(family: str) -> None:
         found = gradients(model, ids, **mask)
     if not mask:
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(found, wanted, strict=True))
-    with prune(model, **split(family)):
+    with prune(model, split(family)):
         few = gradients(model, ids, **mask)
     assert len(few) == len(wanted)
     assert all(torch.isfinite(gradient).all() for gradient in few)
@@ -240,7 +244,7 @@ def test_weights_are_those_of_the_mixture(family: str) -> None:
     model = base(family)
     q, k, v = first_attention(model, attention_mask=LEFT)
     V = v.repeat_interleave(4 // v.shape[1], 1)
-    with torch.no_grad(), prune(model, **split(family), layers=[0], heads=[0]):
+    with torch.no_grad(), prune(model, split(family), layers=[0], heads=[0]):
         weights = model(tokens(), attention_mask=LEFT, output_attentions=True).attentions[0]
     assert weights.shape == (2, 4, T, T)
     rows = weights[LEFT.bool()[:, None].expand(-1, 4, -1)]
@@ -248,15 +252,14 @@ def test_weights_are_those_of_the_mixture(family: str) -> None:
     assert (weights >= -1e-6).all()
     assert float(weights.masked_fill(LEFT.bool()[:, None, None], 0).abs().max()) == 0
     group = 4 // k.shape[1]
-    options = split(family)
     scale = 1.0 if family == "Esm" else 8**-0.5
-    Y = pruned_attention(
+    Y = attend(
         q[1:, :group, PADDED:],
         k[1:, :1, PADDED:],
         v[1:, :1, PADDED:],
         causal=family == "Llama",
         scale=scale,
-        **options,
+        **vars(split(family)),
     )
     assert difference((weights @ V)[1:, :group, PADDED:], Y) < 1e-5
 
@@ -264,7 +267,7 @@ def test_weights_are_those_of_the_mixture(family: str) -> None:
 @pytest.mark.filterwarnings("ignore:`output_attentions=True` is not supported:UserWarning:transformers")
 def test_weights_on_what_a_cache_has_summarized_are_refused() -> None:
     model, ids = base(), tokens()
-    with torch.no_grad(), prune(model, **SPLIT):
+    with torch.no_grad(), prune(model, SPLIT):
         past = model(ids, use_cache=True)[CACHE]
         with pytest.raises(ValueError, match="output_attentions is True and LlamaAttention 0 continues from a cache"):
             model(ids[:, :1], output_attentions=True, **{CACHE: past})
@@ -279,18 +282,18 @@ def test_the_report_is_what_dense_attention_says(family: str) -> None:
     ids = tokens(length=length)
     q, k, v = first_attention(model, ids)
     causal, scale = (True, 8**-0.5) if family == "Llama" else (False, 1.0)
-    options = {"size": 3, "window": 2, "sinks": 1} | ({"chunk": 4} if causal else {})
-    with prune(model, **options, layers=[0]) as report:
+    options = {"size": 3, "window": 2, "sinks": 1} | ({"renew_every": 4} if causal else {})
+    with prune(model, Selection(**options), layers=[0]) as report:
         output(model, ids)
     group = q.shape[1] // k.shape[1]
     eye = torch.eye(length).expand(*k.shape[:2], -1, -1)
-    exact = pruned_attention(q, k, eye, causal=causal, scale=scale, **options) > 0  # no summaries: what is attended
+    exact = attend(q, k, eye, causal=causal, scale=scale, **options) > 0  # no summaries: what is attended
     scores = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
     if causal:
         scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     P = torch.softmax(scores, -1)
     dense = P @ v.repeat_interleave(group, 1)
-    off = pruned_attention(q, k, v, causal=causal, scale=scale, **options) - dense
+    off = attend(q, k, v, causal=causal, scale=scale, **options) - dense
     for row in report.table():
         of = slice(row["head"] * group, (row["head"] + 1) * group)
         assert row["captured"] == pytest.approx(float((P * exact)[:, of].sum(-1).mean()), rel=1e-4)
@@ -302,7 +305,7 @@ def test_the_report_is_what_dense_attention_says(family: str) -> None:
 
 def test_the_report_of_decoding_and_padding() -> None:
     model, ids = base(), tokens()
-    with torch.no_grad(), prune(model, **SPLIT, measure=True) as report:
+    with torch.no_grad(), prune(model, SPLIT, measure=True) as report:
         past = model(ids[:, :16], attention_mask=LEFT[:, :16], use_cache=True)[CACHE]
         before = report.table()
         for t in range(16, T):
@@ -342,7 +345,7 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     report.save_json(tmp_path / "report.json")
     loaded = json.loads((tmp_path / "report.json").read_text())
     assert loaded == json.loads(json.dumps(report.to_dict()))
-    assert loaded["options"]["budget"] == 16
+    assert loaded["options"]["selection"]["budget"] == 16
     assert loaded["heads"] == report.table()
     _, axes = new_figure()
     display = report.plot(ax=axes[0, 0])
@@ -362,11 +365,16 @@ def test_options_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         output(model)
     report.save_json(tmp_path / "report.json")
     options = json.loads((tmp_path / "report.json").read_text())["options"]
-    assert (options["budget"], options["layers"], options["heads"], options["chunk"]) == (0.75, [0], [1], 4)
+    assert options == {
+        "selection": {"budget": 0.75, "scores": "residual", "renew_every": 4},
+        "layers": [0],
+        "heads": [1],
+    }
     with prune(model, {np.int64(0): np.float64(1.0), (1, np.int64(1)): np.int64(16)}) as report:
         output(model)
     assert [(row["layer"], row["head"]) for row in report.table()] == [(1, 1)]
-    assert report.options["budget"] == [[0, 1.0], [1, 1, 16]]
+    dense, few = ({"budget": budget, "scores": "residual"} for budget in (1.0, 16))
+    assert report.options["selection"] == [[0, dense], [1, 1, few]]
 
 
 def test_layers_can_be_looked_at_while_they_are_dense() -> None:
@@ -457,7 +465,7 @@ def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkey
 
 def test_a_report_ends_its_pruning_once() -> None:
     model = base()
-    report = prune(model, **SPLIT)
+    report = prune(model, SPLIT)
     assert report.active
     report.remove()
     assert not report.active
@@ -466,11 +474,11 @@ def test_a_report_ends_its_pruning_once() -> None:
     assert torch.equal(output(model), before)
     with pytest.raises(ValueError, match="was removed; expected one in use"), report:
         pass
-    with pytest.raises(ZeroDivisionError), prune(model, **SPLIT):
+    with pytest.raises(ZeroDivisionError), prune(model, SPLIT):
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="size is -1"):
         prune(model, Selection(size=-1))
-    with prune(model, **SPLIT) as report:
+    with prune(model, SPLIT) as report:
         report.remove()
     with pytest.raises(ValueError, match="model is LlamaForCausalLM, not extended"):
         remove(model)
@@ -479,7 +487,7 @@ def test_a_report_ends_its_pruning_once() -> None:
 def test_saved_weights_are_those_of_the_model(tmp_path: Path) -> None:
     model = base()
     dense = output(model)
-    with prune(model, **SPLIT):
+    with prune(model, SPLIT):
         model.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     assert difference(output(loaded), dense) < 1e-6
@@ -530,32 +538,38 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         "is extended by macchiato_from already",
     ),
     "extending": (lambda: macchiato_from(pruned(base()), window=4, latents=2), "is pruned already"),
-    "no budget": (lambda: prune(base()), "expected one of the three"),
+    "no budget": (lambda: prune(base(), Selection()), "expected one of the three"),
     "two budgets": (lambda: prune(base(), Selection(8, size=3)), "expected one of the three"),
-    "budget": (lambda: prune(base(), 1.5), "budget is 1.5; expected a whole number of slots, or a share"),
+    "budget": (lambda: prune(base(), 1.5), "budget is 1.5; expected a count, or a share"),
     "one slot": (
         lambda: prune(base(), 1),
-        "budget is 1, one slot a query; expected at least 2 slots, or the share 1.0",
+        "budget is 1; expected at least 2 slots, or a share",
     ),
-    "one slot of a head": (lambda: prune(base(), {(0, 0): np.int64(1)}), "budget is 1, one slot a query"),
-    "a flag as budget": (lambda: prune(base(), True), "budget is True; expected a number of slots"),
-    "budget of another type": (lambda: prune(base(), "8"), "budget is '8'; expected a number of slots"),
+    "one slot of a head": (lambda: prune(base(), {(0, 0): np.int64(1)}), "budget is 1; expected at least 2 slots"),
+    "a flag as budget": (lambda: prune(base(), True), "selection is of type bool; expected a Selection, or a number"),
+    "budget of another type": (
+        lambda: prune(base(), "8"),
+        "selection is of type str; expected a Selection, or a number",
+    ),
     "scores": (lambda: prune(base(), Selection(8, scores="norm")), "scores is 'norm'; expected one of"),
     "array of scores": (
         lambda: prune(base(), Selection(8, scores=torch.ones(3))),
-        "scores is of type Tensor; expected the name",
+        "selection has an array of scores; expected a name",
     ),
     "center": (lambda: prune(base(), Selection(8, center=True)), "center is True"),
     "epsilon": (lambda: prune(base(), Selection(epsilon="0.1")), "epsilon is '0.1'"),
-    "chunk of an encoder": (lambda: prune(base("Esm"), Selection(8, renew_every=4)), "chunk is 4 and causal is False"),
+    "chunk of an encoder": (
+        lambda: prune(base("Esm"), Selection(8, renew_every=4)),
+        "renew_every is 4, and the attention is not causal",
+    ),
     "layers": (lambda: prune(base(), 8, layers=[2]), r"layers is \[2\]; expected different numbers among \[0, 1\]"),
     "heads": (lambda: prune(base(), 8, heads=0), "heads is 0; expected numbers of heads"),
-    "empty mapping": (lambda: prune(base(), {}), "budget is empty"),
-    "mapping and layers": (lambda: prune(base(), {0: 8}, layers=[0]), "budget names layers, and layers or heads"),
-    "mapping twice": (lambda: prune(base(), {0: 8, (0, 1): 9}), "budget names head 1 of layer 0 twice"),
+    "empty mapping": (lambda: prune(base(), {}), "selection is empty"),
+    "mapping and layers": (lambda: prune(base(), {0: 8}, layers=[0]), "selection names layers, and layers or heads"),
+    "mapping twice": (lambda: prune(base(), {0: 8, (0, 1): 9}), "selection names head 1 of layer 0 twice"),
     "mapping to no head": (lambda: prune(base(), {(0, 2): 8}), r"heads is \[2\]; expected"),
-    "mapping from a name": (lambda: prune(base(), {"a": 8}), "budget has the key 'a'"),
-    "mapping to a name": (lambda: prune(base(), {0: "8"}), r"budget\[0\] is '8'"),
+    "mapping from a name": (lambda: prune(base(), {"a": 8}), "selection has the key 'a'"),
+    "mapping to a name": (lambda: prune(base(), {0: "8"}), r"selection\[0\] is of type str"),
     "layers of another type": (lambda: prune(base(), 8, layers=[[0]]), r"layers is \[\[0\]\]; expected whole"),
 }
 
@@ -593,7 +607,7 @@ def test_inputs_that_no_model_takes_are_refused_by_name(case: str) -> None:
 
 
 def pruned(model: Any) -> Any:
-    prune(model, **SPLIT)
+    prune(model, SPLIT)
     return model
 
 

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, base, difference, tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,7 +150,7 @@ def test_slots_of_short_sequences_and_of_uneven_heads_hold_every_position_once()
             layer.self_attn.k_proj.weight.zero_()  # so the weights of summaries are numbers of positions
     cut = {(0, 0): 0.5, (1, 1): 0.5}
     uneven = compress(
-        model, tokens(1, 170), Selection({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=6), chunk=40
+        model, tokens(1, 170), {(i, j): Selection(0.3, renew_every=6) for i in (0, 1) for j in (0, 1)}, chunk=40
     )
     for cache, batch in (
         (compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(cut, renew_every=6)), 2),

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, SIZES, base, tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress, inspect_model, prune  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

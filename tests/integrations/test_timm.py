@@ -13,7 +13,7 @@ timm = pytest.importorskip("timm")
 
 from timm.layers import Attention  # noqa: E402
 
-from levattn.attention import pruned_attention  # noqa: E402
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention  # noqa: E402
 from levattn.integrations.timm import LevAttention, Pruning, kept_patches, prune  # noqa: E402
 from levattn.nn import set_dense  # noqa: E402
 

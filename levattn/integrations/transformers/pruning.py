@@ -138,6 +138,10 @@ def prune(
     >>> report.remove()
     """
     check_model(model)
+    if isinstance(selection, HeadProfile):
+        raise TypeError(
+            "selection is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
+        )
     alike = layers is None and heads is None and not isinstance(selection, Mapping)
     if isinstance(heads, HeadProfile):
         selection, heads = _split_by(heads, selection, layers), None
@@ -261,7 +265,9 @@ def _groups_of(number: int, layer: ModelLayer, of_heads: dict[tuple[int, int], S
 
 
 def _shown(selection: Any) -> Any:
-    """Return a selection as text, and a mapping as a list of [layer, (head,) text]."""
+    """Return a selection as numbers and text by name, and a mapping as a list of [layer, (head,) selection]."""
     if isinstance(selection, Mapping):
-        return [[*(key if isinstance(key, tuple | list) else (key,)), _shown(of)] for key, of in selection.items()]
-    return selection if isinstance(selection, int | float) else str(selection)
+        pairs = ((key if isinstance(key, tuple | list) else (key,), of) for key, of in selection.items())
+        return [[*map(int, key), _shown(of)] for key, of in pairs]
+    given = {name: value for name, value in vars(Selection.of(selection)).items() if value is not None}
+    return {**given, "scores": given["scores"] if isinstance(given["scores"], str) else str(given["scores"])}

@@ -78,7 +78,7 @@ class Split:
             return min(n, max(1, selection.budget * n // of))
         others = sum(int(part) for part in (self.sinks, self.window, self.summaries))
         size = selection.size
-        selected = share_of(size, n) if isinstance(size, float) else int(size or 0) * n // of
+        selected = share_of(size, n) if isinstance(size, float) else (size or 0) * n // of
         return min(n, max(1, selected + others))
 
 
