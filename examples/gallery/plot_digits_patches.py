@@ -25,8 +25,8 @@ from torch import nn
 from levattn.attention import Selection, pruned_attention
 from levattn.nn import LevAttention, set_dense
 
-HEADS, WIDTH, SIDE = 4, 32, 8
-FEW = Selection(size=8, scores="leverage")
+HEADS, WIDTH, SIZE, SIDE = 4, 32, 8, 8
+FEW = Selection(size=SIZE, scores="leverage")
 
 
 class Block(nn.Module):

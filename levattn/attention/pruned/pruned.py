@@ -175,8 +175,8 @@ def causal_pruned_attention(
 
     Row i reads keys 0 to i only. It reads all of them as long as the slots hold them (with a threshold, within the
     first chunk). After that, past keys and queries renew the selection and the summaries every ``renew_every``
-    positions. A row also reads all keys since the last renewal, up to its own. Slots, summaries and outputs are those
-    of `pruned_attention`.
+    positions. A row also reads all keys since the last renewal, up to its own. `pruned_attention` defines slots and
+    summaries.
 
     Parameters
     ----------

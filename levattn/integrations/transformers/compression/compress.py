@@ -62,7 +62,7 @@ def compress(
         rotary positions, nothing is raised for a context, or a question after it, beyond the
         ``max_position_embeddings`` of the config. Such models then read worse than their context allows.
     selection : Selection, number or mapping, default 0.25
-        The slots of each head. A float is a share of the bytes of a dense cache, of all layers that do not slide; an
+        The slots of each head. A float is a share of the bytes of a dense cache, of all layers that do not slide. An
         int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything.
         Without further options a head keeps 4 first positions. A quarter of its other slots are the last positions,
         and half are summaries, at most 256 of a head and chunk. Scores of your own are a function here.

@@ -138,7 +138,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
 @dataclass(frozen=True)
 class HeadSelections:
-    """What each head keeps.
+    """The selection that each head keeps.
 
     named: by (layer, head).
 
@@ -262,7 +262,7 @@ def _of_cache(name: str, selection: Any) -> Selection:
         raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
     if found.kind == "given":
         raise TypeError(
-            f"{name} has an array of scores; expected a name of scores, or a function of keys and values, as heads of "
-            "a cache have keys of their own"
+            f"{name} has an array of scores; expected a name of scores, or a function of keys and values. Heads of a "
+            "cache have keys of their own"
         )
     return found
