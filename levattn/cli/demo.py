@@ -50,7 +50,7 @@ class _HeadReport:
     size_bound: float
     is_vacuous: bool
     heavy: int  # entries >= epsilon, for the queries of the text
-    heavy_worst_case: int  # the same for the n worst-case queries
+    heavy_worst_case: int  # entries of the n worst-case queries
     missed: int  # for both, compared with brute force
     captured_x2: float
     captured_softmax: float

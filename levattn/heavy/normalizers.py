@@ -19,7 +19,7 @@ from levattn.linalg.span import zero_products
 EvenRows = tuple[Float64, Exponents, npt.NDArray[np.bool_]]  # as returned by `even_rows`
 
 NORMALIZER_ERROR = 1e-12  # estimated relative rounding above which a normalizer is computed more precisely
-PRODUCT_ERROR = TIE / 16  # the same for a product of a query and a key that makes a heavy entry
+PRODUCT_ERROR = TIE / 16  # largest error of a product of a query and a key that makes a heavy entry
 SUM_ERROR = TIE / 2  # the same above which a normalizer is summed over the keys
 LEAST = 2.0**-1022  # stands for an unknown score
 LOWEST = -(1 << 20)  # an exponent below all

@@ -105,7 +105,7 @@ class DoubleDouble:
         return diagonals(self.high) if self.known is None else self.known
 
     def in_main_memory(self) -> DoubleDouble:
-        """Return the same moments in main memory."""
+        """Return these moments in main memory."""
         return self if self.known is None else self._fetched()
 
     @where_arrays_are
@@ -113,7 +113,7 @@ class DoubleDouble:
         return replace(self, high=to_numpy(self.high), known=None)
 
     def beside(self, array: Any) -> DoubleDouble:
-        """Return the same moments on the device of an array, but in main memory if some have two parts."""
+        """Return these moments on the device of an array, but in main memory if some have two parts."""
         if not on_cuda(array) or self.low is not None:
             return self.in_main_memory()
         return self if self.known is not None else replace(self, high=to_device(self.high, array), known=self.diagonal)

@@ -120,7 +120,7 @@ class Factor:
         return to_numpy(self.W)
 
     def on(self, rows: Rows) -> Factor:
-        """Return the same factor for other rows, read with the same shift and scale.
+        """Return this factor for other rows, read with the same shift and scale.
 
         Parameters
         ----------

@@ -87,7 +87,7 @@ class Wide:
         return 1 - 1 / max(int(np.count_nonzero(self.live(self.rows.item(item)))), 1)
 
     def among(self, rows: Rows, places: Places) -> Wide:
-        """Return the same for keys whose columns at some places are the keys here, and that are zero elsewhere."""
+        """Return the choice for keys that have these keys as their columns at some places, and zeros elsewhere."""
         return replace(self, rows=rows, columns=np.where(self.columns >= 0, places[self.columns], -1))
 
     def held(self) -> Wide:
@@ -171,7 +171,7 @@ def _pivoted(X: Float64) -> tuple[Places, int]:
 
 
 def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
-    """Do the same as `_columns` for sparse keys, without all of a dense copy."""
+    """Return the columns that `_columns` chooses for sparse keys, without all of a dense copy."""
     present = np.arange(rows.shape[1]) if rows.mask is None else np.flatnonzero(rows.mask[0])
     keys = rows.keys.take(present)
     if not keys.entries()[1].all():

@@ -105,7 +105,7 @@ def _margin(factor: Factor) -> Float64:
 
 
 _MANY = 32  # matrices along an axis, from which it may be the axis of the keys
-_MANY_OF_CHUNK = 256  # the same for a chunk, which may have few rows of many heads
+_MANY_OF_CHUNK = 256  # as many where a chunk is read, which may have few rows of many heads
 _WIDTHS = 16  # divides the usual widths of heads, which are at most
 _WIDEST = 256
 

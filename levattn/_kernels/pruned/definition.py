@@ -219,7 +219,7 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
 
 
 def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: int) -> tuple[Any, Any]:
-    """Return the same for positions low to high, whose near keys lie between begin and end."""
+    """Return outputs and rest masses of the positions low to high, whose near keys lie between begin and end."""
     b, g, _, d = x.q.shape
     device = array_api_compat.device(x.q)
     q = xp.reshape(x.q[:, :, low:high, :], (b, g * (high - low), d))

@@ -74,7 +74,7 @@ def whole_tiles(rows):
 
 @helper
 def multiply_rows(adds, rows, count, panels, n, out):
-    """Do the same for the first `rows` rows of an array and all panels, to the rows of another array."""
+    """Multiply the first `rows` rows of an array by all panels, into the rows of another array, or add to them."""
     size = rows.itemsize
     step = panels.shape[1] * panels.shape[2] * size
     multiply_panels(

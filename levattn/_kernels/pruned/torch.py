@@ -361,7 +361,7 @@ def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
 def _with_near(
     x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
 ) -> tuple[Any, Any]:
-    """Return the same if members of summaries are near queries, and take them out of the sums of fused attention.
+    """Return outputs and rest masses where members of summaries are near queries: fused sums less these members.
 
     All slots have the mass M and the mean value y. A query also reads near keys, and summaries without them, of mass A
     and mean a. It must not read these summaries whole, of mass C and mean c. Outputs are
@@ -425,7 +425,7 @@ def _blocks(q: Any, blocks: int, step: int) -> Any:
 def _of_blocks(
     x: PrunedArguments, rows: list[Any], scale: float, held: _Slots, summaries: Any, bounds: Any, width: int
 ) -> tuple[Any, Any, Any]:
-    """Return the same for some blocks (b, blocks, rows, ...); rows: queries, also in the dtype of fused attention."""
+    """Return the sums of `_near` for some blocks (b, blocks, rows, ...); rows: queries, also for fused attention."""
     q, narrow = rows
     blocks, step = bounds.shape[1:]
     place = bounds[2, :, :1] + torch.arange(width, device=q.device)

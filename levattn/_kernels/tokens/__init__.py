@@ -35,8 +35,8 @@ class TokenArguments:
       bfloat16. Then the other arrays are float32; outputs and dY are stored as W is, but gradients are not.
     - temperature: (b, h), of any strides.
     - offset: (b, h, T), of any strides (0 among them), or None.
-    - logits, mean, least: as above; least > 0.
-    - c, gain, ridge: as above; c > 0 and ridge ≥ 0.
+    - logits, mean, least: of ℓ; least > 0.
+    - c, gain, ridge: of the output; c > 0 and ridge ≥ 0.
     - offsets: (n + 1,) int64 in main memory, ascending from 0 to T. Sequence i is ``offsets[i]:offsets[i + 1]``, and
       does not see the other sequences.
     - decay: (h,) float64 in main memory, in (0, 1]. Each present token multiplies the terms of all tokens before it by

@@ -238,7 +238,7 @@ def _in_runs(
 def _at_once(
     xp: Any, q: Any, k: Any, V: Any, mask: Any, places: tuple[Any, Any], window: int, scale: float, softcap: Any
 ) -> Any:
-    """Return the same while torch traces the call: without loops, which would make T a constant of the graph."""
+    """Return the output (b, g, T, D) while torch traces the call: loops would make T a constant of the graph."""
     T, U, (rows, lowest) = q.shape[2], k.shape[1], places
     if window >= U:
         place = xp.arange(U, device=device_of(q))
@@ -363,7 +363,7 @@ def _is_fused(*arrays: Any) -> bool:
 
 
 def _fused(q: Any, k: Any, V: Any, sees: Any, scale: float) -> Any:
-    """Return the same by torch's fused kernels; arbitrary numbers if a row sees no position."""
+    """Return softmax attention by torch's fused kernels; arbitrary numbers if a row sees no position."""
     sees = sees | ~sees.any(-1, keepdim=True)  # an empty softmax is NaN in some releases
     torch = sys.modules["torch"]
     return torch.nn.functional.scaled_dot_product_attention(q, k, V, attn_mask=sees, scale=scale)

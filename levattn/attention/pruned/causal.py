@@ -118,7 +118,7 @@ def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[
 
 
 def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any]) -> PrunedPart | None:
-    """Return the same part from one kernel; None if there is no kernel, or for numbers that need an error message."""
+    """Return the part after a selection from one kernel; None if there is no kernel, or for numbers that need an error message."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
         RenewalArguments(
@@ -418,7 +418,7 @@ def _run(
     room: Any,
     into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the same results for `count` chunks of equal length, attended as one batch.
+    """Return outputs and bounds of `count` chunks of equal length, attended as one batch, and the part after them.
 
     `rows`: keys, values and scores, from the first recent row on.
     """

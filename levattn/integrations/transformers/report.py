@@ -240,7 +240,7 @@ def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[An
 
 
 def _exact_of_all(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield the same where attention is not causal, and so all keys that are selected are so for each query."""
+    """Yield places, keys and flags where attention is not causal: then each query reads all selected keys."""
     there = _there(arrays)
     rank = there.cumsum(1) - 1
     places = np.unique(np.linspace(0, arrays.q.shape[2] - 1, each).round().astype(np.int64))
