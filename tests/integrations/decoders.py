@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
+from levattn.attention import Selection  # noqa: E402
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -54,6 +56,11 @@ CACHE = next(
 ENCODERS = ["Esm"] + (["Bert", "Roberta", "DistilBert"] if transformers.__version__ >= "5" else [])
 T, PADDED = 20, 6
 LEFT = torch.tensor([[1] * T, [0] * PADDED + [1] * (T - PADDED)])  # which positions are no padding
+
+
+def of_heads(budgets: dict[tuple[int, int], float], **options: Any) -> dict[tuple[int, int], Selection]:
+    """The selection of each head, with these budgets."""
+    return {head: Selection(budget, **options) for head, budget in budgets.items()}
 
 
 def base(family: str = "Llama", **options: Any) -> Any:

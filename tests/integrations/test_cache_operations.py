@@ -17,9 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import CACHE, base, difference, tokens  # noqa: E402
+from decoders import CACHE, base, difference, of_heads, tokens  # noqa: E402
 
-from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress, macchiato_from, prune  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -348,7 +347,7 @@ def test_a_question_that_fails_leaves_the_cache_and_the_model_as_they_were(
 @pytest.mark.parametrize("calls", [0, 3, 5])
 def test_a_question_that_fails_leaves_slots_that_were_renewed_since(calls: int) -> None:
     model = decoder()
-    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=4))
+    cache = compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=4))
     cache.ask(model, QUESTION, **GREEDY)
     length, held = cache.get_seq_length(), cache.layers[0].length
     twin = cache.copy()
@@ -452,7 +451,7 @@ def test_what_was_done_in_inference_mode_is_read_with_gradients(
     held: list[Any] = []
 
     def made() -> Any:
-        held.append(compress(model, context, Selection({(1, 1): 0.5}, renew_every=4 if name == "renew" else None)))
+        held.append(compress(model, context, of_heads({(1, 1): 0.5}, renew_every=4 if name == "renew" else None)))
         return held[-1]
 
     for mode in (torch.no_grad, torch.inference_mode):

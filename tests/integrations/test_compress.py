@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import CACHE, base, difference, tokens  # noqa: E402
+from decoders import CACHE, base, difference, of_heads, tokens  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import Selection  # noqa: E402
@@ -316,7 +316,7 @@ def test_sliding_layers_keep_their_window_and_say_so(family: str, chunk: int | N
     for layer in sliding:
         keys = cache.layers[layer].keys
         assert keys.untyped_storage().nbytes() == keys.numel() * keys.element_size()  # the context is let go
-        with pytest.raises(ValueError, match=f"budget names head 0 of layer {layer}, which slides"):
+        with pytest.raises(ValueError, match=f"selection names head 0 of layer {layer}, which slides"):
             compress(model, context(), {(layer, 0): 0.5})
     if not full:
         with pytest.raises(ValueError, match="all layers of the model slide"):
@@ -429,9 +429,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compress(base(), {"input_ids": context(), "attention_mask": 0 * context()}, 1.0),
         "a sequence without positions",
     ),
-    "budget": (lambda: compress(base(), context(), 0), r"budget is 0; expected a share"),
-    "share": (lambda: compress(base(), context(), {(0, 0): 2}), r"budget\[\(0, 0\)\] is 2; expected a share"),
-    "key": (lambda: compress(base(), context(), {0: 0.5}), r"budget has the key 0; expected \(layer, head\)"),
+    "budget": (lambda: compress(base(), context(), 0), r"budget is 0; expected at least 2 slots, or a share"),
+    "share": (lambda: compress(base(), context(), {(0, 0): 1.5}), r"selection\[\(0, 0\)\]: budget is 1.5; expected a"),
+    "key": (lambda: compress(base(), context(), {0: 0.5}), r"selection has the key 0; expected \(layer, head\)"),
     "no layer": (lambda: compress(base(), context(), {(2, 0): 0.5}), "names layer 2; expected one of the 2"),
     "no head": (lambda: compress(base(), context(), {(1, 2): 0.5}), "names head 2 of layer 1; expected one of"),
     "kinds": (
@@ -443,10 +443,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"layer 0 of \w+ keeps no keys and values of its own",
     ),
     "twice": (lambda: compress(base(), context(), CUT, heads=profile()), "expected one of the two"),
-    "split": (lambda: compress(base(), context(), Selection(CUT, window=0.6)), "more than 1 together"),
+    "split": (lambda: compress(base(), context(), of_heads(CUT, window=0.6)), "more than 1 together"),
     "window": (
-        lambda: compress(base(), context(), Selection(CUT, window=2)),
-        r"window is 2; expected a share in \[0, 1\]",
+        lambda: compress(base(), context(), of_heads(CUT, window=1.5)),
+        "window is 1.5; expected a count, or a share",
     ),
     "chunk": (lambda: compress(base(), context(), CUT, chunk=0), "chunk is 0"),
     "heads": (

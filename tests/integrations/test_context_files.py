@@ -16,9 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from decoders import base, tokens  # noqa: E402
+from decoders import base, of_heads, tokens  # noqa: E402
 
-from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
 from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
 
@@ -341,6 +340,10 @@ def _set_renewal(**entries: Any) -> Callable[[dict[str, Any], dict[str, Any]], N
     return lambda head, _: head["layers"][0]["renewal"].update(entries)
 
 
+def _set_split(**entries: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda head, _: head["layers"][0]["renewal"]["splits"][0].update(entries)
+
+
 RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "no moments": lambda _, arrays: arrays.pop("0.renewal.squares"),
     "moments that are no number": _set("0.renewal.queries", lambda array: filled(array, float("nan"))),
@@ -354,8 +357,11 @@ RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "queries of fewer positions": _set("0.renewal.asked", lambda array: array[:, :, 1:]),
     "no slots": _set("0.renewal.slots", torch.zeros_like),
     "never": _set_renewal(every=0),
-    "a share above 1": _set_renewal(split=[4, 0.25, 1.5]),
-    "more than all": _set_renewal(split=[4, 0.75, 0.5]),
+    "a share above 1": _set_split(summaries=1.5),
+    "more than all": _set_split(window=0.75),
+    "scores of another kind": _set_split(scores="norm"),
+    "an option of no selection": _set_split(chunk=3),
+    "a split too few": lambda head, _: head["layers"][0]["renewal"]["splits"].pop(),
     "a number of queries below 0": _set_renewal(seen=[[-1, 3]]),
     "queries that no layer has": _set_renewal(seen=[[10**400, 40]]),
     "other keys than there are": _set_renewal(seen=[[40, 41]]),
@@ -378,7 +384,7 @@ RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
 @pytest.mark.parametrize("change", RENEWING)
 def test_a_conversation_whose_parts_do_not_fit_is_refused_though_its_digest_does(change: str, tmp_path: Path) -> None:
     model, file = seeded(), tmp_path / "context"
-    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=5))
+    cache = compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=5))
     cache.ask(model, QUESTION, **GREEDY)
     cache.ask(model, QUESTION, **GREEDY)
     cache.save(file)

@@ -503,7 +503,7 @@ def test_the_encoder_of_two_stacks() -> None:
     with prune(model.get_encoder(), 60) as report:
         assert difference(output(model, attention_mask=LEFT), wanted) < 1e-5
     assert len(report.table()) == 8
-    with prune(model.get_encoder(), **FULL):
+    with prune(model.get_encoder(), FULL):
         assert difference(output(model, attention_mask=LEFT), wanted) > 1e-3
 
 

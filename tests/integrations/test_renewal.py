@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import CACHE, base, difference, tokens  # noqa: E402
+from decoders import CACHE, base, difference, of_heads, tokens  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
@@ -57,7 +57,7 @@ def test_keys_that_are_alike_lose_nothing(every: int) -> None:
             layer.self_attn.k_proj.weight.zero_()  # so attention is the mean of all values
     dense = compress(model, tokens(1, CONTEXT), 1.0)
     cut = compress(
-        model, tokens(1, CONTEXT), Selection({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
+        model, tokens(1, CONTEXT), of_heads({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
     )
     for turn in range(3):
         assert (
@@ -70,7 +70,7 @@ def test_keys_that_are_alike_lose_nothing(every: int) -> None:
 
 def test_a_head_that_is_cut_keeps_its_number_of_slots() -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=8))
+    cache = compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=8))
 
     def slots() -> dict[tuple[int, int], int]:
         groups = [(layer.number, group) for layer in cache.layers for group in layer.groups]
@@ -105,9 +105,9 @@ def test_rows_of_a_padded_batch_equal_rows_alone(side: str) -> None:
 def test_rows_and_copies_go_their_own_way() -> None:
     model = base().double()
     first, second = tokens(2, CONTEXT)[:1], tokens(2, CONTEXT)[1:]
-    both = compress(model, torch.cat([first, second]), Selection(CUT, renew_every=6))
+    both = compress(model, torch.cat([first, second]), of_heads(CUT, renew_every=6))
     alone = compress(
-        model, torch.cat([second, second]), Selection(CUT, renew_every=6)
+        model, torch.cat([second, second]), of_heads(CUT, renew_every=6)
     )  # batches renew between questions
     assert difference(logits(both, model, 0, 2)[1:], logits(alone, model, 0, 2)[1:]) < 1e-12
     fork = both.copy()
@@ -121,7 +121,7 @@ def test_rows_and_copies_go_their_own_way() -> None:
 
 def test_what_was_renewed_is_not_forgotten() -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=5))
+    cache = compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=5))
     cache.ask(model, question(0), **GREEDY)
     kept = max(layer.length for layer in cache.layers)
     with pytest.raises(ValueError, match=f"expected to keep at least the {kept} positions"):
@@ -129,12 +129,12 @@ def test_what_was_renewed_is_not_forgotten() -> None:
     with pytest.raises(ValueError, match="has renewed its slots"):
         cache.reset()
     with pytest.raises(ValueError, match="renew_every is 0"):
-        compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=0))
+        compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=0))
 
 
 def test_gradients_keep_what_they_read() -> None:
     model = base()
-    cache = compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=2))
+    cache = compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=2))
     total = sum(model(question(turn), **{CACHE: cache}).logits.sum() for turn in range(3))
     total.backward()
     assert cache.layers[0].length == CONTEXT
@@ -150,10 +150,10 @@ def test_slots_of_short_sequences_and_of_uneven_heads_hold_every_position_once()
             layer.self_attn.k_proj.weight.zero_()  # so the weights of summaries are numbers of positions
     cut = {(0, 0): 0.5, (1, 1): 0.5}
     uneven = compress(
-        model, tokens(1, 170), {(i, j): Selection(0.3, renew_every=6) for i in (0, 1) for j in (0, 1)}, chunk=40
+        model, tokens(1, 170), of_heads({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=6), chunk=40
     )
     for cache, batch in (
-        (compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(cut, renew_every=6)), 2),
+        (compress(model, {"input_ids": ids, "attention_mask": mask}, of_heads(cut, renew_every=6)), 2),
         (uneven, 1),
     ):
         for turn in range(3):
@@ -207,7 +207,7 @@ def test_a_file_of_a_cache_that_renews_goes_on_as_the_cache(
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     budget = {(1, 1): 0.5} if family == "Gemma3" else CUT
-    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(budget, renew_every=5))
+    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, of_heads(budget, renew_every=5))
     asked = {"input_ids": question(0, batch), "attention_mask": torch.ones(batch, 3)}
     asked["attention_mask"][0, 0] = 0
     for _ in range(turns):
@@ -233,9 +233,9 @@ def test_padding_asks_for_nothing_when_heads_are_cut(side: str) -> None:
     asked, there = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
     asked[:, 2:], there[1, :2] = question(0, 2), 0
     asked[0, :2] = 8
-    both = compress(model, {"input_ids": ids, "attention_mask": mask}, Selection(CUT, renew_every=4))
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, of_heads(CUT, renew_every=4))
     alone = compress(
-        model, ids[1:, mask[1].bool()].expand(2, -1), Selection(CUT, renew_every=4)
+        model, ids[1:, mask[1].bool()].expand(2, -1), of_heads(CUT, renew_every=4)
     )  # a batch renews alike
     both.ask(model, {"input_ids": asked, "attention_mask": there}, **GREEDY)
     alone.ask(model, question(0, 2), **GREEDY)
@@ -250,7 +250,7 @@ def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) 
     if forget == "reset" and renewed:
         pytest.skip("the context is no longer there alone")
     model, more = base().double(), torch.tensor([[30, 31, 32, 33]])
-    one, other = (compress(model, tokens(2, CONTEXT), Selection(CUT, renew_every=12)) for _ in range(2))
+    one, other = (compress(model, tokens(2, CONTEXT), of_heads(CUT, renew_every=12)) for _ in range(2))
     for cache in (one, other):
         cache.batch_select_indices(torch.tensor([1]))
         if renewed:
@@ -278,7 +278,7 @@ def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) 
 
 def test_bytes_are_those_of_moments_and_queries_too() -> None:
     model = base()
-    plain, cache = (compress(model, tokens(1, CONTEXT), Selection(CUT, renew_every=every)) for every in (None, 20))
+    plain, cache = (compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=every)) for every in (None, 20))
     d = model.config.hidden_size // model.config.num_attention_heads
     moments = len(cache.layers) * 2 * (d * d + 2 * d) * 8  # of two heads, and of their keys the means, in float64
     assert cache.nbytes == plain.nbytes + moments
@@ -290,7 +290,7 @@ def test_bytes_are_those_of_moments_and_queries_too() -> None:
 
 def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed() -> None:
     model = base(num_hidden_layers=1)
-    cache = compress(model, tokens(1, CONTEXT), Selection({(0, 0): 0.4}, renew_every=6))
+    cache = compress(model, tokens(1, CONTEXT), of_heads({(0, 0): 0.4}, renew_every=6))
     with torch.no_grad():
         model(question(0), **{CACHE: cache})
     for turn in range(3):
@@ -304,7 +304,7 @@ def test_a_call_that_fails_before_it_asks_does_not_keep_slots_from_being_renewed
 def test_a_cache_whose_last_call_failed_before_it_asked_can_be_saved(tmp_path: Any) -> None:
     pytest.importorskip("safetensors")
     model = base(num_hidden_layers=1)
-    cache = compress(model, tokens(2, CONTEXT), Selection({(0, 0): 0.4}, renew_every=6))
+    cache = compress(model, tokens(2, CONTEXT), of_heads({(0, 0): 0.4}, renew_every=6))
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     cache.ask(model, {"input_ids": question(0, 2), "attention_mask": mask}, **GREEDY)
     with pytest.raises(ValueError, match="not causal"), torch.no_grad():

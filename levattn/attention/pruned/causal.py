@@ -118,7 +118,7 @@ def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[
 
 
 def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any]) -> PrunedPart | None:
-    """Return the part after a selection from one kernel; None if there is no kernel, or for numbers that need an error message."""
+    """Return the part after a selection by one kernel; None without one, or for numbers that need an error."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
         RenewalArguments(

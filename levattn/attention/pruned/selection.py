@@ -167,14 +167,16 @@ class Selection:
                     f"{name} is {given[name]!r}, a share of the budget's slots; expected a count where no budget is"
                 )
         if self.renew_every is not None:
-            whole_number("renew_every", self.renew_every, 1)
+            object.__setattr__(self, "renew_every", whole_number("renew_every", self.renew_every, 1))
         epsilon, kind = given["epsilon"], self.kind
         if epsilon is not None and (
             isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
         ):
             raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
-        if epsilon is not None and kind == "leverage":
-            check_epsilon(epsilon)
+        if epsilon is not None:
+            object.__setattr__(self, "epsilon", float(epsilon))
+            if kind == "leverage":
+                check_epsilon(epsilon)
         if isinstance(self.scores, str) and kind not in SCORES:
             raise ValueError(
                 f"scores is {kind!r}; expected one of {', '.join(SCORES)}, an array of scores, or a function of keys "
@@ -200,7 +202,10 @@ class Selection:
                 f"{name} is of type {type(selection).__name__}; expected a Selection, or a number of slots or a share "
                 "of the keys as its budget, as in Selection(0.25, window=8)"
             )
-        return cls(selection)  # type: ignore[arg-type]
+        try:
+            return cls(selection)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     @property
     def kind(self) -> str:

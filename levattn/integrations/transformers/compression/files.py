@@ -19,7 +19,7 @@ from levattn.integrations.transformers.compression.layer import CompressedLayer,
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.io import replace_file
 
-_FORMAT, _VERSION = "levattn context", 3
+_FORMAT, _VERSION = "levattn context", 4
 _SLOTS = ("keys", "values", "log_weight", "places")
 _MANY = 1 << 20  # more heads than any layer has
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
@@ -176,6 +176,7 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         fits = bool((arrays["renewal.slots"] > 0).all()) and set(told["renewal"]["whole"]) <= set(range(G))
         counts = told["renewal"]["seen"]  # of queries, of which some are left out, and of keys
         fits = fits and [count for _, count in counts] == known.sum(1).tolist()
+        fits = fits and len(told["renewal"]["splits"]) == len(told["heads"])
         fits = fits and all(asked <= _MANY * length for asked, _ in counts)
         _need(fits, f"layer {number} counts other heads, slots or keys than it has")
     for i, heads in enumerate(told["heads"]):
