@@ -124,6 +124,13 @@ TSSA_FORMS: dict[str, dict[str, Any]] = {
     "decayed-paper": {"decay": 0.9, "membership": "norm"},
     "scaled": {"c": 4.0, "step": 0.3, "membership": "norm"},
 }
+
+
+def products(K: Any, V: Any) -> Any:
+    """Return scores of a user's own, which a change of the key's sign changes."""
+    return K[:, :, 0] * (V[:, :, 0] - V[:, :, 1])
+
+
 # every form of pruned_attention, by its options
 PRUNED_FORMS: dict[str, dict[str, Any]] = {
     "default": {"size": 5, "summaries": 4, "window": 2},
@@ -135,6 +142,8 @@ PRUNED_FORMS: dict[str, dict[str, Any]] = {
     "threshold": {"epsilon": 0.25, "summaries": 3, "scores": "leverage", "center": False},
     "scaled": {"size": 4, "summaries": 4, "window": 1, "scale": 2.0},
     "own": {"size": 4, "summaries": 3, "scores": "given"},
+    "function": {"size": 4, "summaries": 3, "sinks": 1, "scores": products},
+    "function-squares": {"size": 4, "summaries": 3, "f": 2, "scores": products},
     "squares": {"size": 5, "summaries": 4, "window": 2, "f": 2},
     "cubes": {"size": 4, "summaries": 4, "f": levattn.Power(3), "scores": "expected"},
     "fourths": {"size": 5, "sinks": 1, "f": 4.0},

@@ -8,9 +8,11 @@ from typing import Any
 import array_api_strict
 import numpy as np
 import pytest
+from array_api_compat import array_namespace
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_table import PRUNED_FORMS as FORMS
+from operator_table import products
 
 import levattn
 import naive
@@ -65,8 +67,9 @@ def by_loops(form: str, Q: Float, K: Float, V: Float, causal: bool) -> list[Any]
         oracle["center"] = False
     found = []
     for j, (k, v) in enumerate(zip(K, V, strict=True)):
-        if form == "own":
-            oracle["scores"] = own_scores(K)[j]
+        if form == "own" or callable(FORMS[form].get("scores")):
+            scores = own_scores(K) if form == "own" else FORMS[form]["scores"](K, V)
+            oracle |= {"kind": "given", "scores": scores[j]}
         found.append(naive_attention.pruned(Q[j * group : (j + 1) * group], k, v, **oracle))
     return found
 
@@ -475,6 +478,84 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
     assert count.tolist() == [7, 2]
     assert places[1, :2].tolist() == [6, 11]
     assert flags.sum(axis=1).tolist() == [7, 2]
+
+
+@over_storages
+@pytest.mark.parametrize("f", ["softmax", 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_function_selects_as_the_array_of_its_values(causal: bool, f: Any, storage: str) -> None:
+    """For heads that share keys, and keys that are masked; no key of score −∞ is selected."""
+    Q, K, V = heads(40, batch=(2,))
+    mask = np.random.default_rng(41).random((2, 2, 24)) > 0.3
+    Q, K, V, mask = (stored(X, storage) for X in (Q, K, V, mask))
+
+    def half(K: Any, V: Any) -> Any:
+        xp, scores = array_namespace(K), products(K, V)
+        return xp.where(K[:, :, 1] > 1, scores, xp.full_like(scores, -math.inf))
+
+    for size in (0, 3, 20):
+        for function in (products, half):
+            found = {}
+            own = function(as_float64(K).reshape(4, 24, 5), as_float64(V).reshape(4, 24, 3)).reshape(2, 2, 24)
+            for name, scores in (("function", function), ("array", stored(own, storage))):
+                options: dict[str, Any] = {"size": size, "summaries": 3, "window": 1, "sinks": 1, "scores": scores}
+                options |= {"f": f, "mask": mask, "return_certificate": True}
+                found[name] = walk(Q, K, V, renew_every=5, **options) if causal else attend(Q, K, V, **options)
+            (Y, *_, mine), (expected, *_, theirs) = found["function"], found["array"]
+            np.testing.assert_array_equal(as_float64(Y), as_float64(expected))
+            np.testing.assert_array_equal(as_float64(mine.error_bound), as_float64(theirs.error_bound))
+            if not causal:
+                np.testing.assert_array_equal(as_float64(mine.kept), as_float64(theirs.kept))
+
+
+def test_a_function_gets_the_keys_and_values_that_are_there() -> None:
+    """Causal: at each selection those that are kept and those that came, but for the window."""
+    Q, K, V = heads(42, 24, H=1, G=1)
+    seen: list[tuple[Float, Float]] = []
+
+    def scores(K: Float, V: Float) -> Float:
+        seen.append((K, V))
+        return products(K, V)
+
+    there = np.arange(24) % 3 > 0
+    attend(Q, K, V, size=4, summaries=2, scores=scores, mask=there)
+    for found, expected in zip(seen.pop(), (K, V), strict=True):
+        np.testing.assert_array_equal(found, expected[:, there])
+    for f in ("softmax", 2):
+        walk(Q, K, V, size=4, summaries=2, window=2, scores=scores, renew_every=5, f=f)
+        kept, low, ranks = list[int](), 0, products(K, V)[0]
+        for end in (13, 18, 23):  # the first where as many have come as there are slots
+            candidates = [*kept, *range(low, end - 2)]
+            for found, expected in zip(seen.pop(0), (K, V), strict=True):
+                np.testing.assert_array_equal(found[0], expected[0, candidates])
+            kept, low = sorted(sorted(candidates, key=lambda j: -ranks[j])[:4]), end - 2
+        assert not seen
+
+
+@over_storages
+def test_a_function_without_a_score_for_each_key_is_named(storage: str) -> None:
+    Q, K, V = (stored(X, storage) for X in heads(43, 20))
+    shape = r"scores\(K, V\) has shape \(.*\); expected \(2, \d+\), one for each key"
+    # the values of a function, by its products for each key
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (lambda found: found[:, :, None], ValueError, shape),
+        (lambda found: found[0, :], ValueError, shape),
+        (lambda _: None, TypeError, r"scores\(K, V\) is of type NoneType; expected a dense array"),
+        (lambda found: found > 0, TypeError, r"scores\(K, V\) has dtype .*bool"),
+        (lambda found: found + math.nan, NonFiniteError, "the scores of keys are NaN"),
+    ]
+    if storage in ("strict", "torch"):
+        wrong.append((as_float64, TypeError, r"scores\(K, V\) is of numpy.*, and K of .*; expected one library"))
+    for change, error, message in wrong:
+        for more in ({}, {"causal": True, "renew_every": 5}):
+            with pytest.raises(error, match=message):
+                attend(Q, K, V, size=4, scores=lambda K, V, change=change: change(products(K, V)), **more)
+    if storage == "jax":  # whose arrays a function gets in numpy
+        import jax
+
+        own = pruned_attention(Q, K, V, Selection(size=4, scores=lambda K, V: jax.numpy.asarray(products(K, V))))
+        expected = pruned_attention(Q, K, V, Selection(size=4, scores=products))
+        np.testing.assert_array_equal(own, expected)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 40, 60])

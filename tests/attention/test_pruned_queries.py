@@ -34,6 +34,7 @@ def by_loops(Q: Any, K: Any, V: Any, queries: Any, options: dict[str, Any]) -> A
     f = oracle.pop("power", "softmax")
     oracle["power"] = None if f == "softmax" else float(getattr(f, "p", f))
     scores = oracle.pop("kind", "residual")
+    scores = scores(K, V) if callable(scores) else scores
     rows = []
     for j, (k, v, asked) in enumerate(zip(K, V, queries, strict=True)):
         if not isinstance(scores, str):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
+from levattn._core.jax import from_jax, is_jax
 from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn.attention.arguments import (
     Heads,
@@ -17,7 +18,9 @@ from levattn.attention.arguments import (
     dense_array,
     device_of,
     followable,
+    is_double,
     namespace_of,
+    refuse_mixtures,
     reshaped,
     stack_arguments,
     without_gradient,
@@ -152,11 +155,15 @@ class PrunedCall:
             return rule
 
         def scores(K: Any, V: Any) -> Any:
-            found = dense_array("scores(K, V)", function(self.as_given(K), self.as_given(V)))
+            name, keys = "scores(K, V)", self.as_given(K)
+            found = function(keys, self.as_given(V))
+            found = dense_array(name, from_jax(found, name) if is_jax(found) else found)
             if tuple(found.shape) != tuple(K.shape[:2]):
                 raise ValueError(
-                    f"scores(K, V) has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}, one for each key"
+                    f"{name} has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}, one for each key"
                 )
+            is_double(name, found)  # refuses other numbers
+            refuse_mixtures("K", {"K": keys, name: found})
             found = without_gradient(self.torch.memory_of(found) if self.in_memory else found)
             return namespace_of(found).astype(found, K.dtype, copy=False)
 
