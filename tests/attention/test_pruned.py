@@ -579,6 +579,62 @@ def test_budgets_are_split(n: int, causal: bool) -> None:
         assert min(vars(slots).values()) >= 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_share_is_a_count(causal: bool) -> None:
+    """Of the keys, and for parts of a budget of its slots, rounded down."""
+    for share, count in ((0.2, 20), (0.29, 29), (0.299, 29), (1.0, 100)):
+        for name in ("budget", "size"):
+            slots = [Selection(**{name: number}).slots(100, causal=causal) for number in (share, count)]
+            assert slots[0] == slots[1]
+    assert Selection(0.015).slots(100, causal=causal).total == 1
+    for share, count in ((0.25, 10), (0.26, 10), (0.0, 0)):
+        for name in ("summaries", "window") if count else ("summaries", "window", "sinks"):
+            if name == "window" and not causal:  # a count on each side of a query, which has a place itself
+                count = max(0, (count - 1) // 2)
+            slots = [Selection(40, **{name: number}).slots(1000, causal=causal) for number in (share, count)]
+            assert slots[0] == slots[1]
+            assert slots[0].total == 40
+    assert Selection(40, sinks=0.05).slots(1000, causal=causal) == Selection(40, sinks=2).slots(1000, causal=causal)
+    with pytest.raises(ValueError, match="budget=None, size=None and epsilon=None were given; expected one of"):
+        Selection(window=0.25).slots(100, causal=causal)
+
+
+def test_selections_are_records() -> None:
+    for selection, shown in (
+        (Selection(), "Selection()"),
+        (Selection(0.25, window=8), "Selection(0.25, window=8)"),
+        (Selection(np.int64(20)), "Selection(20)"),
+        (Selection(np.float64(0.5), window=np.int32(0)), "Selection(0.5, window=0)"),
+        (Selection(1.0, scores="expected"), "Selection(1.0, scores='expected')"),
+        (
+            Selection(size=3, sinks=1, scores="leverage", center=False, renew_every=5),
+            "Selection(size=3, sinks=1, scores='leverage', center=False, renew_every=5)",
+        ),
+    ):
+        assert repr(selection) == shown
+        again = eval(shown)
+        assert (again, hash(again)) == (selection, hash(selection))
+    assert Selection(size=3, scores=products) in {Selection(size=3, scores=products)}
+    assert len({Selection(8), Selection(8, window=0), Selection(size=8)}) == 3
+    with pytest.raises(AttributeError):
+        Selection(8).budget = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("call", [pruned_attention, causal_pruned_attention])
+def test_a_number_is_a_budget_and_nothing_else_is_a_selection(call: Any) -> None:
+    arrays = heads(44, 20)
+    for budget in (0.4, np.float32(0.5), 8, np.int64(8)):
+        found, expected = (call(*arrays, given) for given in (budget, Selection(budget)))
+        if call is causal_pruned_attention:
+            (found, _), (expected, _) = found, expected
+        np.testing.assert_array_equal(found, expected)
+    wrong: list[Any] = ["8", None, True, {"budget": 8}, [8]]
+    for selection in wrong if call is causal_pruned_attention else [*wrong, STATE]:
+        name = type(selection).__name__
+        with pytest.raises(TypeError, match=f"selection is of type {name}; expected a Selection, or a number"):
+            call(*arrays, selection)
+
+
 def test_budgets_are_kept() -> None:
     arrays = heads(22, 30, H=1, G=1)
     for budget in (2, 7, 0.03, 0.3, 1.0):
@@ -743,6 +799,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "budget": ({"budget": "all"}, TypeError, "budget is 'all'; expected a count, or a share"),
     "budget-share": ({"budget": 1.5}, ValueError, r"budget is 1.5; expected .* in \(0, 1\]"),
     "budget-none": ({"budget": 0}, ValueError, "budget is 0; expected at least 2 slots"),
+    "budget-one": ({"budget": 1}, ValueError, r"budget is 1; .* at least 2 slots, or a share .* in \(0, 1\].* size=1"),
+    "budget-one-numpy": ({"budget": np.int64(1)}, ValueError, "budget is 1; expected at least 2 slots"),
+    "budget-flag": ({"budget": True}, TypeError, "budget is True; expected a count"),
     "budget-parts": (
         {"budget": 5, "window": 3},
         ValueError,
@@ -753,6 +812,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "size-kind": ({"size": "2"}, TypeError, "size is '2'; expected a count"),
     "epsilon": ({"epsilon": math.nan}, ValueError, "epsilon is nan; expected a finite number"),
     "summaries": ({"size": 2, "summaries": -1}, ValueError, "summaries is -1"),
+    "summaries-share": ({"size": 2, "summaries": 0.5}, ValueError, "summaries is 0.5, a share .*; expected a count"),
+    "window-share": ({"epsilon": 0.2, "window": 0.25}, ValueError, "window is 0.25, a share .*; expected a count"),
+    "sinks-share": (
+        {"budget": 8, "sinks": 1.5},
+        ValueError,
+        r"sinks is 1.5; .* share of the budget's slots in \[0, 1\]",
+    ),
     "window": ({"size": 2, "window": True}, TypeError, "window is True; expected a count"),
     "sinks": ({"size": 2, "sinks": "2"}, TypeError, "sinks is '2'; expected a count"),
     "scores": ({"size": 2, "scores": "given"}, ValueError, "scores is 'given'; expected one of residual, expected"),
