@@ -123,7 +123,7 @@ def _planned(
         found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, checks, _ROUNDS)
     place = xp.arange(n, device=device)
     first = xp.broadcast_to(place < slots.sinks, (b, n))
-    forced = None if rule.kind in ("given", "function") else min(slots.sinks, n)  # whose scores may be −∞
+    forced = None if rule.own else min(slots.sinks, n)
     order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first, forced, checks)
     checks.settle()
     role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))

@@ -68,7 +68,7 @@ def selected_anew(
         scores, clusters = choice.scored(rule.kind, X, along, weight, R, rule.power, checks, _ROUNDS)
         scores = scores[:, X.shape[1] - keys.shape[1] :]
     forced = None
-    if part.kept_count is None and rule.kind not in ("given", "function"):  # whose scores may be −∞
+    if part.kept_count is None and not rule.own:
         forced = min(rule.slots.sinks, part.positions - part.recent.shape[1] + leaving)
     else:
         scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
@@ -334,10 +334,7 @@ def _spread(
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
         return _stepped(walk, own, q, K, V, scores, into)
 
-    alike = rule.epsilon is None and rule.kind not in (
-        "given",
-        "function",
-    )  # items keep as many keys, without own code
+    alike = rule.epsilon is None and not rule.own  # items keep as many keys, and run no code of a user
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
