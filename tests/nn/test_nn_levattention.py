@@ -166,7 +166,7 @@ def test_a_layer_shows_what_it_was_made_with() -> None:
     for dense in (False, True):
         set_dense(layer, dense)
         shown = "dim=24, heads=4, causal=False, selection=Selection(0.5, scores='leverage'), kv_heads=2, f=2"
-        assert f"({shown}, dense={dense})" in repr(layer).replace("\n", ")")
+        assert f"  {shown}, dense={dense}\n" in repr(layer)
 
 
 @pytest.mark.parametrize(
