@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+from levattn.attention import PrunedState, Selection, causal_pruned_attention, pruned_attention
 
 _NAMES = tuple(field.name for field in fields(Selection))
 
@@ -18,10 +18,16 @@ def selected(options: dict[str, Any]) -> tuple[Selection, dict[str, Any]]:
     )
 
 
+def walk(*arrays: Any, state: PrunedState | None = None, **options: Any) -> Any:
+    """Return the result of causal pruned attention, where a state has the place of the selection."""
+    selection, others = selected(options)
+    return causal_pruned_attention(*arrays, selection if state is None else state, **others)
+
+
 def attend(*arrays: Any, causal: bool = False, **options: Any) -> Any:
     """Return the output of pruned attention, causal or not, and its certificate if an option asks for it."""
+    if causal:
+        Y, _, *certificate = walk(*arrays, **options)
+        return (Y, *certificate) if certificate else Y
     selection, others = selected(options)
-    if not causal:
-        return pruned_attention(*arrays, selection, **others)
-    Y, _, *certificate = causal_pruned_attention(*arrays, selection, **others)
-    return (Y, *certificate) if certificate else Y
+    return pruned_attention(*arrays, selection, **others)

@@ -24,7 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from levattn.attention import (
+    Selection,
     causal_conv,
+    causal_pruned_attention,
     latte,
     macchiato,
     memberships,
@@ -36,7 +38,7 @@ from levattn.attention import (
     tssa,
     window_attention,
 )
-from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics
+from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics, set_dense
 
 PAGE = Path(__file__).parents[1] / "docs" / "torch_transformations.md"
 T = -1  # the axis of positions in a shape
@@ -140,6 +142,20 @@ def _tssa(W: Any, bias: Any, temperature: Any, **options: Any) -> Any:
     return tssa(W, temperature, bias=bias, **options)
 
 
+def _pruned(Q: Any, K: Any, V: Any, selection: Any, **options: Any) -> Any:
+    return pruned_attention(Q, K, V, selection, **options)
+
+
+def _pruned_causal(Q: Any, K: Any, V: Any, **options: Any) -> Any:
+    return causal_pruned_attention(Q, K, V, Selection(8, renew_every=4), **options)[0]
+
+
+def _dense() -> Any:
+    layer = LevAttention(C, 8, heads=3)
+    set_dense(layer)
+    return layer
+
+
 def _of_groups(function: Any, Z: Any, P: Any, *others: Any, **options: Any) -> Any:
     return function(Z, torch.softmax(P.double(), -1), *others, 0.5, **options)
 
@@ -164,7 +180,7 @@ def _operators() -> dict[str, Row]:
     def of(run: Any, shapes: Any, *weights: Any, heads: bool = False, **more: Any) -> Row:
         return Row(partial(Applied, run, weights, heads=heads), shapes, **more)
 
-    pick = partial(pruned_attention, budget=8)
+    by_leverage = Selection(8, scores="leverage")
     return {
         "latte": of(latte, latent),
         "latte(causal=False)": of(partial(latte, causal=False), latent),
@@ -180,13 +196,11 @@ def _operators() -> dict[str, Row]:
         "tssa(membership='leverage')": of(partial(_tssa, causal=False, membership="leverage"), tokens, (3,)),
         "memberships": of(memberships, ((3, T, 2),), has_gradient=False),
         "repeated_mass": of(_repeated, ((T, 3), (T, 3), (T,)), has_gradient=False),
-        "pruned_attention": of(pick, pruned, heads=True, has_constants=True),
-        "pruned_attention(scores='leverage')": of(
-            partial(pick, scores="leverage"), pruned, heads=True, has_constants=True
+        "pruned_attention": of(partial(_pruned, selection=8), pruned, heads=True, has_constants=True),
+        "pruned_attention(Selection(scores='leverage'))": of(
+            partial(_pruned, selection=by_leverage), pruned, heads=True, has_constants=True
         ),
-        "pruned_attention(causal=True)": of(
-            partial(pick, causal=True, chunk=4), pruned, heads=True, has_constants=True
-        ),
+        "causal_pruned_attention": of(_pruned_causal, pruned, heads=True, has_constants=True),
         "rates.coding_rate": of(_coded, groups[:1]),
         "rates.compression_rate": of(partial(_of_groups, rates.compression_rate), groups),
         "rates.variational_rate": of(partial(_of_groups, rates.variational_rate), groups, (2, 3, 2)),
@@ -199,10 +213,9 @@ def _operators() -> dict[str, Row]:
 
 def _layers() -> dict[str, Row]:
     def of(make: Any, *, cached: bool = True, **options: Any) -> Row:
-        few = make is LevAttention and "dense" not in options
+        few = make is LevAttention
         return Row(partial(make, C, heads=3, **options), has_cache=cached, own=True, has_constants=few)
 
-    few = {"budget": 8}
     return {
         "nn.Latte": of(Latte, latents=5),
         "nn.Latte(causal=False)": of(Latte, cached=False, latents=5, causal=False),
@@ -215,9 +228,9 @@ def _layers() -> dict[str, Row]:
         "nn.TokenStatistics(positions=…)": of(TokenStatistics, causal=True, positions=5000),
         "nn.TokenStatistics(output='tied')": of(TokenStatistics, causal=True, output="tied"),
         "nn.TokenStatistics(membership='leverage')": of(TokenStatistics, cached=False, membership="leverage"),
-        "nn.LevAttention": of(LevAttention, cached=False, **few),
-        "nn.LevAttention(causal=True)": of(LevAttention, causal=True, chunk=4, **few),
-        "nn.LevAttention(dense=True)": of(LevAttention, cached=False, dense=True, **few),
+        "nn.LevAttention": of(LevAttention, cached=False, selection=8),
+        "nn.LevAttention(causal=True)": of(LevAttention, causal=True, selection=Selection(8, renew_every=4)),
+        "set_dense(nn.LevAttention)": Row(_dense, own=True),
         "nn.CausalConv": Row(lambda: First(CausalConv(C)), own=True),
         "nn.RGLRU": Row(lambda: First(RGLRU(C)), own=True),
     }

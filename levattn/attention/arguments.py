@@ -339,7 +339,7 @@ def stack_arguments(
         double, batch = _known_layout(tuple(named), None if flags is None else flags.shape[:-1])
     else:
         double, leading = _layout(arrays)
-        _refuse_mixtures(first, {name: array for name, (array, _) in arrays.items()})
+        refuse_mixtures(first, {name: array for name, (array, _) in arrays.items()})
         if mask is not None and mask[0] is not None:
             flags = _flags(*mask, arrays[first][0])
             leading["mask"] = tuple(flags.shape[:-1])
@@ -452,7 +452,7 @@ def _refuse_short(name: str, array: Any, axes: int) -> None:
     )
 
 
-def _refuse_mixtures(first: str, arrays: dict[str, Any]) -> None:
+def refuse_mixtures(first: str, arrays: dict[str, Any]) -> None:
     """Raise unless all arrays are of the same library and on the same device."""
     head = arrays[first]
     if isinstance(head, np.ndarray):

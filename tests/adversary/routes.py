@@ -505,18 +505,11 @@ def judge_entries(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 
 
 def pruned(Q, K, V, mask, seed):
-    from levattn.attention import pruned_attention
+    from levattn.attention import Selection, pruned_attention
 
-    size, kind = seed % 3, ("residual", "expected", "leverage")[seed % 5 % 3]
-    return pruned_attention(
-        Q,
-        K,
-        V,
-        Selection(size=size, summaries=1 + seed % 2, scores=kind),
-        scale=0.5,
-        mask=mask,
-        return_certificate=True,
-    )
+    kind = ("residual", "expected", "leverage")[seed % 5 % 3]
+    selection = Selection(size=seed % 3, summaries=1 + seed % 2, scores=kind)
+    return pruned_attention(Q, K, V, selection, scale=0.5, mask=mask, return_certificate=True)
 
 
 def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
@@ -535,19 +528,12 @@ def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 
 
 def pruned_causal(Q, K, V, mask, seed):
-    from levattn.attention import pruned_attention
+    from levattn.attention import Selection, causal_pruned_attention
 
-    return pruned_attention(
-        *(a_query_each(Q, K), K, V),
-        size=1 + seed % 3,
-        summaries=1 + seed % 2,
-        window=seed % 2,
-        chunk=1 + seed % 4,
-        causal=True,
-        scale=0.5,
-        mask=mask,
-        return_certificate=True,
-    )
+    selection = Selection(size=1 + seed % 3, summaries=1 + seed % 2, window=seed % 2, renew_every=1 + seed % 4)
+    arrays = a_query_each(Q, K), K, V
+    Y, _, certificate = causal_pruned_attention(*arrays, selection, scale=0.5, mask=mask, return_certificate=True)
+    return Y, certificate
 
 
 def judge_pruned_causal(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
@@ -568,17 +554,17 @@ def judge_pruned_causal(case: Case, truth: Truth, result: Any) -> Iterator[Breac
 
 def covered(Q, K, V, seed):
     """The error found for a query that is repeated, and the outputs for one more of it."""
-    from levattn.attention import pruned_attention, pruned_coverage
+    from levattn.attention import Selection, pruned_attention, pruned_coverage
     from levattn.exceptions import NonFiniteError
 
     q = Q[:1]
-    options = {"summaries": seed % 3, "scale": 0.5}
+    selection = Selection(0.5, summaries=seed % 3)
     try:
-        found = pruned_coverage(q.repeat(20, axis=0), K, V, coverage=0.8, budget=0.5, **options)
+        found = pruned_coverage(q.repeat(20, axis=0), K, V, selection, coverage=0.8, scale=0.5)
     except NonFiniteError:  # of outputs
         return None
-    more = {"queries": found.queries, "window": 0, **options}
-    return found, pruned_attention(q, K, V, budget=float(found.budget), **more)
+    selection = Selection(float(found.budget), summaries=seed % 3, window=0)
+    return found, pruned_attention(q, K, V, selection, scale=0.5, queries=found.queries)
 
 
 def judge_error_found(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:

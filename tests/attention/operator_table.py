@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import levattn
-from levattn.attention import causal_conv, latte, macchiato, pruned_attention, rg_lru, tssa, window_attention
+from levattn.attention import causal_conv, latte, macchiato, rg_lru, tssa, window_attention
+from pruned_calls import attend, walk
 
 T = -1  # the axis of positions in a shape
 
@@ -123,6 +124,13 @@ TSSA_FORMS: dict[str, dict[str, Any]] = {
     "decayed-paper": {"decay": 0.9, "membership": "norm"},
     "scaled": {"c": 4.0, "step": 0.3, "membership": "norm"},
 }
+
+
+def products(K: Any, V: Any) -> Any:
+    """Return scores of a user's own, which a change of the key's sign changes."""
+    return K[:, :, 0] * (V[:, :, 0] - V[:, :, 1])
+
+
 # every form of pruned_attention, by its options
 PRUNED_FORMS: dict[str, dict[str, Any]] = {
     "default": {"size": 5, "summaries": 4, "window": 2},
@@ -134,6 +142,8 @@ PRUNED_FORMS: dict[str, dict[str, Any]] = {
     "threshold": {"epsilon": 0.25, "summaries": 3, "scores": "leverage", "center": False},
     "scaled": {"size": 4, "summaries": 4, "window": 1, "scale": 2.0},
     "own": {"size": 4, "summaries": 3, "scores": "given"},
+    "function": {"size": 4, "summaries": 3, "sinks": 1, "scores": products},
+    "function-squares": {"size": 4, "summaries": 3, "f": 2, "scores": products},
     "squares": {"size": 5, "summaries": 4, "window": 2, "f": 2},
     "cubes": {"size": 4, "summaries": 4, "f": levattn.Power(3), "scores": "expected"},
     "fourths": {"size": 5, "sinks": 1, "f": 4.0},
@@ -141,23 +151,34 @@ PRUNED_FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _pruned(Q: Any, K: Any, V: Any, *own: Any, state: Any = None, form: dict[str, Any], **options: Any) -> Any:
-    given = form
-    if state is not None:  # which knows the others
-        given = {name: form[name] for name in ("f", "scale", "causal") if name in form} | {"state": state}
+def _pruned(Q: Any, K: Any, V: Any, *own: Any, form: dict[str, Any], **options: Any) -> Any:
+    return attend(Q, K, V, **form | ({"scores": own[0]} if own else {}) | options)
+
+
+def _pruned_causal(
+    Q: Any,
+    K: Any,
+    V: Any,
+    *own: Any,
+    form: dict[str, Any],
+    state: Any = None,
+    return_state: bool = False,
+    **options: Any,
+) -> Any:
     if own:
-        options["scores"] = own[0]
-    return pruned_attention(Q, K, V, **given | options)
+        form, state = form | {"scores": own[0]}, None if state is None else state.with_scores(own[0])
+    found = walk(Q, K, V, state=state, **{"renew_every": 7} | form | options)
+    return found if return_state else (found[0], *found[2:]) if found[2:] else found[0]
 
 
 def of_forms(*, causal: bool) -> dict[str, Operator]:
     """All forms of pruned attention, and those of token statistics attention that are causal, or that are not."""
     end = "" if causal else " everywhere"
-    order: dict[str, Any] = {"causal": True, "chunk": 7} if causal else {}
+    run = _pruned_causal if causal else _pruned
     found = {}
     for name, form in PRUNED_FORMS.items():
         shapes = ((4, T, 5), (2, T, 5), (2, T, 3), *([(2, T)] if name == "own" else []))
-        found[f"pruned, {name}{end}"] = Operator(partial(_pruned, form=form | order), shapes, (0, 1, 2), True)
+        found[f"pruned, {name}{end}"] = Operator(partial(run, form=form), shapes, (0, 1, 2), True)
     for name, form in TSSA_FORMS.items():
         if form.get("causal", True) == causal:
             found[f"tssa, {name}"] = Operator(partial(tssa, **form), ((3, T, 4), (3,)), (0,))

@@ -68,7 +68,7 @@ def of(operator: Operator, **options: Any) -> Operator:
 FORMS = {**of_forms(causal=True), **LATTE, **MEMORIES}
 OPERATORS: dict[str, Operator] = {
     **{
-        f"pruned, {form}": of(FORMS[f"pruned, {form}"], chunk=16)
+        f"pruned, {form}": of(FORMS[f"pruned, {form}"], renew_every=16)
         for form in ("default", "dropped", "leverage", "threshold", "squares")
     },
     "heavy": Operator(heavy, ((T, 4),) * 3),

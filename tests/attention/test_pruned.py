@@ -8,10 +8,11 @@ from typing import Any
 import array_api_strict
 import numpy as np
 import pytest
+from array_api_compat import array_namespace
 from hypothesis import given
 from hypothesis import strategies as st
-from levattn.attention.pruned.slots import Checks
 from operator_table import PRUNED_FORMS as FORMS
+from operator_table import products
 
 import levattn
 import naive
@@ -19,10 +20,12 @@ import naive_attention
 import strategies
 from differences import assert_gradients
 from levattn._kernels import kernels_for
-from levattn.attention import PrunedCertificate, Slots, pruned_attention
+from levattn.attention import PrunedCertificate, Selection, Slots, causal_pruned_attention, pruned_attention
 from levattn.attention.pruned.choice import chosen
+from levattn.attention.pruned.selection import Checks
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
+from pruned_calls import attend, walk
 from strategies import Float, as_float64
 
 if HAS_TORCH:
@@ -52,7 +55,7 @@ def options_of(form: str, K: Float, causal: bool = False) -> dict[str, Any]:
     options = dict(FORMS[form])
     if form == "own":
         options["scores"] = own_scores(K)
-    return options | ({"causal": True, "chunk": CHUNK} if causal else {})
+    return options | ({"causal": True, "renew_every": CHUNK} if causal else {})
 
 
 def by_loops(form: str, Q: Float, K: Float, V: Float, causal: bool) -> list[Any]:
@@ -64,8 +67,9 @@ def by_loops(form: str, Q: Float, K: Float, V: Float, causal: bool) -> list[Any]
         oracle["center"] = False
     found = []
     for j, (k, v) in enumerate(zip(K, V, strict=True)):
-        if form == "own":
-            oracle["scores"] = own_scores(K)[j]
+        if form == "own" or callable(FORMS[form].get("scores")):
+            scores = own_scores(K) if form == "own" else FORMS[form]["scores"](K, V)
+            oracle |= {"kind": "given", "scores": scores[j]}
         found.append(naive_attention.pruned(Q[j * group : (j + 1) * group], k, v, **oracle))
     return found
 
@@ -88,12 +92,12 @@ def test_equals_the_loop_over_queries(form: str, causal: bool, storage: str) -> 
     expected = np.concatenate([Y for Y, *_ in found])
     given = [stored(X, storage) for X in (Q, K, V)]
     own = {"scores": stored(options["scores"], storage)} if isinstance(options.get("scores"), np.ndarray) else {}
-    Y = pruned_attention(*given, **options | own)
+    Y = attend(*given, **options | own)
     assert type(Y) is type(given[2])
     np.testing.assert_allclose(as_float64(Y), expected, rtol=0, atol=ROOM["float64"])
     if causal and not options.get("summaries"):
         return
-    Y, certificate = pruned_attention(*given, **options | own, return_certificate=True)
+    Y, certificate = attend(*given, **options | own, return_certificate=True)
     np.testing.assert_allclose(as_float64(Y), expected, rtol=0, atol=ROOM["float64"])
     assert isinstance(certificate, PrunedCertificate)
     upper = as_float64(certificate.captured_upper)
@@ -128,10 +132,10 @@ def test_arrays_of_another_device_stay_there(form: str, causal: bool) -> None:
     options, device = options_of(form, np.empty(0), causal), array_api_strict.Device("device1")
     arrays = heads(0)
     given = [array_api_strict.asarray(X, device=device) for X in arrays]
-    Y, certificate = pruned_attention(*given, **options, return_certificate=True)
+    Y, certificate = attend(*given, **options, return_certificate=True)
     assert Y.device == certificate.error_bound.device == device
     found = Y.to_device(array_api_strict.Device("CPU_DEVICE"))
-    np.testing.assert_allclose(np.asarray(found), pruned_attention(*arrays, **options), atol=1e-12)
+    np.testing.assert_allclose(np.asarray(found), attend(*arrays, **options), atol=1e-12)
 
 
 def test_queries_at_other_places_than_keys() -> None:
@@ -176,13 +180,13 @@ def test_a_budget_that_covers_all_keys_is_dense_attention(f: Any, causal: bool, 
     options += [{"size": 12, "summaries": 18, "scores": "expected"}]
     for more in options:
         if causal:
-            more |= {"chunk": 3} if "budget" not in more else {}
+            more |= {"renew_every": 3} if "budget" not in more else {}
             if f != "softmax" and "summaries" in more:
                 continue  # keys that were merged before all are known to be on one side are not taken apart again
-        Y = pruned_attention(Q, K, V, f=f, causal=causal, **more)
+        Y = attend(Q, K, V, f=f, causal=causal, **more)
         np.testing.assert_allclose(Y, expected, atol=room, err_msg=str(more))
         if not causal and not more.keys() & {"summaries", "window"}:
-            _, certificate = pruned_attention(Q, K, V, f=f, **more, return_certificate=True)
+            _, certificate = attend(Q, K, V, f=f, **more, return_certificate=True)
             np.testing.assert_array_equal(certificate.captured_upper, 1)
             np.testing.assert_array_equal(certificate.error_bound, 0)
 
@@ -226,8 +230,8 @@ def test_bounds_hold_for_hostile_keys(
     Q, K, V = (X.astype(dtype) for X in case)
     options = {"size": size, "summaries": R, "window": window, "sinks": sinks, "scores": scores, "f": f}
     if causal:
-        options |= {"causal": True, "chunk": 3, "summaries": R + 1}
-    Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+        options |= {"causal": True, "renew_every": 3, "summaries": R + 1}
+    Y, certificate = attend(Q, K, V, **options, return_certificate=True)
     power = None if f == "softmax" else f
     expected, P = naive_attention.dense(Q, K, V, power, causal)
     assert np.all(np.isfinite(Y))
@@ -276,8 +280,8 @@ def test_products_that_leave_the_range_have_their_weights(
     dtype: Any, of_queries: float, of_keys: float, f: int, causal: bool
 ) -> None:
     Q, K, V = (X.astype(dtype) for X in heads(2, 12))
-    far = pruned_attention(Q * dtype(of_queries), K * dtype(of_keys), V, budget=1.0, f=f, causal=causal)
-    near = pruned_attention(Q, K, V, budget=1.0, f=f, causal=causal)
+    far = attend(Q * dtype(of_queries), K * dtype(of_keys), V, budget=1.0, f=f, causal=causal)
+    near = attend(Q, K, V, budget=1.0, f=f, causal=causal)
     np.testing.assert_allclose(far, near, rtol=0, atol=64 * f * np.finfo(dtype).eps)
 
 
@@ -285,15 +289,15 @@ def test_products_that_leave_the_range_have_their_weights(
 def test_columns_of_queries_and_keys_may_differ_in_size_inversely(causal: bool) -> None:
     Q, K, V = (X.astype(np.float32) for X in heads(2, 12))
     size = 2.0 ** np.linspace(-100, 100, Q.shape[-1]).round().astype(np.float32)
-    far = pruned_attention(Q * size, K / size, V, budget=1.0, f=2, causal=causal)
-    np.testing.assert_array_equal(far, pruned_attention(Q, K, V, budget=1.0, f=2, causal=causal))
+    far = attend(Q * size, K / size, V, budget=1.0, f=2, causal=causal)
+    np.testing.assert_array_equal(far, attend(Q, K, V, budget=1.0, f=2, causal=causal))
 
 
 def test_an_output_of_nothing_is_within_its_bound() -> None:
     Q, K, V = heads(3, 12)
     V = V * 0 + 7.0
     for options in ({"size": 0}, {"epsilon": 1e9}, {"epsilon": 1.0, "scores": "leverage", "f": 2}):
-        Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+        Y, certificate = attend(Q, K, V, **options, return_certificate=True)
         np.testing.assert_array_equal(Y, 0)
         assert np.all(certificate.error_bound >= np.linalg.norm(V[0, 0]))
     K[:, 3], Q[:, :] = 0, 0
@@ -311,8 +315,8 @@ def test_the_order_of_keys_does_not_matter(form: str) -> None:
     order = np.random.default_rng(5).permutation(24)
     options = options_of(form, K)
     more = options | ({"scores": options["scores"][:, order]} if form == "own" else {})
-    Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
-    found, other = pruned_attention(Q, K[:, order], V[:, order], **more, return_certificate=True)
+    Y, certificate = attend(Q, K, V, **options, return_certificate=True)
+    found, other = attend(Q, K[:, order], V[:, order], **more, return_certificate=True)
     np.testing.assert_allclose(found, Y, atol=1e-12)
     np.testing.assert_array_equal(other.kept, certificate.kept[:, order])
 
@@ -322,13 +326,13 @@ def test_the_order_of_keys_does_not_matter(form: str) -> None:
 def test_keys_and_queries_may_be_scaled_against_each_other(form: str, causal: bool) -> None:
     Q, K, V = heads(6)
     options = options_of(form, K, causal)
-    Y = pruned_attention(Q, K, V, **options)
-    np.testing.assert_allclose(pruned_attention(Q / 3, K * 3, V, **options), Y, atol=1e-12)
-    np.testing.assert_allclose(pruned_attention(Q * 2.0**40, K * 2.0**-40, V, **options), Y, atol=1e-12)
+    Y = attend(Q, K, V, **options)
+    np.testing.assert_allclose(attend(Q / 3, K * 3, V, **options), Y, atol=1e-12)
+    np.testing.assert_allclose(attend(Q * 2.0**40, K * 2.0**-40, V, **options), Y, atol=1e-12)
     if options.get("f", "softmax") == "softmax":  # which sees no constant
-        np.testing.assert_allclose(pruned_attention(Q, K, V + 5, **options), Y + 5, atol=1e-12)
+        np.testing.assert_allclose(attend(Q, K, V + 5, **options), Y + 5, atol=1e-12)
         if options.get("center", True):
-            shifted = pruned_attention(Q, K + np.arange(5.0), V, **options)
+            shifted = attend(Q, K + np.arange(5.0), V, **options)
             np.testing.assert_allclose(shifted, Y, atol=1e-12)
 
 
@@ -347,9 +351,7 @@ def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool,
     own = {"scores": stored(options["scores"], storage)} if form == "own" else {}
     arrays = [stored(X, storage) for X in (dirty if tied else [Q, *dirty[1:]])]
     certified = not causal or "summaries" in options
-    Y = pruned_attention(
-        *arrays, **options | own, mask=stored(mask[:, None, :], storage), return_certificate=certified
-    )
+    Y = attend(*arrays, **options | own, mask=stored(mask[:, None, :], storage), return_certificate=certified)
     certificate: Any = None
     if certified:
         Y, certificate = Y
@@ -359,7 +361,7 @@ def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool,
         rows = there if tied else np.ones(24, bool)
         alone = options | ({"scores": stored(options["scores"][i][:, there], storage)} if own else {})
         arrays = [stored(X, storage) for X in (Q[i][:, rows], K[i][:, there], V[i][:, there])]
-        expected = pruned_attention(*arrays, **alone, return_certificate=certified)
+        expected = attend(*arrays, **alone, return_certificate=certified)
         if certified:
             expected, theirs = expected
             for name in ("captured_lower", "captured_upper", "error_bound"):
@@ -380,16 +382,16 @@ def test_masks_of_heads_and_of_queries(window: int) -> None:
     rng = np.random.default_rng(13)
     mask, asking = rng.random((2, 2, 24)) > 0.3, rng.random((2, 1, 24)) > 0.4
     form = {"size": 4, "summaries": 3}
-    Y = pruned_attention(Q, K, V, **form, mask=mask, query_mask=asking, window=window)
+    Y = attend(Q, K, V, **form, mask=mask, query_mask=asking, window=window)
     assert not (Y * ~asking[..., None]).any()
     for i, j in np.ndindex(2, 2) if not window else ():
         there, rows, of_key = mask[i, j], asking[i, 0], slice(2 * j, 2 * j + 2)
-        alone = pruned_attention(Q[i, of_key][:, rows], K[i, j : j + 1][:, there], V[i, j : j + 1][:, there], **form)
+        alone = attend(Q[i, of_key][:, rows], K[i, j : j + 1][:, there], V[i, j : j + 1][:, there], **form)
         np.testing.assert_allclose(Y[i, of_key][:, rows], alone, atol=1e-12)
     # Leverage asks no queries: rows are what they are without a mask of queries.
     options = {"size": 4, "window": window, "scores": "leverage"}
-    Y = pruned_attention(Q, K, V, **options, query_mask=asking)
-    np.testing.assert_allclose(Y, pruned_attention(Q, K, V, **options) * asking[..., None], atol=1e-12)
+    Y = attend(Q, K, V, **options, query_mask=asking)
+    np.testing.assert_allclose(Y, attend(Q, K, V, **options) * asking[..., None], atol=1e-12)
 
 
 def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
@@ -397,7 +399,7 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
     mask, asking = np.ones(24, bool), np.arange(24) == 11
     mask[10:13] = False
     options = {"size": 0, "window": 2, "mask": mask, "query_mask": asking, "return_certificate": True}
-    Y, certificate = pruned_attention(Q, K, V, **options)
+    Y, certificate = attend(Q, K, V, **options)
     near = [8, 9, 13, 14]
     expected, _ = naive_attention.dense(Q[..., 11:12, :], K[..., near, :], V[..., near, :])
     np.testing.assert_allclose(Y[..., 11:12, :], expected, atol=1e-12)
@@ -410,8 +412,7 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
 @over_storages
 def test_states_do_not_grow(storage: str) -> None:
     arrays = [stored(X, storage) for X in heads(18, 93, H=2)]
-    options = {"budget": 40, "causal": True, "return_state": True}
-    states = [pruned_attention(*(X[:, :n, :] for X in arrays), **options)[1] for n in (63, 93)]
+    states = [causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40)[1] for n in (63, 93)]
     assert states[0].nbytes == states[1].nbytes
     slots = states[1].slots
     rows = slots.selected + slots.window + (93 - slots.total) % slots.chunk
@@ -430,7 +431,7 @@ def test_budgets_hold_for_what_comes_later() -> None:
         head, state = causal_pruned_attention(*(X[:, :first] for X in (Q, K, V)), 20)
         rest = [X[:, first:] for X in (Q, K, V)]
         tail, state = causal_pruned_attention(*rest, state)
-        assert state.slots == whole.slots == Slots.of(20, 60, causal=True)
+        assert state.slots == whole.slots == Selection(20).slots(60, causal=True)
         np.testing.assert_allclose(np.concatenate([head, tail], axis=1), expected, atol=1e-10)
 
 
@@ -438,8 +439,8 @@ def test_causal_thresholds_keep_the_universal_set_of_the_keys_so_far() -> None:
     Q, K, V = heads(20, 60, d=4)
     for T in (14, 35, 56):
         arrays = [X[:, :T] for X in (Q, K, V)]
-        options = {"epsilon": 0.2, "scores": "leverage", "center": False, "causal": True, "chunk": 7, "sinks": 1}
-        _, state = pruned_attention(*arrays, **options, return_state=True)
+        selection = Selection(epsilon=0.2, scores="leverage", center=False, renew_every=7, sinks=1)
+        _, state = causal_pruned_attention(*arrays, selection)
         (part,) = state.parts
         for i in range(2):
             count = part.kept_places.shape[1] if part.kept_count is None else part.kept_count[i]
@@ -457,7 +458,7 @@ def test_thresholds_of_leverage_are_universal_sets(epsilon: float) -> None:
         Q, V = np.ones((3, K.shape[1])), K[:, :1]
         for f in ("softmax", 2):
             options = {"epsilon": epsilon, "scores": "leverage", "center": False, "f": f}
-            _, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+            _, certificate = attend(Q, K, V, **options, return_certificate=True)
             np.testing.assert_array_equal(certificate.kept, levattn.universal_set(K, epsilon).mask)
 
 
@@ -468,7 +469,7 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
     for size in range(11):
         for sinks in (0, 3):
             options = {"size": size, "sinks": sinks, "scores": scores}
-            _, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+            _, certificate = attend(Q, K, V, **options, return_certificate=True)
             others = [j for j in order if j >= sinks]
             assert {*np.flatnonzero(certificate.kept[0])} == {*range(sinks), *others[:size]}, size
     _, certificate = pruned_attention(Q, K, V, Selection(epsilon=2.0, scores=scores), return_certificate=True)
@@ -477,6 +478,84 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
     assert count.tolist() == [7, 2]
     assert places[1, :2].tolist() == [6, 11]
     assert flags.sum(axis=1).tolist() == [7, 2]
+
+
+@over_storages
+@pytest.mark.parametrize("f", ["softmax", 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_function_selects_as_the_array_of_its_values(causal: bool, f: Any, storage: str) -> None:
+    """For heads that share keys, and keys that are masked; no key of score −∞ is selected."""
+    Q, K, V = heads(40, batch=(2,))
+    mask = np.random.default_rng(41).random((2, 2, 24)) > 0.3
+    Q, K, V, mask = (stored(X, storage) for X in (Q, K, V, mask))
+
+    def half(K: Any, V: Any) -> Any:
+        xp, scores = array_namespace(K), products(K, V)
+        return xp.where(K[:, :, 1] > 1, scores, xp.full_like(scores, -math.inf))
+
+    for size in (0, 3, 20):
+        for function in (products, half):
+            found = {}
+            own = function(as_float64(K).reshape(4, 24, 5), as_float64(V).reshape(4, 24, 3)).reshape(2, 2, 24)
+            for name, scores in (("function", function), ("array", stored(own, storage))):
+                options: dict[str, Any] = {"size": size, "summaries": 3, "window": 1, "sinks": 1, "scores": scores}
+                options |= {"f": f, "mask": mask, "return_certificate": True}
+                found[name] = walk(Q, K, V, renew_every=5, **options) if causal else attend(Q, K, V, **options)
+            (Y, *_, mine), (expected, *_, theirs) = found["function"], found["array"]
+            np.testing.assert_array_equal(as_float64(Y), as_float64(expected))
+            np.testing.assert_array_equal(as_float64(mine.error_bound), as_float64(theirs.error_bound))
+            if not causal:
+                np.testing.assert_array_equal(as_float64(mine.kept), as_float64(theirs.kept))
+
+
+def test_a_function_gets_the_keys_and_values_that_are_there() -> None:
+    """Causal: at each selection those that are kept and those that came, but for the window."""
+    Q, K, V = heads(42, 24, H=1, G=1)
+    seen: list[tuple[Float, Float]] = []
+
+    def scores(K: Float, V: Float) -> Float:
+        seen.append((K, V))
+        return products(K, V)
+
+    there = np.arange(24) % 3 > 0
+    attend(Q, K, V, size=4, summaries=2, scores=scores, mask=there)
+    for found, expected in zip(seen.pop(), (K, V), strict=True):
+        np.testing.assert_array_equal(found, expected[:, there])
+    for f in ("softmax", 2):
+        walk(Q, K, V, size=4, summaries=2, window=2, scores=scores, renew_every=5, f=f)
+        kept, low, ranks = list[int](), 0, products(K, V)[0]
+        for end in (13, 18, 23):  # the first where as many have come as there are slots
+            candidates = [*kept, *range(low, end - 2)]
+            for found, expected in zip(seen.pop(0), (K, V), strict=True):
+                np.testing.assert_array_equal(found[0], expected[0, candidates])
+            kept, low = sorted(sorted(candidates, key=lambda j: -ranks[j])[:4]), end - 2
+        assert not seen
+
+
+@over_storages
+def test_a_function_without_a_score_for_each_key_is_named(storage: str) -> None:
+    Q, K, V = (stored(X, storage) for X in heads(43, 20))
+    shape = r"scores\(K, V\) has shape \(.*\); expected \(2, \d+\), one for each key"
+    # the values of a function, by its products for each key
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (lambda found: found[:, :, None], ValueError, shape),
+        (lambda found: found[0, :], ValueError, shape),
+        (lambda _: None, TypeError, r"scores\(K, V\) is of type NoneType; expected a dense array"),
+        (lambda found: found > 0, TypeError, r"scores\(K, V\) has dtype .*bool"),
+        (lambda found: found + math.nan, NonFiniteError, "the scores of keys are NaN"),
+    ]
+    if storage in ("strict", "torch"):
+        wrong.append((as_float64, TypeError, r"scores\(K, V\) is of numpy.*, and K of .*; expected one library"))
+    for change, error, message in wrong:
+        for more in ({}, {"causal": True, "renew_every": 5}):
+            with pytest.raises(error, match=message):
+                attend(Q, K, V, size=4, scores=lambda K, V, change=change: change(products(K, V)), **more)
+    if storage == "jax":  # whose arrays a function gets in numpy
+        import jax
+
+        own = pruned_attention(Q, K, V, Selection(size=4, scores=lambda K, V: jax.numpy.asarray(products(K, V))))
+        expected = pruned_attention(Q, K, V, Selection(size=4, scores=products))
+        np.testing.assert_array_equal(own, expected)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 40, 60])
@@ -493,26 +572,82 @@ def test_how_many_are_chosen_may_be_known(size: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 7, 64])
 def test_budgets_are_split(n: int, causal: bool) -> None:
-    for budget in (1, 2, 7, 8, 20, n, 0.1, 0.3, 1.0):
-        slots = Slots.of(budget, n, causal=causal)
+    for budget in (2, 7, 8, 20, max(2, n), 0.1, 0.3, 1.0):
+        slots = Selection(budget).slots(n, causal=causal)
         total = budget if isinstance(budget, int) else max(1, math.floor(budget * n + 1e-9))
         assert slots.total == (total if total < n else n + slots.chunk)
         assert min(vars(slots).values()) >= 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_share_is_a_count(causal: bool) -> None:
+    """Of the keys, and for parts of a budget of its slots, rounded down."""
+    for share, count in ((0.2, 20), (0.29, 29), (0.299, 29), (1.0, 100)):
+        for name in ("budget", "size"):
+            slots = [Selection(**{name: number}).slots(100, causal=causal) for number in (share, count)]
+            assert slots[0] == slots[1]
+    assert Selection(0.015).slots(100, causal=causal).total == 1
+    for share, count in ((0.25, 10), (0.26, 10), (0.0, 0)):
+        for name in ("summaries", "window") if count else ("summaries", "window", "sinks"):
+            if name == "window" and not causal:  # a count on each side of a query, which has a place itself
+                count = max(0, (count - 1) // 2)
+            slots = [Selection(40, **{name: number}).slots(1000, causal=causal) for number in (share, count)]
+            assert slots[0] == slots[1]
+            assert slots[0].total == 40
+    assert Selection(40, sinks=0.05).slots(1000, causal=causal) == Selection(40, sinks=2).slots(1000, causal=causal)
+    with pytest.raises(ValueError, match="budget=None, size=None and epsilon=None were given; expected one of"):
+        Selection(window=0.25).slots(100, causal=causal)
+
+
+def test_selections_are_records() -> None:
+    for selection, shown in (
+        (Selection(), "Selection()"),
+        (Selection(0.25, window=8), "Selection(0.25, window=8)"),
+        (Selection(np.int64(20)), "Selection(20)"),
+        (Selection(np.float64(0.5), window=np.int32(0)), "Selection(0.5, window=0)"),
+        (Selection(1.0, scores="expected"), "Selection(1.0, scores='expected')"),
+        (
+            Selection(size=3, sinks=1, scores="leverage", center=False, renew_every=5),
+            "Selection(size=3, sinks=1, scores='leverage', center=False, renew_every=5)",
+        ),
+    ):
+        assert repr(selection) == shown
+        again = eval(shown)
+        assert (again, hash(again)) == (selection, hash(selection))
+    assert Selection(size=3, scores=products) in {Selection(size=3, scores=products)}
+    assert len({Selection(8), Selection(8, window=0), Selection(size=8)}) == 3
+    with pytest.raises(AttributeError):
+        Selection(8).budget = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("call", [pruned_attention, causal_pruned_attention])
+def test_a_number_is_a_budget_and_nothing_else_is_a_selection(call: Any) -> None:
+    arrays = heads(44, 20)
+    for budget in (0.4, np.float32(0.5), 8, np.int64(8)):
+        found, expected = (call(*arrays, given) for given in (budget, Selection(budget)))
+        if call is causal_pruned_attention:
+            (found, _), (expected, _) = found, expected
+        np.testing.assert_array_equal(found, expected)
+    wrong: list[Any] = ["8", None, True, {"budget": 8}, [8]]
+    for selection in wrong if call is causal_pruned_attention else [*wrong, STATE]:
+        name = type(selection).__name__
+        with pytest.raises(TypeError, match=f"selection is of type {name}; expected a Selection, or a number"):
+            call(*arrays, selection)
+
+
 def test_budgets_are_kept() -> None:
     arrays = heads(22, 30, H=1, G=1)
-    for budget in (1, 7, 0.3, 1.0):
+    for budget in (2, 7, 0.03, 0.3, 1.0):
         _, state = causal_pruned_attention(*arrays, budget)
-        assert state.slots == Slots.of(budget, 30, causal=True)
+        assert state.slots == Selection(budget).slots(30, causal=True)
         _, certificate = pruned_attention(*arrays, budget, return_certificate=True)
-        assert certificate.slots[0] == min(30, Slots.of(budget, 30).total)
+        assert certificate.slots[0] == min(30, Selection(budget).slots(30).total)
     arrays = heads(23, 40, H=2)
     options: dict[str, Any] = {"budget": 20, "summaries": 6, "window": 2, "sinks": 3}
-    _, certificate = pruned_attention(*arrays, **options, return_certificate=True)
+    _, certificate = attend(*arrays, **options, return_certificate=True)
     assert certificate.kept.sum(axis=-1).tolist() == [9, 9]  # 20 − 6 − 5, of which three are first
     np.testing.assert_array_equal(certificate.slots, 20)
-    _, state = pruned_attention(*arrays, **options, chunk=4, causal=True, return_state=True)
+    _, state = walk(*arrays, **options, renew_every=4)
     assert state.slots == Slots(5, 6, 2, 3, 4)
 
 
@@ -529,7 +664,7 @@ def test_gradients_are_those_of_the_mixture_with_constant_weights(form: str, cau
     cut = 14 if causal else 15  # a renewal ends the oracle's clusters for rows before it
     leaves = [torch.from_numpy(X).requires_grad_() for X in arrays]
     own = {"scores": torch.from_numpy(options["scores"])} if form == "own" else {}
-    Y = pruned_attention(*leaves, **options | own)
+    Y = attend(*leaves, **options | own)
     rows = range(cut, 15) if causal else range(15)
     direction = torch.from_numpy(np.random.default_rng(25).standard_normal((2, len(rows), 3)))
     grads = torch.autograd.grad((Y[:, rows] * direction).sum(), leaves)
@@ -580,14 +715,14 @@ def test_gradients_are_differentiated_again_and_come_in_batches(causal: bool) ->
     @torch.enable_grad()  # type: ignore[untyped-decorator]
     def gradients(q: Any, k: Any, V: Any, again: bool = True) -> Any:
         V = V if V.requires_grad else V.requires_grad_()
-        return torch.autograd.grad(pruned_attention(q, k, V, **options), (q, k, V), direction, create_graph=again)
+        return torch.autograd.grad(attend(q, k, V, **options), (q, k, V), direction, create_graph=again)
 
     for one, other in zip(gradients(*leaves), gradients(*leaves, again=False), strict=True):
         np.testing.assert_allclose(one.detach(), other, atol=1e-12)
     # values have no part in the selection, and in no weight of a summary
     q, k, V = leaves
     assert_gradients(lambda V: torch.cat([x.flatten() for x in gradients(q, k, V)]), [V])
-    Y = pruned_attention(*leaves, **options)
+    Y = attend(*leaves, **options)
     rows = torch.stack([torch.ones_like(Y), Y.detach()])
     together = torch.autograd.grad(Y, leaves, rows, is_grads_batched=True, retain_graph=True)
     for i, row in enumerate(rows):
@@ -600,8 +735,8 @@ def test_gradients_go_through_masks_and_groups() -> None:
     leaves = [torch.from_numpy(X).requires_grad_() for X in heads(27, 16, batch=(2,))]
     mask = np.random.default_rng(28).random((2, 1, 16)) > 0.3
     options = {"size": 4, "window": 1, "mask": mask, "scores": "leverage"}
-    assert not pruned_attention(*leaves, **options, return_certificate=True)[1].error_bound.requires_grad
-    assert_gradients(lambda *X: pruned_attention(*X, **options), leaves)
+    assert not attend(*leaves, **options, return_certificate=True)[1].error_bound.requires_grad
+    assert_gradients(lambda *X: attend(*X, **options), leaves)
 
 
 # -- edges -------------------------------------------------------------------------------------------------
@@ -613,7 +748,7 @@ def test_empty_and_single_rows(f: Any, storage: str) -> None:
     Q, K, V = heads(31, 6)
 
     def run(*arrays: Any, **options: Any) -> Any:
-        return pruned_attention(*(stored(X, storage) for X in arrays), f=f, **options)
+        return attend(*(stored(X, storage) for X in arrays), f=f, **options)
 
     for options in ({"budget": 0.3}, {"size": 2, "summaries": 2}, {"size": 0}, {"epsilon": 0.1, "scores": "leverage"}):
         nothing = run(Q, K[:, :0], V[:, :0], **options)
@@ -627,8 +762,8 @@ def test_empty_and_single_rows(f: Any, storage: str) -> None:
             assert not as_float64(none).any()
         one = run(Q[:, :1], K[:, :1], V[:, :1], causal=True, **options)
         np.testing.assert_allclose(as_float64(one), np.repeat(V[:, :1], 2, axis=0), atol=1e-12)
-    options = {"budget": 9, "causal": True, "return_state": True, "return_certificate": True}
-    Y, state, certificate = run(Q[:, :0], K[:, :0], V[:, :0], **options)
+    nothing = [stored(X[:, :0], storage) for X in (Q, K, V)]
+    Y, state, certificate = causal_pruned_attention(*nothing, 9, f=f, return_certificate=True)
     assert (Y.shape, certificate.error_bound.shape, state.positions) == ((4, 0, 3), (4, 0), 0)
 
 
@@ -637,7 +772,7 @@ def test_queries_that_are_all_alike(causal: bool) -> None:
     """Their moment about the mean is rounding alone."""
     Q, K, V = heads(32)
     Q[:] = [1e5 / 3, 7e4 / 9, 1.1, 3e6 / 7, 1e-3]
-    Y, certificate = pruned_attention(Q, K, V, size=4, summaries=4, causal=causal, scale=1e-6, return_certificate=True)
+    Y, certificate = attend(Q, K, V, size=4, summaries=4, causal=causal, scale=1e-6, return_certificate=True)
     expected = naive_attention.dense(Q, K, V, None, causal, 1e-6)[0]
     assert np.all(np.linalg.norm(Y - expected, axis=-1) <= certificate.error_bound + 1e-12)
     # The summaries are tangent where all queries are.
@@ -651,7 +786,7 @@ def test_what_is_not_finite_is_refused_and_not_computed_with(causal: bool) -> No
         arrays = [Q.copy(), K.copy(), V]
         arrays[i][:, 3] = value
         with np.errstate(all="ignore"), pytest.raises(NonFiniteError, match="give finite"):
-            pruned_attention(*arrays, size=4, summaries=3, chunk=5 if causal else None, causal=causal)
+            attend(*arrays, size=4, summaries=3, renew_every=5 if causal else None, causal=causal)
 
 
 SMALL = heads(34, 10)
@@ -661,20 +796,31 @@ NOTHING_KNOWN = "return_certificate is True and summaries is 0"
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing": ({}, ValueError, "budget=None, size=None and epsilon=None were given; expected one of the three"),
     "two": ({"budget": 5, "size": 3}, ValueError, "budget=5, size=3 and epsilon=None"),
-    "budget": ({"budget": "all"}, TypeError, "budget is 'all'; expected a number of slots"),
+    "budget": ({"budget": "all"}, TypeError, "budget is 'all'; expected a count, or a share"),
     "budget-share": ({"budget": 1.5}, ValueError, r"budget is 1.5; expected .* in \(0, 1\]"),
-    "budget-none": ({"budget": 0}, ValueError, "budget is 0; expected at least one slot"),
+    "budget-none": ({"budget": 0}, ValueError, "budget is 0; expected at least 2 slots"),
+    "budget-one": ({"budget": 1}, ValueError, r"budget is 1; .* at least 2 slots, or a share .* in \(0, 1\].* size=1"),
+    "budget-one-numpy": ({"budget": np.int64(1)}, ValueError, "budget is 1; expected at least 2 slots"),
+    "budget-flag": ({"budget": True}, TypeError, "budget is True; expected a count"),
     "budget-parts": (
         {"budget": 5, "window": 3},
         ValueError,
         r"budget=5 is 5 slots, and .*window=3.* take 1\d; expected a larger",
     ),
-    "size": ({"size": -1}, ValueError, "size is -1; expected at least 0"),
-    "size-kind": ({"size": 2.0}, TypeError, r"size is 2\.0; expected a whole number"),
+    "size": ({"size": -1}, ValueError, "size is -1; expected a count, or a share"),
+    "size-share": ({"size": 2.0}, ValueError, r"size is 2\.0; expected a count, or a share in \(0, 1\]"),
+    "size-kind": ({"size": "2"}, TypeError, "size is '2'; expected a count"),
     "epsilon": ({"epsilon": math.nan}, ValueError, "epsilon is nan; expected a finite number"),
     "summaries": ({"size": 2, "summaries": -1}, ValueError, "summaries is -1"),
-    "window": ({"size": 2, "window": True}, TypeError, "window is True; expected a whole number"),
-    "sinks": ({"size": 2, "sinks": "2"}, TypeError, "sinks is '2'; expected a whole number"),
+    "summaries-share": ({"size": 2, "summaries": 0.5}, ValueError, "summaries is 0.5, a share .*; expected a count"),
+    "window-share": ({"epsilon": 0.2, "window": 0.25}, ValueError, "window is 0.25, a share .*; expected a count"),
+    "sinks-share": (
+        {"budget": 8, "sinks": 1.5},
+        ValueError,
+        r"sinks is 1.5; .* share of the budget's slots in \[0, 1\]",
+    ),
+    "window": ({"size": 2, "window": True}, TypeError, "window is True; expected a count"),
+    "sinks": ({"size": 2, "sinks": "2"}, TypeError, "sinks is '2'; expected a count"),
     "scores": ({"size": 2, "scores": "given"}, ValueError, "scores is 'given'; expected one of residual, expected"),
     "scores-none": ({"size": 2, "scores": None}, TypeError, "scores is of type NoneType"),
     "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
@@ -684,23 +830,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "center-power": ({"size": 2, "center": True, "scores": "leverage", "f": 2}, ValueError, "center is True and f"),
     "f": ({"size": 2, "f": "exp"}, ValueError, "f is 'exp'; expected \"softmax\""),
     "f-root": ({"size": 2, "f": 0.5}, ValueError, "f is 0.5; expected .* p >= 1"),
-    "chunk": ({"size": 2, "chunk": 5}, ValueError, "chunk is 5 and causal is False"),
-    "chunk-none": ({"size": 2, "chunk": 0, "causal": True}, ValueError, "chunk is 0; .* at least 1"),
+    "renewals": ({"size": 2, "renew_every": 5}, ValueError, "renew_every is 5, and the attention is not causal"),
+    "renewals-none": ({"size": 2, "renew_every": 0, "causal": True}, ValueError, "renew_every is 0; .* at least 1"),
     "scale": ({"size": 2, "scale": math.inf}, ValueError, "scale is inf"),
     "query-mask": ({"size": 2, "query_mask": np.ones(9, bool)}, ValueError, r"query_mask has shape \(9,\)"),
     "query-mask-kind": ({"size": 2, "query_mask": np.ones(10)}, TypeError, "query_mask has dtype float64"),
-    "query-mask-causal": (
-        {"size": 2, "query_mask": np.ones(10, bool), "causal": True},
-        ValueError,
-        "query_mask was given and causal is True",
-    ),
-    "return-state": ({"size": 2, "return_state": True}, ValueError, "return_state was given and causal is False"),
-    "state": ({"state": 3, "causal": True}, TypeError, "state is of type int; expected a PrunedState"),
-    "state-order": ({"state": STATE}, ValueError, "state or return_state was given and causal is False"),
-    "state-options": ({"state": STATE, "size": 2, "causal": True}, ValueError, "state and size were given"),
     "state-f": ({"state": STATE, "f": 2, "causal": True}, ValueError, "f is not the function of the state"),
-    "state-kind": ({"state": STATE, "scores": "leverage", "causal": True}, ValueError, "scores is 'leverage', and"),
-    "state-scores": ({"state": STATE, "scores": np.ones(10), "causal": True}, ValueError, "scores are given in only"),
     "certificate": ({"size": 2, "causal": True, "return_certificate": True}, ValueError, NOTHING_KNOWN),
     "certificate-threshold": ({"epsilon": 0.0, "causal": True, "return_certificate": True}, ValueError, NOTHING_KNOWN),
 }
@@ -710,7 +845,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_options_are_named(name: str) -> None:
     options, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        pruned_attention(*SMALL, **options)
+        attend(*SMALL, **options)
 
 
 QS, KS, VS = SMALL
@@ -719,7 +854,7 @@ BAD_ARRAYS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ((QS, KS, VS[:, :9]), {}, ValueError, r"V has shape \(2, 9, 3\); expected n = 10"),
     ((QS, KS[[0, 1, 1]], VS[[0, 1, 1]]), {}, ValueError, "Q has 4 heads and K has 3; expected a multiple"),
     ((QS[:0], KS, VS), {}, ValueError, r"Q, K, V have \[0, 2, 2\] heads; expected at least one"),
-    ((QS[:, :5], KS, VS), {"causal": True}, ValueError, "Q has 5 rows and K has 10, and causal is True"),
+    ((QS[:, :5], KS, VS), {"causal": True}, ValueError, "Q has 5 rows and K has 10; expected as many"),
     ((QS[:, :5], KS, VS), {"window": 2}, ValueError, "window is 2, but there are not as many queries as keys"),
     ((np.ones((4, 10, 5), int), KS, VS), {}, TypeError, "Q has dtype int64"),
     ((QS, None, VS), {}, TypeError, "K is of type NoneType"),
@@ -729,29 +864,31 @@ BAD_ARRAYS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("arrays", "options", "error", "message"), BAD_ARRAYS)
 def test_bad_arrays_are_named(arrays: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        pruned_attention(*arrays, size=2, **options)
+        attend(*arrays, size=2, **options)
 
 
 def test_states_of_other_arrays_are_named() -> None:
     Q, K, V = SMALL
     for arrays in ((Q[..., :4], K[..., :4], V), (Q, K, V[..., :2]), [X.astype(np.float32) for X in SMALL]):
         with pytest.raises(ValueError, match="state holds float64 of numpy with d = 5 and D = 3, and K and V are"):
-            causal_pruned_attention(*arrays, STATE)[0]
+            causal_pruned_attention(*arrays, STATE)
     with pytest.raises(ValueError, match=r"state has batch \(2,\); expected \(1,\)"):
-        causal_pruned_attention(Q, K[:1], V[:1], STATE)[0]
+        causal_pruned_attention(Q, K[:1], V[:1], STATE)
     with pytest.raises(ValueError, match=NOTHING_KNOWN):  # keys dropped before
-        pruned_attention(*(X[:, :1] for X in SMALL), causal=True, state=STATE, return_certificate=True)
+        causal_pruned_attention(*(X[:, :1] for X in SMALL), STATE, return_certificate=True)
     own = causal_pruned_attention(*SMALL, Selection(size=2, scores=np.ones(10)))[1]
-    with pytest.raises(ValueError, match="scores are given in only one"):
-        causal_pruned_attention(*SMALL, own)[0]
+    with pytest.raises(ValueError, match=r"selection is the state .* give state.with_scores\(scores\)"):
+        causal_pruned_attention(*SMALL, own)
+    with pytest.raises(ValueError, match="scores were given, and the state selects by 'residual'; expected none"):
+        STATE.with_scores(np.ones(10))
 
 
 def test_causal_bounds_hold_for_values_that_grow() -> None:
     Q, K, V = heads(36, 200, 8, 8)
     V *= np.where(np.arange(200) < 128, 1e-3, 1.0)[:, None]
     V[:, 128:] += 100
-    options = {"size": 8, "summaries": 4, "causal": True, "chunk": 64}
-    Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
+    options = {"size": 8, "summaries": 4, "causal": True, "renew_every": 64}
+    Y, certificate = attend(Q, K, V, return_certificate=True, **options)
     off = np.linalg.norm(Y - naive_attention.dense(Q, K, V, causal=True)[0], axis=-1)
     assert (off <= certificate.error_bound + 1e-9).all()
 
@@ -768,10 +905,10 @@ def test_a_budget_is_of_the_keys_that_are_there(budget: float) -> None:
 def test_thresholds_hold_ties_within_rounding(causal: bool) -> None:
     rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))[0]
     K = np.tile(np.eye(4), (20, 1)) @ rotation  # each direction twenty times: scores of 1/20 to rounding
-    options = {"epsilon": 0.05, "scores": "leverage", "center": False, "causal": causal}
+    options = {"epsilon": 0.05, "scores": "leverage", "center": False}
     if causal:
-        _, state = pruned_attention(K, K, K, return_state=True, chunk=80, **options)
+        _, state = walk(K, K, K, renew_every=80, **options)
         assert state.parts[0].kept_places.shape[1] == 80
     else:
-        _, certificate = pruned_attention(K, K, K, return_certificate=True, **options)
+        _, certificate = attend(K, K, K, return_certificate=True, **options)
         np.testing.assert_array_equal(certificate.kept, levattn.universal_set(K, 0.05).mask)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import naive
-from levattn.attention import pruned_attention
 from libraries import needs_torch, stored
+from pruned_calls import attend, walk
 from strategies import Float, as_float64
 
 CHUNK, ROWS = 6, 30
@@ -48,11 +48,10 @@ def _selections(K: Float, epsilon: float, room: float) -> tuple[set[int], set[in
 
 def _kept(K: Any, epsilon: float, steps: int) -> set[int]:
     """Return the keys that are kept in the end, after calls of so many positions."""
-    state, options = None, {"epsilon": epsilon, "scores": "leverage", "chunk": CHUNK}
+    state = None
     for at in range(0, ROWS, steps):
         rows = K[at : at + steps, :]
-        _, state = pruned_attention(rows, rows, rows, causal=True, state=state, return_state=True, **options)
-        options = {}
+        _, state = walk(rows, rows, rows, state=state, epsilon=epsilon, scores="leverage", renew_every=CHUNK)
     (part,) = state.parts
     return {*as_float64(part.kept_places)[0].astype(int).tolist()}
 
@@ -77,8 +76,8 @@ def test_an_offset_changes_no_selection(name: str, storage: str, kind: str) -> N
 def test_keys_whose_squares_vanish_are_refused(storage: str, center: bool) -> None:
     """Their scores are those of larger keys, and second moments that underflow do not show them."""
     K = stored(KEYS["any"], storage)
-    options = {"size": 3, "scores": "leverage", "center": center, "causal": True, "chunk": CHUNK}
-    pruned_attention(K, 0 * K, K, **options)
-    pruned_attention(K, 2.0**-440 * K, K, **options)
+    options = {"size": 3, "scores": "leverage", "center": center, "causal": True, "renew_every": CHUNK}
+    attend(K, 0 * K, K, **options)
+    attend(K, 2.0**-440 * K, K, **options)
     with pytest.raises(ValueError, match="keys are so small that their squares vanish; expected larger ones"):
-        pruned_attention(K, 2.0**-560 * K, K, **options)
+        attend(K, 2.0**-560 * K, K, **options)

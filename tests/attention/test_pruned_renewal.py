@@ -10,7 +10,8 @@ import pytest
 
 import naive_attention
 from levattn._kernels.pruned import Summaries
-from levattn.attention import PrunedState, pruned_attention
+from levattn.attention import PrunedState, Selection, causal_pruned_attention, pruned_attention
+from pruned_calls import attend
 
 T = 240
 SCALES = np.asarray([1e-30, 1e-15, 1.0, 1e15, 1e30])[:, None, None]  # of keys; queries have the inverse
@@ -51,8 +52,8 @@ def summaries_of(state: PrunedState) -> Summaries:
 )
 def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: str, dtype: str) -> None:
     Q, K, V = sequences(name, dtype)
-    options = {"size": 1, "summaries": 2, "chunk": 1, "return_state": True, "return_certificate": True}
-    Y, state, certificate = pruned_attention(Q, K, V, causal=True, **options)
+    selection = Selection(size=1, summaries=2, renew_every=1)
+    Y, state, certificate = causal_pruned_attention(Q, K, V, selection, return_certificate=True)
     assert np.isfinite(Y).all()
     off = np.linalg.norm(
         ((Y - naive_attention.dense(Q, K, V, causal=True, kind=np.longdouble)[0]) / VALUES).astype(float), axis=-1
@@ -94,8 +95,8 @@ def test_a_bound_of_tiny_values_is_not_zero(dtype: str, scale: float, causal: bo
     rng = np.random.default_rng(1)
     Q, K, V = rng.standard_normal((3, 40, 2)).astype(dtype)
     V = (scale * V).astype(dtype)
-    options = {"size": 2, "summaries": 1} | ({"causal": True, "chunk": 2} if causal else {})
-    Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
+    options = {"size": 2, "summaries": 1} | ({"causal": True, "renew_every": 2} if causal else {})
+    Y, certificate = attend(Q, K, V, return_certificate=True, **options)
     one = Q[None], K[None], V[None] / np.longdouble(scale)
     off = Y / np.longdouble(scale) - naive_attention.dense(*one, causal=causal, kind=np.longdouble)[0][0]
     room = 1e-12 if scale == 1e-170 else 1e-5  # values near the least normal number have few digits

@@ -15,14 +15,15 @@ import strategies
 from levattn import thread_limit
 from levattn._kernels import tasks
 from levattn._kernels.pruned import cpu as pruned_cpu
-from levattn.attention import Slots, pruned_attention
+from levattn.attention import Selection, causal_pruned_attention
+from pruned_calls import attend, walk
 
 T, BUDGET = 150, 40
 OPTIONS: dict[str, dict[str, Any]] = {  # of as many slots
     "budget": {"budget": BUDGET},
     "expected": {"budget": BUDGET, "scores": "expected", "sinks": 2},
     "leverage": {"budget": BUDGET, "scores": "leverage"},
-    "dropped": {"size": 30, "window": 3, "chunk": 7},
+    "dropped": {"size": 30, "window": 3, "renew_every": 7},
     "squares": {"budget": BUDGET, "f": 2},
 }
 
@@ -35,14 +36,14 @@ def arrays(seed: int, n: int = T, heads: int = 4) -> Any:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_positions_that_fit_into_the_slots_are_dense(name: str) -> None:
     Q, K, V = arrays(0)
-    Y = pruned_attention(Q, K, V, causal=True, **OPTIONS[name])
+    Y = attend(Q, K, V, causal=True, **OPTIONS[name])
     expected, _ = naive_attention.dense(Q, K, V, OPTIONS[name].get("f"), True)
     np.testing.assert_allclose(Y[:, :BUDGET], expected[:, :BUDGET], atol=1e-12)
     assert np.all(np.abs(Y - expected)[:, BUDGET:].max(axis=(1, 2)) > 1e-3)
 
 
 def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() -> None:
-    Y, certificate = pruned_attention(*arrays(1), budget=BUDGET, causal=True, return_certificate=True)
+    Y, _, certificate = causal_pruned_attention(*arrays(1), BUDGET, return_certificate=True)
     np.testing.assert_array_equal(certificate.captured_lower[:, :BUDGET], 1)
     np.testing.assert_array_equal(certificate.error_bound[:, :BUDGET], 0)
     assert np.all(certificate.error_bound[:, BUDGET:] > 0)
@@ -59,13 +60,10 @@ def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() ->
 )
 def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set[int], seed: int) -> None:
     X = arrays(seed)
-    options = {"causal": True, "return_state": True, **OPTIONS[name]}
-    kept = {"f": options["f"]} if "f" in options else {}
-    whole, state = pruned_attention(*X, **options)
+    whole, state = walk(*X, **OPTIONS[name])
     pieces, held = [], None
     for low, high in pairwise([0, *sorted(cuts | around), T]):
-        given = options if held is None else {"causal": True, "return_state": True, "state": held, **kept}
-        piece, held = pruned_attention(*(x[:, low:high] for x in X), **given)
+        piece, held = walk(*(x[:, low:high] for x in X), state=held, **OPTIONS[name])
         rows = held.parts[0].kept.shape[1] + held.parts[0].recent.shape[1]
         assert rows <= held.slots.total
         pieces.append(piece)
@@ -81,15 +79,14 @@ def test_steps_of_decoding_are_the_whole() -> None:
     state, rows = None, []
     for i in range(T):
         step = slice(i, i + 1)
-        options = {"budget": BUDGET} if state is None else {"state": state}
-        row, state = pruned_attention(Q[:, step], K[:, step], V[:, step], causal=True, return_state=True, **options)
+        row, state = walk(Q[:, step], K[:, step], V[:, step], state=state, budget=BUDGET)
         rows.append(row)
     np.testing.assert_allclose(np.concatenate(rows, axis=1), whole, atol=1e-5)
 
 
 def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_arguments() -> None:
     X = arrays(3, 400)
-    slots = Slots.of(BUDGET, 400, causal=True)
+    slots = Selection(BUDGET).slots(400, causal=True)
     sizes = []
     for n in range(BUDGET, 400, 23):
         _, state = causal_pruned_attention(*(x[:, :n] for x in X), BUDGET)
@@ -104,10 +101,9 @@ def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_argume
 @pytest.mark.parametrize("name", ["budget", "expected"])
 def test_a_renewal_at_once_is_that_in_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     X = arrays(4, 200)
-    options = {"causal": True, "return_state": True, "return_certificate": True, **OPTIONS[name]}
-    Y, state, certificate = pruned_attention(*X, **options)
+    Y, state, certificate = walk(*X, **OPTIONS[name], return_certificate=True)
     monkeypatch.setattr(pruned_cpu, "renewed", lambda *_: None)
-    expected, other, theirs = pruned_attention(*X, **options)
+    expected, other, theirs = walk(*X, **OPTIONS[name], return_certificate=True)
     np.testing.assert_allclose(Y, expected, atol=1e-11)
     np.testing.assert_allclose(certificate.error_bound, theirs.error_bound, rtol=1e-9)
     mine, right = state.parts[0], other.parts[0]
@@ -125,7 +121,7 @@ def test_items_on_threads_of_their_own_have_the_same_bits(causal: bool, monkeypa
     results = []
     for threads in (1, 2, 3):
         with thread_limit(threads):
-            answer = pruned_attention(*X, budget=BUDGET, causal=causal, return_certificate=True, return_state=causal)
+            answer = (walk if causal else attend)(*X, budget=BUDGET, return_certificate=True)
             results.append((answer[0], answer[-1].error_bound, *([answer[1].parts[0].kept] if causal else [])))
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
@@ -136,4 +132,4 @@ def test_what_is_not_finite_is_named_from_a_thread_as_well() -> None:
     Q, K, V = arrays(6, 300)
     K[2, 20] = np.inf
     with np.errstate(all="ignore"), thread_limit(2), pytest.raises(ValueError, match="give finite"):
-        causal_pruned_attention(Q, K, V, BUDGET)[0]
+        causal_pruned_attention(Q, K, V, BUDGET)

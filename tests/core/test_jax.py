@@ -13,7 +13,9 @@ import pytest
 
 import levattn
 from levattn.attention import (
+    Selection,
     causal_conv,
+    causal_pruned_attention,
     latte,
     macchiato,
     memberships,
@@ -97,7 +99,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         [W, W, W],
     ),
     "pruned_coverage": (
-        lambda *given: pruned_coverage(*given, coverage=0.8, budget=0.5).queries,
+        lambda *given: pruned_coverage(*given, 0.5, coverage=0.8).queries,
         [np.tile(K, (4, 1))] * 3,
     ),
 }  # fmt: skip

@@ -69,14 +69,14 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     **{
         f"pruned_attention, {scores}": (
             ((2, N, D), (1, N, D), (1, N, 2)),
-            lambda *x, scores=scores: attention.causal_pruned_attention(*x, Selection(20, scores=scores))[0],
+            lambda *x, scores=scores: attention.causal_pruned_attention(*x, attention.Selection(20, scores=scores))[0],
         )
         for scores in ("residual", "expected", "leverage")
     },
     "pruned_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.pruned_attention(*x, 20)),
     "pruned_coverage": (
         ((N, D), (N, D), (N, 2)),
-        lambda *x: attention.pruned_coverage(*x, coverage=0.8, budget=0.3).error,
+        lambda *x: attention.pruned_coverage(*x, 0.3, coverage=0.8).error,
     ),
 }
 

@@ -20,7 +20,7 @@ from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.rows import Rows
 from levattn._kernels.rows.cuda import key_arguments
-from levattn.attention import latte, pruned_attention, tssa
+from levattn.attention import Selection, causal_pruned_attention, latte, pruned_attention, tssa
 from levattn.sketch import CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState
 from strategies import as_float64
@@ -150,7 +150,7 @@ def test_selections_of_causal_tensors_wait_for_nothing(tensors: Any, kind: str) 
         K = there.CudaTensor(torch.from_numpy(keys(n, 8)[None]), 0)
         made.crossed.clear()
         places.launches.clear()
-        causal_pruned_attention(K, K, K, Selection(size=9, summaries=7, window=4, scores=kind, renew_every=40))[0]
+        causal_pruned_attention(K, K, K, Selection(size=9, summaries=7, window=4, scores=kind, renew_every=40))
         crossed.append(list(made.crossed))
         launched.append(len(places.launches))
     assert crossed[0] == crossed[1] == ["back"]

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn.attention import latte, pruned_attention, tssa
+from levattn.attention import latte, tssa
+from pruned_calls import attend
 
 torch = pytest.importorskip("torch")
 
@@ -150,9 +151,9 @@ def test_universal_sets_and_streams(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pruned_attention(dtype: str, causal: bool) -> None:
     Q, K, V = (numbers(2, 3, 200, 16, seed=i, dtype=dtype) for i in range(3))
-    attend = partial(pruned_attention, size=30, summaries=8, **({"causal": True, "chunk": 20} if causal else {}))
-    exact = attend(*(X.double() for X in (Q, K, V)))
-    assert_as_exact(attend(*map(there, (Q, K, V))), attend(Q, K, V), exact)
+    pick = partial(attend, size=30, summaries=8, **({"causal": True, "renew_every": 20} if causal else {}))
+    exact = pick(*(X.double() for X in (Q, K, V)))
+    assert_as_exact(pick(*map(there, (Q, K, V))), pick(Q, K, V), exact)
 
 
 # -- streams, threads and devices -------------------------------------------------------------

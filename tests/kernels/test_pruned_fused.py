@@ -14,8 +14,9 @@ from test_pruned_kernels import mixture
 import naive_attention
 from differences import assert_gradients
 from levattn._kernels.pruned import PrunedArguments, Summaries, definition, mapped
-from levattn.attention import pruned_attention
+from levattn.attention import Selection, pruned_attention
 from libraries import HAS_TORCH
+from pruned_calls import attend, walk
 
 if not HAS_TORCH:
     pytest.skip("needs torch", allow_module_level=True)
@@ -323,8 +324,8 @@ def test_calls_equal_the_loop_over_queries(form: str, chunk: int | None, dtype: 
     kind = getattr(torch, dtype)
     arrays = (rng.standard_normal(shape) for shape in ((4, 24, 5), (2, 24, 5), (2, 24, 3)))
     Q, K, V = (torch.from_numpy(array).to(kind).requires_grad_() for array in arrays)
-    options = FORMS[form] | ({} if chunk is None else {"causal": True, "chunk": chunk})
-    Y = pruned_attention(Q, K, V, **options)
+    options = FORMS[form] | ({} if chunk is None else {"causal": True, "renew_every": chunk})
+    Y = attend(Q, K, V, **options)
     assert Y.dtype == kind
     assert set(calls) == {kind}
     oracle = {{"summaries": "R"}.get(name, name): value for name, value in FORMS[form].items()} | {"chunk": chunk}
@@ -369,7 +370,7 @@ def test_chunks_as_a_batch_equal_the_loop_over_queries(
         monkeypatch.setattr(fused_kernels, "at_once", lambda *_: limit)
     leaves = [torch.from_numpy(array).requires_grad_() for array in (Q, K, V)]
     given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    Y = pruned_attention(*leaves, causal=True, chunk=5, **given)
+    Y = attend(*leaves, causal=True, renew_every=5, **given)
     names = {"summaries": "R", "scores": "kind", "f": "power"}
     oracle = {names.get(name, name): value for name, value in options.items()} | {"chunk": 5}
     for j in range(2):
@@ -389,7 +390,7 @@ def test_gradients_of_chunks_as_a_batch_are_those_of_each(form: str, monkeypatch
     for limit in (1 << 26, 0):
         monkeypatch.setattr(fused_kernels, "at_once", lambda *_, limit=limit: limit)
         leaves = [torch.from_numpy(array).requires_grad_() for array in arrays]
-        Y = pruned_attention(*leaves, causal=True, chunk=5, **options)
+        Y = attend(*leaves, causal=True, renew_every=5, **options)
         gradients.append(torch.autograd.grad((Y * Y.detach().cos()).sum(), leaves))
     for one, two in zip(*gradients, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-11)
@@ -399,15 +400,13 @@ def test_gradients_of_chunks_as_a_batch_are_those_of_each(form: str, monkeypatch
 @pytest.mark.usefixtures("calls")
 def test_states_and_certificates_of_chunks_as_a_batch_are_those_of_numpy(form: str) -> None:
     arrays, options = stream(form)
-    options |= {"causal": True, "chunk": 5, "return_state": True, "return_certificate": True}
-    Y, state, certificate = pruned_attention(*arrays, **options)
+    options |= {"renew_every": 5, "return_certificate": True}
+    Y, state, certificate = walk(*arrays, **options)
     tensors = [torch.from_numpy(array).requires_grad_() for array in arrays]
     for cut in (None, 33, 40):
-        found, held, bounds = pruned_attention(*(x[:, :cut] for x in tensors), **options)
+        found, held, bounds = walk(*(x[:, :cut] for x in tensors), **options)
         if cut is not None:
-            more = {"state": held, "causal": True, "return_state": True, "return_certificate": True}
-            more |= {"f": options["f"]} if "f" in options else {}
-            rest, held, _ = pruned_attention(*(x[:, cut:] for x in tensors), **more)
+            rest, held, _ = walk(*(x[:, cut:] for x in tensors), state=held, **options)
             found = torch.cat([found, rest], 1)
         np.testing.assert_allclose(found.detach(), Y, rtol=0, atol=1e-10)
         np.testing.assert_allclose(bounds.error_bound, certificate.error_bound[:, :cut], rtol=1e-8, atol=1e-10)
@@ -440,7 +439,7 @@ def test_as_many_operators_for_any_number_of_chunks(
         with monkeypatch.context() as patch, Operators() as operators:
             patch.setattr(fused_kernels, "mixture", counted("mixture", fused_kernels.mixture))
             patch.setattr(causal_module, "selected_anew", counted("selection", causal_module.selected_anew))
-            pruned_attention(*leaves, causal=True, chunk=5, **options)
+            attend(*leaves, causal=True, renew_every=5, **options)
         mixtures = [names for kind, names in parts if kind == "mixture"]
         selections = [names for kind, names in parts if kind == "selection"]
         assert len(selections) >= T // 5 - 4
@@ -458,12 +457,12 @@ def test_as_many_operators_for_any_number_of_chunks(
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.usefixtures("calls")
 def test_what_is_not_finite_is_named_at_the_end(which: int, form: str) -> None:
-    """As far as a selection reads it: rows of the last chunk are NaN alone."""
-    arrays, options = stream(form)
-    for place, named in ((3, True), (40, True), (74, False)):
+    """As far as a selection reads it: rows after the last one are NaN alone."""
+    arrays, options = stream(form, 78)
+    for place, named in ((3, True), (40, True), (77, False)):
         leaves = [torch.from_numpy(array.copy()) for array in arrays]
         leaves[which][1, place, 2] = torch.nan
-        call = partial(pruned_attention, *(x.requires_grad_() for x in leaves), causal=True, chunk=5, **options)
+        call = partial(attend, *(x.requires_grad_() for x in leaves), causal=True, renew_every=5, **options)
         if named and (which == 1 or "leverage" not in str(options)):
             with pytest.raises(NonFiniteError, match="give finite"):
                 call()
@@ -474,11 +473,11 @@ def test_what_is_not_finite_is_named_at_the_end(which: int, form: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_func_has_the_same_gradients(causal: bool) -> None:
     arrays, options = stream("default", 40)
-    options |= {"causal": True, "chunk": 5} if causal else {}
+    options |= {"causal": True, "renew_every": 5} if causal else {}
     tensors = [torch.from_numpy(array) for array in arrays]
 
     def loss(*X: Any) -> Any:
-        return pruned_attention(*X, **options).square().sum()
+        return attend(*X, **options).square().sum()
 
     found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
     leaves = [x.clone().requires_grad_() for x in tensors]

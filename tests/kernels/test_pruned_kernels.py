@@ -13,8 +13,9 @@ from levattn import thread_limit
 from levattn._kernels import tasks
 from levattn._kernels.pruned import PrunedArguments, Summaries, definition, differentiable, mapped
 from levattn._kernels.pruned import cpu as pruned_cpu
-from levattn.attention import pruned_attention
+from levattn.attention import causal_pruned_attention
 from libraries import needs_torch
+from pruned_calls import attend
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
 over_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -320,7 +321,7 @@ def test_the_same_bits_on_any_number_of_threads(options: dict[str, Any]) -> None
     results = []
     for threads in (1, 3):
         with thread_limit(threads):
-            results.append(pruned_attention(Q, K, V, **options))
+            results.append(attend(Q, K, V, **options))
     np.testing.assert_array_equal(*results)
 
 
@@ -331,17 +332,17 @@ def test_tensors_without_gradients_have_the_bits_of_numpy(causal: bool) -> None:
 
     Q, K, V = np.random.default_rng(6).standard_normal((3, 2, 150, 8)).astype(np.float32)
     tensors = [torch.from_numpy(array) for array in (Q, K, V)]
-    expected = pruned_attention(Q, K, V, budget=40, causal=causal)
-    found = pruned_attention(*tensors, budget=40, causal=causal)
+    expected = attend(Q, K, V, budget=40, causal=causal)
+    found = attend(*tensors, budget=40, causal=causal)
     assert isinstance(found, torch.Tensor)
     np.testing.assert_array_equal(found.numpy(), expected)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    followed = pruned_attention(*leaves, budget=40, causal=causal)
+    followed = attend(*leaves, budget=40, causal=causal)
     assert followed.requires_grad
     close(followed.detach().numpy(), expected, 1e-5)
     with torch.no_grad():
-        np.testing.assert_array_equal(pruned_attention(*leaves, budget=40, causal=causal).numpy(), expected)
-    half = pruned_attention(*(tensor.bfloat16() for tensor in tensors), budget=40, causal=causal)
+        np.testing.assert_array_equal(attend(*leaves, budget=40, causal=causal).numpy(), expected)
+    half = attend(*(tensor.bfloat16() for tensor in tensors), budget=40, causal=causal)
     assert half.dtype is torch.bfloat16
 
 

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.nn import Latte, LevAttention, Macchiato, TokenStatistics  # noqa: E402
 
 T, C = 17, 12
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "latte": (Latte, {"latents": 5}),
     "macchiato": (Macchiato, {"latents": 5, "window": 6, "rope": False}),
     "tokens": (TokenStatistics, {"causal": True}),
-    "few": (LevAttention, {"causal": True, "budget": 8, "chunk": 4}),
+    "few": (LevAttention, {"causal": True, "selection": Selection(8, scores="leverage", renew_every=4)}),
 }
 CAUSAL: dict[str, dict[str, Any]] = {
     "latte": {},

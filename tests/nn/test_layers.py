@@ -296,7 +296,7 @@ def test_a_cache_goes_with_one_batch_and_is_left_alone_by_errors(form: str) -> N
 
 @pytest.mark.parametrize("kind", ["latte", "tokens", "few"])
 def test_a_layer_that_sees_all_does_not_decode(kind: str) -> None:
-    options = {"chunk": None} if kind == "few" else {}
+    options = {"selection": 8} if kind == "few" else {}
     layer, X = layer_and_input(kind, causal=False, **options)
     cache = layer_and_input(kind)[0].new_cache()
     for call in (layer.new_cache, getattr(layer, "state_size", layer.new_cache), lambda: layer(X, cache=cache)):

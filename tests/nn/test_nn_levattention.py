@@ -12,19 +12,27 @@ import naive_attention as naive
 
 torch = pytest.importorskip("torch")
 
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention  # noqa: E402
 from levattn.nn import LevAttention, set_dense  # noqa: E402
+from pruned_calls import selected  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # name -> (options of the layer, options of the oracle)
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "paper": ({"size": 5, "center": False}, {"size": 5, "kind": "leverage", "center": False}),
-    "mixture": (
-        {"size": 4, "summaries": 3, "window": 1, "scores": "residual"},
-        {"size": 4, "R": 3, "window": 1, "kind": "residual"},
+    "paper": (
+        {"size": 5, "scores": "leverage", "center": False},
+        {"size": 5, "kind": "leverage", "center": False},
     ),
-    "grouped": ({"size": 4, "summaries": 2, "sinks": 1, "kv_heads": 1}, {"size": 4, "R": 2, "sinks": 1}),
-    "squares": ({"size": 4, "f": 2, "bias": False}, {"size": 4, "power": 2, "center": False}),
+    "mixture": ({"size": 4, "summaries": 3, "window": 1}, {"size": 4, "R": 3, "window": 1, "kind": "residual"}),
+    "grouped": (
+        {"size": 4, "summaries": 2, "sinks": 1, "scores": "leverage", "kv_heads": 1},
+        {"size": 4, "R": 2, "sinks": 1, "kind": "leverage"},
+    ),
+    "squares": (
+        {"size": 4, "scores": "leverage", "f": 2, "bias": False},
+        {"size": 4, "kind": "leverage", "power": 2, "center": False},
+    ),
 }
 over_forms = pytest.mark.parametrize("form", FORMS)
 both_orders = pytest.mark.parametrize("causal", [False, True])
@@ -32,8 +40,9 @@ both_orders = pytest.mark.parametrize("causal", [False, True])
 
 def layer_and_input(form: str, causal: bool, *, B: int = 2, T: int = 17, **options: Any) -> Any:
     torch.manual_seed(0)
-    chunk = {"chunk": 4} if causal else {}
-    layer = LevAttention(12, **{"heads": 2, "causal": causal} | chunk | FORMS[form][0] | options).double()
+    renewals = {"renew_every": 4} if causal else {}
+    selection, others = selected(renewals | FORMS[form][0])
+    layer = LevAttention(12, selection, **{"heads": 2, "causal": causal} | others | options).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) / 2)
@@ -46,7 +55,7 @@ def answer(layer: Any, x: Any, form: str, *, dense: bool = False) -> Any:
     G = FORMS[form][0].get("kv_heads", 2)
     Y = x @ weights["qkv.weight"].T + weights.get("qkv.bias", 0)
     Q, K, V = (part.reshape(len(x), -1, 6).swapaxes(0, 1) for part in np.split(Y, [12, 12 + 6 * G], axis=1))
-    oracle = {"kind": "leverage", **FORMS[form][1]}
+    oracle = FORMS[form][1]
     if dense:
         oracle = {"size": 0 if layer.causal else len(x), "power": oracle.get("power")}
     chunk = (len(x) if dense else 4) if layer.causal else None
@@ -68,7 +77,8 @@ def test_a_layer_is_pruned_attention_of_its_projections(form: str, causal: bool)
 @both_orders
 @pytest.mark.parametrize("dense", [False, True])
 def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool, dense: bool) -> None:
-    layer, X = layer_and_input(form, causal, dense=dense)
+    layer, X = layer_and_input(form, causal)
+    set_dense(layer, dense)
     mask = torch.from_numpy(np.random.default_rng(1).random((2, 17)) > 0.3)
     mask[0, :5] = False
     X[~mask] = float("nan")
@@ -152,31 +162,54 @@ def test_parameters_are_those_of_timm_by_name_and_shape() -> None:
 
 
 def test_a_layer_shows_what_it_was_made_with() -> None:
-    shown = "dim=24, heads=4, causal=False, kv_heads=2, budget=0.5, scores='leverage', f=2, dense=True\n"
-    assert shown in repr(LevAttention(24, heads=4, kv_heads=2, budget=0.5, f=2, dense=True))
+    layer = LevAttention(24, Selection(0.5, scores="leverage"), heads=4, kv_heads=2, f=2)
+    for dense in (False, True):
+        set_dense(layer, dense)
+        shown = "dim=24, heads=4, causal=False, selection=Selection(0.5, scores='leverage'), kv_heads=2, f=2"
+        assert f"  {shown}, dense={dense}\n" in repr(layer)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("selection", "options", "error", "message"),
     [
-        ({"size": 3, "heads": 5}, ValueError, "dim is 12 and heads is 5"),
-        ({"size": 3, "heads": 4, "kv_heads": 3}, ValueError, "heads is 4 and kv_heads is 3; expected a multiple"),
-        ({"size": 3, "kv_heads": 1.0}, TypeError, "kv_heads is 1.0"),
-        ({}, ValueError, "budget=None, size=None and epsilon=None"),
-        ({"size": -3}, ValueError, "size is -3"),
-        ({"size": 3, "chunk": 4}, ValueError, "chunk is 4 and causal is False"),
-        ({"size": 3, "scores": "norm"}, ValueError, "scores is 'norm'; expected one of"),
-        ({"size": 3, "scores": np.ones(3)}, TypeError, "scores is of type ndarray"),
-        ({"size": 3, "f": "exp"}, ValueError, "f is 'exp'"),
+        (8, {"heads": 5}, ValueError, "dim is 12 and heads is 5"),
+        (8, {"heads": 4, "kv_heads": 3}, ValueError, "heads is 4 and kv_heads is 3; expected a multiple"),
+        (8, {"kv_heads": 1.0}, TypeError, "kv_heads is 1.0"),
+        (8, {"f": "exp"}, ValueError, "f is 'exp'"),
+        (1, {}, ValueError, "budget is 1; expected at least 2 slots"),
+        ("few", {}, TypeError, "selection is of type str; expected a Selection, or a number of slots"),
+        (Selection(), {}, ValueError, "budget=None, size=None and epsilon=None"),
+        (Selection(4, window=9), {}, ValueError, "budget=4 is 4 slots, and .*window=9.* expected a larger budget"),
+        (Selection(size=3, renew_every=4), {}, ValueError, "renew_every is 4, and the attention is not causal"),
+        (Selection(size=3, scores=np.ones(3)), {}, TypeError, "selection has an array of scores; expected a name"),
+        (Selection(size=3, scores="leverage", center=True), {"f": 2}, ValueError, "center is True and f is a power"),
     ],
 )
-def test_bad_options_are_named(options: Any, error: Any, message: str) -> None:
+def test_bad_options_are_named(selection: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        LevAttention(12, **{"heads": 4} | options)
+        LevAttention(12, selection, **{"heads": 4} | options)
+
+
+def test_scores_of_a_users_own_are_a_function_of_keys_and_values() -> None:
+    torch.manual_seed(0)
+    X = torch.randn(2, 17, 12)
+    for causal in (False, True):
+        options = {"size": 4, "renew_every": 4 if causal else None}
+        layer = LevAttention(12, Selection(**options, scores=_long_keys), heads=2, causal=causal)
+        Q, K, V = (part.unflatten(-1, (2, 6)).transpose(1, 2) for part in layer.qkv(X).split(12, dim=-1))
+        own = Selection(**options, scores=_long_keys(K, V).detach())
+        Y = causal_pruned_attention(Q, K, V, own)[0] if causal else pruned_attention(Q, K, V, own)
+        expected = layer.proj(Y.transpose(1, 2).flatten(2))
+        np.testing.assert_allclose(layer(X).detach(), expected.detach(), atol=1e-6)
+
+
+def _long_keys(K: Any, V: Any) -> Any:
+    return (K**2).sum(-1) + V[..., 0]
 
 
 def test_bad_calls_are_named() -> None:
-    layer, X = layer_and_input("paper", True, dense=True)
+    layer, X = layer_and_input("paper", True)
+    set_dense(layer)
     for call, error, message in (
         (lambda: layer(X, cache=layer.new_cache()), ValueError, "cache was given and the layer is dense"),
         (lambda: set_dense(torch.nn.Linear(2, 2)), ValueError, "model is a Linear without a LevAttention layer"),

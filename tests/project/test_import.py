@@ -67,7 +67,7 @@ def test_adapters_are_imported_at_their_first_use() -> None:
 LATE = {
     "torch": (
         "import torch, levattn.nn; from levattn.attention import latte, pruned_attention, tssa; "
-        "X = torch.ones(2, 40, 8); latte(X, X, X); tssa(X); pruned_attention(X, X, X, budget=0.5); "
+        "X = torch.ones(2, 40, 8); latte(X, X, X); tssa(X); pruned_attention(X, X, X, 0.5); "
         "levattn.nn.TokenStatistics(8).requires_grad_(False)(X)",
         "torch._dynamo",
     ),

@@ -99,7 +99,7 @@ def _planned(
     xp = namespace_of(q)
     b, d = q.shape[0], q.shape[3]
     n, slots, device = K.shape[1], rule.slots, device_of(q)
-    checks = Checks()
+    checks, own = Checks(), without_gradient(K)
     if rule.power is not None:
         K = choice.one_sided(K, *choice.spectra([choice.Sums.of(without_gradient(K))], False, checks))
     still = without_gradient(K)
@@ -116,14 +116,14 @@ def _planned(
     elif scores is not None:
         found = without_gradient(scores)
     elif rule.function is not None:
-        found = rule.function(still, without_gradient(V))
+        found = rule.function(own, without_gradient(V))
     elif rule.kind == "leverage":
         found = _leverage(rule, still, ones)
     else:
         found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, checks, _ROUNDS)
     place = xp.arange(n, device=device)
     first = xp.broadcast_to(place < slots.sinks, (b, n))
-    forced = None if scores is not None else min(slots.sinks, n)
+    forced = None if rule.own else min(slots.sinks, n)
     order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first, forced, checks)
     checks.settle()
     role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))

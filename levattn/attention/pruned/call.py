@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
+from levattn._core.jax import from_jax, is_jax
 from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn.attention.arguments import (
     Heads,
@@ -17,7 +18,9 @@ from levattn.attention.arguments import (
     dense_array,
     device_of,
     followable,
+    is_double,
     namespace_of,
+    refuse_mixtures,
     reshaped,
     stack_arguments,
     without_gradient,
@@ -152,19 +155,25 @@ class PrunedCall:
             return rule
 
         def scores(K: Any, V: Any) -> Any:
-            found = dense_array("scores(K, V)", function(self.as_given(K), self.as_given(V)))
-            if tuple(found.shape) != tuple(K.shape[:2]):
-                raise ValueError(
-                    f"scores(K, V) has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}, one for each key"
-                )
-            found = without_gradient(self.torch.memory_of(found) if self.in_memory else found)
-            return namespace_of(found).astype(found, K.dtype, copy=False)
+            found = own_scores(function, self.as_given(K), self.as_given(V))
+            return self.torch.memory_of(found) if self.in_memory else found
 
         return replace(rule, function=scores)
 
     def as_computed(self, part: PrunedPart) -> PrunedPart:
         """Convert the arrays of a part of a state to the library of this call."""
         return converted(part, self.torch.memory_of if self.in_memory else followable)
+
+
+def own_scores(function: Callable[[Any, Any], Any], K: Any, V: Any) -> Any:
+    """Return the scores (b, n) of keys (b, n, d) by a function of a user's own, in their dtype, or raise."""
+    name, found = "scores(K, V)", function(K, V)
+    found = dense_array(name, from_jax(found, name) if is_jax(found) else found)
+    if tuple(found.shape) != tuple(K.shape[:2]):
+        raise ValueError(f"{name} has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}, one for each key")
+    is_double(name, found)  # refuses other numbers
+    refuse_mixtures("K", {"K": K, name: found})
+    return namespace_of(K).astype(without_gradient(found), K.dtype, copy=False)
 
 
 def by_items(attend: Callable[[slice], Any], like: Any, *, worth: bool) -> list[Any]:

@@ -51,14 +51,14 @@ def selected_anew(
         given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
     if known is None:
         (known,) = known_after(rule, [part.queries], [part.keys], keys.dtype, checks)
-    measure, spectrum = known
+    (measure, spectrum), own = known, keys
     if rule.power is not None:
         keys = choice.one_sided(keys, spectrum)
         held = None if held is None else replace(held, keys=choice.one_sided(held.keys, spectrum))
     X, along, weight = _placed(measure, held, without_gradient(keys), there)
     scores, epsilon, clusters = given, rule.epsilon, None
     if rule.function is not None:
-        scores = rule.function(without_gradient(keys), without_gradient(values))
+        scores = rule.function(without_gradient(own), without_gradient(values))
     elif rule.kind == "leverage":
         scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center, checks)
         if epsilon is not None:  # selects scores that tie with it
@@ -68,7 +68,7 @@ def selected_anew(
         scores, clusters = choice.scored(rule.kind, X, along, weight, R, rule.power, checks, _ROUNDS)
         scores = scores[:, X.shape[1] - keys.shape[1] :]
     forced = None
-    if part.kept_count is None and given is None:
+    if part.kept_count is None and not rule.own:
         forced = min(rule.slots.sinks, part.positions - part.recent.shape[1] + leaving)
     else:
         scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
@@ -78,7 +78,7 @@ def selected_anew(
         rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
         left = xp.astype(there & ~flags, keys.dtype)
         part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters)
-    kept, kept_values, kept_places = choice.rows_of_each((keys, values, places), order)
+    kept, kept_values, kept_places = choice.rows_of_each((own, values, places), order)
     return replace(
         part,
         kept=kept,
@@ -334,10 +334,7 @@ def _spread(
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
         return _stepped(walk, own, q, K, V, scores, into)
 
-    alike = rule.epsilon is None and rule.kind not in (
-        "given",
-        "function",
-    )  # items keep as many keys, without own code
+    alike = rule.epsilon is None and not rule.own  # items keep as many keys, and run no code of a user
     found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]

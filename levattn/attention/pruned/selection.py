@@ -380,6 +380,11 @@ class SelectionRule:
     function: Callable[[Any, Any], Any] | None = None
 
     @property
+    def own(self) -> bool:
+        """Whether the scores are a user's own, which may be −∞ for keys that are never selected."""
+        return self.kind in ("given", "function")
+
+    @property
     def first(self) -> int:
         """Causal: the number of positions before the first selection: the slots, or a chunk with a threshold."""
         return self.slots.chunk if self.epsilon is not None else self.slots.total

@@ -18,6 +18,7 @@ from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
+from levattn.attention.pruned.call import own_scores
 from levattn.attention.pruned.selection import Checks, Selection, share_of
 from levattn.sensitivity.leverage import leverage_scores
 
@@ -181,7 +182,7 @@ def slots_of(
     scores, clusters = _scored(split, X, along, K, V, mass, R, checks)
     scores = xp.where(place >= 0, scores, xp.full_like(scores, -xp.inf))
     forced = (place >= 0) & ((place < sinks) | (place >= end - window))
-    sure = sinks + window if held is None else None
+    sure = None if held is not None or callable(split.scores) else sinks + window  # a score may be −∞
     order, counts, flags = choice.chosen(scores, size, None, forced, sure, checks)
     checks.settle()
     kept, values, places = (choice.rows_at(array, order) for array in (K, V, place))
@@ -209,10 +210,7 @@ def _scored(split: Split, X: Any, along: Any, K: Any, V: Any, mass: Any, R: int,
     """Return scores of keys of some masses, and clusters that the scores found, or None."""
     xp, kind = namespace_of(K), split.scores
     if callable(kind):
-        found = memory_of(kind(tensor_of(K), tensor_of(V)))
-        if tuple(found.shape) != tuple(K.shape[:2]):
-            raise ValueError(f"scores(K, V) has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}")
-        return xp.astype(found, K.dtype), None
+        return memory_of(own_scores(kind, tensor_of(K), tensor_of(V))), None
     if kind == "leverage":
         rows = K - xp.sum(mass[..., None] * K, axis=1, keepdims=True) / xp.sum(mass, axis=1)[:, None, None]
         return leverage_scores(xp.sqrt(mass)[..., None] * (rows if split.center else K)), None
