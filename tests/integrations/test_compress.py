@@ -504,6 +504,53 @@ def test_refusals_name_what_came(name: str) -> None:
         call()
 
 
+def kept_of(cache: Any, layer: int = 0) -> list[list[int]]:
+    """The positions that each head of a layer of the first sequence keeps, by head."""
+    found = {}
+    for group in cache.layers[layer].groups:
+        for head, places in zip(group.heads, group.places[0], strict=True):
+            found[head] = sorted(place for place in places.tolist() if place >= 0)
+    return [found[head] for head in sorted(found)]
+
+
+@pytest.mark.filterwarnings("ignore::levattn.RecallWarning")
+def test_counts_are_slots_and_a_size_is_of_selected_keys() -> None:
+    model = base()
+    for selection, slots in ((12, 12), (Selection(size=5), 5), (Selection(size=5, window=3, summaries=2), 10)):
+        assert {row["slots"] for row in compress(model, context(), selection).table()} == {slots}
+    rows = compress(model, context(), Selection(12, window=3, sinks=2, summaries=0))
+    assert all({0, 1, CONTEXT - 3, CONTEXT - 2, CONTEXT - 1} < set(places) for places in kept_of(rows))
+    parts = compress(model, context(), Selection(12, sinks=0, window=0, summaries=0), chunk=CONTEXT // 2)
+    assert [len(places) for places in kept_of(parts)] == [12, 12]
+    mixed = compress(model, context(), {(0, 0): 12, (1, 1): Selection(size=3), (1, 0): 1.0})
+    assert [row["slots"] for row in mixed.table()] == [12, CONTEXT, CONTEXT, 3]
+
+
+@pytest.mark.filterwarnings("ignore::levattn.RecallWarning")
+def test_scores_select_the_keys_of_a_cache() -> None:
+    model = base()
+    dense = compress(model, context(), 1.0).layers[0].groups[0]
+    K, V = dense.keys[0], dense.values[0]
+
+    def own(K: Any, V: Any) -> Any:
+        return (K * K).sum(2) * V[:, :, 0]
+
+    centered = (K - K.mean(1, keepdim=True)).double()
+    leverage = torch.diagonal(centered @ torch.linalg.pinv(centered), dim1=1, dim2=2)
+    for scores, true in ((own, own(K, V)), ("leverage", leverage)):
+        cache = compress(model, context(), Selection(size=6, scores=scores))
+        assert kept_of(cache) == [sorted(row.topk(6).indices.tolist()) for row in true]
+    with pytest.raises(ValueError, match=r"scores\(K, V\) has shape"):
+        compress(model, context(), Selection(size=6, scores=lambda K, _: K))
+    with pytest.raises(TypeError, match="selection has an array of scores"):
+        compress(model, context(), Selection(size=6, scores=torch.ones(CONTEXT)))
+    with pytest.raises(ValueError, match="expected a budget or a size of a cache"):
+        compress(model, context(), Selection(epsilon=0.1))
+    renewing = compress(model, context(), Selection(size=6, scores=own, renew_every=4))
+    with pytest.raises(ValueError, match="a function of scores, which no file holds"):
+        renewing.save("nowhere")
+
+
 def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
     model = base()
     with pytest.warns(levattn.RecallWarning, match=r"all heads are cut alike \(Selection\(0.4\)\)"):

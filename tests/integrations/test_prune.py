@@ -145,6 +145,20 @@ def test_budgets_of_layers_and_heads() -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Esm"])
+def test_scores_of_a_users_own_select_keys(family: str) -> None:
+    model = base(family)
+    few = replace(split(family), scores=lambda K, V: (K * K).sum(2) + V[:, :, 0])
+    with prune(model, few, measure=False) as report:
+        found = output(model)
+    assert "lambda" in report.to_dict()["options"]["selection"]["scores"]
+    heads = {(layer, head): few for layer in (0, 1) for head in range(4 if family == "Esm" else 2)}
+    other = written_out(copy.deepcopy(model), Explicit(torch.ones(2, T), heads))
+    assert difference(found, output(other)) < 2e-5
+    with prune(model, split(family), measure=False):
+        assert difference(found, output(model)) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["Llama", "Esm"])
 @pytest.mark.parametrize("budget", [12, 0.6, T - PADDED - 1, T - PADDED, T - PADDED + 2])
 def test_a_padded_batch_is_what_its_sequences_are(family: str, budget: float) -> None:
     model, ids = base(family), tokens()
