@@ -21,13 +21,12 @@ def selected(options: dict[str, Any]) -> tuple[Selection, dict[str, Any]]:
 def walk(*arrays: Any, state: PrunedState | None = None, **options: Any) -> Any:
     """Return the result of causal pruned attention, where a state has the place of the selection."""
     selection, others = selected(options)
-    return causal_pruned_attention(*arrays, selection if state is None else state, **others)
+    return causal_pruned_attention(*arrays, selection if state is None else state, **others, return_state=True)
 
 
-def attend(*arrays: Any, causal: bool = False, **options: Any) -> Any:
+def attend(*arrays: Any, causal: bool = False, state: PrunedState | None = None, **options: Any) -> Any:
     """Return the output of pruned attention, causal or not, and its certificate if an option asks for it."""
-    if causal:
-        Y, _, *certificate = walk(*arrays, **options)
-        return (Y, *certificate) if certificate else Y
     selection, others = selected(options)
+    if causal:
+        return causal_pruned_attention(*arrays, selection if state is None else state, **others)
     return pruned_attention(*arrays, selection, **others)

@@ -61,7 +61,7 @@ def calls() -> dict[str, Callable[[], object]]:
     def pruned(*arrays: Array, slots: int) -> object:
         attention = levattn.attention
         if hasattr(attention, "causal_pruned_attention"):
-            return attention.causal_pruned_attention(*arrays, slots)[0]
+            return attention.causal_pruned_attention(*arrays, slots)
         return attention.pruned_attention(*arrays, budget=slots, causal=True)  # as earlier commits spell it
 
     def stream(chunks: Array, epsilon: float) -> Callable[[], object]:

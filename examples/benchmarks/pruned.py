@@ -89,8 +89,8 @@ def causal(lengths: list[int], rounds: int) -> None:
             tensors = torch.from_numpy(X)
             calls: dict[str, Callable[[], object]] = {
                 "dense": dense(X, causal=True),
-                "pruned": lambda X=X: causal_pruned_attention(*X, SLOTS)[0],
-                "of tensors": lambda X=tensors: causal_pruned_attention(*X, SLOTS)[0],
+                "pruned": lambda X=X: causal_pruned_attention(*X, SLOTS),
+                "of tensors": lambda X=tensors: causal_pruned_attention(*X, SLOTS),
             }
             times = interleaved(calls, rounds, PAUSE, WARM)
             ratio = times["dense"] / times["pruned"]
@@ -107,13 +107,13 @@ def decoding(lengths: list[int], rounds: int) -> None:
     rows = []
     for n in lengths:
         X = arrays(n + STEPS)
-        _, state = causal_pruned_attention(*X[:, :, :n], SLOTS)
+        _, state = causal_pruned_attention(*X[:, :, :n], SLOTS, return_state=True)
         steps = [X[:, :, i : i + 1] for i in range(n, n + STEPS)]
         q, k, v = torch.from_numpy(X)[:, None]
 
         def pruned(steps: Any = steps, state: Any = state) -> None:
             for x in steps:
-                _, state = causal_pruned_attention(*x, state)
+                _, state = causal_pruned_attention(*x, state, return_state=True)
 
         def full(q: Any = q, k: Any = k, v: Any = v, n: int = n) -> None:
             for i in range(n, n + STEPS):

@@ -25,7 +25,7 @@ PAUSE, WARM = 0.12, 0.08
 
 
 def attend(*arrays: Any, causal: bool) -> Any:
-    return causal_pruned_attention(*arrays, SLOTS)[0] if causal else pruned_attention(*arrays, SLOTS)
+    return causal_pruned_attention(*arrays, SLOTS) if causal else pruned_attention(*arrays, SLOTS)
 
 
 def both(attend: Callable[..., Any], leaves: Any, direction: Any) -> None:

@@ -67,6 +67,7 @@ def pruned(n: int) -> Figures:
             everywhere * (V[part] * inverse),
             state,
             return_certificate=True,
+            return_state=True,
         )
         finite &= bool(np.isfinite(Y).all() and not np.isnan(certificate.error_bound).any())
     logits = precise(K) @ precise(Q[-1]) / np.sqrt(np.longdouble(2))

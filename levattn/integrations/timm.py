@@ -140,7 +140,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         if self.dense:
             return attend_to_all(Q, K, V, causal=causal, f=self.f)
         if causal:
-            return causal_pruned_attention(Q, K, V, self.selection, f=self.f)[0]
+            return causal_pruned_attention(Q, K, V, self.selection, f=self.f)
         return pruned_attention(Q, K, V, self.selection, f=self.f)
 
     def kept(self, x: Any) -> npt.NDArray[np.bool_]:

@@ -239,7 +239,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         if self.dense:
             return attend_to_all(Q, K, V, causal=self.causal, **options)
         if self.causal:
-            return causal_pruned_attention(Q, K, V, self.selection, **options)[0]
+            return causal_pruned_attention(Q, K, V, self.selection, **options)
         return pruned_attention(Q, K, V, self.selection, **options)
 
     def _combined(self, Y: Any) -> Any:
@@ -249,7 +249,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         if self.dense:
             raise ValueError("cache was given and the layer is dense; expected dense=False, as a cache holds few keys")
         selection = self.selection if cache.state is None else cache.state
-        Y, state = causal_pruned_attention(Q, K, V, selection, **options)
+        Y, state = causal_pruned_attention(Q, K, V, selection, **options, return_state=True)
         parts = tuple(converted(part, torch.Tensor.detach) for part in state.parts)
         cache.position, cache.state = cache.position + Q.shape[2], replace(state, parts=parts)
         return Y
@@ -282,5 +282,5 @@ def attend_to_all(Q: Any, K: Any, V: Any, *, causal: bool, f: Any, **masks: Any)
         return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=grouped)
     if causal:  # one chunk, in which a row reads all positions up to its own
         everything = Selection(size=0, renew_every=max(T, 1))
-        return causal_pruned_attention(Q, K, V, everything, f=f, **masks)[0]
+        return causal_pruned_attention(Q, K, V, everything, f=f, **masks)
     return pruned_attention(Q, K, V, Selection(size=T), f=f, **masks)

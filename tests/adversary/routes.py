@@ -532,7 +532,9 @@ def pruned_causal(Q, K, V, mask, seed):
 
     selection = Selection(size=1 + seed % 3, summaries=1 + seed % 2, window=seed % 2, renew_every=1 + seed % 4)
     arrays = a_query_each(Q, K), K, V
-    Y, _, certificate = causal_pruned_attention(*arrays, selection, scale=0.5, mask=mask, return_certificate=True)
+    Y, _, certificate = causal_pruned_attention(
+        *arrays, selection, scale=0.5, mask=mask, return_certificate=True, return_state=True
+    )
     return Y, certificate
 
 

@@ -412,7 +412,7 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
 @over_storages
 def test_states_do_not_grow(storage: str) -> None:
     arrays = [stored(X, storage) for X in heads(18, 93, H=2)]
-    states = [causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40)[1] for n in (63, 93)]
+    states = [causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (63, 93)]
     assert states[0].nbytes == states[1].nbytes
     slots = states[1].slots
     rows = slots.selected + slots.window + (93 - slots.total) % slots.chunk
@@ -420,17 +420,17 @@ def test_states_do_not_grow(storage: str) -> None:
     floats = rows * (d + D) + R * (d + D + 4) + 2 * d + d * d + 1
     assert states[1].nbytes == 2 * 8 * (floats + slots.selected + 1)  # and the places of keys, and of the item
     assert (slots.total, states[1].batch) == (40, (2,))
-    _, state = causal_pruned_attention(*arrays, Selection(size=4, window=3, renew_every=5))
+    _, state = causal_pruned_attention(*arrays, Selection(size=4, window=3, renew_every=5), return_state=True)
     assert state.nbytes == 2 * 8 * ((7 + (93 - 12) % 5) * (d + D) + 2 * d + d * d + 1 + 4 + 1)
 
 
 def test_budgets_hold_for_what_comes_later() -> None:
     Q, K, V = heads(18, 60)
-    expected, whole = causal_pruned_attention(Q, K, V, 20)
+    expected, whole = causal_pruned_attention(Q, K, V, 20, return_state=True)
     for first in (1, 12):  # which the budget would cover
-        head, state = causal_pruned_attention(*(X[:, :first] for X in (Q, K, V)), 20)
+        head, state = causal_pruned_attention(*(X[:, :first] for X in (Q, K, V)), 20, return_state=True)
         rest = [X[:, first:] for X in (Q, K, V)]
-        tail, state = causal_pruned_attention(*rest, state)
+        tail, state = causal_pruned_attention(*rest, state, return_state=True)
         assert state.slots == whole.slots == Selection(20).slots(60, causal=True)
         np.testing.assert_allclose(np.concatenate([head, tail], axis=1), expected, atol=1e-10)
 
@@ -440,7 +440,7 @@ def test_causal_thresholds_keep_the_universal_set_of_the_keys_so_far() -> None:
     for T in (14, 35, 56):
         arrays = [X[:, :T] for X in (Q, K, V)]
         selection = Selection(epsilon=0.2, scores="leverage", center=False, renew_every=7, sinks=1)
-        _, state = causal_pruned_attention(*arrays, selection)
+        _, state = causal_pruned_attention(*arrays, selection, return_state=True)
         (part,) = state.parts
         for i in range(2):
             count = part.kept_places.shape[1] if part.kept_count is None else part.kept_count[i]
@@ -638,7 +638,7 @@ def test_a_number_is_a_budget_and_nothing_else_is_a_selection(call: Any) -> None
 def test_budgets_are_kept() -> None:
     arrays = heads(22, 30, H=1, G=1)
     for budget in (2, 7, 0.03, 0.3, 1.0):
-        _, state = causal_pruned_attention(*arrays, budget)
+        _, state = causal_pruned_attention(*arrays, budget, return_state=True)
         assert state.slots == Selection(budget).slots(30, causal=True)
         _, certificate = pruned_attention(*arrays, budget, return_certificate=True)
         assert certificate.slots[0] == min(30, Selection(budget).slots(30).total)
@@ -763,7 +763,7 @@ def test_empty_and_single_rows(f: Any, storage: str) -> None:
         one = run(Q[:, :1], K[:, :1], V[:, :1], causal=True, **options)
         np.testing.assert_allclose(as_float64(one), np.repeat(V[:, :1], 2, axis=0), atol=1e-12)
     nothing = [stored(X[:, :0], storage) for X in (Q, K, V)]
-    Y, state, certificate = causal_pruned_attention(*nothing, 9, f=f, return_certificate=True)
+    Y, state, certificate = causal_pruned_attention(*nothing, 9, f=f, return_certificate=True, return_state=True)
     assert (Y.shape, certificate.error_bound.shape, state.positions) == ((4, 0, 3), (4, 0), 0)
 
 
@@ -790,7 +790,7 @@ def test_what_is_not_finite_is_refused_and_not_computed_with(causal: bool) -> No
 
 
 SMALL = heads(34, 10)
-STATE = causal_pruned_attention(*SMALL, Selection(size=2))[1]
+STATE = causal_pruned_attention(*SMALL, Selection(size=2), return_state=True)[1]
 NOTHING_KNOWN = "return_certificate is True and summaries is 0"
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -871,14 +871,14 @@ def test_states_of_other_arrays_are_named() -> None:
     Q, K, V = SMALL
     for arrays in ((Q[..., :4], K[..., :4], V), (Q, K, V[..., :2]), [X.astype(np.float32) for X in SMALL]):
         with pytest.raises(ValueError, match="state holds float64 of numpy with d = 5 and D = 3, and K and V are"):
-            causal_pruned_attention(*arrays, STATE)
+            causal_pruned_attention(*arrays, STATE, return_state=True)
     with pytest.raises(ValueError, match=r"state has batch \(2,\); expected \(1,\)"):
-        causal_pruned_attention(Q, K[:1], V[:1], STATE)
+        causal_pruned_attention(Q, K[:1], V[:1], STATE, return_state=True)
     with pytest.raises(ValueError, match=NOTHING_KNOWN):  # keys dropped before
-        causal_pruned_attention(*(X[:, :1] for X in SMALL), STATE, return_certificate=True)
-    own = causal_pruned_attention(*SMALL, Selection(size=2, scores=np.ones(10)))[1]
+        causal_pruned_attention(*(X[:, :1] for X in SMALL), STATE, return_certificate=True, return_state=True)
+    own = causal_pruned_attention(*SMALL, Selection(size=2, scores=np.ones(10)), return_state=True)[1]
     with pytest.raises(ValueError, match=r"selection is the state .* give state.with_scores\(scores\)"):
-        causal_pruned_attention(*SMALL, own)
+        causal_pruned_attention(*SMALL, own, return_state=True)
     with pytest.raises(ValueError, match="scores were given, and the state selects by 'residual'; expected none"):
         STATE.with_scores(np.ones(10))
 

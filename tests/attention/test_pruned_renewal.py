@@ -53,7 +53,7 @@ def summaries_of(state: PrunedState) -> Summaries:
 def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: str, dtype: str) -> None:
     Q, K, V = sequences(name, dtype)
     selection = Selection(size=1, summaries=2, renew_every=1)
-    Y, state, certificate = causal_pruned_attention(Q, K, V, selection, return_certificate=True)
+    Y, state, certificate = causal_pruned_attention(Q, K, V, selection, return_certificate=True, return_state=True)
     assert np.isfinite(Y).all()
     off = np.linalg.norm(
         ((Y - naive_attention.dense(Q, K, V, causal=True, kind=np.longdouble)[0]) / VALUES).astype(float), axis=-1
@@ -73,14 +73,16 @@ def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: 
 def test_summaries_of_many_positions_go_on_without_losing_any() -> None:
     """A state whose summaries have 2³⁰ times as many members stands for one after that many positions."""
     Q, K, V = (X[2:3] for X in sequences("drift", "float32"))
-    _, state = causal_pruned_attention(Q[:, :40], K[:, :40], V[:, :40], Selection(size=1, summaries=2, renew_every=1))
+    _, state = causal_pruned_attention(
+        Q[:, :40], K[:, :40], V[:, :40], Selection(size=1, summaries=2, renew_every=1), return_state=True
+    )
     part, held = state.parts[0], summaries_of(state)
     held = Summaries(**{name: 2.0**30 * array for name, array in vars(held).items()})
     state = replace(state, parts=(replace(part, summaries=held),))
     count = held.count.sum()
     for low in range(40, T, 20):
         cut = slice(low, low + 20)
-        Y, state = causal_pruned_attention(Q[:, cut], K[:, cut], V[:, cut], state)
+        Y, state = causal_pruned_attention(Q[:, cut], K[:, cut], V[:, cut], state, return_state=True)
         assert np.isfinite(Y).all()
     after = summaries_of(state)
     assert after.count.sum() == count + T - 40  # float32 would stay at 2³⁰

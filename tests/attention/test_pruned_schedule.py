@@ -43,7 +43,7 @@ def test_positions_that_fit_into_the_slots_are_dense(name: str) -> None:
 
 
 def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() -> None:
-    Y, _, certificate = causal_pruned_attention(*arrays(1), BUDGET, return_certificate=True)
+    Y, _, certificate = causal_pruned_attention(*arrays(1), BUDGET, return_certificate=True, return_state=True)
     np.testing.assert_array_equal(certificate.captured_lower[:, :BUDGET], 1)
     np.testing.assert_array_equal(certificate.error_bound[:, :BUDGET], 0)
     assert np.all(certificate.error_bound[:, BUDGET:] > 0)
@@ -75,7 +75,7 @@ def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set
 
 def test_steps_of_decoding_are_the_whole() -> None:
     Q, K, V = (x.astype(np.float32) for x in arrays(2))
-    whole = causal_pruned_attention(Q, K, V, BUDGET)[0]
+    whole = causal_pruned_attention(Q, K, V, BUDGET)
     state, rows = None, []
     for i in range(T):
         step = slice(i, i + 1)
@@ -89,7 +89,7 @@ def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_argume
     slots = Selection(BUDGET).slots(400, causal=True)
     sizes = []
     for n in range(BUDGET, 400, 23):
-        _, state = causal_pruned_attention(*(x[:, :n] for x in X), BUDGET)
+        _, state = causal_pruned_attention(*(x[:, :n] for x in X), BUDGET, return_state=True)
         (part,) = state.parts
         assert part.recent.shape[1] == BUDGET or part.recent.shape[1] < slots.window + slots.chunk
         assert part.recent.base is None or part.recent.base.nbytes == part.recent.nbytes
@@ -132,4 +132,4 @@ def test_what_is_not_finite_is_named_from_a_thread_as_well() -> None:
     Q, K, V = arrays(6, 300)
     K[2, 20] = np.inf
     with np.errstate(all="ignore"), thread_limit(2), pytest.raises(ValueError, match="give finite"):
-        causal_pruned_attention(Q, K, V, BUDGET)
+        causal_pruned_attention(Q, K, V, BUDGET, return_state=True)

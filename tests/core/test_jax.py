@@ -187,8 +187,8 @@ def test_states_and_streams_take_arrays_of_jax() -> None:
     Y, state = latte(*map(in_jax, (X[:, :9],) * 3), return_state=True)
     rest = latte(*map(in_jax, (X[:, 9:],) * 3), state=state)
     np.testing.assert_allclose(np.concatenate([Y, rest], axis=1), latte(X, X, X), atol=1e-6)
-    _, state = causal_pruned_attention(*map(in_jax, (W[..., :20, :],) * 3), Selection(size=6))
-    assert isinstance(causal_pruned_attention(*map(in_jax, (W[..., 20:, :],) * 3), state)[0], jax.Array)
+    _, state = causal_pruned_attention(*map(in_jax, (W[..., :20, :],) * 3), Selection(size=6), return_state=True)
+    assert isinstance(causal_pruned_attention(*map(in_jax, (W[..., 20:, :],) * 3), state), jax.Array)
 
 
 def test_sets_of_jax_warn_of_nothing_and_attend() -> None:

@@ -69,7 +69,7 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     **{
         f"pruned_attention, {scores}": (
             ((2, N, D), (1, N, D), (1, N, 2)),
-            lambda *x, scores=scores: attention.causal_pruned_attention(*x, attention.Selection(20, scores=scores))[0],
+            lambda *x, scores=scores: attention.causal_pruned_attention(*x, attention.Selection(20, scores=scores)),
         )
         for scores in ("residual", "expected", "leverage")
     },

@@ -96,7 +96,7 @@ def test_slots_are_counted_as_keys_are_read(example):
     causal = example("causal")
     slots, n = Slots(selected=5, summaries=0, window=3, sinks=2, chunk=4), 50
     Q, K = np.random.default_rng(0).standard_normal((2, n, 4))
-    read, _ = causal_pruned_attention(Q, K, np.eye(n), causal.parts(slots))
+    read, _ = causal_pruned_attention(Q, K, np.eye(n), causal.parts(slots), return_state=True)
     assert causal.slots_read(slots, n) == pytest.approx((read > 0).sum(axis=1).mean())
     assert (read > 0).sum(axis=1).max() == slots.total
     given = Selection(0.25).slots(512, causal=True)

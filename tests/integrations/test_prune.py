@@ -204,7 +204,7 @@ def test_the_keys_kept_by_threshold_are_those_of_the_stream() -> None:
     rng = np.random.default_rng(0)
     K = rng.standard_normal((3, 500, 8)) * np.exp(rng.standard_normal((3, 500, 1)))
     selection = Selection(epsilon=0.1, scores="leverage", center=False, window=20, renew_every=50)
-    _, state = causal_pruned_attention(K, K, K, selection)
+    _, state = causal_pruned_attention(K, K, K, selection, return_state=True)
     stream = levattn.StreamingUniversalSet(0.1).update(K).result()
     (part,) = state.parts
     for head in range(3):

@@ -57,7 +57,7 @@ def test_a_layer_is_pruned_attention_of_its_projections() -> None:
     Q, K, V = layer.qkv(X).reshape(2, 65, 3, 2, 12).permute(2, 0, 3, 1, 4)
     Y = pruned_attention(Q, K, V, Selection(size=4, summaries=3, scores="expected"))
     torch.testing.assert_close(layer(X), layer.proj(Y.transpose(1, 2).reshape(2, 65, 24)))
-    causal = causal_pruned_attention(Q, K, V, Selection(size=4, summaries=3, scores="expected"))[0]
+    causal = causal_pruned_attention(Q, K, V, Selection(size=4, summaries=3, scores="expected"))
     torch.testing.assert_close(layer(X, is_causal=True), layer.proj(causal.transpose(1, 2).reshape(2, 65, 24)))
 
 

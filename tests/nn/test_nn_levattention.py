@@ -198,7 +198,7 @@ def test_scores_of_a_users_own_are_a_function_of_keys_and_values() -> None:
         layer = LevAttention(12, Selection(**options, scores=_long_keys), heads=2, causal=causal)
         Q, K, V = (part.unflatten(-1, (2, 6)).transpose(1, 2) for part in layer.qkv(X).split(12, dim=-1))
         own = Selection(**options, scores=_long_keys(K, V).detach())
-        Y = causal_pruned_attention(Q, K, V, own)[0] if causal else pruned_attention(Q, K, V, own)
+        Y = causal_pruned_attention(Q, K, V, own) if causal else pruned_attention(Q, K, V, own)
         expected = layer.proj(Y.transpose(1, 2).flatten(2))
         np.testing.assert_allclose(layer(X).detach(), expected.detach(), atol=1e-6)
 

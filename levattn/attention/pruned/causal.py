@@ -28,17 +28,17 @@ _ROUNDS = 0  # of Lloyd's algorithm: centers stay keys, so no selection empties 
 
 
 def selected_anew(
-    rule: SelectionRule, part: PrunedPart, known: Known | None, room: dict[str, Any], checks: Checks
+    rule: SelectionRule, part: PrunedPart, known: Known | None, room: dict[str, Any], bounded: bool, checks: Checks
 ) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and the keys that are no longer recent.
 
-    `known`: a result of `known_after`, or None to compute it.
+    `known`: a result of `known_after`, or None to compute it. `bounded`: whether to compute radii.
     """
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
         return part
     if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
-        found = _renewed_at_once(rule, part, leaving, room)
+        found = _renewed_at_once(rule, part, leaving, room, bounded)
         if found is not None:
             return found
     xp = namespace_of(part.recent)
@@ -77,7 +77,7 @@ def selected_anew(
     if rule.slots.summaries:
         rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
         left = xp.astype(there & ~flags, keys.dtype)
-        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters)
+        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters, bounded)
     kept, kept_values, kept_places = choice.rows_of_each((own, values, places), order)
     return replace(
         part,
@@ -117,7 +117,9 @@ def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[
     return X, along, weight
 
 
-def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any]) -> PrunedPart | None:
+def _renewed_at_once(
+    rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
+) -> PrunedPart | None:
     """Return the part after a selection by one kernel; None without one, or for numbers that need an error."""
     xp = namespace_of(part.recent)
     found = kernels_for("pruned", part.recent).renewed(
@@ -138,7 +140,7 @@ def _renewed_at_once(rule: SelectionRule, part: PrunedPart, leaving: int, room: 
             sinks=rule.slots.sinks,
             R=rule.slots.summaries,
             residual=rule.kind == "residual",
-            bounded=True,
+            bounded=bounded,
         ),
         room,
     )
@@ -180,6 +182,7 @@ def _summarized(
     left: Any,
     weight: Any,
     clusters: Any,
+    bounded: bool,
 ) -> PrunedPart:
     """Return the part with new summaries of its old ones and of the rows that are left.
 
@@ -194,11 +197,15 @@ def _summarized(
     labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
     if rule.power is None:  # for powers all weights are 1
         summaries = choice.balanced(summaries)
+    part = replace(part, summaries=summaries, radius=part.radius if bounded else None)
+    if not bounded:
+        return part
     item_radii = xp.zeros_like(new.weight)
     if held is not None:
-        item_radii = xp.concat([part.radius, item_radii], axis=1)
+        known = xp.full_like(held.weight, math.inf) if part.radius is None else part.radius  # if no call computed it
+        item_radii = xp.concat([known, item_radii], axis=1)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
-    return replace(part, summaries=summaries, radius=kernels_for("pruned", item_radii).radii(labels, *still))
+    return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))
 
 
 def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool, checks: Checks) -> Any:
@@ -226,12 +233,14 @@ class _Walk:
     """Settings that stay the same for all positions of a call.
 
     `factor`: of queries. `kind`: the dtype of products, if it is narrow. `certified`: whether to return bounds.
+    `goes_on`: whether a later call reads the part again.
     """
 
     rule: SelectionRule
     factor: float
     kind: Any
     certified: bool
+    goes_on: bool
 
     @property
     def narrow(self) -> Any:
@@ -259,9 +268,10 @@ def causal_attention(
     rule: SelectionRule,
     factor: float,
     state: PrunedState | None,
+    goes_on: bool,
     certified: bool,
-) -> tuple[Any, ...]:
-    """Return the output and the state after it, continued from a state if there is one, and bounds if `certified`."""
+) -> Any:
+    """Return the output, continued from a state if there is one, and if wanted the state after it, and bounds."""
     before = 0 if state is None else state.positions
     drops = rule.epsilon is not None or rule.slots.selected < before + call.K.shape[1]
     if certified and drops and not rule.slots.summaries:
@@ -274,17 +284,19 @@ def causal_attention(
     own = call.with_arrays_of_caller(rule)
     for part, rows, places in _parts(call, rule, state):
         q, K, V, scores = call.taken(rows, places, places)
-        arrays, part = _spread(own, part, factor, (q, K, V, scores), certified, call.narrow)
+        arrays, part = _spread(own, part, factor, (q, K, V, scores), certified, goes_on, call.narrow)
         pieces.append((rows, places, arrays))
-        after.append(converted(part, call.as_given))
+        after.append(converted(part, call.as_given) if goes_on else part)
     Y, *bounds = call.results(pieces)
-    answer = [Y, PrunedState(rule.slots, call.given.batch, rule, tuple(after))]
+    answer = [Y]
+    if goes_on:
+        answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after)))
     if certified:
         ends = np.arange(call.q.shape[2]) + 1 + before
         most = ends if rule.epsilon is not None else np.minimum(ends, rule.slots.total)
         lower, upper, error = bounds
         answer.append(PrunedCertificate(lower, upper, error, None, most))
-    return tuple(answer)
+    return answer[0] if len(answer) == 1 else tuple(answer)
 
 
 def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
@@ -321,11 +333,11 @@ def _kinds(K: Any, V: Any) -> str:
 
 
 def _spread(
-    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, narrow: Any
+    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the result of `_stepped`, on several threads if each has items of its own."""
     q, _, V, _ = arrays
-    walk = _Walk(rule, factor, narrow, certified)
+    walk = _Walk(rule, factor, narrow, certified, goes_on)
     (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
     Y = np.empty((b, g, T, V.shape[2]), q.dtype) if numpy else None
 
@@ -339,7 +351,7 @@ def _spread(
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
     bounds = [pieces[1:] for pieces, _ in found]
-    part = all_of([part for _, part in found])
+    part = all_of([part for _, part in found]) if goes_on else part
     return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
 
 
@@ -375,12 +387,14 @@ def _stepped(
             rows = [xp.concat(pair, axis=1) for pair in zip((part.recent, part.recent_values), new, strict=True)]
             rows.append(None if scores is None else xp.concat([part.recent_scores, scores[:, low:high]], axis=1))
         to = None if into is None else into[:, :, low:high, :]
-        piece, part = _run(walk, part, queries * walk.factor, rows, count, checks, room, to)
+        last = high == T and not walk.goes_on
+        piece, part = _run(walk, part, queries * walk.factor, rows, count, last, checks, room, to)
         pieces.append(piece)
         low = high
     checks.settle()
-    largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-    part = converted(replace(part, largest=largest), _alone)
+    if walk.goes_on:
+        largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
+        part = converted(replace(part, largest=largest), _alone)
     if not pieces:
         return (empty_output(q, K, V), *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
     if len(pieces) == 1:
@@ -411,22 +425,24 @@ def _run(
     q: Any,
     rows: list[Any],
     count: int,
+    last: bool,
     checks: Checks,
     room: Any,
     into: Any,
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return outputs and bounds of `count` chunks of equal length, attended as one batch, and the part after them.
 
-    `rows`: keys, values and scores, from the first recent row on.
+    `rows`: keys, values and scores, from the first recent row on. `last`: whether these are the last positions.
     """
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
     queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
     ends = [part.positions + (i + 1) * length for i in range(count)]
-    due = [rule.selects_at(end) for end in ends]
+    due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
-    if count > 1:  # a selection follows each chunk
-        known = list(known_after(rule, queries, keys, q.dtype, checks))
+    followed = sum(due)  # by a selection: all chunks, or all but the last
+    if count > 1:
+        known[:followed] = known_after(rule, queries[:followed], keys[:followed], q.dtype, checks)
     calls: list[PrunedArguments] = []
     bounds: list[tuple[Any, Any]] = []
     for i in range(count):
@@ -440,7 +456,7 @@ def _run(
         held = {"recent": recent, "recent_values": values, "recent_scores": scores}
         part = replace(part, **held, keys=keys[i], queries=queries[i], positions=ends[i])
         if due[i]:
-            part = selected_anew(rule, part, known[i], room, checks)
+            part = selected_anew(rule, part, known[i], room, walk.certified or walk.goes_on, checks)
     x = as_one_batch(calls)
     if rule.power is not None:
         x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))

@@ -185,7 +185,7 @@ def pruned_coverage(
 
 def _choices(selection: Any, error: float | None) -> list[Selection]:
     """Return the selections to try, by their budgets, or raise."""
-    several = isinstance(selection, Sequence)
+    several = isinstance(selection, Sequence | np.ndarray)
     if error is not None and not several and selection is not None:
         raise ValueError(
             f"selection is {selection!r} and error is {error!r}; expected one of them, or several selections to "
@@ -202,9 +202,11 @@ def _choices(selection: Any, error: float | None) -> list[Selection]:
         if each.window:
             raise ValueError(f"selection has window={each.window!r}; expected 0, as the queries are at no positions")
         found.append(replace(each, window=0))
-    if error is not None:
-        found.append(Selection(1.0, window=0))
     by_budget = {float(each.budget or 0): each for each in found}
+    if len(by_budget) < len(found):
+        raise ValueError(f"selection is {selection!r}, with one budget twice; expected different budgets")
+    if error is not None:
+        by_budget[1.0] = Selection(1.0, window=0)
     return [by_budget[share] for share in sorted(by_budget)]
 
 

@@ -169,6 +169,7 @@ def causal_pruned_attention(
     f: Literal["softmax"] | float | Power = "softmax",
     scale: float | None = None,
     mask: Any = None,
+    return_state: bool = False,
     return_certificate: bool = False,
 ) -> Any:
     r"""Attention of each row to a few keys up to its own, and to summaries of the earlier others.
@@ -198,6 +199,8 @@ def causal_pruned_attention(
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part; leading axes are broadcast. Other rows equal the rows of the call without
         the masked positions, but for a share, which refers to all T. Masked rows are zero.
+    return_state : bool, default False
+        Whether to return the state after these positions as well. Then even a number that covers all keys is split.
     return_certificate : bool, default False
         Whether to return bounds of the error as well.
 
@@ -206,7 +209,7 @@ def causal_pruned_attention(
     array of shape (..., H, T, D)
         Outputs in the dtype of `V`. Gradients of torch reach Q, K and V; the selection and the weights are constant.
     PrunedState
-        The state after these positions, to go on with. A call changes no state.
+        The state after these positions, to go on with, if `return_state`. A call changes no state.
     PrunedCertificate
         The bounds, if `return_certificate`.
 
@@ -239,9 +242,9 @@ def causal_pruned_attention(
     >>> import numpy as np
     >>> from levattn.attention import causal_pruned_attention
     >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 4, 300, 16))  # four heads
-    >>> Y, _ = causal_pruned_attention(Q, K, V, 64)
-    >>> first, state = causal_pruned_attention(Q[:, :200], K[:, :200], V[:, :200], 64)
-    >>> second, state = causal_pruned_attention(Q[:, 200:], K[:, 200:], V[:, 200:], state)
+    >>> Y = causal_pruned_attention(Q, K, V, 64)
+    >>> first, state = causal_pruned_attention(Q[:, :200], K[:, :200], V[:, :200], 64, return_state=True)
+    >>> second = causal_pruned_attention(Q[:, 200:], K[:, 200:], V[:, 200:], state)
     >>> np.allclose(np.concatenate([first, second], axis=1), Y)
     True
     """
@@ -256,8 +259,9 @@ def causal_pruned_attention(
         )
     if state is None:
         selection = Selection.of(selection)
-        # a state goes on, so a number of slots does not depend on the positions of this call
-        positions = max(T, selection.budget + 1) if isinstance(selection.budget, int) else T
+        # if a state goes on, a number of slots does not depend on the positions of this call
+        counts = return_state and isinstance(selection.budget, int)
+        positions = max(T, selection.budget + 1) if counts else T
         rule, given = rule_of(selection, positions, power=power, causal=True, aligned=True), selection.scores
     else:
         rule, given = continued_rule(state, power), state.next_scores
@@ -266,7 +270,7 @@ def causal_pruned_attention(
     call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
-        return causal_attention(call, rule, factor, state, return_certificate)
+        return causal_attention(call, rule, factor, state, return_state, return_certificate)
 
 
 def _sized(Q: Any, K: Any, V: Any) -> tuple[Any, Any, Any, Heads]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -65,7 +65,7 @@ class Slots:
         return self.selected + self.summaries + self.sinks + near
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Selection:
     """Which keys a query reads exactly, and how many summaries stand for the others.
 
@@ -84,11 +84,11 @@ class Selection:
         Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
         these are the `levattn.universal_set` of the keys for f(x) = x².
     summaries : int or float, optional
-        Number of clusters of the other keys, or a share of the budget's slots. 0 drops these keys, and is the default
-        without a budget.
+        Number of clusters of the other keys, or a share of the budget's slots without the sinks. 0 drops these keys,
+        and is the default without a budget.
     window : int or float, optional
-        Number of keys near a query, as in `Slots`, or a share of the budget's slots. 0 without a budget. In a cache
-        these are the last positions of the context.
+        Number of keys near a query, as in `Slots`, or the share that they have of the budget's slots without the
+        sinks. 0 without a budget. In a cache these are the last positions of the context.
     sinks : int or float, optional
         Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
         and 4 for a budget of a cache.
@@ -188,9 +188,23 @@ class Selection:
             )
 
     def __repr__(self) -> str:
-        changed = [field for field in fields(self) if getattr(self, field.name) is not field.default]
-        shown = [f"{field.name}={getattr(self, field.name)!r}" for field in changed]
+        default = (None, "residual")
+        named = [
+            name for name, value in vars(self).items() if not (isinstance(value, str | None) and value in default)
+        ]
+        shown = [f"{name}={getattr(self, name)!r}" for name in named]
         return f"Selection({', '.join(shown).removeprefix('budget=')})"
+
+    def _known(self) -> tuple[Any, ...]:
+        """Return what tells selections apart: types too, as 1 and 1.0 differ, and scores of a user's own as such."""
+        scores = self.scores if isinstance(self.scores, str) else id(self.scores)
+        return (*((type(value), value) for name, value in vars(self).items() if name != "scores"), scores)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Selection) and self._known() == other._known()
+
+    def __hash__(self) -> int:
+        return hash(self._known())
 
     @classmethod
     def of(cls, selection: Any, name: str = "selection") -> Selection:
@@ -279,7 +293,10 @@ def slots_for(
     window = _count(selection.window, total - sinks, usual.window if aligned else 0)
     if not causal and isinstance(selection.window, float):  # on both sides of a query
         window = max(0, (window - 1) // 2)
-    parts = Slots(0, _count(selection.summaries, total - sinks, usual.summaries), window, sinks, chunk)
+    summaries = _count(selection.summaries, total - sinks, usual.summaries)
+    if budget is not None and selection.summaries is None:  # they give way to what was asked for
+        summaries = min(summaries, max(0, total - Slots(0, 0, window, sinks, chunk).total))
+    parts = Slots(0, summaries, window, sinks, chunk)
     if budget is None:
         selected = n if selection.size is None else _count(selection.size, n)
     else:

@@ -76,7 +76,7 @@ class PrunedState:
     >>> import numpy as np
     >>> from levattn.attention import causal_pruned_attention
     >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 1000, 16))
-    >>> Y, state = causal_pruned_attention(Q, K, V, 100)
+    >>> Y, state = causal_pruned_attention(Q, K, V, 100, return_state=True)
     >>> int(state.positions), state.slots.total, state.nbytes < 30_000
     (1000, 100, True)
     """

@@ -114,7 +114,7 @@ class Arrays:
     def attended(self, selection: Any, first: int, last: int, **more: Any) -> Any:
         """Return the pruned attention of the queries first to last, with the keys that are new to the state.
 
-        If causal, the result has the state. If not, these are all queries and keys.
+        If not causal, these are all queries and keys.
         """
         before = self.k.shape[2] - self.q.shape[2]
         new = slice(before + first, before + last)
@@ -146,12 +146,14 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
     pieces, after = [], []
     for held in plan:
         part = arrays.of_sequences(held.rows)
-        Y = part.attended(held.state or held.selection, 0, arrays.q.shape[2])
-        if arrays.causal:
+        Y = part.attended(
+            held.state or held.selection, 0, arrays.q.shape[2], **({"return_state": True} if keep else {})
+        )
+        if keep:
             Y, state = Y
             after.append(replace(held, state=state))
         pieces.append(Y)
-    return concatenated(pieces, [held.rows for held in plan], 0), tuple(after) if keep else ()
+    return concatenated(pieces, [held.rows for held in plan], 0), tuple(after)
 
 
 def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:

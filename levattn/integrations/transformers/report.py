@@ -225,7 +225,7 @@ def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[An
     m, state, low = arrays.q.shape[2], held.state, 0
     for start, stop in _runs(m, each):
         if state is None or start > low:
-            _, state = arrays.attended(state or held.selection, low, start)
+            _, state = arrays.attended(state or held.selection, low, start, return_state=True)
             low = start
         places = np.arange(start, stop)
         here = slice(there.shape[1] - m + start, there.shape[1] - m + stop)
