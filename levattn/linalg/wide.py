@@ -27,6 +27,7 @@ from levattn.linalg.span import Span, nonzero_rows
 
 Places = npt.NDArray[np.int64]
 
+_SMALL_RESIDUAL = 2.0**-44  # of a column less those before it; columns with smaller ones may be dependent
 _SMALL_PIVOT = 2.0**-26  # of scaled rows; columns with smaller pivots come later
 _LARGEST_INVERSE = 2.0**5  # norm of a column of the inverse of a triangle of sparse columns
 _NUMBERS = 1 << 20  # of sparse columns that are written out together, at least
@@ -144,12 +145,15 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     # a column of ones, independent of the centered columns, stands for the mean
     ones = np.zeros((m, 0)) if rows.shift is None else np.ones((m, 1))
     most = m - ones.shape[1]
-    order, likely = _pivoted(_tame(read, np.frexp(largest)[1]))
+    exponents = np.frexp(largest)[1]
+    order, _ = _pivoted(_tame(read, exponents))
     columns = order[:most]
     clear = len(columns) == most and _is_regular(np.hstack([ones, read[:, columns]]))
-    if not clear:
+    if not clear:  # rows as they are decide how well-conditioned columns are
+        likely = _leading(np.ldexp(read, -exponents))
+        order = np.concatenate([likely, order[~np.isin(order, likely)]])
         vectors = Rows(np.hstack([ones, exact[:, order]]).T[None], "float64")
-        chosen = _independent(vectors, min(likely + m - most, m)) - (m - most)
+        chosen = _independent(vectors, min(len(likely) + m - most, m)) - (m - most)
         columns = order[chosen[chosen >= 0]]
     return np.sort(columns), len(columns) == most, clear
 
@@ -168,6 +172,15 @@ def _pivoted(X: Float64) -> tuple[Places, int]:
         order[[here, there]] = order[[there, here]]
     small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # rows that are dependent, or nearly so
     return np.concatenate([order[:m][~small], order[:m][small], order[m:]]), m - int(small.sum())
+
+
+def _leading(A: Float64) -> Places:
+    """Return columns of a matrix that are likely independent and well-conditioned, by QR with column pivoting."""
+    from scipy.linalg import qr
+
+    R, order = qr(A, mode="r", pivoting=True, check_finite=False)
+    sizes = np.abs(np.diagonal(R))
+    return np.asarray(order[: len(sizes)][sizes > _SMALL_RESIDUAL * sizes.max(initial=0.0)], np.int64)
 
 
 def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:

@@ -493,9 +493,12 @@ class _Attention:
             return np.zeros(0, np.int64)
         least = _LEAST_SUM * max(1.0, scale_of(self.f) ** 2)
         few = ~(least <= D) if isinstance(self.f, Power) else least > D
-        if not few.any():
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(np.any((Q != 0) & (self.largest > 0), axis=1) & few)
+        few &= np.any((Q != 0) & (self.largest > 0), axis=1)
+        if not isinstance(self.f, Power):  # a sum is also small where large products cancelled
+            hidden = np.flatnonzero(few & ~(self.keys.n * self.f(self.noise(Q)) < least))
+            if len(hidden):
+                few[hidden] = least > uncertain_sums(Q[hidden], self.keys, self.present, self.f, precise=True)[0]
+        return np.flatnonzero(few)
 
     def raised(self, Q: Float64, which: Int64) -> tuple[Float64, Float64]:
         """Return queries of which some are scaled to a largest product of about 1, and their noise."""

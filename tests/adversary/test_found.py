@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import levattn
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 
 from .families import Case
-from .oracle import Truth
+from .oracle import Centered, Truth
+from .promises import CLEAR
 from .routes import FUNCTIONS, ROUTES
 
 METHODS = ("auto", "gram", "qr", "svd")
@@ -368,3 +370,49 @@ def test_masked_keys_out_of_the_range_of_the_others_warn_of_nothing(center: bool
     K, mask = (array_api_strict.asarray(np.array(x)) for x in ([[1e307], [4e-308]], [False, True]))
     found = levattn.universal_set(K, 0.1, mask=mask, center=center)
     assert np.asarray(found.mask).tolist() == [False, not center]
+
+
+@pytest.mark.parametrize("f", [levattn.Tukey(), levattn.Huber(), levattn.L1L2(), levattn.Fair()], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-300, 2.0**-500, 2.0**300])
+def test_values_are_not_tiny_where_large_products_cancel(f: Any, scale: float) -> None:
+    """Both products are 0 in float64, and their values of f are equal or far from those of x²."""
+    K = np.array([[-1.0, -2.0, 2.0], [1.0, 1.0, -1.0]])
+    Q = scale * np.array([[-5e103, float.fromhex("0x1.6a09e667f3bcdp+396"), float.fromhex("0x1.6a09e667f3bccp+396")]])
+    products = [float(sum(Fraction(a) * Fraction(b) for a, b in zip(key, Q[0], strict=True))) for key in K.tolist()]
+    values = f(np.array(products))
+    expected = values / values.sum()
+    np.testing.assert_allclose(levattn.expected_scores(K, Q, f=f, method="mean"), expected, rtol=1e-12)
+    found = levattn.heavy_attention(Q, K, 0.2, f=f)
+    np.testing.assert_allclose(found.entries.toarray()[0], np.where(expected >= 0.2, expected, 0), rtol=1e-9)
+
+
+def wide_of_all_sizes(seed: int) -> Any:
+    """Wide keys with few entries, of sizes from 2^-50 to 2^50."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(3, 9))
+    d, count = n + int(rng.integers(0, 8)), int(rng.integers(1, 3 * n))
+    K = np.zeros((n, d), np.float32)
+    entries = rng.standard_normal(count) * 2.0 ** rng.integers(-50, 50, count)
+    K[rng.integers(0, n, count), rng.integers(0, d, count)] = entries
+    return K
+
+
+def some_of_all_sizes() -> Any:
+    K = np.zeros((8, 9), np.float32)
+    K[[0, 2, 3], [7, 5, 4]] = 7.2951831e-09, -6.8813760e08, 4.3019676e-12
+    K[5, [3, 5, 8]] = -7.9999496e12, 1.1757252e-06, 7.6504111e-14
+    K[7, [1, 3, 4, 5, 7]] = -2.1558681e-12, -3.2688755e01, 1.7434224e-05, -6.3713989e10, -5.7503367e-13
+    return K
+
+
+def test_columns_that_stand_for_wide_keys_are_well_conditioned() -> None:
+    """A column that is independent by its rounding alone once stood for keys that have a better one."""
+    tried = 0
+    for K in (some_of_all_sizes(), *map(wide_of_all_sizes, range(800))):
+        exact, nothing = K.astype(np.float64), np.zeros((0, K.shape[1]))
+        for truth in (Truth(exact, nothing), Centered(exact, nothing, np.ones(len(K), bool))):
+            if truth.condition <= CLEAR:
+                tried += 1
+                found = levattn.universal_set(K, 0.2, center=isinstance(truth, Centered))
+                assert found.rank == truth.rank
+    assert tried > 500

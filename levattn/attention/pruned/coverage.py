@@ -203,8 +203,10 @@ def _choices(selection: Any, error: float | None) -> list[Selection]:
             raise ValueError(f"selection has window={each.window!r}; expected 0, as the queries are at no positions")
         found.append(replace(each, window=0))
     by_budget = {float(each.budget or 0): each for each in found}
-    if len(by_budget) < len(found):
-        raise ValueError(f"selection is {selection!r}, with one budget twice; expected different budgets")
+    if len(by_budget) < len({*found}):
+        raise ValueError(
+            f"selection is {selection!r}, with different options at one budget; expected one selection for each budget"
+        )
     if error is not None:
         by_budget[1.0] = Selection(1.0, window=0)
     return [by_budget[share] for share in sorted(by_budget)]
