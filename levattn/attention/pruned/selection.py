@@ -84,8 +84,8 @@ class Selection:
         Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
         these are the `levattn.universal_set` of the keys for f(x) = x².
     summaries : int or float, optional
-        Number of clusters of the other keys, or a share of the budget's slots without the sinks. 0 drops these keys,
-        and is the default without a budget.
+        Number of clusters of the other keys, or a share of the budget's slots without the sinks. 0 drops these keys.
+        It is the default without a budget.
     window : int or float, optional
         Number of keys near a query, as in `Slots`, or the share that they have of the budget's slots without the
         sinks. 0 without a budget. In a cache these are the last positions of the context.
@@ -196,7 +196,7 @@ class Selection:
         return f"Selection({', '.join(shown).removeprefix('budget=')})"
 
     def _known(self) -> tuple[Any, ...]:
-        """Return what tells selections apart: types too, as 1 and 1.0 differ, and scores of a user's own as such."""
+        """Return the options to compare: with types, as 1 and 1.0 differ, and a user's own scores by identity."""
         scores = self.scores if isinstance(self.scores, str) else id(self.scores)
         return (*((type(value), value) for name, value in vars(self).items() if name != "scores"), scores)
 
