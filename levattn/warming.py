@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -133,7 +134,7 @@ def _of_gradients(kind: Any) -> list[Callable[[], Any]]:
         lambda: _followed(attention.rg_lru, X, X, X, X[0, 0]),
         lambda: _followed(attention.tssa, X[None]),
         lambda: _followed(attention.tssa, X[None], causal=False),
-        lambda: _followed(attention.pruned_attention, X, X, X, few),
+        lambda: _followed(partial(attention.pruned_attention, selection=few), X, X, X),
     ]
 
 

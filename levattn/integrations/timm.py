@@ -331,7 +331,7 @@ def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
 
     Notes
     -----
-    One call of the model, with one additional attention in each pruned layer.
+    Time: one call of the model, with one additional attention in each pruned layer.
 
     Examples
     --------

@@ -134,15 +134,15 @@ def test_other_attention_is_refused_by_name(name: str) -> None:
 
 def test_what_cannot_be_honored_is_refused() -> None:
     model = vit()
-    for options, error, message in (
-        ({}, ValueError, "budget=None, size=None"),
-        ({"budget": 2.0}, ValueError, "budget is 2.0"),
-        ({"size": 3, "causal": True}, TypeError, "causal was given; expected options among budget, center"),
-        ({"size": 3, "scores": np.ones(3)}, TypeError, "scores is of type ndarray"),
-        ({"size": 3, "layers": [2]}, ValueError, r"layers is \[2\]; expected numbers of attention layers, from 0"),
+    for selection, layers, error, message in (
+        (Selection(), None, ValueError, "budget=None, size=None"),
+        (2.0, None, ValueError, "budget is 2.0"),
+        (Selection(size=3, renew_every=2), None, ValueError, "renew_every is 2, and the attention is not causal"),
+        (Selection(size=3, scores=np.ones(3)), None, TypeError, "selection has an array of scores"),
+        (Selection(size=3), [2], ValueError, r"layers is \[2\]; expected numbers of attention layers, from 0"),
     ):
         with pytest.raises(error, match=message):
-            prune(model, **options)
+            prune(model, selection, layers=layers)
         assert {type(block.attn) for block in model.blocks} == {Attention}
     with pytest.raises(TypeError, match="model is of type int"):
         prune(3, 0.5)

@@ -17,7 +17,7 @@ from levattn._core.types import Float64
 from levattn.attention.arguments import dense_array, device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.pruned import pruned_attention
-from levattn.attention.pruned.selection import Selection, exponent_of
+from levattn.attention.pruned.selection import Selection, as_selection, exponent_of
 from levattn.exceptions import NonFiniteError
 from levattn.sets.coverage import conformal_place, split_queries
 
@@ -103,11 +103,11 @@ def pruned_coverage(
         A sample of the queries, as for `pruned_attention`; m is at least about twice coverage/(1 − coverage).
     K, V : array of shape (..., G, n, d) and (..., G, n, D)
         Keys and values.
-    coverage : float in (0, 1)
-        The probability.
     selection : Selection or float, or a sequence of them
         One with a share of the keys as its budget, to find its error. With `error`, several, of which the least budget
         is found; by default several shares from 0.03 to 0.7. Dense is always among them. The window is 0.
+    coverage : float in (0, 1)
+        The probability.
     error : float, optional
         An error above 0, to find the least budget for it.
     f, scale, mask : optional
@@ -196,7 +196,7 @@ def _choices(selection: Any, error: float | None) -> list[Selection]:
     named = _BUDGETS if selection is None else selection if several else [selection]
     found = []
     for each in named:
-        each = Selection.of(each)
+        each = as_selection(each)
         if not isinstance(each.budget, float):
             raise ValueError(f"selection has budget={each.budget!r}; expected a share of the keys in (0, 1]")
         if each.window:

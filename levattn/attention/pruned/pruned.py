@@ -11,7 +11,7 @@ from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall
 from levattn.attention.pruned.causal import causal_attention
-from levattn.attention.pruned.selection import Selection, SelectionRule, exponent_of, rule_of
+from levattn.attention.pruned.selection import SelectionRule, as_selection, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 
@@ -136,7 +136,7 @@ def pruned_attention(
     >>> np.allclose(pruned_attention(Q, K, V, 1.0), dense)
     True
     """
-    selection = Selection.of(selection)
+    selection = as_selection(selection)
     power = exponent_of(f)
     Q, K, V, heads = _sized(Q, K, V)
     m = Q.shape[-2]
@@ -237,6 +237,10 @@ def causal_pruned_attention(
     Time O(T s (d + D) + T R (s + R) d / c) for s slots a query, R summaries and renewals every c positions. Memory
     O(T D + s (d + D)), and a state of O(s (d + D) + d²).
 
+    References
+    ----------
+    Own construction, with the scores, sets and clusters that `pruned_attention` cites.
+
     Examples
     --------
     >>> import numpy as np
@@ -258,7 +262,7 @@ def causal_pruned_attention(
             "call, as selection"
         )
     if state is None:
-        selection = Selection.of(selection)
+        selection = as_selection(selection)
         # if a state goes on, a number of slots does not depend on the positions of this call
         counts = return_state and isinstance(selection.budget, int)
         positions = max(T, selection.budget + 1) if counts else T

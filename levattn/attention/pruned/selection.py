@@ -119,6 +119,10 @@ class Selection:
     --------
     levattn.attention.pruned_attention : Attention to selected keys.
 
+    Notes
+    -----
+    A record of options: time O(1), and no memory beside scores of your own.
+
     References
     ----------
     .. [1] Devoto, Jeblick and Jégou, "Expected Attention", arXiv:2510.00636.
@@ -206,21 +210,6 @@ class Selection:
     def __hash__(self) -> int:
         return hash(self._known())
 
-    @classmethod
-    def of(cls, selection: Any, name: str = "selection") -> Selection:
-        """Return a selection, or the selection of a bare number; raise for anything else."""
-        if isinstance(selection, Selection):
-            return selection
-        if isinstance(selection, bool) or not isinstance(selection, int | float | np.integer | np.floating):
-            raise TypeError(
-                f"{name} is of type {type(selection).__name__}; expected a Selection, or a number of slots or a share "
-                "of the keys as its budget, as in Selection(0.25, window=8)"
-            )
-        try:
-            return cls(selection)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-
     @property
     def kind(self) -> str:
         """The name of the scores, "given" for an array and "function" for a function."""
@@ -262,6 +251,21 @@ class Selection:
         Slots(selected=11, summaries=17, window=4, sinks=0, chunk=32)
         """
         return slots_for(self, n, causal=causal)
+
+
+def as_selection(selection: Any, name: str = "selection") -> Selection:
+    """Return a selection, or the selection of a bare number; raise for anything else."""
+    if isinstance(selection, Selection):
+        return selection
+    if isinstance(selection, bool) or not isinstance(selection, int | float | np.integer | np.floating):
+        raise TypeError(
+            f"{name} is of type {type(selection).__name__}; expected a Selection, or a number of slots or a share of "
+            "the keys as its budget, as in Selection(0.25, window=8)"
+        )
+    try:
+        return Selection(selection)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def slots_for(

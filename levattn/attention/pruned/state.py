@@ -68,8 +68,8 @@ class PrunedState:
         The slots that each query reads.
     batch : tuple of int
         The leading axes of the keys, heads among them.
-    rule, parts
-        The options of selection and the arrays of the state, for later calls.
+    rule, parts, next_scores
+        The options of selection and the arrays of the state, for later calls; `with_scores` sets the last.
 
     Examples
     --------

@@ -118,10 +118,9 @@ class Calibration(HeadsRecord):
         return with_budgets(self.selection, self)
 
     def _facts(self) -> dict[str, Any]:
-        if self.selection.kind == "function":
-            raise ValueError("the selection has a function of scores, which no file holds; expected a name of scores")
         facts = {name: getattr(self, name) for name in _FACTS}
         given = {name: value for name, value in vars(self.selection).items() if value is not None}
+        given["scores"] = self.selection.scores if self.selection.kind in SCORES else str(self.selection.scores)
         return {**facts, "selection": given, "budgets": [[*head, share] for head, share in self.items()]}
 
     @classmethod

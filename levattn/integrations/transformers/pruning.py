@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from levattn.attention import Selection
+from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
@@ -173,7 +174,7 @@ def prune(
 
 def _split_by(profile: HeadProfile, selection: Any, layers: Any) -> dict[tuple[int, int], Selection]:
     """Return the selection of each head: its share of the budget by a profile."""
-    found = None if isinstance(selection, Mapping) else Selection.of(selection)
+    found = None if isinstance(selection, Mapping) else as_selection(selection)
     if layers is not None or found is None or not isinstance(found.budget, float):
         raise ValueError(
             f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
@@ -240,7 +241,7 @@ def _selections_of(
         pair = tuple(key) if isinstance(key, tuple | list) else (key,)
         if not 1 <= len(pair) <= 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
             raise TypeError(f"selection has the key {key!r}; expected the number of a layer, or (layer, head)")
-        own = Selection.of(value, f"selection[{key!r}]")
+        own = as_selection(value, f"selection[{key!r}]")
         (number,) = numbers_among("layers", [int(pair[0])], list(there))
         which = None if len(pair) == 1 else [int(pair[1])]
         for head in numbers_among("heads", which, list(range(there[number].heads))):
@@ -269,5 +270,5 @@ def _shown(selection: Any) -> Any:
     if isinstance(selection, Mapping):
         pairs = ((key if isinstance(key, tuple | list) else (key,), of) for key, of in selection.items())
         return [[*map(int, key), _shown(of)] for key, of in pairs]
-    given = {name: value for name, value in vars(Selection.of(selection)).items() if value is not None}
-    return {**given, "scores": given["scores"] if isinstance(given["scores"], str) else str(given["scores"])}
+    options = vars(as_selection(selection))
+    return {**options, "scores": options["scores"] if isinstance(options["scores"], str) else str(options["scores"])}

@@ -14,6 +14,7 @@ import numpy as np
 
 from levattn._core.checks import fraction
 from levattn.attention import Selection
+from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
@@ -257,7 +258,7 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
 
 def _of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
-    found = Selection.of(selection, name)
+    found = as_selection(selection, name)
     if found.budget is None and found.size is None:
         raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
     if found.kind == "given":
