@@ -199,8 +199,10 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
         if request.in_passes:
             bar = True if sys.stderr.isatty() else None
             return levattn.scan_set(keys, **wish, progress=bar, checkpoint=request.checkpoint)
-        groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-        return levattn.universal_set(keys, **wish, f=request.function.f, center=request.center, groups=groups)
+        found = levattn.universal_set(keys, **wish, f=request.function.f, center=request.center)
+        if request.duplicates is None:
+            return found
+        return found.with_groups(keys, levattn.near_duplicates(keys, angle=request.duplicates))
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:

@@ -186,12 +186,7 @@ def _sets_of(
         return set_of(keys, f, epsilon, mask)
     if mask is not None:
         raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
-    check_type("universal", universal, UniversalSet, "the result of universal_set")
-    if universal.batch != keys.batch:
-        shape = (*universal.batch, universal.mask.shape[-1])
-        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
-    for head in range(keys.data.shape[0]):
-        _check_universal(item_of(universal, head), keys.item(head), epsilon, f)
+    _check_universal(keys, universal, epsilon, f)
     return cast(UniversalSet, universal)
 
 
@@ -249,27 +244,27 @@ def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Mat
     )
 
 
-def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax) -> None:
-    if isinstance(universal, UniversalSet):
-        if as_function(universal.f) != f:
-            raise ValueError(
-                f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function"
-            )
-        if universal.guarantee == "none":
-            raise ValueError(
-                "universal guarantees nothing for attention over K (it was made with center=True); "
-                "expected a set with guarantee 'exact', 'superset' or 'coverage'"
-            )
-        if universal.epsilon is None:
-            raise ValueError(
-                f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
-                "expected a set made with epsilon or size"
-            )
-    require_set_of(keys, universal)
-    margin = max(TIE, 4 * float(universal.factor.score_error[0]))
-    if universal.epsilon > epsilon or (universal.by_size and epsilon <= universal.epsilon * (1 + margin)):
-        relation = "more than" if universal.by_size else "at least"
+def _check_universal(keys: Matrices, universal: Any, epsilon: float, f: AttentionFunction | Softmax) -> None:
+    check_type("universal", universal, UniversalSet, "the result of universal_set")
+    if as_function(universal.f) != f:
+        raise ValueError(f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function")
+    if universal.guarantee == "none":
         raise ValueError(
-            f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}. "
-            "Make the set with this epsilon, or give one that is larger than the set's"
+            "universal guarantees nothing for attention over K (it was made with center=True); "
+            "expected a set with guarantee 'exact', 'superset' or 'coverage'"
         )
+    if universal.epsilon is None:
+        raise ValueError(
+            f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
+            "expected a set made with epsilon or size"
+        )
+    require_set_of(keys, universal)
+    margins = np.maximum(TIE, 4 * universal.factor.score_error).tolist()
+    known = np.broadcast_to(universal.epsilon, universal.batch).ravel().tolist()
+    for least, margin in zip(known, margins, strict=True):
+        if least > epsilon or (universal.by_size and epsilon <= least * (1 + margin)):
+            relation = "more than" if universal.by_size else "at least"
+            raise ValueError(
+                f"universal holds the scores of {relation} {least:.6g}, but epsilon is {epsilon:.6g}. "
+                "Make the set with this epsilon, or give one that is larger than the set's"
+            )

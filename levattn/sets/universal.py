@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_device, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
@@ -27,7 +27,6 @@ from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
-from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
@@ -166,7 +165,6 @@ def universal_set(
     f: Any = 2,
     method: str = "auto",
     center: bool = False,
-    groups: Any = None,
     sketch_size: int | tuple[int, int] | None = None,
     recheck: bool = False,
     mask: Any = None,
@@ -207,10 +205,6 @@ def universal_set(
     center : bool, default False
         Subtract the mean of the keys, which does not change softmax. The set is then exact for x² attention over the
         centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
-    groups : array of int, shape (..., n), optional
-        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none; for x² and by `epsilon`. The
-        set then also holds every group that some query can give at least ε as a whole. (More than 1/ε copies of a key
-        hide from a set of single keys.) At most rank/ε groups are added.
     sketch_size : int or (int, int), optional
         For the approximate methods, see `leverage_scores`.
     recheck : bool, default False
@@ -250,7 +244,7 @@ def universal_set(
     scan_set : The same for chunks, with progress and checkpoints.
     covering_set : The keys for queries like given ones.
     heavy_attention : The large attention scores themselves.
-    near_duplicates : Groups of keys in which attention may hide.
+    UniversalSet.with_groups : The set with groups of near-copies, in which attention may hide.
     levattn.definitions.universal_set : The definition, in NumPy.
 
     Notes
@@ -287,25 +281,20 @@ def universal_set(
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     if source is not None:
-        if square and method in _SCANNED and not center and groups is None and mask is None:
+        if square and method in _SCANNED and not center and mask is None:
             return _warned(_of_chunks(source, asked), chunks=True)
         if not isinstance(K, KeySource):
             raise ValueError(
-                "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
+                "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center or mask. "
                 "For other options give keys in an array or a file"
             )
     with whole_keys(K) as keys:
         matrices = as_matrices(keys, "K", sparse=square)
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
-        labels = None if groups is None else as_labels(groups, matrices)
-        if labels is not None and (not square or approximate or epsilon is None):
-            raise ValueError(
-                "groups are given; expected f = 2, an exact method and epsilon, so that groups have scores"
-            )
         asked = asked.checked(matrices.n)
         if approximate:
             return _from_sketch(matrices, asked, sketch_size, rng, recheck)
-        return _warned(_exact(matrices, asked, labels)) if square else _bounded(matrices, function, asked)
+        return _warned(_exact(matrices, asked)) if square else _bounded(matrices, function, asked)
 
 
 @where_arrays_are
@@ -468,11 +457,11 @@ def set_of(
 ) -> UniversalSet:
     """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
     asked = _Asked(epsilon, center=center, mask=mask)
-    return _exact(matrices, asked, None) if is_square(f) else _bounded(matrices, f, asked)
+    return _exact(matrices, asked) if is_square(f) else _bounded(matrices, f, asked)
 
 
-def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | None) -> UniversalSet:
-    """Return the set by exact leverage scores, with the groups that reach ε as a whole."""
+def _exact(matrices: Matrices, asked: _Asked) -> UniversalSet:
+    """Return the set by exact leverage scores."""
     epsilon = asked.epsilon
     factor = factorize(matrices, method=asked.method, center=asked.center, mask=asked.mask, single="scores")
     found, counted = factor.scores()
@@ -485,13 +474,6 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
         chosen, doubt = at_least(select, factor, scores, present, epsilon, rescore)
     else:
         chosen, left, doubt = largest_scores(select, factor, scores, present, asked.size or 0, rescore)
-    together = None if labels is None else group_scores(factor, labels)
-    if labels is not None and together is not None and together.size:
-        heavy = np.take_along_axis(reaches(together, epsilon), np.maximum(labels, 0), axis=1)
-        more = heavy & (labels >= 0) & ~to_numpy(chosen)
-        more &= True if present is None else to_numpy(present)
-        doubt |= bool(more.any())
-        chosen |= to_device(more, chosen)
     return result_of(
         matrices,
         chosen,
@@ -503,8 +485,6 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
         guarantee="none" if asked.center else "superset" if counted.any() or doubt else "exact",
         total_bound=_total(factor, found, counted),
         present=present,
-        labels=labels,
-        group_scores=together,
     )
 
 

@@ -155,7 +155,7 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     "expected scores": lambda k, q: levattn.expected_scores(k, q),
     "expected scores, softmax": lambda k, q: levattn.expected_scores(k / 20, q, f=levattn.Softmax()),
     "set with coverage": lambda k, q: levattn.covering_set(k, q, 0.05, f=4, coverage=0.9).mask,
-    "set with groups": lambda k, *_: levattn.universal_set(k, 0.1, groups=np.arange(len(k)) % 7).mask,
+    "set with groups": lambda k, *_: levattn.universal_set(k, 0.1).with_groups(k, np.arange(len(k)) % 7).mask,
     "group leverage": lambda k, *_: levattn.group_leverage(k, np.arange(len(k)) % 7),
     "near duplicates": lambda k, *_: levattn.near_duplicates(k),
     "Lewis weights": lambda k, *_: levattn.lewis_weights(k, 3.0),

@@ -152,8 +152,8 @@ def test_rows_outside_the_numerical_row_space_count_as_one() -> None:
 def test_groups_of_sparse_keys() -> None:
     keys = np.vstack([np.tile(np.eye(1, 8) * 3, (40, 1)), sparsified(named_rng("groups"), 300, 8, 0.3)])
     labels = np.where(np.arange(340) < 40, 0, -1)
-    found = levattn.universal_set(csr(keys), 0.3, groups=labels)
-    expected = levattn.universal_set(keys, 0.3, groups=labels)
+    found = levattn.universal_set(csr(keys), 0.3).with_groups(csr(keys), labels)
+    expected = levattn.universal_set(keys, 0.3).with_groups(keys, labels)
     assert np.array_equal(found.mask, expected.mask)
     np.testing.assert_allclose(found.group_scores, expected.group_scores, rtol=1e-10)
 
