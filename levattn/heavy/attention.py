@@ -258,6 +258,11 @@ def _check_universal(keys: Matrices, universal: Any, epsilon: float, f: Attentio
             f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
             "expected a set made with epsilon or size"
         )
+    if not universal.exact_factor:
+        raise ValueError(
+            f"universal is of method {universal.certificate[0]!r} and has no exact normalizers; expected a set of an "
+            "exact method, or universal.rechecked(K)"
+        )
     require_set_of(keys, universal)
     margins = np.maximum(TIE, 4 * universal.factor.score_error).tolist()
     known = np.broadcast_to(universal.epsilon, universal.batch).ravel().tolist()

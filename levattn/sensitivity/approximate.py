@@ -123,15 +123,15 @@ class Screened:
     exact: bool
 
 
-def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: bool) -> Screened:
+def screen(rows: Rows, method: str, left: int, right: int, seed: int) -> Screened:
     """Return upper bounds of the leverage scores; they fail with a probability of at most `FAILURE`.
 
     Let A = WᵀGW for the factor W of a sketch, and let λ be its least eigenvalue. Then a key's score is
-    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk. The factor of the keys measures λ if the caller asks for it or it costs little, else
+    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk. The factor of the keys measures λ where it costs little, else
     Lanczos' method does. A factor, which holds up to that probability, bounds how far projected scores fall short.
     """
     b, n, d = rows.shape
-    known = method == "jl" or recheck or d <= _MEASURED
+    known = method == "jl" or d <= _MEASURED
     exact = factor_moments(rows, single="scores") if known else None
     if method == "jl" and exact is not None:
         factor, least = exact, np.ones(b)

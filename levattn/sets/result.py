@@ -32,7 +32,10 @@ from levattn.exceptions import NonFiniteError
 from levattn.io.common import replace_file
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
+from levattn.linalg.routes import factor_moments
+from levattn.sensitivity.approximate import APPROXIMATE
 from levattn.sensitivity.groups import as_labels, group_scores
+from levattn.sensitivity.leverage import rows_of
 
 if TYPE_CHECKING:
     from levattn.plots import LeverageSpectrumDisplay
@@ -116,7 +119,8 @@ class UniversalSet(ListedKeys):
         a rank-deficient matrix count as 1, or at its exact rank, it is the sum of these scores. It is infinite for a
         set with coverage.
     exact_factor : bool
-        Whether `factor` is the factor of the keys, and not of a sketch, which `heavy_attention` refuses.
+        Whether `factor` is the factor of the keys, and not of a sketch, which `heavy_attention` refuses; see
+        `rechecked`.
     groups : array of int64, shape (..., n), or None
         The groups of `with_groups`, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None
@@ -326,6 +330,78 @@ class UniversalSet(ListedKeys):
             self, mask=wrap(mask | more), guarantee=guarantee, groups=wrap(given), group_scores=wrap(scores)
         )
 
+    @where_arrays_are
+    def rechecked(self, K: Any) -> UniversalSet:
+        """Return the exact set, by exact scores of the keys of this set, which a sketch made.
+
+        Parameters
+        ----------
+        K : array of shape (..., n, d), or files
+            The keys of this set; files opened with `open_keys` are loaded.
+
+        Returns
+        -------
+        UniversalSet
+            The keys whose exact score is at least ε. `scores` are exact for the keys of this set, and bounds for the
+            others. The guarantee is that of `universal_set` by an exact method, except with a probability of 1e-6.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the set is not by an approximate method and ε, or if K are other keys.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask.
+
+        Notes
+        -----
+        Time O(m d²) for a set of m keys. Without an exact factor (`exact_factor`) also O(n d²) for the second moment.
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> K = np.random.default_rng(0).standard_normal((1000, 8))
+        >>> K[7] *= 40
+        >>> found = levattn.universal_set(K, 0.2, method="osnap")
+        >>> found.guarantee, found.rechecked(K)
+        ('superset', UniversalSet(1 of 1000 keys, epsilon=0.2, guarantee='exact', rank=8, bound=40))
+        """
+        if self.certificate[0] not in APPROXIMATE or self.by_size:
+            raise ValueError(
+                f"the set is by {'size' if self.by_size else self.certificate[0]}; expected a set by an approximate "
+                "method and epsilon, whose scores are bounds"
+            )
+        with whole_keys(K) as keys:
+            matrices = as_matrices(keys, "K", sparse=True)
+            require_set_of(matrices, self, "this set")
+            present, factor = as_mask(self._present, matrices), self.factor
+            if not self.exact_factor:
+                factor = factor_moments(rows_of(matrices, self.guarantee == "none", self._present), single="scores")
+            shape = matrices.data.shape[:2]
+            chosen, upper, leverage = (
+                np.array(to_numpy(array)).reshape(shape) for array in (self.mask, self.scores, self._leverage)
+            )
+            counted = False
+            for item in range(len(chosen)):
+                rows = np.flatnonzero(chosen[item])
+                upper[item, rows], one = rescored(factor, item, keys_at(matrices, item, rows))
+                counted |= one
+            chosen &= reaches(upper, self.epsilon)
+            rescore_known(matrices, factor, chosen, present, leverage)
+        return result_of(
+            matrices,
+            chosen,
+            upper,
+            factor,
+            leverage,
+            epsilon=self.epsilon,
+            left=None,
+            guarantee="none" if self.guarantee == "none" else "superset" if counted else "exact",
+            present=present,
+            f=self.f,
+            certificate=self.certificate,
+            total_bound=factor.rank.astype(np.float64),
+        )
+
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.
 
@@ -497,6 +573,14 @@ def known_by(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray
     return np.union1d(chosen, to_numpy(others[::step]))
 
 
+def rescore_known(matrices: Matrices, factor: Factor, chosen: Any, present: Any, leverage: Any) -> None:
+    """Write the scores that identify the keys of the sets `chosen` (b, n) later into `leverage`."""
+    flags = None if present is None else to_numpy(present)
+    for item in range(len(chosen)):
+        sample = known_by(np.flatnonzero(chosen[item]), None if flags is None else flags[item], matrices.n)
+        leverage[item, sample] = rescored(factor, item, keys_at(matrices, item, sample))[0]
+
+
 def require_set_of(keys: Matrices, universal: Any, name: str = "universal") -> None:
     """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
     check_type(name, universal, UniversalSet, "the result of universal_set")
@@ -510,11 +594,6 @@ def require_set_of(keys: Matrices, universal: Any, name: str = "universal") -> N
 def _require_item_of(keys: Matrices, universal: UniversalSet, name: str) -> None:
     if universal.factor.columns != keys.d:
         raise ValueError(f"{name} is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
-    if not universal.exact_factor:
-        raise ValueError(
-            f"{name} is of method {universal.certificate[0]!r} and has no exact normalizers; expected a "
-            "set of an exact method, or one made with recheck=True"
-        )
     if universal.factor.rows.format != keys.format:
         raise ValueError(
             f"{name} is of {universal.factor.rows.format} keys and K is {keys.format}, which rounds differently; "

@@ -28,7 +28,7 @@ from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
-from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
+from levattn.sets.result import Guarantee, UniversalSet, flag_counts, reaches, rescore_known, rescored, result_of
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of the listed rows, one after the other
@@ -166,7 +166,6 @@ def universal_set(
     method: str = "auto",
     center: bool = False,
     sketch_size: int | tuple[int, int] | None = None,
-    recheck: bool = False,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
 ) -> UniversalSet:
@@ -201,15 +200,12 @@ def universal_set(
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
         superset: their measured distortion raises the scores. So these bound the true scores from above, except with a
-        probability of 1e-6.
+        probability of 1e-6. `UniversalSet.rechecked` makes it exact again.
     center : bool, default False
         Subtract the mean of the keys, which does not change softmax. The set is then exact for x² attention over the
         centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
     sketch_size : int or (int, int), optional
         For the approximate methods, see `leverage_scores`.
-    recheck : bool, default False
-        For the approximate methods by `epsilon`: compute the exact second moment, and the exact scores of the
-        remaining keys. The set is then exact again (except with the probability above).
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
     rng : int or numpy.random.Generator, optional
@@ -251,8 +247,8 @@ def universal_set(
     -----
     Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. With n < d an exact method takes O(n² d)
     and O(n d). Scores of float32 keys are computed in float32, and scores near ε again in float64. The distortion of
-    the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
-    Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
+    the approximate methods is measured on the second moment: exactly up to d = 320, else by Lanczos' method. A
+    generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
     *Chunks* must be the same keys each time they are read; `scan_set` says how this is checked.
 
@@ -277,7 +273,10 @@ def universal_set(
     approximate = square and check_method(method)
     if not approximate:
         refuse_randomness(method, sketch_size, rng)
-    _refuse_odd(square, center=center, recheck=recheck, rechecks=approximate and epsilon is not None)
+    if center and not square:
+        raise ValueError(
+            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
+        )
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     if source is not None:
@@ -293,7 +292,7 @@ def universal_set(
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
         asked = asked.checked(matrices.n)
         if approximate:
-            return _from_sketch(matrices, asked, sketch_size, rng, recheck)
+            return _from_sketch(matrices, asked, sketch_size, rng)
         return _warned(_exact(matrices, asked)) if square else _bounded(matrices, function, asked)
 
 
@@ -419,16 +418,6 @@ def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
     return found
 
 
-def _refuse_odd(square: bool, *, center: bool, recheck: bool, rechecks: bool) -> None:
-    """Raise for options that do not go with the function or the method."""
-    if recheck and not rechecks:
-        raise ValueError(f"recheck is {recheck!r}; expected False, except for approximate methods with epsilon")
-    if center and not square:
-        raise ValueError(
-            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
-        )
-
-
 @dataclass(frozen=True)
 class _Asked:
     """Options of `universal_set`; one of `epsilon` and `size` is None."""
@@ -541,28 +530,15 @@ def _total(factor: Factor, scores: Any, counted: npt.NDArray[np.bool_]) -> Float
     return np.where(counted & (sums > factor.rank + 0.5), sums, factor.rank.astype(np.float64))
 
 
-def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any, recheck: bool) -> UniversalSet:
+def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
     method = asked.method
     left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
-    screened = screen(rows_of(matrices, asked.center, asked.mask), method, left, right, as_seed(rng), recheck)
+    screened = screen(rows_of(matrices, asked.center, asked.mask), method, left, right, as_seed(rng))
     ranks = screened.factor.rank.astype(np.float64)
     bounds = Bounds(screened.upper, (method,), ranks, screened.factor, screened.upper.copy(), None)
-    guarantee: Guarantee = "superset"
-    if recheck and asked.epsilon is not None and not _recheck(bounds, matrices, asked.epsilon):
-        guarantee = "exact"
-    guarantee = "none" if asked.center else guarantee
+    guarantee: Guarantee = "none" if asked.center else "superset"
     return _certified(matrices, Power(2.0), asked, bounds, guarantee, exact_factor=screened.exact)
-
-
-def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
-    """Replace the bounds of at least ε by exact scores; return whether one of the keys counts as 1."""
-    counted = False
-    for item in range(len(bounds.upper)):
-        rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
-        bounds.upper[item, rows], one = rescored(bounds.factor, item, keys_at(matrices, item, rows))
-        counted |= one
-    return counted
 
 
 def _bounded(matrices: Matrices, f: AttentionFunction | Softmax, asked: _Asked) -> UniversalSet:
@@ -593,9 +569,7 @@ def _certified(
             order = np.argsort(-np.where(present[item], bounds.upper[item], -1.0), kind="stable")[: asked.size]
             chosen[item, order] = present[item, order]
         left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
-    for item in range(b):  # identifies these keys later
-        sample = known_by(np.flatnonzero(chosen[item]), present[item], n)
-        bounds.leverage[item, sample] = rescored(bounds.factor, item, keys_at(matrices, item, sample))[0]
+    rescore_known(matrices, bounds.factor, chosen, present, bounds.leverage)
     return result_of(
         matrices,
         chosen,

@@ -162,7 +162,8 @@ def in_a_batch(K, epsilon, mask):
 
 
 def sketched(K, epsilon, mask, seed, method, recheck):
-    return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=recheck, rng=seed)
+    found = levattn.universal_set(K, epsilon, mask=mask, method=method, rng=seed)
+    return found.rechecked(K) if recheck else found
 
 
 def in_threads(K, epsilon, mask):
@@ -308,7 +309,7 @@ def centered_batch(K, epsilon, mask):
 
 
 def centered_sketch(K, epsilon, mask, seed, method):
-    return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=True, rng=seed, center=True)
+    return levattn.universal_set(K, epsilon, mask=mask, method=method, rng=seed, center=True).rechecked(K)
 
 
 @lru_cache(maxsize=1)  # of all routes of a case

@@ -139,7 +139,7 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     },
     **{
         f"set by {m} {s}, checked": partial(
-            lambda m, s, k, *_: levattn.universal_set(k, 0.05, method=m, sketch_size=s, recheck=True).mask, m, s
+            lambda m, s, k, *_: levattn.universal_set(k, 0.05, method=m, sketch_size=s).rechecked(k).mask, m, s
         )
         for m, s in SKETCHED
     },

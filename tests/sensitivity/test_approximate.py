@@ -53,7 +53,8 @@ def keys(draw: st.DrawFn) -> naive.Float:
 def test_sets_miss_nothing(
     method: str, K: naive.Float, seed: int, epsilon: float, share: float, recheck: bool
 ) -> None:
-    found = levattn.universal_set(K, epsilon, recheck=recheck, rng=seed, **options(method, K.shape[1]))
+    found = levattn.universal_set(K, epsilon, rng=seed, **options(method, K.shape[1]))
+    found = found.rechecked(K) if recheck else found
     exact = levattn.universal_set(K, epsilon)
     assert not np.any(exact.mask & ~found.mask)
     assert np.all(found.scores >= levattn.leverage_scores(K) * (1 - 1e-9))
@@ -131,9 +132,11 @@ def test_steps_of_lanczos_bound_the_distortion_of_many_columns() -> None:
         assert np.all(found.scores >= exact * (1 - 1e-9))
         assert len(found) < 0.5 * len(K)
         assert not found.exact_factor
-        with pytest.raises(ValueError, match="recheck=True"):
+        with pytest.raises(ValueError, match=r"universal\.rechecked\(K\)"):
             levattn.heavy_attention(K[:2], K, 0.95, universal=found)
-    again = levattn.universal_set(K, 0.9, method="osnap", recheck=True)
+    again = found.rechecked(K)
+    assert again.exact_factor
+    assert again.guarantee == "exact"
     np.testing.assert_array_equal(again.mask, levattn.universal_set(K, 0.9).mask)
     assert levattn.heavy_attention(K[:2], K, 0.95, universal=again).universal is again
 
@@ -170,7 +173,8 @@ HIDDEN: dict[str, tuple[Any, float, list[int], list[int]]] = {
 def test_keys_that_a_sketch_hides_are_in_the_set(method: str, name: str) -> None:
     K, epsilon, wanted, several = HIDDEN[name]
     for seed, recheck in itertools.product(several, (False, True)):
-        found = levattn.universal_set(K, epsilon, recheck=recheck, **options(method, K.shape[1], rng=seed))
+        found = levattn.universal_set(K, epsilon, **options(method, K.shape[1], rng=seed))
+        found = found.rechecked(K) if recheck else found
         assert found.mask[wanted].all(), (seed, recheck)
     if K is FAR:
         assert levattn.leverage_scores(K, **options(method, 3))[5] > 0.4
@@ -207,14 +211,16 @@ def test_wrong_options(wrong: dict[str, Any], reason: str) -> None:
 
 def test_wrong_options_of_sets() -> None:
     K = np.random.default_rng(0).standard_normal((50, 4))
-    wrong: list[dict[str, Any]] = [{"recheck": True}, {"f": 1, "recheck": True}, {"sketch_size": 30}]
-    for each in wrong:
-        with pytest.raises(ValueError, match=r"recheck|sketch_size"):
-            levattn.universal_set(K, 0.1, **each)
-    with pytest.raises(ValueError, match="recheck"):
-        levattn.universal_set(K, size=3, method="osnap", recheck=True)
-    with pytest.raises(ValueError, match="groups"):
-        levattn.universal_set(K, 0.1, method="osnap", groups=np.zeros(50, np.int64))
+    with pytest.raises(ValueError, match="sketch_size"):
+        levattn.universal_set(K, 0.1, sketch_size=30)
+    exact: list[dict[str, Any]] = [{"epsilon": 0.1}, {"epsilon": 0.1, "f": 1}, {"size": 3, "method": "osnap"}]
+    for each in exact:
+        with pytest.raises(ValueError, match=r"the set is by .* approximate"):
+            levattn.universal_set(K, **each).rechecked(K)
+    found = levattn.universal_set(K, 0.1, method="osnap")
+    for other in (K[::-1] * 2, K[:20], K[:, :3], K[None]):
+        with pytest.raises(ValueError, match="this set is of"):
+            found.rechecked(other)
     with pytest.raises(TypeError, match="sketch_size"):
         levattn.leverage_scores(K, method="osnap", sketch_size=8.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rng"):

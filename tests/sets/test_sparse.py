@@ -414,7 +414,7 @@ def test_approximate_scores_are_those_of_the_keys_written_out(method: str, dtype
     found = levattn.universal_set(csr(K, dtype), 0.02, **options)
     exact = levattn.universal_set(K.astype(dtype), 0.02, mask=mask)
     assert not np.any(exact.mask & ~found.mask)
-    again = levattn.universal_set(csr(K, dtype), 0.02, recheck=True, **options)
+    again = found.rechecked(csr(K, dtype))
     np.testing.assert_array_equal(again.mask, exact.mask)
 
 
