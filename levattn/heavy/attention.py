@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from levattn.heavy.causal import Causal
 from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention, HeavyAttentionBatch, keys_of_heads
-from levattn.heavy.squares import NormalizerMethod, of_squares
-from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
+from levattn.heavy.squares import NAMES, SKETCHES, HeavyMethod, of_squares
+from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.result import UniversalSet, item_of, require_set_of
 from levattn.sets.universal import set_of
 from levattn.states.blocks import matrices_in_memory
@@ -35,10 +35,8 @@ def heavy_attention(
     f: Any = 2,
     universal: UniversalSet | None = None,
     causal: bool = False,
-    method: NormalizerMethod = "auto",
-    sketch_size: int | tuple[int, int] | None = None,
+    method: HeavyMethod = "auto",
     mask: Any = None,
-    rng: int | np.random.Generator | None = None,
 ) -> HeavyAttention | HeavyAttentionBatch:
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
@@ -67,16 +65,13 @@ def heavy_attention(
     causal : bool, default False
         Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
         and without `universal`, because the set of keys changes from row to row.
-    method : {"auto", "countsketch", "jl"}
-        "auto": exact. Two more are for x² without `causal`. "countsketch": recover entries from a CountSketch of the
-        keys of the set, and compute the entries that may be heavy. "jl": estimate the normalizers by a projection. See
-        Notes.
-    sketch_size : int or (int, int), optional
-        Buckets and repetitions of "countsketch", columns of the projection of "jl".
+    method : {"auto", "countsketch", "jl"} or a sketch
+        "auto": exact. Two more are for x² without `causal`. "countsketch": recover entries from CountSketches of the
+        keys of the set, and compute the entries that may be heavy. "jl": estimate the normalizers by a projection. The
+        names stand for sizes that Notes explain, and the seed 0. R repetitions of B buckets, and k columns, are the
+        sketches ``OSNAP(B * R, nonzeros=R, seed=0)`` and ``GaussianJL(k, seed=0)`` of `levattn.sketch`.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. Do not give it with `universal`, which has its own mask.
-    rng : int or numpy.random.Generator, optional
-        Seed of "countsketch" and "jl", 0 if left out.
 
     Returns
     -------
@@ -141,11 +136,12 @@ def heavy_attention(
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
     heads = keys_of_heads(queries.batch, keys.batch)
-    if method not in get_args(NormalizerMethod):
-        raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
-    if method == "auto":
-        refuse_randomness("auto", sketch_size, rng)
-    elif causal or not is_square(function):
+    if not isinstance(method, SKETCHES) and method not in NAMES:
+        raise ValueError(
+            f"method is {method!r}; expected 'auto', 'countsketch' or 'jl', or a sketch: OSNAP(buckets * repetitions, "
+            "nonzeros=repetitions) or GaussianJL(columns)"
+        )
+    if method != "auto" and (causal or not is_square(function)):
         raise ValueError(f"method is {method!r}; expected 'auto' for causal attention and for functions other than x²")
     one: Callable[[Matrices, int], HeavyAttention]
     if causal:
@@ -153,7 +149,7 @@ def heavy_attention(
         one = partial(_causal_attention, keys, as_mask(mask, keys), epsilon)
     else:
         sets = _sets_of(universal, keys, epsilon, function, mask)
-        one = partial(_by_set, keys, sets, _Asked(function, epsilon, method, sketch_size, rng))
+        one = partial(_by_set, keys, sets, _Asked(function, epsilon, method))
     if not (queries.batch or keys.batch):
         return one(queries, 0)
     batch = queries.batch or keys.batch
@@ -173,9 +169,7 @@ class _Asked:
 
     f: AttentionFunction | Softmax
     epsilon: float
-    method: NormalizerMethod
-    sketch_size: int | tuple[int, int] | None
-    rng: int | np.random.Generator | None
+    method: HeavyMethod
 
 
 def _sets_of(
@@ -201,7 +195,7 @@ def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices
     require_finite_queries(to_numpy(xp.all(xp.isfinite(Q64), axis=1)))
     selected = float64_beside(take_rows(mine.data, universal.indices), mine.format, Q64)
     if square:
-        return of_squares(Q64, selected, mine, universal, asked.epsilon, asked.method, asked.sketch_size, asked.rng)
+        return of_squares(Q64, selected, mine, universal, asked.epsilon, asked.method)
     return of_other_function(Q64, selected, mine, universal, asked.epsilon, asked.f)
 
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
-from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn._kernels.select import SelectKernels
@@ -25,9 +24,9 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function, is
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.approximate import check_sketch_size, screen
-from levattn.sensitivity.bounds import Bounds, certify
-from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
+from levattn.sensitivity.approximate import name_of, screen, sketches_of
+from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
+from levattn.sensitivity.leverage import ScoreMethod, check_epsilon, check_method, factorize, rows_of
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, reaches, rescore_known, rescored, result_of
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
@@ -163,11 +162,9 @@ def universal_set(
     *,
     size: int | None = None,
     f: Any = 2,
-    method: str = "auto",
+    method: ScoreMethod | CertificateMethod = "auto",
     center: bool = False,
-    sketch_size: int | tuple[int, int] | None = None,
     mask: Any = None,
-    rng: int | np.random.Generator | None = None,
 ) -> UniversalSet:
     r"""Find the keys that can receive an attention score of at least ε from some query.
 
@@ -197,20 +194,16 @@ def universal_set(
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
-    method : str, default "auto"
-        For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
+    method : str or sketch, default "auto"
+        For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods, such as
+        ``OSNAP(4096, seed=0)``, make a
         superset: their measured distortion raises the scores. So these bound the true scores from above, except with a
         probability of 1e-6. `UniversalSet.rechecked` makes it exact again.
     center : bool, default False
         Subtract the mean of the keys, which does not change softmax. The set is then exact for x² attention over the
         centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
-    sketch_size : int or (int, int), optional
-        For the approximate methods, see `leverage_scores`.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
-    rng : int or numpy.random.Generator, optional
-        Seed of the approximate methods, 0 if left out. A ValueError with the exact
-        methods.
 
     Returns
     -------
@@ -271,8 +264,6 @@ def universal_set(
     function = as_function(f)
     square = is_square(function)
     approximate = square and check_method(method)
-    if not approximate:
-        refuse_randomness(method, sketch_size, rng)
     if center and not square:
         raise ValueError(
             "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
@@ -292,7 +283,7 @@ def universal_set(
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
         asked = asked.checked(matrices.n)
         if approximate:
-            return _from_sketch(matrices, asked, sketch_size, rng)
+            return _from_sketch(matrices, asked)
         return _warned(_exact(matrices, asked)) if square else _bounded(matrices, function, asked)
 
 
@@ -424,7 +415,7 @@ class _Asked:
 
     epsilon: float | None
     size: int | None = None
-    method: str = "auto"
+    method: Any = "auto"
     center: bool = False
     mask: Any = None
 
@@ -530,13 +521,12 @@ def _total(factor: Factor, scores: Any, counted: npt.NDArray[np.bool_]) -> Float
     return np.where(counted & (sums > factor.rank + 0.5), sums, factor.rank.astype(np.float64))
 
 
-def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any) -> UniversalSet:
+def _from_sketch(matrices: Matrices, asked: _Asked) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
-    method = asked.method
-    left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
-    screened = screen(rows_of(matrices, asked.center, asked.mask), method, left, right, as_seed(rng))
+    left, right = sketches_of(asked.method, matrices.n, matrices.d)
+    screened = screen(rows_of(matrices, asked.center, asked.mask), left, right)
     ranks = screened.factor.rank.astype(np.float64)
-    bounds = Bounds(screened.upper, (method,), ranks, screened.factor, screened.upper.copy(), None)
+    bounds = Bounds(screened.upper, (name_of(asked.method),), ranks, screened.factor, screened.upper.copy(), None)
     guarantee: Guarantee = "none" if asked.center else "superset"
     return _certified(matrices, Power(2.0), asked, bounds, guarantee, exact_factor=screened.exact)
 

@@ -161,8 +161,15 @@ def in_a_batch(K, epsilon, mask):
     return levattn.universal_set(batch, epsilon, mask=masks), levattn.universal_set(K, epsilon, mask=mask)
 
 
+def seeded(method, seed, n, d):
+    from levattn.sensitivity.approximate import sketches_of
+
+    left, right = sketches_of(method, n, d)
+    return dataclasses.replace(right if left is None else left, seed=seed)
+
+
 def sketched(K, epsilon, mask, seed, method, recheck):
-    found = levattn.universal_set(K, epsilon, mask=mask, method=method, rng=seed)
+    found = levattn.universal_set(K, epsilon, mask=mask, method=seeded(method, seed, *K.shape))
     return found.rechecked(K) if recheck else found
 
 
@@ -309,7 +316,8 @@ def centered_batch(K, epsilon, mask):
 
 
 def centered_sketch(K, epsilon, mask, seed, method):
-    return levattn.universal_set(K, epsilon, mask=mask, method=method, rng=seed, center=True).rechecked(K)
+    sketch = seeded(method, seed, *K.shape)
+    return levattn.universal_set(K, epsilon, mask=mask, method=sketch, center=True).rechecked(K)
 
 
 @lru_cache(maxsize=1)  # of all routes of a case
@@ -497,7 +505,13 @@ def judge_decoding(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 
 
 def by_countsketch(Q, K, epsilon, seed):
-    return levattn.heavy_attention(Q, K, epsilon, method="countsketch", rng=seed)
+    from levattn.heavy.squares import recovery_size
+    from levattn.sketch import OSNAP
+
+    universal = levattn.universal_set(K, epsilon)
+    buckets, repetitions = recovery_size(len(Q), epsilon, len(universal))
+    sketch = OSNAP(buckets * repetitions, repetitions, seed=seed)
+    return levattn.heavy_attention(Q, K, epsilon, universal=universal, method=sketch)
 
 
 def judge_entries(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:

@@ -24,7 +24,7 @@ SHAPES = {
     "one set of keys": ((5,), (), lambda _: ()),
     "one set of queries": ((), (2, 3), tuple),
 }
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"f": "huber"}, {"method": "countsketch", "rng": 0}, {"causal": True})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"f": "huber"}, {"method": "countsketch"}, {"causal": True})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
