@@ -68,6 +68,11 @@ def calls() -> dict[str, Callable[[], object]]:
 
         return run
 
+    def causal(*row: Array, epsilon: float) -> object:
+        if hasattr(levattn, "causal_heavy_attention"):
+            return levattn.causal_heavy_attention(*row, epsilon)
+        return levattn.heavy_attention(*row, epsilon, causal=True)  # in an earlier checkout
+
     return {
         "scores float32": lambda: levattn.leverage_scores(scored),
         "set float64": lambda: levattn.universal_set(exact, 0.05),
@@ -83,8 +88,8 @@ def calls() -> dict[str, Callable[[], object]]:
             levattn.heavy_attention(q, k, 0.1, universal=u)
             for q, k, u in zip(queries[2], keys[2], of_heads, strict=True)
         ],
-        "causal": lambda: levattn.heavy_attention(*row, 0.05, causal=True),
-        "causal of a real head": lambda: levattn.heavy_attention(asked, head, 0.1, causal=True),
+        "causal": lambda: causal(*row, epsilon=0.05),
+        "causal of a real head": lambda: causal(asked, head, epsilon=0.1),
         "pruned causal": lambda: pruned_attention(*parts, budget=256, causal=True),
         "pruned causal, real heads": lambda: pruned_attention(queries[2], keys[2], values[2], budget=64, causal=True),
         "approximate set": lambda: levattn.universal_set(exact, 0.05, method="countsketch"),

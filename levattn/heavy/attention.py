@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, float64_beside, take_rows, to_numpy
 from levattn._core.checks import TIE, check_type
@@ -34,7 +35,6 @@ def heavy_attention(
     *,
     f: Any = 2,
     universal: UniversalSet | None = None,
-    causal: bool = False,
     method: HeavyMethod = "auto",
     mask: Any = None,
 ) -> HeavyAttention | HeavyAttentionBatch:
@@ -62,11 +62,8 @@ def heavy_attention(
         of K in the set and a sample of the others, or all rows where n < d. Other functions read all rows (Notes).
         With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
-    causal : bool, default False
-        Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
-        and without `universal`, because the set of keys changes from row to row.
     method : {"auto", "countsketch", "jl"} or a sketch
-        "auto": exact. Two more are for x² without `causal`. "countsketch": recover entries from CountSketches of the
+        "auto": exact. Two more are for x². "countsketch": recover entries from CountSketches of the
         keys of the set, and compute the entries that may be heavy. "jl": estimate the normalizers by a projection. The
         names stand for sizes that Notes explain, and the seed 0. R repetitions of B buckets, and k columns, are the
         sketches ``OSNAP(B * R, nonzeros=R, seed=0)`` and ``GaussianJL(k, seed=0)`` of `levattn.sketch`.
@@ -89,6 +86,7 @@ def heavy_attention(
 
     See Also
     --------
+    causal_heavy_attention : The scores where each query attends to the keys up to its own.
     universal_set : The keys that can be heavy for any query.
     levattn.definitions.heavy_attention : The definition, in NumPy.
 
@@ -104,10 +102,6 @@ def heavy_attention(
     For other functions the normalizer of a query is a sum over all keys, O(n d). The sum is repeated once or twice
     where rounding of the products could change it. For an even power p > 2, D = C(d + p/2 − 1, p/2) lifted moments
     give it in O(D²) if that is less. This needs a lift among the certificates of the set (by default up to D = 1024).
-
-    With `causal` a key is kept while its score among the keys so far is at least ε. At most rank/ε keys are kept, or
-    more where the moments of a prefix are too ill-conditioned to decide (`HeavyAttention.alive`). No entry is missed
-    either.
 
     "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and its entries are
     exact. "jl" misses none. Its normalizers and scores err by at most `HeavyAttention.distortion`, except with a
@@ -129,27 +123,103 @@ def heavy_attention(
     ((2, 5000), [7])
     """
     function = as_function(f)
-    epsilon = check_epsilon(epsilon)
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal is {causal!r}; expected True or False")
-    queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
-    if queries.d != keys.d:
-        raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
-    heads = keys_of_heads(queries.batch, keys.batch)
+    queries, keys, heads = _checked(Q, K)
     if not isinstance(method, SKETCHES) and method not in NAMES:
         raise ValueError(
             f"method is {method!r}; expected 'auto', 'countsketch' or 'jl', or a sketch: OSNAP(buckets * repetitions, "
             "nonzeros=repetitions) or GaussianJL(columns)"
         )
-    if method != "auto" and (causal or not is_square(function)):
-        raise ValueError(f"method is {method!r}; expected 'auto' for causal attention and for functions other than x²")
-    one: Callable[[Matrices, int], HeavyAttention]
-    if causal:
-        _check_causal(queries, keys, function, universal)
-        one = partial(_causal_attention, keys, as_mask(mask, keys), epsilon)
-    else:
-        sets = _sets_of(universal, keys, epsilon, function, mask)
-        one = partial(_by_set, keys, sets, _Asked(function, epsilon, method))
+    if method != "auto" and not is_square(function):
+        raise ValueError(f"method is {method!r}; expected 'auto' for functions other than x²")
+    asked = _Asked(function, check_epsilon(epsilon), method)
+    sets = _sets_of(universal, keys, asked.epsilon, function, mask)
+    return _of_heads(queries, keys, heads, partial(_by_set, keys, sets, asked))
+
+
+@where_arrays_are
+def causal_heavy_attention(
+    Q: Any, K: Any, /, epsilon: float, *, mask: Any = None
+) -> HeavyAttention | HeavyAttentionBatch:
+    r"""Find every attention score of at least ε where query t attends to the keys up to t alone, for f(x) = x².
+
+    The scores are :math:`A_{tj} = \langle q_t, k_j\rangle^2 / \sum_{l \le t} \langle q_t, k_l\rangle^2` for j ≤ t. The
+    set of keys that can be heavy changes from row to row. A key is kept while its leverage score among the keys so far
+    is at least ε; this score never rises again. So no entry is missed.
+
+    Parameters
+    ----------
+    Q : array of shape (..., n, d)
+        Queries, with leading axes as in `heavy_attention`.
+    K : array of shape (..., n, d)
+        Keys, as many as queries; array types and dtypes as in `leverage_scores`.
+    epsilon : float in (0, 1]
+        Smallest score that counts as heavy, as in `heavy_attention`.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part.
+
+    Returns
+    -------
+    HeavyAttention, or HeavyAttentionBatch where Q or K has leading axes
+        The heavy entries as a sparse matrix (n, n), with normalizers and masses. A batch has one for each head of
+        queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or Q and K have different numbers of rows.
+    NonFiniteError
+        If queries or keys hold NaN or infinity.
+
+    See Also
+    --------
+    heavy_attention : The scores where each query attends to all keys.
+    CausalUniversalSet : The same while keys are appended.
+    levattn.definitions.heavy_attention : The definition for one query, whose keys are those up to its own.
+
+    Notes
+    -----
+    Time O(n d²/ε), besides the products within chunks of 256 rows. At most rank/ε keys are kept, or more where the
+    moments of a prefix are too ill-conditioned to decide (`HeavyAttention.alive`). The results of a row do not depend
+    on later rows, to the last bit. Keys on another device are moved to main memory.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): universal sets (Theorem 1).
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.eye(3)[[0, 1, 0, 0]]
+    >>> levattn.causal_heavy_attention(K, K, 0.5).entries.toarray()
+    array([[1. , 0. , 0. , 0. ],
+           [0. , 1. , 0. , 0. ],
+           [0.5, 0. , 0.5, 0. ],
+           [0. , 0. , 0. , 0. ]])
+    """
+    epsilon = check_epsilon(epsilon)
+    queries, keys, heads = _checked(Q, K)
+    if queries.n != keys.n:
+        raise ValueError(
+            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys for causal attention"
+        )
+    return _of_heads(queries, keys, heads, partial(_causal_attention, keys, as_mask(mask, keys), epsilon))
+
+
+def _checked(Q: Any, K: Any) -> tuple[Matrices, Matrices, npt.NDArray[np.int64]]:
+    """Return queries, keys, and the head of keys of each head of queries."""
+    queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
+    if queries.d != keys.d:
+        raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
+    return queries, keys, keys_of_heads(queries.batch, keys.batch)
+
+
+def _of_heads(
+    queries: Matrices,
+    keys: Matrices,
+    heads: npt.NDArray[np.int64],
+    one: Callable[[Matrices, int], HeavyAttention],
+) -> HeavyAttention | HeavyAttentionBatch:
+    """Return the results of `one` for all heads; an error names the head."""
     if not (queries.batch or keys.batch):
         return one(queries, 0)
     batch = queries.batch or keys.batch
@@ -197,17 +267,6 @@ def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices
     if square:
         return of_squares(Q64, selected, mine, universal, asked.epsilon, asked.method)
     return of_other_function(Q64, selected, mine, universal, asked.epsilon, asked.f)
-
-
-def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Softmax, universal: Any) -> None:
-    if not is_square(f):
-        raise ValueError(f"f is {f!r}; expected 2 for causal attention")
-    if universal is not None:
-        raise ValueError("universal and causal: both given; expected no set, because it changes from row to row")
-    if queries.n != keys.n:
-        raise ValueError(
-            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys with causal=True"
-        )
 
 
 def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:

@@ -436,7 +436,7 @@ def a_query_each(Q, K):
 
 
 def heavy_causal(Q, K, V, epsilon, mask):
-    found = levattn.heavy_attention(a_query_each(Q, K), K, epsilon, causal=True, mask=mask)
+    found = levattn.causal_heavy_attention(a_query_each(Q, K), K, epsilon, mask=mask)
     return found, found.apply(V), found.apply(V, compensate="mean")
 
 
@@ -465,7 +465,7 @@ def future(Q, K, V, epsilon, seed):
     futures[4][cut:] = np.finfo(K.dtype).tiny if K.dtype.kind == "f" else 1e-38
     rows = []
     for keys, queries in [*((keys, Q) for keys in futures), (K[:cut], Q[:cut])]:
-        found = levattn.heavy_attention(queries, keys, epsilon, causal=True)
+        found = levattn.causal_heavy_attention(queries, keys, epsilon)
         part = found.entries[:cut]
         outputs = (found.apply(V[: len(keys)], compensate=how) for how in (None, "mean"))
         figures = found.normalizers, found.captured_mass, found.error, *(array for pair in outputs for array in pair)

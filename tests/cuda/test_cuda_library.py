@@ -156,7 +156,7 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     "near duplicates": lambda k, *_: levattn.near_duplicates(k),
     "Lewis weights": lambda k, *_: levattn.lewis_weights(k, 3.0),
     "exact sensitivities": lambda k, *_: levattn.exact_sensitivities(k[:20], 3.0).lower,
-    "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
+    "causal": lambda k, *_: levattn.causal_heavy_attention(k[:150], k[:150], 0.05).entries.toarray(),
     "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
 }
 

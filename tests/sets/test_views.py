@@ -193,7 +193,7 @@ def test_states_and_heavy_attention_tell_what_they_hold() -> None:
     assert f"n=60, held={causal.update(K).held}, batch=(), d=4" in repr(causal)
     heavy = levattn.heavy_attention(K, K, 0.2)
     assert f"{heavy.entries.nnz} entries of 60 queries x 60 keys, in a set of {len(heavy.universal)}" in repr(heavy)
-    assert "causal" in repr(levattn.heavy_attention(K, K, 0.2, causal=True))
+    assert "causal" in repr(levattn.causal_heavy_attention(K, K, 0.2))
 
 
 def test_exchanged_axes_warn_and_short_contexts_do_not() -> None:
