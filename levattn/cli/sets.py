@@ -304,8 +304,10 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
     """Return the contents of a set as arrays that need no pickling."""
     if isinstance(sets, levattn.StreamedSet):
         arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
-        of_keys = ("indices", "scores")
-        return arrays | {name: np.concatenate([getattr(item, name) for item in sets.items]) for name in of_keys}
+        of_keys = {"indices": "indices", "member_scores": "scores"}
+        return arrays | {
+            name: np.concatenate([getattr(item, own) for item in sets.items]) for name, own in of_keys.items()
+        }
     return saved_arrays(sets) | {"f": np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)}
 
 

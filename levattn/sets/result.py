@@ -190,6 +190,12 @@ class UniversalSet(ListedKeys):
 
     @property
     @where_arrays_are
+    def member_scores(self) -> Any:
+        """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix."""
+        return take_entries(self.scores, self.indices)
+
+    @property
+    @where_arrays_are
     def sizes(self) -> npt.NDArray[np.int64]:
         """Number of keys in the set of each matrix, int64 (...,)."""
         return flag_counts(self.mask)
@@ -670,8 +676,7 @@ def html_of(found: UniversalSet | StreamedSet) -> str:
     """Return the figures of a set as a table, with its first keys if it is of one matrix."""
     rows = [("keys", _size(found)), *((name, figure or "yes") for name, figure in _figures(found))]
     if not found.batch:
-        indices, scores = found.indices, to_numpy(found.scores)
-        scores = scores[indices] if len(scores) > len(indices) else scores  # of all keys, or of these
+        indices, scores = found.indices, to_numpy(found.member_scores)
         shown = ", ".join(f"{i} ({x:.3g})" for i, x in zip(indices[:_KEYS_SHOWN].tolist(), scores, strict=False))
         more = f", and {len(indices) - _KEYS_SHOWN} more" if len(indices) > _KEYS_SHOWN else ""
         rows.append(("indices (scores)", (shown or "none") + more))
