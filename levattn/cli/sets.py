@@ -304,10 +304,7 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
     """Return the contents of a set as arrays that need no pickling."""
     if isinstance(sets, levattn.StreamedSet):
         arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
-        of_keys = {"indices": "indices", "member_scores": "scores"}
-        return arrays | {
-            name: np.concatenate([getattr(item, own) for item in sets.items]) for name, own in of_keys.items()
-        }
+        return arrays | {"indices": sets._joined("indices"), "member_scores": sets._joined("scores")}
     return saved_arrays(sets) | {"f": np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)}
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, float64_beside, take_rows, to_numpy
 from levattn._core.checks import TIE, check_type
@@ -25,6 +23,8 @@ from levattn.sets.result import UniversalSet, item_of, require_set_of
 from levattn.sets.universal import set_of
 from levattn.states.blocks import matrices_in_memory
 
+_Found = HeavyAttention | HeavyAttentionBatch
+
 
 @where_arrays_are
 def heavy_attention(
@@ -37,7 +37,7 @@ def heavy_attention(
     universal: UniversalSet | None = None,
     method: HeavyMethod = "auto",
     mask: Any = None,
-) -> HeavyAttention | HeavyAttentionBatch:
+) -> _Found:
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
     Let f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`. Only keys of the
@@ -123,7 +123,7 @@ def heavy_attention(
     ((2, 5000), [7])
     """
     function = as_function(f)
-    queries, keys, heads = _checked(Q, K)
+    queries, keys = _checked(Q, K)
     if not isinstance(method, SKETCHES) and method not in NAMES:
         raise ValueError(
             f"method is {method!r}; expected 'auto', 'countsketch' or 'jl', or a sketch: OSNAP(buckets * repetitions, "
@@ -131,15 +131,13 @@ def heavy_attention(
         )
     if method != "auto" and not is_square(function):
         raise ValueError(f"method is {method!r}; expected 'auto' for functions other than x²")
-    asked = _Asked(function, check_epsilon(epsilon), method)
-    sets = _sets_of(universal, keys, asked.epsilon, function, mask)
-    return _of_heads(queries, keys, heads, partial(_by_set, keys, sets, asked))
+    epsilon = check_epsilon(epsilon)
+    sets = _sets_of(universal, keys, epsilon, function, mask)
+    return _of_heads(queries, keys, partial(_by_set, keys, sets, function, epsilon, method))
 
 
 @where_arrays_are
-def causal_heavy_attention(
-    Q: Any, K: Any, /, epsilon: float, *, mask: Any = None
-) -> HeavyAttention | HeavyAttentionBatch:
+def causal_heavy_attention(Q: Any, K: Any, /, epsilon: float, *, mask: Any = None) -> _Found:
     r"""Find every attention score of at least ε where query t attends to the keys up to t alone, for f(x) = x².
 
     The scores are :math:`A_{tj} = \langle q_t, k_j\rangle^2 / \sum_{l \le t} \langle q_t, k_l\rangle^2` for j ≤ t. The
@@ -197,33 +195,28 @@ def causal_heavy_attention(
            [0. , 0. , 0. , 0. ]])
     """
     epsilon = check_epsilon(epsilon)
-    queries, keys, heads = _checked(Q, K)
+    queries, keys = _checked(Q, K)
     if queries.n != keys.n:
         raise ValueError(
             f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys for causal attention"
         )
-    return _of_heads(queries, keys, heads, partial(_causal_attention, keys, as_mask(mask, keys), epsilon))
+    return _of_heads(queries, keys, partial(_causal_attention, keys, as_mask(mask, keys), epsilon))
 
 
-def _checked(Q: Any, K: Any) -> tuple[Matrices, Matrices, npt.NDArray[np.int64]]:
-    """Return queries, keys, and the head of keys of each head of queries."""
+def _checked(Q: Any, K: Any) -> tuple[Matrices, Matrices]:
+    """Return queries and keys that go together."""
     queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
-    return queries, keys, keys_of_heads(queries.batch, keys.batch)
+    keys_of_heads(queries.batch, keys.batch)  # raises for leading axes that do not go together
+    return queries, keys
 
 
-def _of_heads(
-    queries: Matrices,
-    keys: Matrices,
-    heads: npt.NDArray[np.int64],
-    one: Callable[[Matrices, int], HeavyAttention],
-) -> HeavyAttention | HeavyAttentionBatch:
+def _of_heads(queries: Matrices, keys: Matrices, one: Callable[[Matrices, int], HeavyAttention]) -> _Found:
     """Return the results of `one` for all heads; an error names the head."""
     if not (queries.batch or keys.batch):
         return one(queries, 0)
-    batch = queries.batch or keys.batch
-    found = []
+    heads, batch, found = keys_of_heads(queries.batch, keys.batch), queries.batch or keys.batch, []
     for i, head in enumerate(heads.tolist()):
         try:
             found.append(one(queries.item(i if queries.batch else 0), head))
@@ -231,15 +224,6 @@ def _of_heads(
             place = tuple(map(int, np.unravel_index(i, batch)))
             raise NonFiniteError(f"at {place} of the batch {batch}: {error}") from None
     return HeavyAttentionBatch(tuple(found), batch, heads, keys.batch)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Checked options of `heavy_attention`."""
-
-    f: AttentionFunction | Softmax
-    epsilon: float
-    method: HeavyMethod
 
 
 def _sets_of(
@@ -254,19 +238,21 @@ def _sets_of(
     return cast(UniversalSet, universal)
 
 
-def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices, head: int) -> HeavyAttention:
+def _by_set(
+    keys: Matrices, sets: UniversalSet, f: Any, epsilon: float, method: HeavyMethod, queries: Matrices, head: int
+) -> HeavyAttention:
     """Return the result of some queries for one head of keys, whose set is known."""
     mine, universal = keys.item(head), item_of(sets, head)
-    square = is_square(asked.f)
+    square = is_square(f)
     # approximate methods and other functions run in main memory
-    beside = mine.data if square and asked.method == "auto" else None
+    beside = mine.data if square and method == "auto" else None
     Q64 = float64_beside(queries.data, queries.format, beside)
     xp = array_namespace(Q64)
     require_finite_queries(to_numpy(xp.all(xp.isfinite(Q64), axis=1)))
     selected = float64_beside(take_rows(mine.data, universal.indices), mine.format, Q64)
     if square:
-        return of_squares(Q64, selected, mine, universal, asked.epsilon, asked.method)
-    return of_other_function(Q64, selected, mine, universal, asked.epsilon, asked.f)
+        return of_squares(Q64, selected, mine, universal, epsilon, method)
+    return of_other_function(Q64, selected, mine, universal, epsilon, f)
 
 
 def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:

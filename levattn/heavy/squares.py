@@ -87,13 +87,6 @@ def recovered_entries(Q: Float64, keys: Float64, D: Float64, epsilon: float, ske
     return i, j, scores
 
 
-def estimated_normalizers(Q: Float64, N: Float64, family: GaussianJL) -> tuple[Float64, tuple[float, float]]:
-    """Return ``‖ΠNq‖²`` for every query, and the relative amounts that it may lie below and above ``‖Nq‖²``."""
-    projected = family.columns(family.seed, 0, len(N)) * family.scale @ N
-    Y = Q @ projected.T
-    return np.asarray(np.einsum("ij,ij->i", Y, Y)), projection_spread(family.size, len(Q))
-
-
 HeavyMethod = Literal["auto", "countsketch", "jl"] | CountSketch | OSNAP | GaussianJL
 NAMES, SKETCHES = ("auto", "countsketch", "jl"), (CountSketch, OSNAP, GaussianJL)
 
@@ -142,10 +135,11 @@ def of_squares(
 def _estimated(
     Q: Float64, N: Float64, epsilon: float, method: Literal["jl"] | GaussianJL
 ) -> tuple[Float64, Float64, float, float]:
-    """Return normalizers from a projection, their errors, the largest error, and the ε that allows for it."""
+    """Return normalizers ``‖ΠNq‖²`` from a projection Π, their errors, the largest, and the ε that allows for it."""
     default = jl_size(max(len(Q), 1), 0.5, FAILURE)
     family = GaussianJL(default) if method == "jl" else method
-    D, (short, more) = estimated_normalizers(Q, N, family)
+    Y = Q @ (family.columns(family.seed, 0, len(N)) * family.scale @ N).T
+    D, (short, more) = np.einsum("ij,ij->i", Y, Y), projection_spread(family.size, len(Q))
     distortion = max(short, more)
     if distortion >= 1:
         raise ValueError(

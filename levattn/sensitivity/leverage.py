@@ -22,16 +22,11 @@ from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import FAMILIES, check_sketches, projected, sketched_factor, sketches_of
-from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
+from levattn.sketch import Distribution, GaussianJL, Sketch
 from levattn.states.blocks import in_main_memory
 
-_Rows = CountSketch | OSNAP | SRHT
-ScoreMethod = (
-    Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
-    | _Rows
-    | GaussianJL
-    | tuple[_Rows, GaussianJL]
-)
+_Pair = tuple[Distribution, GaussianJL]
+ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"] | Distribution | _Pair
 
 _EXACT = ("auto", "gram", "qr", "svd")
 

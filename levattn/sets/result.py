@@ -393,20 +393,12 @@ class UniversalSet(ListedKeys):
                 counted |= one
             chosen &= reaches(upper, self.epsilon)
             rescore_known(matrices, factor, chosen, present, leverage)
-        return result_of(
-            matrices,
-            chosen,
-            upper,
-            factor,
-            leverage,
-            epsilon=self.epsilon,
-            left=None,
-            guarantee="none" if self.guarantee == "none" else "superset" if counted else "exact",
-            present=present,
-            f=self.f,
-            certificate=self.certificate,
-            total_bound=factor.rank.astype(np.float64),
-        )
+        leverage = leverage.reshape(*self.batch, matrices.n)
+        guarantee: Guarantee = "none" if self.guarantee == "none" else "superset" if counted else "exact"
+        rank = factor.rank.reshape(self.batch) if self.batch else int(factor.rank[0])
+        made: dict[str, Any] = {"mask": matrices.wrap(chosen), "scores": matrices.wrap(upper), "_leverage": leverage}
+        made |= {"factor": factor.forget_keys(), "exact_factor": True, "rank": rank, "total_bound": 1.0 * rank}
+        return replace(self, **made, guarantee=guarantee)
 
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.
