@@ -35,14 +35,14 @@ _BLOCK = 1 << 20  # entries of keys in one product
 
 
 def check_sketches(method: Any) -> bool:
-    """Tell whether a method is a sketch or a pair of sketches; raise for those that give no scores."""
+    """Tell whether a method is a sketch or a pair; raise for sketches that give no scores."""
     if not isinstance(method, Distribution | tuple):
         return False
     left, right = _pair_of(method)
     if not isinstance(left, _LEFT | None) or not isinstance(right, GaussianJL | None):
         raise ValueError(
-            f"method is {method!r}; expected a CountSketch, OSNAP, SRHT or GaussianJL, or a pair: a sketch of the "
-            "rows and a projection of the columns, such as (OSNAP(4096), GaussianJL(400))"
+            f"method is {method!r}; expected a CountSketch, OSNAP, SRHT or GaussianJL. A pair is a sketch of rows and "
+            "a projection of columns, such as (OSNAP(4096), GaussianJL(400))"
         )
     return True
 

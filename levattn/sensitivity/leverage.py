@@ -191,8 +191,8 @@ def leverage_scores(
         The moments of the whitened keys correct "qr" and "svd" once. The other methods are approximate (see Notes):
         a sketch of the rows, `CountSketch`, `OSNAP` or `SRHT` of `levattn.sketch`, such as ``OSNAP(4096, seed=0)``. Or
         a `GaussianJL`, a projection of the columns. Or a pair of both. The names "countsketch", "osnap", "srht" and
-        "jl" stand for the seed 0, and for these sizes: 8 d for "osnap" and "srht"; 4 d² for "countsketch", but no more
-        than the larger of n/8 and 16 d; 8 ln n for "jl". "auto" uses no sketch.
+        "jl" stand for default sizes and the seed 0. "osnap" and "srht" have 8 d rows, and "jl" has 8 ln n columns.
+        "countsketch" has 4 d² rows, but no more than the larger of n/8 and 16 d. "auto" uses no sketch.
     ridge : float, default 0
         Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score, so a threshold
         on ridge scores may miss keys. The sum of the scores is then the effective dimension.

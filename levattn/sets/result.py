@@ -289,8 +289,8 @@ class UniversalSet(ListedKeys):
         Raises
         ------
         TypeError, ValueError
-            If the set is not one for x² by ε and an exact method, if it has groups, if K are other keys, or if the
-            labels do not fit K.
+            If the set is not one for x² by ε and an exact method, or has groups. If K are other keys, or the labels
+            do not fit K.
         NonFiniteError
             If the keys hold NaN or infinity outside the mask.
 
@@ -301,7 +301,7 @@ class UniversalSet(ListedKeys):
 
         Notes
         -----
-        Time and memory are those of `group_leverage` without the factorization.
+        A group of s keys takes time O(s² d + s³), or O(s d² + d³) if s is above the rank.
 
         Examples
         --------
@@ -349,7 +349,7 @@ class UniversalSet(ListedKeys):
         -------
         UniversalSet
             The keys whose exact score is at least ε. `scores` are exact for the keys of this set, and bounds for the
-            others. The guarantee is that of `universal_set` by an exact method, except with a probability of 1e-6.
+            others. The guarantee is as by an exact method, except with a probability of 1e-6.
 
         Raises
         ------

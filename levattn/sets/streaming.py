@@ -104,8 +104,8 @@ class StreamedSet(ListedKeys):
             Always.
         """
         raise AttributeError(
-            "a StreamedSet has no scores of all keys, which a stream does not hold. member_scores are the scores of "
-            "the keys of the set, in the order of indices; leverage_scores(K) computes all",
+            "a StreamedSet has no scores of all keys, which a stream does not hold. Its member_scores are of the keys "
+            "of the set, in the order of indices. leverage_scores(K) computes all",
             name="scores",
             obj=self,
         )

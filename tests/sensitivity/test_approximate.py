@@ -206,7 +206,7 @@ NO_METHODS: list[Any] = [
     ("wrong", "reason"),
     [
         ({"method": OSNAP(3, 1)}, r"method is OSNAP\(size=3.* at least d = 4"),
-        *(({"method": given}, "expected a CountSketch, OSNAP, SRHT or GaussianJL, or a pair") for given in NO_METHODS),
+        *(({"method": given}, "expected a CountSketch, OSNAP, SRHT or GaussianJL. A pair is") for given in NO_METHODS),
         ({"method": "osnap", "ridge": 0.1}, "ridge"),
         ({"method": GaussianJL(8), "rtol": 1e-3}, "rtol"),
         ({"method": "sketch"}, r"expected one of 'auto', .*, or a sketch such as OSNAP\(4096, seed=0\)"),

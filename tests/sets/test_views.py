@@ -156,7 +156,7 @@ def test_scores_are_indexed_alike_in_memory_and_in_a_stream(storage: str) -> Non
     np.testing.assert_array_equal(one_pass.indices, whole.indices)
     np.testing.assert_allclose(one_pass.member_scores, as_float64(whole.member_scores), rtol=1e-6)
     assert not hasattr(one_pass, "scores")
-    with pytest.raises(AttributeError, match=r"no scores of all keys.* member_scores are .*leverage_scores\(K\)"):
+    with pytest.raises(AttributeError, match=r"no scores of all keys.* member_scores are of .*leverage_scores\(K\)"):
         one_pass.scores  # noqa: B018
     for batch in (levattn.universal_set(keys(2, 3), 0.2), streamed(2, 3)):
         with pytest.raises(ValueError, match=r"universal\[layer, head\]"):
