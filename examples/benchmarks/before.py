@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -68,10 +69,8 @@ def calls() -> dict[str, Callable[[], object]]:
 
         return run
 
-    def causal(*row: Array, epsilon: float) -> object:
-        if hasattr(levattn, "causal_heavy_attention"):
-            return levattn.causal_heavy_attention(*row, epsilon)
-        return levattn.heavy_attention(*row, epsilon, causal=True)  # in an earlier checkout
+    # an earlier checkout may have it as an option
+    causal = getattr(levattn, "causal_heavy_attention", None) or partial(levattn.heavy_attention, causal=True)
 
     return {
         "scores float32": lambda: levattn.leverage_scores(scored),
@@ -88,8 +87,8 @@ def calls() -> dict[str, Callable[[], object]]:
             levattn.heavy_attention(q, k, 0.1, universal=u)
             for q, k, u in zip(queries[2], keys[2], of_heads, strict=True)
         ],
-        "causal": lambda: causal(*row, epsilon=0.05),
-        "causal of a real head": lambda: causal(asked, head, epsilon=0.1),
+        "causal": lambda: causal(*row, 0.05),
+        "causal of a real head": lambda: causal(asked, head, 0.1),
         "pruned causal": lambda: pruned_attention(*parts, budget=256, causal=True),
         "pruned causal, real heads": lambda: pruned_attention(queries[2], keys[2], values[2], budget=64, causal=True),
         "approximate set": lambda: levattn.universal_set(exact, 0.05, method="countsketch"),

@@ -17,7 +17,7 @@ from levattn.heavy.causal import Causal
 from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention, HeavyAttentionBatch, keys_of_heads
-from levattn.heavy.squares import NAMES, SKETCHES, HeavyMethod, of_squares
+from levattn.heavy.squares import HEAVY_NAMES, HEAVY_SKETCHES, HeavyMethod, of_squares
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.result import UniversalSet, item_of, require_set_of
 from levattn.sets.universal import set_of
@@ -124,7 +124,7 @@ def heavy_attention(
     """
     function = as_function(f)
     queries, keys = _checked(Q, K)
-    if not isinstance(method, SKETCHES) and method not in NAMES:
+    if not isinstance(method, HEAVY_SKETCHES) and method not in HEAVY_NAMES:
         raise ValueError(
             f"method is {method!r}; expected 'auto', 'countsketch' or 'jl', or a sketch: OSNAP(buckets * repetitions, "
             "nonzeros=repetitions) or GaussianJL(columns)"

@@ -88,7 +88,7 @@ def recovered_entries(Q: Float64, keys: Float64, D: Float64, epsilon: float, ske
 
 
 HeavyMethod = Literal["auto", "countsketch", "jl"] | CountSketch | OSNAP | GaussianJL
-NAMES, SKETCHES = ("auto", "countsketch", "jl"), (CountSketch, OSNAP, GaussianJL)
+HEAVY_NAMES, HEAVY_SKETCHES = ("auto", "countsketch", "jl"), (CountSketch, OSNAP, GaussianJL)
 
 
 def of_squares(

@@ -20,7 +20,7 @@ from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, Sketch
 from levattn.sketch.operator import unscaled_sketch
 
-FAMILIES: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT, "jl": GaussianJL}
+SCORE_SKETCHES: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT, "jl": GaussianJL}
 _LEFT = CountSketch | OSNAP | SRHT
 
 FAILURE = 1e-6  # probability with which a randomized bound may fail
@@ -57,7 +57,7 @@ def sketches_of(method: Any, n: int, d: int) -> tuple[Distribution | None, Gauss
     """Return the sketch of the rows and the projection from the right of a method that was checked; None for none."""
     if isinstance(method, str):
         sizes = {"countsketch": min(4 * d * d, max(16 * d, n // 8)), "jl": 8 * math.ceil(math.log(max(n, 2)))}
-        method = FAMILIES[method](sizes.get(method, 8 * d))
+        method = SCORE_SKETCHES[method](sizes.get(method, 8 * d))
     left, right = _pair_of(method)
     if left is not None and left.size < d:
         raise ValueError(
@@ -70,7 +70,7 @@ def sketches_of(method: Any, n: int, d: int) -> tuple[Distribution | None, Gauss
 def name_of(method: Any) -> str:
     """Return the name of the method that sketches of its family have."""
     first = method[0] if isinstance(method, tuple) else method
-    return next((name for name, family in FAMILIES.items() if isinstance(first, family)), method)
+    return next((name for name, family in SCORE_SKETCHES.items() if isinstance(first, family)), method)
 
 
 def sketched_factor(rows: Rows, sketch: Sketch, limit: float = _SINGLE_ERROR) -> Factor:

@@ -21,7 +21,7 @@ from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide, folded
-from levattn.sensitivity.approximate import FAMILIES, check_sketches, projected, sketched_factor, sketches_of
+from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
 from levattn.sketch import Distribution, GaussianJL, Sketch
 from levattn.states.blocks import in_main_memory
 
@@ -139,10 +139,10 @@ def check_method(method: Any) -> bool:
     """Raise for an unknown method of leverage scores; return whether the method is approximate."""
     if check_sketches(method):
         return True
-    if method not in (*_EXACT, *FAMILIES):
-        names = ", ".join(map(repr, (*_EXACT, *FAMILIES)))
+    if method not in (*_EXACT, *SCORE_SKETCHES):
+        names = ", ".join(map(repr, (*_EXACT, *SCORE_SKETCHES)))
         raise ValueError(f"method is {method!r}; expected one of {names}, or a sketch such as OSNAP(4096, seed=0)")
-    return method in FAMILIES
+    return method in SCORE_SKETCHES
 
 
 @where_arrays_are

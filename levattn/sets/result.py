@@ -33,7 +33,7 @@ from levattn.io.common import replace_file
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.approximate import FAMILIES
+from levattn.sensitivity.approximate import SCORE_SKETCHES
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import rows_of
 
@@ -371,7 +371,7 @@ class UniversalSet(ListedKeys):
         >>> found.guarantee, found.rechecked(K)
         ('superset', UniversalSet(1 of 1000 keys, epsilon=0.2, guarantee='exact', rank=8, bound=40))
         """
-        if self.certificate[0] not in FAMILIES or self.by_size:
+        if self.certificate[0] not in SCORE_SKETCHES or self.by_size:
             raise ValueError(
                 f"the set is by {'size' if self.by_size else self.certificate[0]}; expected a set by an approximate "
                 "method and epsilon, whose scores are bounds"
