@@ -411,8 +411,8 @@ def judge_stream(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     chosen = np.zeros(len(case.keys), bool)
     chosen[result.indices] = True
     yield from promises.membership(truth, chosen, case.epsilon, result.guarantee, _margin(result), case.mask)
-    if not ((result.scores >= 0) & (result.scores <= 1)).all():
-        yield Breach("score outside [0, 1]", "0 to 1", str(result.scores))
+    if not ((result.member_scores >= 0) & (result.member_scores <= 1)).all():
+        yield Breach("score outside [0, 1]", "0 to 1", str(result.member_scores))
 
 
 # -- queries ----------------------------------------------------------------------------------------------------------
