@@ -22,7 +22,7 @@ from levattn.exceptions import (
     RecallWarning,
 )
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
-from levattn.heavy.attention import heavy_attention
+from levattn.heavy.attention import causal_heavy_attention, heavy_attention
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
 from levattn.heavy.result import HeavyAttention, HeavyAttentionBatch
 from levattn.io import KeySource, open_keys
@@ -69,6 +69,7 @@ __all__ = [
     "Tukey",
     "UniversalSet",
     "__version__",
+    "causal_heavy_attention",
     "covering_set",
     "datasets",
     "exact_sensitivities",

@@ -104,7 +104,7 @@ def _of_sets(kind: Any) -> list[Callable[[], Any]]:
         lambda: heavy(K[:300], K, 0.1).apply(K),
         lambda: heavy(K[:300], K, 1e-4),
         lambda: heavy(K[:300], K, 0.1, f=4),
-        lambda: heavy(K[:500], K[:500], 0.1, causal=True).apply(K[:500]),
+        lambda: levattn.causal_heavy_attention(K[:500], K[:500], 0.1).apply(K[:500]),
         lambda: levattn.StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result(),
         lambda: levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10]),
     ]

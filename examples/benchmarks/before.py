@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -73,6 +74,9 @@ def calls() -> dict[str, Callable[[], object]]:
 
         return run
 
+    # an earlier checkout may have it as an option
+    causal = getattr(levattn, "causal_heavy_attention", None) or partial(levattn.heavy_attention, causal=True)
+
     return {
         "scores float32": lambda: levattn.leverage_scores(scored),
         "set float64": lambda: levattn.universal_set(exact, 0.05),
@@ -88,8 +92,8 @@ def calls() -> dict[str, Callable[[], object]]:
             levattn.heavy_attention(q, k, 0.1, universal=u)
             for q, k, u in zip(queries[2], keys[2], of_heads, strict=True)
         ],
-        "causal": lambda: levattn.heavy_attention(*row, 0.05, causal=True),
-        "causal of a real head": lambda: levattn.heavy_attention(asked, head, 0.1, causal=True),
+        "causal": lambda: causal(*row, 0.05),
+        "causal of a real head": lambda: causal(asked, head, 0.1),
         "pruned causal": lambda: pruned(*parts, slots=256),
         "pruned causal, real heads": lambda: pruned(queries[2], keys[2], values[2], slots=64),
         "approximate set": lambda: levattn.universal_set(exact, 0.05, method="countsketch"),

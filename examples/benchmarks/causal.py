@@ -34,9 +34,9 @@ def peak(n: int) -> tuple[int, int]:
         "import resource, sys, numpy as np, levattn\n"
         "sys.path.insert(0, 'examples/benchmarks'); import causal\n"
         "n = int(sys.argv[1]); Q, K = causal.keys(n)\n"
-        "levattn.heavy_attention(Q[:16384], K[:16384], 0.05, causal=True)\n"
+        "levattn.causal_heavy_attention(Q[:16384], K[:16384], 0.05)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "h = levattn.heavy_attention(Q, K, 0.05, causal=True)\n"
+        "h = levattn.causal_heavy_attention(Q, K, 0.05)\n"
         "out = h.entries.data.nbytes * 2 + h.entries.indptr.nbytes + 3 * h.normalizers.nbytes\n"
         "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), out)"
     )
@@ -56,11 +56,11 @@ def main() -> None:
         times = interleaved(
             {
                 "all keys": partial(levattn.heavy_attention, Q, K, EPSILON),
-                "causal": partial(levattn.heavy_attention, Q, K, EPSILON, causal=True),
+                "causal": partial(levattn.causal_heavy_attention, Q, K, EPSILON),
             },
             rounds,
         )
-        found = levattn.heavy_attention(Q, K, EPSILON, causal=True)
+        found = levattn.causal_heavy_attention(Q, K, EPSILON)
         alive = 0 if found.alive is None else int(found.alive.max())
         ratio = times["causal"] / times["all keys"]
         rows.append(

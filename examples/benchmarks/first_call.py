@@ -40,7 +40,7 @@ CALLS = {
     "universal_set, float64": "levattn.universal_set(K.astype('float64'), 0.1)",
     "universal_set, Huber": "levattn.universal_set(K, 0.1, f=levattn.Huber())",
     "heavy_attention": "levattn.heavy_attention(K[:10], K, 0.1)",
-    "heavy_attention, causal": "levattn.heavy_attention(K[:500], K[:500], 0.1, causal=True)",
+    "heavy_attention, causal": "levattn.causal_heavy_attention(K[:500], K[:500], 0.1)",
     "StreamingUniversalSet": "levattn.StreamingUniversalSet(0.1).update(K).result()",
     "CausalUniversalSet": "levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10])",
     "two passes": "levattn.universal_set(lambda: iter([K]), 0.1)",

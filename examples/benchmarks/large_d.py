@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import scipy.sparse
 from _rivals import Array, interleaved, table, verdict
 
 import levattn
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL
 
 
 def by_blas(K: Any) -> Array:
@@ -52,22 +54,23 @@ def keys(n: int, d: int, density: float | None) -> Any:
 
 
 def calls(K: Any, d: int) -> dict[str, Callable[[], Any]]:
-    """The routes, by name: method and sketch size."""
-    sizes = {
-        "jl": [400],
-        "osnap": [(10 * d, 320), (8 * d, 400), 8 * d],
-        "countsketch": [(16 * d, 400)],
-        "srht": [(8 * d, 400)],
+    """The routes, by name: a sketch, or a pair."""
+    project = GaussianJL(400)
+    sketches: dict[str, Any] = {
+        "jl, 400": project,
+        f"osnap, {(10 * d, 320)}": (OSNAP(10 * d), GaussianJL(320)),
+        f"osnap, {(8 * d, 400)}": (OSNAP(8 * d), project),
+        f"osnap, {8 * d}": OSNAP(8 * d),
+        f"countsketch, {(16 * d, 400)}": (CountSketch(16 * d), project),
+        f"srht, {(8 * d, 400)}": (SRHT(8 * d), project),
     }
     found: dict[str, Callable[[], Any]] = {
         "BLAS, exact": lambda: by_blas(K),
         "auto, exact": lambda: levattn.leverage_scores(K),
     }
-    for method, each in sizes.items():
-        for size in each:
-            if method == "srht" and scipy.sparse.issparse(K):
-                continue  # mixes the entries of all rows
-            found[f"{method}, {size}"] = lambda m=method, s=size: levattn.leverage_scores(K, method=m, sketch_size=s)
+    for name, sketch in sketches.items():
+        if not (name.startswith("srht") and scipy.sparse.issparse(K)):  # it mixes the entries of all rows
+            found[name] = partial(levattn.leverage_scores, K, method=sketch)
     return found
 
 

@@ -19,13 +19,14 @@ import numpy as np
 from _rivals import Array, table
 
 import levattn
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL
 
 METHODS: dict[str, Any] = {
-    "countsketch": lambda d: 2 * d * d + 8,
-    "osnap": lambda d: 8 * d,
-    "srht": lambda d: 8 * d,
-    "jl": lambda _: 50,
-    "osnap, then jl": lambda d: (8 * d, 50),
+    "countsketch": lambda d, seed: CountSketch(2 * d * d + 8, seed=seed),
+    "osnap": lambda d, seed: OSNAP(8 * d, seed=seed),
+    "srht": lambda d, seed: SRHT(8 * d, seed=seed),
+    "jl": lambda _, seed: GaussianJL(50, seed=seed),
+    "osnap, then jl": lambda d, seed: (OSNAP(8 * d, seed=seed), GaussianJL(50, seed=seed)),
 }
 
 
@@ -56,16 +57,14 @@ def main() -> int:
     parser.add_argument("--matrices", type=float, default=1e4)
     count = int(parser.parse_args().matrices)
     rows, missed = [], 0
-    for name, size in METHODS.items():
+    for name, sketch in METHODS.items():
         rng = np.random.default_rng(0)
         heavy = lost = kept = 0
         for _ in range(count):
             K = random_keys(rng)
             epsilon = float(rng.choice([0.02, 0.1, 0.3, 0.8]))
             seed = int(rng.integers(2**63))
-            found = levattn.universal_set(
-                K, epsilon, method=name.split(",")[0], sketch_size=size(K.shape[1]), rng=seed
-            )
+            found = levattn.universal_set(K, epsilon, method=sketch(K.shape[1], seed))
             large = exact_scores(K) >= epsilon * (1 + 1e-9)
             heavy += int(large.sum())
             lost += int((large & ~found.mask).sum())

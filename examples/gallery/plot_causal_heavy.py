@@ -69,14 +69,13 @@ print(f"heavy entries found: {len(score)}")
 
 # %%
 # Brute force checks the result: how many entries of at least ε are missed, how many are below ε, and how large is the
-# error of the scores? `~levattn.heavy_attention` with ``causal=True`` takes all queries at once and returns the same
-# entries.
+# error of the scores? `~levattn.causal_heavy_attention` takes all queries at once and returns the same entries.
 
 A = np.tril((Q @ K.T) ** 2)
 A /= A.sum(axis=1, keepdims=True)
 here = np.zeros((n, n), bool)
 here[query, key] = True
-together = levattn.heavy_attention(Q, K, epsilon, causal=True).entries
+together = levattn.causal_heavy_attention(Q, K, epsilon).entries
 
 print(f"missed:            {np.count_nonzero(A[~here] >= epsilon)}")
 print(f"below ε:           {np.count_nonzero(A[here] < epsilon * (1 - 1e-9))}")

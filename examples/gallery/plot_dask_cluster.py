@@ -57,7 +57,7 @@ print(
     "the keys of the set in memory:", np.array_equal(found.indices, in_memory.indices)
 )
 print(
-    f"largest relative difference of scores: {np.abs(found.scores / in_memory.scores[found.indices] - 1).max():.1e}"
+    f"largest relative difference of scores: {np.abs(found.member_scores / in_memory.member_scores - 1).max():.1e}"
 )
 
 # %%
@@ -84,7 +84,7 @@ for i, (start, rows) in enumerate(
     )
 ax.scatter(
     found.indices,
-    found.scores,
+    found.member_scores,
     s=45,
     marker="D",
     color="#D55E00",

@@ -135,10 +135,8 @@ print(
 # to a planted direction. The output compares the shares of its attention on both sets. The larger set is a superset:
 # none of the copies in it is heavy by itself.
 
-plain, grouped = (
-    levattn.universal_set(K, epsilon),
-    levattn.universal_set(K, epsilon, groups=labels),
-)
+plain = levattn.universal_set(K, epsilon)
+grouped = plain.with_groups(K, labels)
 A = (model.queries @ K.T) ** 2
 A /= A.sum(axis=1, keepdims=True)
 

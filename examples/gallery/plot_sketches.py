@@ -43,8 +43,8 @@ for method, ratio in zip(methods, ratios, strict=True):
 # ---------
 #
 # The picture shows the number of keys in the superset of each method, beside the exact set. The supersets lie on or
-# above the black line. ``recheck=True`` computes the exact scores of the remaining keys, and so makes the set exact
-# again.
+# above the black line. `levattn.UniversalSet.rechecked` computes the exact scores of the remaining keys, and so
+# makes the set exact again.
 
 epsilons = np.geomspace(0.002, 0.5, 13)
 figure, ax = plt.subplots(layout="constrained")

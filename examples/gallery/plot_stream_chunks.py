@@ -77,7 +77,7 @@ print("rows:", streamed.indices)
 whole = levattn.StreamingUniversalSet(epsilon).update(K).result()
 print(
     "scores with the same bits, in one chunk:",
-    np.array_equal(whole.scores, streamed.scores),
+    np.array_equal(whole.member_scores, streamed.member_scores),
 )
 
 # %%
@@ -101,7 +101,7 @@ print(
     np.array_equal(merged.indices, in_memory.indices),
 )
 print(
-    f"largest relative difference of scores: {np.abs(merged.scores / streamed.scores - 1).max():.1e}"
+    f"largest relative difference of scores: {np.abs(merged.member_scores / streamed.member_scores - 1).max():.1e}"
 )
 
 # %%

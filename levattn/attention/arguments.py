@@ -73,30 +73,17 @@ def _read(function: Any, *args: Any, **options: Any) -> Any:
     return function(*args, **options)
 
 
-def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
+def cumulative(offsets: Any, T: int) -> Any:
     """Return the bounds of packed sequences, (n + 1,) int64 in main memory, or None if there is only one.
 
     While torch traces the call, the result is a tensor, which the operator checks when it runs.
     """
-    if offsets is None and lengths is None:
+    if offsets is None:
         return None
-    if offsets is not None and lengths is not None:
-        raise ValueError("offsets and lengths were both given; expected one of them, as they mean the same")
-    name, given = ("offsets", offsets) if lengths is None else ("lengths", lengths)
     if compiling():
         torch = sys.modules["torch"]
-        found = torch.as_tensor(given, dtype=torch.int64)
-        return found if lengths is None else torch.cat([found.new_zeros(1), torch.cumsum(found, 0)])
-    whole = _whole_numbers(name, given)
-    if lengths is None:
-        return check_offsets(whole, T)
-    total = sum(whole.tolist())  # exact: the sum of an array may overflow to T
-    if (whole < 0).any() or total != T:
-        raise ValueError(
-            f"lengths is {shown(whole)}, which sum to {total}; expected numbers of at least 0 whose sum is T = {T}, "
-            "the number of packed positions"
-        )
-    return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
+        return torch.as_tensor(offsets, dtype=torch.int64)
+    return check_offsets(_whole_numbers("offsets", offsets), T)
 
 
 def given_bounds(bounds: Any, T: int) -> Any:
@@ -111,7 +98,7 @@ def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
     """Raise if packed sequences come with a state, or are to return one."""
     if bounds is not None and (state is not None or return_state):
         raise ValueError(
-            "offsets or lengths were given with state or return_state; expected one sequence. Call this for each "
+            "offsets were given with state or return_state; expected one sequence. Call this for each "
             "sequence, or stack sequences of equal length along a leading axis"
         )
 

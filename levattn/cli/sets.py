@@ -199,8 +199,10 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
         if request.in_passes:
             bar = True if sys.stderr.isatty() else None
             return levattn.scan_set(keys, **wish, progress=bar, checkpoint=request.checkpoint)
-        groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-        return levattn.universal_set(keys, **wish, f=request.function.f, center=request.center, groups=groups)
+        found = levattn.universal_set(keys, **wish, f=request.function.f, center=request.center)
+        if request.duplicates is None:
+            return found
+        return found.with_groups(keys, levattn.near_duplicates(keys, angle=request.duplicates))
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
@@ -302,8 +304,7 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
     """Return the contents of a set as arrays that need no pickling."""
     if isinstance(sets, levattn.StreamedSet):
         arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
-        of_keys = ("indices", "scores")
-        return arrays | {name: np.concatenate([getattr(item, name) for item in sets.items]) for name in of_keys}
+        return arrays | {"indices": sets._joined("indices"), "member_scores": sets._joined("scores")}
     return saved_arrays(sets) | {"f": np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)}
 
 

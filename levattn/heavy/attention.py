@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,11 +17,13 @@ from levattn.heavy.causal import Causal
 from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention, HeavyAttentionBatch, keys_of_heads
-from levattn.heavy.squares import NormalizerMethod, of_squares
-from levattn.sensitivity.leverage import check_epsilon, refuse_randomness
+from levattn.heavy.squares import HEAVY_NAMES, HEAVY_SKETCHES, HeavyMethod, of_squares
+from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.result import UniversalSet, item_of, require_set_of
 from levattn.sets.universal import set_of
 from levattn.states.blocks import matrices_in_memory
+
+_Found = HeavyAttention | HeavyAttentionBatch
 
 
 @where_arrays_are
@@ -34,12 +35,9 @@ def heavy_attention(
     *,
     f: Any = 2,
     universal: UniversalSet | None = None,
-    causal: bool = False,
-    method: NormalizerMethod = "auto",
-    sketch_size: int | tuple[int, int] | None = None,
+    method: HeavyMethod = "auto",
     mask: Any = None,
-    rng: int | np.random.Generator | None = None,
-) -> HeavyAttention | HeavyAttentionBatch:
+) -> _Found:
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
     Let f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`. Only keys of the
@@ -64,19 +62,13 @@ def heavy_attention(
         of K in the set and a sample of the others, or all rows where n < d. Other functions read all rows (Notes).
         With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
-    causal : bool, default False
-        Query t attends to the keys up to t alone, and its normalizer is the sum over these keys; m = n. For x² only,
-        and without `universal`, because the set of keys changes from row to row.
-    method : {"auto", "countsketch", "jl"}
-        "auto": exact. Two more are for x² without `causal`. "countsketch": recover entries from a CountSketch of the
-        keys of the set, and compute the entries that may be heavy. "jl": estimate the normalizers by a projection. See
-        Notes.
-    sketch_size : int or (int, int), optional
-        Buckets and repetitions of "countsketch", columns of the projection of "jl".
+    method : {"auto", "countsketch", "jl"} or a sketch
+        "auto": exact. Two more are for x². "countsketch": recover entries from CountSketches of the
+        keys of the set, and compute the entries that may be heavy. "jl": estimate the normalizers by a projection. The
+        names stand for sizes that Notes explain, and the seed 0. R repetitions of B buckets, and k columns, are the
+        sketches ``OSNAP(B * R, nonzeros=R, seed=0)`` and ``GaussianJL(k, seed=0)`` of `levattn.sketch`.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. Do not give it with `universal`, which has its own mask.
-    rng : int or numpy.random.Generator, optional
-        Seed of "countsketch" and "jl", 0 if left out.
 
     Returns
     -------
@@ -94,6 +86,7 @@ def heavy_attention(
 
     See Also
     --------
+    causal_heavy_attention : The scores where each query attends to the keys up to its own.
     universal_set : The keys that can be heavy for any query.
     levattn.definitions.heavy_attention : The definition, in NumPy.
 
@@ -109,10 +102,6 @@ def heavy_attention(
     For other functions the normalizer of a query is a sum over all keys, O(n d). The sum is repeated once or twice
     where rounding of the products could change it. For an even power p > 2, D = C(d + p/2 − 1, p/2) lifted moments
     give it in O(D²) if that is less. This needs a lift among the certificates of the set (by default up to D = 1024).
-
-    With `causal` a key is kept while its score among the keys so far is at least ε. At most rank/ε keys are kept, or
-    more where the moments of a prefix are too ill-conditioned to decide (`HeavyAttention.alive`). No entry is missed
-    either.
 
     "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and its entries are
     exact. "jl" misses none. Its normalizers and scores err by at most `HeavyAttention.distortion`, except with a
@@ -134,30 +123,100 @@ def heavy_attention(
     ((2, 5000), [7])
     """
     function = as_function(f)
+    queries, keys = _checked(Q, K)
+    if not isinstance(method, HEAVY_SKETCHES) and method not in HEAVY_NAMES:
+        raise ValueError(
+            f"method is {method!r}; expected 'auto', 'countsketch' or 'jl', or a sketch: OSNAP(buckets * repetitions, "
+            "nonzeros=repetitions) or GaussianJL(columns)"
+        )
+    if method != "auto" and not is_square(function):
+        raise ValueError(f"method is {method!r}; expected 'auto' for functions other than x²")
     epsilon = check_epsilon(epsilon)
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal is {causal!r}; expected True or False")
+    sets = _sets_of(universal, keys, epsilon, function, mask)
+    return _of_heads(queries, keys, partial(_by_set, keys, sets, function, epsilon, method))
+
+
+@where_arrays_are
+def causal_heavy_attention(Q: Any, K: Any, /, epsilon: float, *, mask: Any = None) -> _Found:
+    r"""Find every attention score of at least ε where query t attends to the keys up to t alone, for f(x) = x².
+
+    The scores are :math:`A_{tj} = \langle q_t, k_j\rangle^2 / \sum_{l \le t} \langle q_t, k_l\rangle^2` for j ≤ t. The
+    set of keys that can be heavy changes from row to row. A key is kept while its leverage score among the keys so far
+    is at least ε; this score never rises again. So no entry is missed.
+
+    Parameters
+    ----------
+    Q : array of shape (..., n, d)
+        Queries, with leading axes as in `heavy_attention`.
+    K : array of shape (..., n, d)
+        Keys, as many as queries; array types and dtypes as in `leverage_scores`.
+    epsilon : float in (0, 1]
+        Smallest score that counts as heavy, as in `heavy_attention`.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part.
+
+    Returns
+    -------
+    HeavyAttention, or HeavyAttentionBatch where Q or K has leading axes
+        The heavy entries as a sparse matrix (n, n), with normalizers and masses. A batch has one for each head of
+        queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or Q and K have different numbers of rows.
+    NonFiniteError
+        If queries or keys hold NaN or infinity.
+
+    See Also
+    --------
+    heavy_attention : The scores where each query attends to all keys.
+    CausalUniversalSet : The same while keys are appended.
+    levattn.definitions.heavy_attention : The definition for one query, whose keys are those up to its own.
+
+    Notes
+    -----
+    Time O(n d²/ε), besides the products within chunks of 256 rows. At most rank/ε keys are kept, or more where the
+    moments of a prefix are too ill-conditioned to decide (`HeavyAttention.alive`). The results of a row do not depend
+    on later rows, to the last bit. Keys on another device are moved to main memory.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): universal sets (Theorem 1).
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.eye(3)[[0, 1, 0, 0]]
+    >>> levattn.causal_heavy_attention(K, K, 0.5).entries.toarray()
+    array([[1. , 0. , 0. , 0. ],
+           [0. , 1. , 0. , 0. ],
+           [0.5, 0. , 0.5, 0. ],
+           [0. , 0. , 0. , 0. ]])
+    """
+    epsilon = check_epsilon(epsilon)
+    queries, keys = _checked(Q, K)
+    if queries.n != keys.n:
+        raise ValueError(
+            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys for causal attention"
+        )
+    return _of_heads(queries, keys, partial(_causal_attention, keys, as_mask(mask, keys), epsilon))
+
+
+def _checked(Q: Any, K: Any) -> tuple[Matrices, Matrices]:
+    """Return queries and keys that go together."""
     queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
-    heads = keys_of_heads(queries.batch, keys.batch)
-    if method not in get_args(NormalizerMethod):
-        raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
-    if method == "auto":
-        refuse_randomness("auto", sketch_size, rng)
-    elif causal or not is_square(function):
-        raise ValueError(f"method is {method!r}; expected 'auto' for causal attention and for functions other than x²")
-    one: Callable[[Matrices, int], HeavyAttention]
-    if causal:
-        _check_causal(queries, keys, function, universal)
-        one = partial(_causal_attention, keys, as_mask(mask, keys), epsilon)
-    else:
-        sets = _sets_of(universal, keys, epsilon, function, mask)
-        one = partial(_by_set, keys, sets, _Asked(function, epsilon, method, sketch_size, rng))
+    keys_of_heads(queries.batch, keys.batch)  # raises for leading axes that do not go together
+    return queries, keys
+
+
+def _of_heads(queries: Matrices, keys: Matrices, one: Callable[[Matrices, int], HeavyAttention]) -> _Found:
+    """Return the results of `one` for all heads; an error names the head."""
     if not (queries.batch or keys.batch):
         return one(queries, 0)
-    batch = queries.batch or keys.batch
-    found = []
+    heads, batch, found = keys_of_heads(queries.batch, keys.batch), queries.batch or keys.batch, []
     for i, head in enumerate(heads.tolist()):
         try:
             found.append(one(queries.item(i if queries.batch else 0), head))
@@ -165,17 +224,6 @@ def heavy_attention(
             place = tuple(map(int, np.unravel_index(i, batch)))
             raise NonFiniteError(f"at {place} of the batch {batch}: {error}") from None
     return HeavyAttentionBatch(tuple(found), batch, heads, keys.batch)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Checked options of `heavy_attention`."""
-
-    f: AttentionFunction | Softmax
-    epsilon: float
-    method: NormalizerMethod
-    sketch_size: int | tuple[int, int] | None
-    rng: int | np.random.Generator | None
 
 
 def _sets_of(
@@ -186,39 +234,25 @@ def _sets_of(
         return set_of(keys, f, epsilon, mask)
     if mask is not None:
         raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
-    check_type("universal", universal, UniversalSet, "the result of universal_set")
-    if universal.batch != keys.batch:
-        shape = (*universal.batch, universal.mask.shape[-1])
-        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
-    for head in range(keys.data.shape[0]):
-        _check_universal(item_of(universal, head), keys.item(head), epsilon, f)
+    _check_universal(keys, universal, epsilon, f)
     return cast(UniversalSet, universal)
 
 
-def _by_set(keys: Matrices, sets: UniversalSet, asked: _Asked, queries: Matrices, head: int) -> HeavyAttention:
+def _by_set(
+    keys: Matrices, sets: UniversalSet, f: Any, epsilon: float, method: HeavyMethod, queries: Matrices, head: int
+) -> HeavyAttention:
     """Return the result of some queries for one head of keys, whose set is known."""
     mine, universal = keys.item(head), item_of(sets, head)
-    square = is_square(asked.f)
+    square = is_square(f)
     # approximate methods and other functions run in main memory
-    beside = mine.data if square and asked.method == "auto" else None
+    beside = mine.data if square and method == "auto" else None
     Q64 = float64_beside(queries.data, queries.format, beside)
     xp = array_namespace(Q64)
     require_finite_queries(to_numpy(xp.all(xp.isfinite(Q64), axis=1)))
     selected = float64_beside(take_rows(mine.data, universal.indices), mine.format, Q64)
     if square:
-        return of_squares(Q64, selected, mine, universal, asked.epsilon, asked.method, asked.sketch_size, asked.rng)
-    return of_other_function(Q64, selected, mine, universal, asked.epsilon, asked.f)
-
-
-def _check_causal(queries: Matrices, keys: Matrices, f: AttentionFunction | Softmax, universal: Any) -> None:
-    if not is_square(f):
-        raise ValueError(f"f is {f!r}; expected 2 for causal attention")
-    if universal is not None:
-        raise ValueError("universal and causal: both given; expected no set, because it changes from row to row")
-    if queries.n != keys.n:
-        raise ValueError(
-            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys with causal=True"
-        )
+        return of_squares(Q64, selected, mine, universal, epsilon, method)
+    return of_other_function(Q64, selected, mine, universal, epsilon, f)
 
 
 def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:
@@ -249,27 +283,32 @@ def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Mat
     )
 
 
-def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax) -> None:
-    if isinstance(universal, UniversalSet):
-        if as_function(universal.f) != f:
-            raise ValueError(
-                f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function"
-            )
-        if universal.guarantee == "none":
-            raise ValueError(
-                "universal guarantees nothing for attention over K (it was made with center=True); "
-                "expected a set with guarantee 'exact', 'superset' or 'coverage'"
-            )
-        if universal.epsilon is None:
-            raise ValueError(
-                f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
-                "expected a set made with epsilon or size"
-            )
-    require_set_of(keys, universal)
-    margin = max(TIE, 4 * float(universal.factor.score_error[0]))
-    if universal.epsilon > epsilon or (universal.by_size and epsilon <= universal.epsilon * (1 + margin)):
-        relation = "more than" if universal.by_size else "at least"
+def _check_universal(keys: Matrices, universal: Any, epsilon: float, f: AttentionFunction | Softmax) -> None:
+    check_type("universal", universal, UniversalSet, "the result of universal_set")
+    if as_function(universal.f) != f:
+        raise ValueError(f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function")
+    if universal.guarantee == "none":
         raise ValueError(
-            f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}. "
-            "Make the set with this epsilon, or give one that is larger than the set's"
+            "universal guarantees nothing for attention over K (it was made with center=True); "
+            "expected a set with guarantee 'exact', 'superset' or 'coverage'"
         )
+    if universal.epsilon is None:
+        raise ValueError(
+            f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
+            "expected a set made with epsilon or size"
+        )
+    if not universal.exact_factor:
+        raise ValueError(
+            f"universal is of method {universal.certificate[0]!r} and has no exact normalizers; expected a set of an "
+            "exact method, or universal.rechecked(K)"
+        )
+    require_set_of(keys, universal)
+    margins = np.maximum(TIE, 4 * universal.factor.score_error).tolist()
+    known = np.broadcast_to(universal.epsilon, universal.batch).ravel().tolist()
+    for least, margin in zip(known, margins, strict=True):
+        if least > epsilon or (universal.by_size and epsilon <= least * (1 + margin)):
+            relation = "more than" if universal.by_size else "at least"
+            raise ValueError(
+                f"universal holds the scores of {relation} {least:.6g}, but epsilon is {epsilon:.6g}. "
+                "Make the set with this epsilon, or give one that is larger than the set's"
+            )

@@ -100,7 +100,7 @@ class CausalUniversalSet(SharedState):
 
     See Also
     --------
-    heavy_attention : With ``causal=True`` the same for all queries at once.
+    causal_heavy_attention : The same for all queries at once.
     StreamingUniversalSet : A set of all keys, faster and with merges.
 
     Notes

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, to_device, to_float64, to_numpy
 from levattn._core.checks import TIE
-from levattn._core.random import as_seed, below, signs, words
+from levattn._core.random import below, signs, words
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.functions import Power
@@ -31,7 +31,7 @@ from levattn.linalg.accumulator import UNIT
 from levattn.sensitivity.approximate import FAILURE, projection_spread
 from levattn.sensitivity.shares import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet
-from levattn.sketch import GaussianJL, jl_size
+from levattn.sketch import OSNAP, CountSketch, GaussianJL, jl_size
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -56,15 +56,15 @@ def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
     return buckets, math.ceil(repetitions) | 1
 
 
-def recovered_entries(
-    Q: Float64, keys: Float64, D: Float64, epsilon: float, buckets: int, repetitions: int, seed: int
-) -> Recovered:
+def recovered_entries(Q: Float64, keys: Float64, D: Float64, epsilon: float, sketch: CountSketch | OSNAP) -> Recovered:
     """Return rows, columns and scores of the entries of at least ε that a CountSketch of the keys finds.
 
     The keys are sketched, not the queries: est = sign · ⟨q, bucket of the key⟩, and the median of the repetitions.
     Entries whose estimates could be heavy are computed. Rows with D = 0 have no entries.
     """
     n, d = keys.shape
+    seed, repetitions = sketch.seed, sketch.nonzeros if isinstance(sketch, OSNAP) else 1
+    buckets = sketch.size // repetitions
     drawn = words(seed, _PLACES, 0, n, repetitions)
     buckets_of = below(drawn, buckets) + buckets * np.arange(repetitions)
     sign = signs(drawn).astype(np.float64)
@@ -87,15 +87,8 @@ def recovered_entries(
     return i, j, scores
 
 
-def estimated_normalizers(Q: Float64, N: Float64, columns: int, seed: int) -> tuple[Float64, tuple[float, float]]:
-    """Return ``‖ΠNq‖²`` for every query, and the relative amounts that it may lie below and above ``‖Nq‖²``."""
-    family = GaussianJL(columns)
-    projected = family.columns(seed, 0, len(N)) * family.scale @ N
-    Y = Q @ projected.T
-    return np.asarray(np.einsum("ij,ij->i", Y, Y)), projection_spread(columns, len(Q))
-
-
-NormalizerMethod = Literal["auto", "countsketch", "jl"]
+HeavyMethod = Literal["auto", "countsketch", "jl"] | CountSketch | OSNAP | GaussianJL
+HEAVY_NAMES, HEAVY_SKETCHES = ("auto", "countsketch", "jl"), (CountSketch, OSNAP, GaussianJL)
 
 
 def of_squares(
@@ -104,9 +97,7 @@ def of_squares(
     keys: Matrices,
     universal: UniversalSet,
     epsilon: float,
-    method: NormalizerMethod,
-    sketch_size: Any,
-    rng: Any,
+    method: HeavyMethod,
 ) -> HeavyAttention:
     """Return the result of `heavy_attention` for f(x) = x², queries Q and the keys of the set in float64."""
     xp = array_namespace(Q)
@@ -116,16 +107,18 @@ def of_squares(
         Q = xp.where(to_device(reached, Q), Q, 0.0)
     even, powers = even_queries(Q, exponents)
     distortion, shift = 0.0, xp.zeros(len(even), dtype=xp.int32)
-    if method == "jl":
-        D, error, distortion, epsilon = _estimated(even, N, epsilon, sketch_size, rng)
+    if method == "jl" or isinstance(method, GaussianJL):
+        D, error, distortion, epsilon = _estimated(even, N, epsilon, method)
     else:
         D, error, shift = _normalizers(even, N, exponents, universal, keys)
     products = _prepared(universal, even, selected, exponents, D, error, shift, flushed(Q, even), epsilon)
     found: Any
     others = None
     if method == "countsketch":
-        sizes = _sketch_size(sketch_size, 2, recovery_size(len(Q), epsilon, len(selected)))
-        found, captured = _recovered(products, universal.indices, keys.n, epsilon, sizes, as_seed(rng))
+        buckets, repetitions = recovery_size(len(Q), epsilon, len(selected))
+        method = OSNAP(buckets * repetitions, repetitions)
+    if isinstance(method, CountSketch | OSNAP):
+        found, captured = _recovered(products, universal.indices, keys.n, epsilon, method)
     else:
         found, others, captured = _entries(products, universal.indices, keys.n, epsilon)
     with np.errstate(over="ignore"):
@@ -140,17 +133,18 @@ def of_squares(
 
 
 def _estimated(
-    Q: Float64, N: Float64, epsilon: float, sketch_size: Any, rng: Any
+    Q: Float64, N: Float64, epsilon: float, method: Literal["jl"] | GaussianJL
 ) -> tuple[Float64, Float64, float, float]:
-    """Return normalizers from a projection, their errors, the largest error, and the ε that allows for it."""
+    """Return normalizers ``‖ΠNq‖²`` from a projection Π, their errors, the largest, and the ε that allows for it."""
     default = jl_size(max(len(Q), 1), 0.5, FAILURE)
-    columns = _sketch_size(sketch_size, 1, (default,))[0]
-    D, (short, more) = estimated_normalizers(Q, N, columns, as_seed(rng))
+    family = GaussianJL(default) if method == "jl" else method
+    Y = Q @ (family.columns(family.seed, 0, len(N)) * family.scale @ N).T
+    D, (short, more) = np.einsum("ij,ij->i", Y, Y), projection_spread(family.size, len(Q))
     distortion = max(short, more)
     if distortion >= 1:
         raise ValueError(
-            f"sketch_size is {columns}, which leaves normalizers of {len(Q)} queries without a bound; expected "
-            f"more, such as the default {default}"
+            f"method is {family!r}, which leaves normalizers of {len(Q)} queries without a bound; expected more "
+            f"columns, such as {default}"
         )
     return D, np.full(len(D), distortion / (1 - distortion)), distortion, epsilon / (1 + more)
 
@@ -241,24 +235,14 @@ def _normalizers(
     return D, error, shift
 
 
-def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a sketch size of `count` numbers."""
-    sizes = default if given is None else given if isinstance(given, tuple) else (given,)
-    whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in sizes)
-    if len(sizes) != count or not whole:
-        form = "a whole number" if count == 1 else "a pair of whole numbers, buckets and repetitions,"
-        raise ValueError(f"sketch_size is {given!r}; expected {form} of at least 1")
-    return tuple(int(size) for size in sizes)
-
-
 def _recovered(
-    products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float, sizes: tuple[int, ...], seed: int
+    products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float, sketch: CountSketch | OSNAP
 ) -> tuple[csr_array, Float64]:
     """Return the heavy entries that a CountSketch finds, and the mass on the keys of the set by their moments."""
     threshold = epsilon * (1 - TIE)
     Q, keys, D = products.queries, products.keys, products.normalizers
     plain = np.where(products.precise, 0.0, D)
-    i, j, scores = recovered_entries(Q, keys, plain, threshold, sizes[0], sizes[1], seed)
+    i, j, scores = recovered_entries(Q, keys, plain, threshold, sketch)
     found = [(i, indices[j], scores)]
     inside = np.einsum("ij,ij->i", Q @ (keys.T @ keys), Q)
     captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)

@@ -422,7 +422,7 @@ def _places(x: Any, mask: Any, offsets: Any) -> Any:
     order = torch.arange(T, device=x.device)
     starts = torch.zeros_like(order)
     if offsets is not None:
-        ends = torch.as_tensor(cumulative(offsets, None, T), device=x.device)
+        ends = torch.as_tensor(cumulative(offsets, T), device=x.device)
         starts = ends[torch.searchsorted(ends[1:], order, right=True)]
     if mask is None:
         return order - starts

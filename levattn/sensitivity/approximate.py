@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
-from levattn._core.checks import whole_number
 from levattn._core.random import normals
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
@@ -18,14 +17,13 @@ from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
-from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
+from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, Sketch
 from levattn.sketch.operator import unscaled_sketch
 
-_SKETCHED = ("countsketch", "osnap", "srht")
-APPROXIMATE = (*_SKETCHED, "jl")
+SCORE_SKETCHES: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT, "jl": GaussianJL}
+_LEFT = CountSketch | OSNAP | SRHT
 
 FAILURE = 1e-6  # probability with which a randomized bound may fail
-_NONZEROS = 4  # of OSNAP, for each key
 _START = 101  # random stream of the start of Lanczos' method
 _SINGLE_ERROR = 1e-9  # largest error of a float64 factor for which float32 products are as accurate as a sketch
 _SINGLE_BOUND = 1.2e-13  # the same for products that bound scores: their error raises the bounds
@@ -34,40 +32,49 @@ _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' 
 _LARGEST = 2.0**400  # numbers up to this have squares in range
 _STEPS = 40  # of Lanczos' method
 _BLOCK = 1 << 20  # entries of keys in one product
-_PAIR = "a whole number, or a pair of them"
 
 
-def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[int, int]:
-    """Return the number of rows of a left sketch and of columns of a right one; 0 for none."""
-    defaults = {
-        "countsketch": min(4 * d * d, max(16 * d, n // 8)),
-        "osnap": 8 * d,
-        "srht": 8 * d,
-        "jl": 8 * math.ceil(math.log(max(n, 2))),
-    }
-    if isinstance(sketch_size, tuple):
-        if len(sketch_size) != 2 or method not in _SKETCHED:
-            raise ValueError(
-                f"sketch_size is {sketch_size!r}; expected one number, or for method {', '.join(_SKETCHED)} a pair: "
-                "rows of the left sketch, columns of the right one"
-            )
-        left, right = (whole_number("sketch_size", value, what=_PAIR) for value in sketch_size)
-    else:
-        size = defaults[method] if sketch_size is None else sketch_size
-        left, right = whole_number("sketch_size", size, what=_PAIR), 0
-    if method == "jl":
-        return 0, left
-    if left < d:
+def check_sketches(method: Any) -> bool:
+    """Tell whether a method is a sketch or a pair; raise for sketches that give no scores."""
+    if not isinstance(method, Distribution | tuple):
+        return False
+    left, right = _pair_of(method)
+    if not isinstance(left, _LEFT | None) or not isinstance(right, GaussianJL | None):
         raise ValueError(
-            f"sketch_size is {left}; expected at least d = {d} rows, because fewer lose directions of the keys"
+            f"method is {method!r}; expected a CountSketch, OSNAP, SRHT or GaussianJL. A pair is a sketch of rows and "
+            "a projection of columns, such as (OSNAP(4096), GaussianJL(400))"
         )
-    return (-(-left // _NONZEROS) * _NONZEROS if method == "osnap" else left), right
+    return True
 
 
-def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
+def _pair_of(method: Any) -> tuple[Any, Any]:
+    if isinstance(method, tuple):
+        return method if len(method) == 2 and None not in method else (method, method)
+    return (None, method) if isinstance(method, GaussianJL) else (method, None)
+
+
+def sketches_of(method: Any, n: int, d: int) -> tuple[Distribution | None, GaussianJL | None]:
+    """Return the sketch of the rows and the projection from the right of a method that was checked; None for none."""
+    if isinstance(method, str):
+        sizes = {"countsketch": min(4 * d * d, max(16 * d, n // 8)), "jl": 8 * math.ceil(math.log(max(n, 2)))}
+        method = SCORE_SKETCHES[method](sizes.get(method, 8 * d))
+    left, right = _pair_of(method)
+    if left is not None and left.size < d:
+        raise ValueError(
+            f"method is {method!r}; expected at least d = {d} rows of a sketch, because fewer lose directions of the "
+            "keys"
+        )
+    return left, right
+
+
+def name_of(method: Any) -> str:
+    """Return the name of the method that sketches of its family have."""
+    first = method[0] if isinstance(method, tuple) else method
+    return next((name for name, family in SCORE_SKETCHES.items() if isinstance(first, family)), method)
+
+
+def sketched_factor(rows: Rows, sketch: Sketch, limit: float = _SINGLE_ERROR) -> Factor:
     """Return the factor of a sketch of the keys, for the keys; `limit` as in `_in_single`."""
-    families: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT}
-    sketch = Sketch(families[method](size), seed)
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
     if factor is None:
         out = unscaled_sketch(sketch, rows, 0)
@@ -99,7 +106,7 @@ def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     """Return the factor of a sketch summed in float32, or None where such sums may lack accuracy."""
     out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        sketch.distribution.add(rows, sketch.seed, 0, out)
+        sketch.distribution.add(rows, sketch.distribution.seed, 0, out)
         out *= np.float32(sketch.distribution.scale)
     if not np.isfinite(out).all():
         return None
@@ -107,10 +114,9 @@ def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     return factor if np.all(factor.error <= _SINGLE_SUMS) else None
 
 
-def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
+def projected(factor: Factor, family: GaussianJL, limit: float = _SINGLE_ERROR) -> Factor:
     """Return the factor with scores from random combinations of the whitened columns; `limit` as in `_in_single`."""
-    family = GaussianJL(columns)
-    directions = family.columns(seed, 0, factor.whitening.shape[-1]).T * family.scale
+    directions = family.columns(family.seed, 0, factor.whitening.shape[-1]).T * family.scale
     return _in_single(replace(factor, projection=factor.whitening @ directions), limit)
 
 
@@ -123,33 +129,32 @@ class Screened:
     exact: bool
 
 
-def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: bool) -> Screened:
+def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> Screened:
     """Return upper bounds of the leverage scores; they fail with a probability of at most `FAILURE`.
 
     Let A = WᵀGW for the factor W of a sketch, and let λ be its least eigenvalue. Then a key's score is
-    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk. The factor of the keys measures λ if the caller asks for it or it costs little, else
+    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk. The factor of the keys measures λ where it costs little, else
     Lanczos' method does. A factor, which holds up to that probability, bounds how far projected scores fall short.
     """
     b, n, d = rows.shape
-    known = method == "jl" or recheck or d <= _MEASURED
-    exact = factor_moments(rows, single="scores") if known else None
-    if method == "jl" and exact is not None:
+    exact = factor_moments(rows, single="scores") if left is None or d <= _MEASURED else None
+    if left is None and exact is not None:
         factor, least = exact, np.ones(b)
-    else:
-        factor = sketched_factor(rows, method, left, seed, _SINGLE_BOUND)
+    elif left is not None:
+        factor = sketched_factor(rows, Sketch(left), _SINGLE_BOUND)
         chance = FAILURE / (2 * max(b, 1))  # the projection may fail with the other half
         least = np.array(
-            [_least(factor, i, seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
+            [_least(factor, i, left.seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
         )
-    if right:
-        factor = projected(factor, right, seed, _SINGLE_BOUND)
+    if right is not None:
+        factor = projected(factor, right, _SINGLE_BOUND)
     # not as members of K: their scores would be cut at 1 before the division
     found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
-    short = projection_spread(right, n * b)[0] if right else 0.0
+    short = 0.0 if right is None else projection_spread(right.size, n * b)[0]
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
-    for item in range(b) if method != "jl" else ():  # directions may be hidden from the sketch, or not measured
+    for item in range(b) if left is not None else ():  # directions may be hidden from the sketch, or not measured
         if exact is not None:
             hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]
         else:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
-from levattn._core.random import as_seed
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import Rows
@@ -22,10 +21,12 @@ from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide, folded
-from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
+from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
+from levattn.sketch import Distribution, GaussianJL, Sketch
 from levattn.states.blocks import in_main_memory
 
-ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
+_Pair = tuple[Distribution, GaussianJL]
+ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"] | Distribution | _Pair
 
 _EXACT = ("auto", "gram", "qr", "svd")
 
@@ -136,16 +137,12 @@ def check_epsilon(epsilon: Any) -> float:
 
 def check_method(method: Any) -> bool:
     """Raise for an unknown method of leverage scores; return whether the method is approximate."""
-    if method not in (*_EXACT, *APPROXIMATE):
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, (*_EXACT, *APPROXIMATE)))}")
-    return method in APPROXIMATE
-
-
-def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
-    """Raise if an option of the randomized methods is given to an exact one."""
-    for name, value in (("sketch_size", sketch_size), ("rng", rng)):
-        if value is not None:
-            raise ValueError(f"{name} is {value!r}, but method={method!r} is exact and draws no sketch; leave it out")
+    if check_sketches(method):
+        return True
+    if method not in (*_EXACT, *SCORE_SKETCHES):
+        names = ", ".join(map(repr, (*_EXACT, *SCORE_SKETCHES)))
+        raise ValueError(f"method is {method!r}; expected one of {names}, or a sketch such as OSNAP(4096, seed=0)")
+    return method in SCORE_SKETCHES
 
 
 @where_arrays_are
@@ -158,8 +155,6 @@ def leverage_scores(
     center: bool = False,
     mask: Any = None,
     rtol: float | None = None,
-    sketch_size: int | tuple[int, int] | None = None,
-    rng: int | np.random.Generator | None = None,
 ) -> Any:
     r"""Leverage scores of keys: the largest attention that any query can give each of them.
 
@@ -189,12 +184,15 @@ def leverage_scores(
         Or it may be one sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a
         dense array.
         Method "svd" refuses it, and "srht" takes as long as for dense keys.
-    method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
+    method : {"auto", "gram", "qr", "svd"}, or a sketch or its name
         Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
         loses the precision. "auto": the same, with products in float32 where the error above allows it. "qr":
         Householder QR of row blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory.
-        The moments of the whitened keys correct "qr" and "svd" once. The other methods are approximate, see Notes;
-        "auto" never uses them.
+        The moments of the whitened keys correct "qr" and "svd" once. The other methods are approximate (see Notes):
+        a sketch of the rows, `CountSketch`, `OSNAP` or `SRHT` of `levattn.sketch`, such as ``OSNAP(4096, seed=0)``. Or
+        a `GaussianJL`, a projection of the columns. Or a pair of both. The names "countsketch", "osnap", "srht" and
+        "jl" stand for default sizes and the seed 0. "osnap" and "srht" have 8 d rows, and "jl" has 8 ln n columns.
+        "countsketch" has 4 d² rows, but no more than the larger of n/8 and 16 d. "auto" uses no sketch.
     ridge : float, default 0
         Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score, so a threshold
         on ridge scores may miss keys. The sum of the scores is then the effective dimension.
@@ -210,13 +208,6 @@ def leverage_scores(
         Singular values of K, with columns scaled to unit norm, count as zero at or below ``rtol`` times the largest.
         This *under-estimates* the scores of rows that reach into the directions left out. The default,
         :math:`16 \sqrt{d} \, 2^{-52}`, is the smallest value allowed; with it such rows have the score 1 instead.
-    sketch_size : int or (int, int), optional
-        For "countsketch", "osnap" (rounded up to a multiple of 4) and "srht": the number of rows of the sketch. A pair
-        also gives the number of columns of a projection from the right. For "jl": the number of columns of the
-        projection. Default: 8 d for "osnap" and "srht"; 4 d² for "countsketch", but no more than the larger of n/8 and
-        16 d; 8 ln n for "jl". A ValueError with the exact methods.
-    rng : int or numpy.random.Generator, optional
-        Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
 
     Returns
     -------
@@ -248,14 +239,14 @@ def leverage_scores(
     the time is O(nnz + n³) where most columns have few entries, and never above O(n² d). Columns of zeros do not
     count in d. The memory is O(nnz + n²), and O(n d) with `center`.
 
-    *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. "countsketch",
-    "osnap" and "srht" factor a sketch SK of the keys. If S changes squared norms of the column space by a factor
-    within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η). `levattn.sketch` has the sizes with a proof of this, far
-    above the defaults. With the defaults η is about 0.5 for keys without coherent rows. (CountSketch takes about d²
-    rows where keys are coherent; with fewer it fails there.) The sketches take one pass less over K than the exact
-    methods and save nothing up to d of about 256. "jl" projects the whitened keys to k = `sketch_size` columns; the
-    second number of a pair does so with sketched keys. This multiplies each score by χ²_k/k, of standard deviation
-    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
+    *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. A sketch of the rows
+    S factors SK in the place of K. If S changes squared norms of the column space by a factor within 1 ± η, scores lie
+    within τ/(1 + η) and τ/(1 − η). `levattn.sketch` has the sizes with a proof of this, far above the defaults. With
+    the defaults η is about 0.5 for keys without coherent rows. (CountSketch takes about d² rows where keys are
+    coherent; with fewer it fails there.) The sketches take one pass less over K than the exact methods and save
+    nothing up to d of about 256. A ``GaussianJL(k)`` projects the whitened keys to k columns, and sketched keys
+    in a pair. This multiplies each score by χ²_k/k, of standard deviation √(2/k), and the pass of the scores costs
+    n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
 
     References
     ----------
@@ -275,22 +266,21 @@ def leverage_scores(
     if approximate:
         if ridge or rtol is not None:
             raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
-        return matrices.wrap(_approximated(matrices, method, center, mask, sketch_size, as_seed(rng)))
-    refuse_randomness(method, sketch_size, rng)
+        return matrices.wrap(_approximated(matrices, method, center, mask))
     options: dict[str, Any] = {"ridge": ridge, "center": center, "mask": mask, "rtol": rtol}
-    factor = factorize(matrices, method=method, scores_only=True, **options)
+    factor = factorize(matrices, method=str(method), scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
         scores = scores.astype(np.float64 if matrices.format == "float64" else np.float32, copy=False)
     return matrices.wrap(scores)
 
 
-def _approximated(matrices: Matrices, method: str, center: Any, mask: Any, sketch_size: Any, seed: int) -> Any:
+def _approximated(matrices: Matrices, method: Any, center: Any, mask: Any) -> Any:
     """Return approximate scores, (b, n)."""
-    left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
+    left, right = sketches_of(method, matrices.n, matrices.d)
     rows = rows_of(matrices, center, mask)
-    factor = factor_moments(rows) if method == "jl" else sketched_factor(rows, method, left, seed)
-    return (projected(factor, right, seed) if right else factor).scores()[0]
+    factor = factor_moments(rows) if left is None else sketched_factor(rows, Sketch(left))
+    return (factor if right is None else projected(factor, right)).scores()[0]
 
 
 _TAME = 300  # largest power of two of entries that are read unscaled

@@ -13,15 +13,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
-from levattn._core.checks import TIE, needing
+from levattn._core.arrays import (
+    Matrices,
+    array_namespace,
+    as_mask,
+    as_matrices,
+    take_entries,
+    take_rows,
+    to_float64,
+    to_numpy,
+)
+from levattn._core.checks import TIE, check_type, needing
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import is_jax
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.io.common import replace_file
+from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
+from levattn.linalg.routes import factor_moments
+from levattn.sensitivity.approximate import SCORE_SKETCHES
+from levattn.sensitivity.groups import as_labels, group_scores
+from levattn.sensitivity.leverage import rows_of
 
 if TYPE_CHECKING:
     from levattn.plots import LeverageSpectrumDisplay
@@ -105,9 +119,10 @@ class UniversalSet(ListedKeys):
         a rank-deficient matrix count as 1, or at its exact rank, it is the sum of these scores. It is infinite for a
         set with coverage.
     exact_factor : bool
-        Whether `factor` is the factor of the keys, and not of a sketch, which `heavy_attention` refuses.
+        Whether `factor` is the factor of the keys, and not of a sketch, which `heavy_attention` refuses; see
+        `rechecked`.
     groups : array of int64, shape (..., n), or None
-        The given groups of keys, -1 for a key in none.
+        The groups of `with_groups`, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None
         The largest attention that a query can give to each group as a whole; see `group_leverage`.
     coverage : float or None
@@ -172,6 +187,12 @@ class UniversalSet(ListedKeys):
         """
         refuse_batch(self.batch, "indices are")
         return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0]).astype(np.int64, copy=False)
+
+    @property
+    @where_arrays_are
+    def member_scores(self) -> Any:
+        """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix."""
+        return take_entries(self.scores, self.indices)
 
     @property
     @where_arrays_are
@@ -245,6 +266,139 @@ class UniversalSet(ListedKeys):
     def __getitem__(self, index: int | tuple[int, ...]) -> UniversalSet:
         """Return the set of one matrix of a batch, as ``universal[layer, head]``."""
         return item_of(self, number_of(index, self.batch))
+
+    @where_arrays_are
+    def with_groups(self, K: Any, labels: Any) -> UniversalSet:
+        """Return the set with every group of keys that some query can give at least ε as a whole.
+
+        More than 1/ε copies of a key hide from a set of single keys, however much they receive together.
+
+        Parameters
+        ----------
+        K : array of shape (..., n, d), or files
+            The keys of this set; files opened with `open_keys` are loaded.
+        labels : array of int, shape (..., n)
+            Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none.
+
+        Returns
+        -------
+        UniversalSet
+            This set with `groups`, `group_scores`, and at most rank/ε groups more. A set with more keys is no longer
+            the smallest: its guarantee is "superset" in the place of "exact".
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the set is not one for x² by ε and an exact method, or has groups. If K are other keys, or the labels
+            do not fit K.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask.
+
+        See Also
+        --------
+        near_duplicates : Groups of keys that queries hardly tell apart.
+        group_leverage : The scores of groups alone.
+
+        Notes
+        -----
+        A group of s keys takes time O(s² d + s³), or O(s d² + d³) if s is above the rank.
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> K = np.random.default_rng(0).standard_normal((1000, 8))
+        >>> K[:40] = 5 * np.eye(8)[0] + 0.01 * K[:40]
+        >>> plain = levattn.universal_set(K, 0.1)
+        >>> len(plain), len(plain.with_groups(K, levattn.near_duplicates(K)))
+        (0, 40)
+        """
+        if self.certificate != ("leverage",) or self.by_size:
+            raise ValueError(
+                f"the set is by {'size' if self.by_size else self.certificate[0]}; expected a set for f = 2 by an "
+                "exact method and epsilon, so that groups have scores"
+            )
+        if self.groups is not None:
+            raise ValueError("the set has groups already; give all groups at once to the set that has none")
+        with whole_keys(K) as keys:
+            matrices = as_matrices(keys, "K", sparse=True)
+            require_set_of(matrices, self, "this set")
+            given, present = as_labels(labels, matrices), as_mask(self._present, matrices)
+            factor = self.factor.on(Rows(matrices.data, matrices.format, present))
+            scores = group_scores(factor, given)
+        mask = to_numpy(self.mask).reshape(given.shape)
+        more: Any = np.zeros(given.shape, np.bool_)
+        if scores.size:
+            heavy = np.take_along_axis(reaches(scores, self.epsilon), np.maximum(given, 0), axis=1)
+            more = heavy & (given >= 0) & ~mask & (True if present is None else to_numpy(present))
+        guarantee: Guarantee = "superset" if self.guarantee == "exact" and more.any() else self.guarantee
+        wrap = matrices.wrap
+        return replace(
+            self, mask=wrap(mask | more), guarantee=guarantee, groups=wrap(given), group_scores=wrap(scores)
+        )
+
+    @where_arrays_are
+    def rechecked(self, K: Any) -> UniversalSet:
+        """Return the exact set, by exact scores of the keys of this set, which a sketch made.
+
+        Parameters
+        ----------
+        K : array of shape (..., n, d), or files
+            The keys of this set; files opened with `open_keys` are loaded.
+
+        Returns
+        -------
+        UniversalSet
+            The keys whose exact score is at least ε. `scores` are exact for the keys of this set, and bounds for the
+            others. The guarantee is as by an exact method, except with a probability of 1e-6.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the set is not by an approximate method and ε, or if K are other keys.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask.
+
+        Notes
+        -----
+        Time O(m d²) for a set of m keys. Without an exact factor (`exact_factor`) also O(n d²) for the second moment.
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> K = np.random.default_rng(0).standard_normal((1000, 8))
+        >>> K[7] *= 40
+        >>> found = levattn.universal_set(K, 0.2, method="osnap")
+        >>> found.guarantee, found.rechecked(K)
+        ('superset', UniversalSet(1 of 1000 keys, epsilon=0.2, guarantee='exact', rank=8, bound=40))
+        """
+        if self.certificate[0] not in SCORE_SKETCHES or self.by_size:
+            raise ValueError(
+                f"the set is by {'size' if self.by_size else self.certificate[0]}; expected a set by an approximate "
+                "method and epsilon, whose scores are bounds"
+            )
+        with whole_keys(K) as keys:
+            matrices = as_matrices(keys, "K", sparse=True)
+            require_set_of(matrices, self, "this set")
+            present, factor = as_mask(self._present, matrices), self.factor
+            if not self.exact_factor:
+                factor = factor_moments(rows_of(matrices, self.guarantee == "none", self._present), single="scores")
+            shape = matrices.data.shape[:2]
+            chosen, upper, leverage = (
+                np.array(to_numpy(array)).reshape(shape) for array in (self.mask, self.scores, self._leverage)
+            )
+            counted = False
+            for item in range(len(chosen)):
+                rows = np.flatnonzero(chosen[item])
+                upper[item, rows], one = rescored(factor, item, keys_at(matrices, item, rows))
+                counted |= one
+            chosen &= reaches(upper, self.epsilon)
+            rescore_known(matrices, factor, chosen, present, leverage)
+        leverage = leverage.reshape(*self.batch, matrices.n)
+        guarantee: Guarantee = "none" if self.guarantee == "none" else "superset" if counted else "exact"
+        rank = factor.rank.reshape(self.batch) if self.batch else int(factor.rank[0])
+        made: dict[str, Any] = {"mask": matrices.wrap(chosen), "scores": matrices.wrap(upper), "_leverage": leverage}
+        made |= {"factor": factor.forget_keys(), "exact_factor": True, "rank": rank, "total_bound": 1.0 * rank}
+        return replace(self, **made, guarantee=guarantee)
 
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.
@@ -346,8 +500,6 @@ def result_of(
     certificate: tuple[str, ...] = ("leverage",),
     total_bound: npt.NDArray[np.float64] | None = None,
     exact_factor: bool = True,
-    labels: npt.NDArray[np.int64] | None = None,
-    group_scores: Any = None,
     coverage: float | None = None,
     mass: float | None = None,
     needs: Float64 | None = None,
@@ -380,8 +532,6 @@ def result_of(
         exact_factor=exact_factor,
         _leverage=leverage.reshape((*matrices.batch, leverage.shape[1])),
         _present=given_back(present),
-        groups=given_back(labels),
-        group_scores=given_back(group_scores),
         coverage=coverage,
         mass=mass,
         needs=None if needs is None else needs.reshape(*matrices.batch, needs.shape[1]),
@@ -421,23 +571,30 @@ def known_by(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray
     return np.union1d(chosen, to_numpy(others[::step]))
 
 
-def require_set_of(keys: Matrices, universal: Any) -> None:
+def rescore_known(matrices: Matrices, factor: Factor, chosen: Any, present: Any, leverage: Any) -> None:
+    """Write the scores that identify the keys of the sets `chosen` (b, n) later into `leverage`."""
+    flags = None if present is None else to_numpy(present)
+    for item in range(len(chosen)):
+        sample = known_by(np.flatnonzero(chosen[item]), None if flags is None else flags[item], matrices.n)
+        leverage[item, sample] = rescored(factor, item, keys_at(matrices, item, sample))[0]
+
+
+def require_set_of(keys: Matrices, universal: Any, name: str = "universal") -> None:
     """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
-    if not isinstance(universal, UniversalSet):
-        raise TypeError(f"universal is of type {type(universal).__name__}; expected the result of universal_set")
+    check_type(name, universal, UniversalSet, "the result of universal_set")
     shape = tuple(universal.mask.shape)
-    if shape != (keys.n,):
-        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
+    if shape != (*keys.batch, keys.n):
+        raise ValueError(f"{name} is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")
+    for number in range(keys.data.shape[0]):
+        _require_item_of(keys.item(number), item_of(universal, number), name)
+
+
+def _require_item_of(keys: Matrices, universal: UniversalSet, name: str) -> None:
     if universal.factor.columns != keys.d:
-        raise ValueError(f"universal is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
-    if not universal.exact_factor:
-        raise ValueError(
-            f"universal is of method {universal.certificate[0]!r} and has no exact normalizers; expected a "
-            "set of an exact method, or one made with recheck=True"
-        )
+        raise ValueError(f"{name} is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
     if universal.factor.rows.format != keys.format:
         raise ValueError(
-            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which rounds differently; "
+            f"{name} is of {universal.factor.rows.format} keys and K is {keys.format}, which rounds differently; "
             "expected the set of the same keys"
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
@@ -455,7 +612,7 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
     else:  # the scores are of some columns, but the keys themselves are there
         same = rows == to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
     if not same.all():
-        raise ValueError("universal is of other keys than K: their scores differ; expected the set of the same keys")
+        raise ValueError(f"{name} is of other keys than K: their scores differ; expected the set of the same keys")
 
 
 _KEYS_SHOWN = 10  # in a notebook
@@ -511,8 +668,7 @@ def html_of(found: UniversalSet | StreamedSet) -> str:
     """Return the figures of a set as a table, with its first keys if it is of one matrix."""
     rows = [("keys", _size(found)), *((name, figure or "yes") for name, figure in _figures(found))]
     if not found.batch:
-        indices, scores = found.indices, to_numpy(found.scores)
-        scores = scores[indices] if len(scores) > len(indices) else scores  # of all keys, or of these
+        indices, scores = found.indices, to_numpy(found.member_scores)
         shown = ", ".join(f"{i} ({x:.3g})" for i, x in zip(indices[:_KEYS_SHOWN].tolist(), scores, strict=False))
         more = f", and {len(indices) - _KEYS_SHOWN} more" if len(indices) > _KEYS_SHOWN else ""
         rows.append(("indices (scores)", (shown or "none") + more))

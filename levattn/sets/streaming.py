@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class StreamedSet(ListedKeys):
 
     @property
     def _one(self) -> SelectedKeys:
-        refuse_batch(self.batch, "indices, keys, scores and payload are")
+        refuse_batch(self.batch, "indices, keys, member_scores and payload are")
         return self.items[0]
 
     @property
@@ -90,9 +90,25 @@ class StreamedSet(ListedKeys):
         return self._one.keys
 
     @property
-    def scores(self) -> Float64:
+    def member_scores(self) -> Float64:
         """The leverage scores of these keys, or bounds of their sensitivities, float64 (size,), for one matrix."""
         return self._one.scores
+
+    @property
+    def scores(self) -> NoReturn:
+        """Raise: a stream holds no scores of all keys, as `UniversalSet.scores` are; `member_scores` are of the set.
+
+        Raises
+        ------
+        AttributeError
+            Always.
+        """
+        raise AttributeError(
+            "a StreamedSet has no scores of all keys, which a stream does not hold. Its member_scores are of the keys "
+            "of the set, in the order of indices. leverage_scores(K) computes all",
+            name="scores",
+            obj=self,
+        )
 
     @property
     def payload(self) -> npt.NDArray[Any] | None:
@@ -175,9 +191,9 @@ class StreamedSet(ListedKeys):
 
         Notes
         -----
-        The arrays are indices, keys, scores, payload (if there is one), sizes, n, present, epsilon, guarantee, rank,
-        size_bound, is_vacuous, condition and f. For a batch the keys of all matrices follow each other, `sizes` of
-        them for each. ``numpy.load(path)`` reads them without pickle.
+        The arrays are indices, keys, member_scores, payload (if there is one), sizes, n, present, epsilon, guarantee,
+        rank, size_bound, is_vacuous, condition and f. For a batch the keys of all matrices follow each other, `sizes`
+        of them for each. ``numpy.load(path)`` reads them without pickle.
 
         Examples
         --------
@@ -192,8 +208,8 @@ class StreamedSet(ListedKeys):
         names = ("sizes", "n", "present", "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "f")
         figures = {name: getattr(self, name) for name in names}
         figures["condition"] = self.factor.condition.reshape(self.batch)
-        of_keys = {name: self._joined(name) for name in ("indices", "keys", "scores", "payload")}
-        save_arrays(path, storable_arrays(of_keys | figures))
+        of_keys = {name: self._joined(name) for name in ("indices", "keys", "payload")}
+        save_arrays(path, storable_arrays(of_keys | {"member_scores": self._joined("scores")} | figures))
 
     def _joined(self, name: str) -> Any:
         """Return the arrays of the keys of all matrices as one; None without payload."""

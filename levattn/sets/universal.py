@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_device, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
-from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn._kernels.select import SelectKernels
@@ -25,11 +24,10 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function, is
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.approximate import check_sketch_size, screen
-from levattn.sensitivity.bounds import Bounds, certify
-from levattn.sensitivity.groups import as_labels, group_scores
-from levattn.sensitivity.leverage import check_epsilon, check_method, factorize, refuse_randomness, rows_of
-from levattn.sets.result import Guarantee, UniversalSet, flag_counts, keys_at, known_by, reaches, rescored, result_of
+from levattn.sensitivity.approximate import name_of, screen, sketches_of
+from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
+from levattn.sensitivity.leverage import ScoreMethod, check_epsilon, check_method, factorize, rows_of
+from levattn.sets.result import Guarantee, UniversalSet, flag_counts, reaches, rescore_known, rescored, result_of
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of the listed rows, one after the other
@@ -164,13 +162,9 @@ def universal_set(
     *,
     size: int | None = None,
     f: Any = 2,
-    method: str = "auto",
+    method: ScoreMethod | CertificateMethod = "auto",
     center: bool = False,
-    groups: Any = None,
-    sketch_size: int | tuple[int, int] | None = None,
-    recheck: bool = False,
     mask: Any = None,
-    rng: int | np.random.Generator | None = None,
 ) -> UniversalSet:
     r"""Find the keys that can receive an attention score of at least ε from some query.
 
@@ -200,27 +194,16 @@ def universal_set(
     f : float, str, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
-    method : str, default "auto"
-        For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
+    method : str or sketch, default "auto"
+        For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods, such as
+        ``OSNAP(4096, seed=0)``, make a
         superset: their measured distortion raises the scores. So these bound the true scores from above, except with a
-        probability of 1e-6.
+        probability of 1e-6. `UniversalSet.rechecked` makes it exact again.
     center : bool, default False
         Subtract the mean of the keys, which does not change softmax. The set is then exact for x² attention over the
         centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
-    groups : array of int, shape (..., n), optional
-        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none; for x² and by `epsilon`. The
-        set then also holds every group that some query can give at least ε as a whole. (More than 1/ε copies of a key
-        hide from a set of single keys.) At most rank/ε groups are added.
-    sketch_size : int or (int, int), optional
-        For the approximate methods, see `leverage_scores`.
-    recheck : bool, default False
-        For the approximate methods by `epsilon`: compute the exact second moment, and the exact scores of the
-        remaining keys. The set is then exact again (except with the probability above).
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
-    rng : int or numpy.random.Generator, optional
-        Seed of the approximate methods, 0 if left out. A ValueError with the exact
-        methods.
 
     Returns
     -------
@@ -250,15 +233,15 @@ def universal_set(
     scan_set : The same for chunks, with progress and checkpoints.
     covering_set : The keys for queries like given ones.
     heavy_attention : The large attention scores themselves.
-    near_duplicates : Groups of keys in which attention may hide.
+    UniversalSet.with_groups : The set with groups of near-copies, in which attention may hide.
     levattn.definitions.universal_set : The definition, in NumPy.
 
     Notes
     -----
     Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. With n < d an exact method takes O(n² d)
     and O(n d). Scores of float32 keys are computed in float32, and scores near ε again in float64. The distortion of
-    the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
-    Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
+    the approximate methods is measured on the second moment: exactly up to d = 320, else by Lanczos' method. A
+    generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
     *Chunks* must be the same keys each time they are read; `scan_set` says how this is checked.
 
@@ -281,31 +264,27 @@ def universal_set(
     function = as_function(f)
     square = is_square(function)
     approximate = square and check_method(method)
-    if not approximate:
-        refuse_randomness(method, sketch_size, rng)
-    _refuse_odd(square, center=center, recheck=recheck, rechecks=approximate and epsilon is not None)
+    if center and not square:
+        raise ValueError(
+            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
+        )
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     if source is not None:
-        if square and method in _SCANNED and not center and groups is None and mask is None:
+        if square and method in _SCANNED and not center and mask is None:
             return _warned(_of_chunks(source, asked), chunks=True)
         if not isinstance(K, KeySource):
             raise ValueError(
-                "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center, groups or mask. "
+                "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center or mask. "
                 "For other options give keys in an array or a file"
             )
     with whole_keys(K) as keys:
         matrices = as_matrices(keys, "K", sparse=square)
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
-        labels = None if groups is None else as_labels(groups, matrices)
-        if labels is not None and (not square or approximate or epsilon is None):
-            raise ValueError(
-                "groups are given; expected f = 2, an exact method and epsilon, so that groups have scores"
-            )
         asked = asked.checked(matrices.n)
         if approximate:
-            return _from_sketch(matrices, asked, sketch_size, rng, recheck)
-        return _warned(_exact(matrices, asked, labels)) if square else _bounded(matrices, function, asked)
+            return _from_sketch(matrices, asked)
+        return _warned(_exact(matrices, asked)) if square else _bounded(matrices, function, asked)
 
 
 @where_arrays_are
@@ -430,23 +409,13 @@ def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
     return found
 
 
-def _refuse_odd(square: bool, *, center: bool, recheck: bool, rechecks: bool) -> None:
-    """Raise for options that do not go with the function or the method."""
-    if recheck and not rechecks:
-        raise ValueError(f"recheck is {recheck!r}; expected False, except for approximate methods with epsilon")
-    if center and not square:
-        raise ValueError(
-            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
-        )
-
-
 @dataclass(frozen=True)
 class _Asked:
     """Options of `universal_set`; one of `epsilon` and `size` is None."""
 
     epsilon: float | None
     size: int | None = None
-    method: str = "auto"
+    method: Any = "auto"
     center: bool = False
     mask: Any = None
 
@@ -468,11 +437,11 @@ def set_of(
 ) -> UniversalSet:
     """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
     asked = _Asked(epsilon, center=center, mask=mask)
-    return _exact(matrices, asked, None) if is_square(f) else _bounded(matrices, f, asked)
+    return _exact(matrices, asked) if is_square(f) else _bounded(matrices, f, asked)
 
 
-def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | None) -> UniversalSet:
-    """Return the set by exact leverage scores, with the groups that reach ε as a whole."""
+def _exact(matrices: Matrices, asked: _Asked) -> UniversalSet:
+    """Return the set by exact leverage scores."""
     epsilon = asked.epsilon
     factor = factorize(matrices, method=asked.method, center=asked.center, mask=asked.mask, single="scores")
     found, counted = factor.scores()
@@ -485,13 +454,6 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
         chosen, doubt = at_least(select, factor, scores, present, epsilon, rescore)
     else:
         chosen, left, doubt = largest_scores(select, factor, scores, present, asked.size or 0, rescore)
-    together = None if labels is None else group_scores(factor, labels)
-    if labels is not None and together is not None and together.size:
-        heavy = np.take_along_axis(reaches(together, epsilon), np.maximum(labels, 0), axis=1)
-        more = heavy & (labels >= 0) & ~to_numpy(chosen)
-        more &= True if present is None else to_numpy(present)
-        doubt |= bool(more.any())
-        chosen |= to_device(more, chosen)
     return result_of(
         matrices,
         chosen,
@@ -503,8 +465,6 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
         guarantee="none" if asked.center else "superset" if counted.any() or doubt else "exact",
         total_bound=_total(factor, found, counted),
         present=present,
-        labels=labels,
-        group_scores=together,
     )
 
 
@@ -561,28 +521,14 @@ def _total(factor: Factor, scores: Any, counted: npt.NDArray[np.bool_]) -> Float
     return np.where(counted & (sums > factor.rank + 0.5), sums, factor.rank.astype(np.float64))
 
 
-def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any, recheck: bool) -> UniversalSet:
+def _from_sketch(matrices: Matrices, asked: _Asked) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
-    method = asked.method
-    left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
-    screened = screen(rows_of(matrices, asked.center, asked.mask), method, left, right, as_seed(rng), recheck)
+    left, right = sketches_of(asked.method, matrices.n, matrices.d)
+    screened = screen(rows_of(matrices, asked.center, asked.mask), left, right)
     ranks = screened.factor.rank.astype(np.float64)
-    bounds = Bounds(screened.upper, (method,), ranks, screened.factor, screened.upper.copy(), None)
-    guarantee: Guarantee = "superset"
-    if recheck and asked.epsilon is not None and not _recheck(bounds, matrices, asked.epsilon):
-        guarantee = "exact"
-    guarantee = "none" if asked.center else guarantee
+    bounds = Bounds(screened.upper, (name_of(asked.method),), ranks, screened.factor, screened.upper.copy(), None)
+    guarantee: Guarantee = "none" if asked.center else "superset"
     return _certified(matrices, Power(2.0), asked, bounds, guarantee, exact_factor=screened.exact)
-
-
-def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
-    """Replace the bounds of at least ε by exact scores; return whether one of the keys counts as 1."""
-    counted = False
-    for item in range(len(bounds.upper)):
-        rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
-        bounds.upper[item, rows], one = rescored(bounds.factor, item, keys_at(matrices, item, rows))
-        counted |= one
-    return counted
 
 
 def _bounded(matrices: Matrices, f: AttentionFunction | Softmax, asked: _Asked) -> UniversalSet:
@@ -613,9 +559,7 @@ def _certified(
             order = np.argsort(-np.where(present[item], bounds.upper[item], -1.0), kind="stable")[: asked.size]
             chosen[item, order] = present[item, order]
         left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
-    for item in range(b):  # identifies these keys later
-        sample = known_by(np.flatnonzero(chosen[item]), present[item], n)
-        bounds.leverage[item, sample] = rescored(bounds.factor, item, keys_at(matrices, item, sample))[0]
+    rescore_known(matrices, bounds.factor, chosen, present, bounds.leverage)
     return result_of(
         matrices,
         chosen,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import real_number, whole_number
-from levattn._core.random import below, normals, signs, words
+from levattn._core.random import as_seed, below, normals, signs, words
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 
@@ -34,11 +34,17 @@ class Distribution(ABC):
     ----------
     size : int
         Number of rows of a sketch.
+    seed : int
+        The seed of its sample.
 
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
+
+    Notes
+    -----
+    With its seed a distribution is a method of `leverage_scores` and `universal_set`, and `Sketch` draws its sample.
 
     Examples
     --------
@@ -48,9 +54,11 @@ class Distribution(ABC):
     """
 
     size: int
+    seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check the size."""
+        """Check the size and the seed."""
+        object.__setattr__(self, "seed", as_seed(self.seed, "seed"))
         size = whole_number("size", self.size)
         if size >= 2**31:
             raise ValueError(f"size is {size}; expected fewer than 2**31 rows")
@@ -132,11 +140,13 @@ class CountSketch(_Sparse):
     ----------
     size : int
         Number of rows of the sketch; see `countsketch_size`.
+    seed : int or numpy.random.Generator, default 0
+        The seed of its sample, by keyword; a Generator gives its next seed.
 
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
 
     Notes
     -----
@@ -170,6 +180,8 @@ class OSNAP(_Sparse):
         Number of rows of the sketch, a multiple of `nonzeros`; see `osnap_size`.
     nonzeros : int, default 4
         Number of nonzero entries in each column of S.
+    seed : int or numpy.random.Generator, default 0
+        The seed of its sample, by keyword; a Generator gives its next seed.
 
     Raises
     ------
@@ -238,11 +250,13 @@ class GaussianJL(_Dense):
     ----------
     size : int
         Number of rows of the sketch; see `gaussian_size` and `jl_size`.
+    seed : int or numpy.random.Generator, default 0
+        The seed of its sample, by keyword; a Generator gives its next seed.
 
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
 
     Notes
     -----
@@ -275,11 +289,13 @@ class SignJL(_Dense):
     ----------
     size : int
         Number of rows of the sketch; see `sign_size` and `jl_size`.
+    seed : int or numpy.random.Generator, default 0
+        The seed of its sample, by keyword; a Generator gives its next seed.
 
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
 
     Notes
     -----
@@ -321,6 +337,8 @@ class SRHT(Distribution):
     block : int, optional
         Number of rows of K to mix, a power of two, at most the larger of 2²⁸ and the default. Default: the first power
         of two at or above 2 · size, at least 256.
+    seed : int or numpy.random.Generator, default 0
+        The seed of its sample, by keyword; a Generator gives its next seed.
 
     Raises
     ------
@@ -621,7 +639,7 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
 
     .. math:: m = \lceil \ln(2 N/\delta) / (\eta^2/4 - \eta^3/6) \rceil
 
-    for N vectors. To multiply keys from the right, as `leverage_scores` does with "jl", N is the number of keys.
+    for N vectors. To multiply keys from the right, as `leverage_scores` does with it, N is the number of keys.
 
     Parameters
     ----------

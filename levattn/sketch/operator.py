@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
-from levattn._core.random import as_seed
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
@@ -30,8 +29,8 @@ class Sketch:
     ----------
     distribution : Distribution
         The distribution of S.
-    seed : int or numpy.random.Generator, default 0
-        The seed, at least 0 and below 2⁶⁴. A Generator gives its next seed.
+    seed : int or numpy.random.Generator, optional
+        The seed, at least 0 and below 2⁶⁴, in the place of the distribution's. A Generator gives its next seed.
 
     Raises
     ------
@@ -56,13 +55,15 @@ class Sketch:
     """
 
     distribution: Distribution
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check the distribution, and turn the seed into an integer."""
         if not isinstance(self.distribution, Distribution):
             raise TypeError(f"distribution is {self.distribution!r}; expected one such as CountSketch(1000)")
-        object.__setattr__(self, "seed", as_seed(self.seed, "seed"))
+        if self.seed is not None:
+            object.__setattr__(self, "distribution", replace(self.distribution, seed=self.seed))
+        object.__setattr__(self, "seed", self.distribution.seed)
 
     def matrix(self, start: int, stop: int) -> Float64:
         """Return the columns of S for the rows ``start:stop`` of K.
@@ -85,7 +86,7 @@ class Sketch:
         start, stop = whole_number("start", start, 0), whole_number("stop", stop, 0)
         if not start <= stop <= _ROWS:
             raise ValueError(f"start and stop are {start} and {stop}; expected 0 <= start <= stop <= 2**62")
-        return self.distribution.columns(self.seed, start, stop - start) * self.distribution.scale
+        return self.distribution.columns(self.distribution.seed, start, stop - start) * self.distribution.scale
 
     @where_arrays_are
     def apply(self, K: Any, /, *, row_start: int = 0, mask: Any = None, dtype: npt.DTypeLike = np.float64) -> Any:
@@ -133,7 +134,7 @@ def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DType
         raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
     out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # the code below finds and names values that are not finite
-        sketch.distribution.add(rows, sketch.seed, row_start, out)
+        sketch.distribution.add(rows, sketch.distribution.seed, row_start, out)
     if not np.isfinite(out).all():
         for item in range(rows.shape[0]):
             bad = rows.nonfinite_rows(item, 5)
@@ -300,7 +301,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
             raise TypeError(f"distribution is {distribution!r}; only distributions of levattn.sketch can be saved")
         fields = {
             "distribution": type(distribution).__name__,
-            "parameters": asdict(distribution),
+            "parameters": {name: value for name, value in asdict(distribution).items() if name != "seed"},
             "seed": self.sketch.seed,
             "d": self.d,
             "batch": list(self.batch),

@@ -161,8 +161,16 @@ def in_a_batch(K, epsilon, mask):
     return levattn.universal_set(batch, epsilon, mask=masks), levattn.universal_set(K, epsilon, mask=mask)
 
 
+def seeded(method, seed, n, d):
+    from levattn.sensitivity.approximate import sketches_of
+
+    left, right = sketches_of(method, n, d)
+    return dataclasses.replace(right if left is None else left, seed=seed)
+
+
 def sketched(K, epsilon, mask, seed, method, recheck):
-    return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=recheck, rng=seed)
+    found = levattn.universal_set(K, epsilon, mask=mask, method=seeded(method, seed, *K.shape))
+    return found.rechecked(K) if recheck else found
 
 
 def in_threads(K, epsilon, mask):
@@ -308,7 +316,8 @@ def centered_batch(K, epsilon, mask):
 
 
 def centered_sketch(K, epsilon, mask, seed, method):
-    return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=True, rng=seed, center=True)
+    sketch = seeded(method, seed, *K.shape)
+    return levattn.universal_set(K, epsilon, mask=mask, method=sketch, center=True).rechecked(K)
 
 
 @lru_cache(maxsize=1)  # of all routes of a case
@@ -402,8 +411,8 @@ def judge_stream(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     chosen = np.zeros(len(case.keys), bool)
     chosen[result.indices] = True
     yield from promises.membership(truth, chosen, case.epsilon, result.guarantee, _margin(result), case.mask)
-    if not ((result.scores >= 0) & (result.scores <= 1)).all():
-        yield Breach("score outside [0, 1]", "0 to 1", str(result.scores))
+    if not ((result.member_scores >= 0) & (result.member_scores <= 1)).all():
+        yield Breach("score outside [0, 1]", "0 to 1", str(result.member_scores))
 
 
 # -- queries ----------------------------------------------------------------------------------------------------------
@@ -427,7 +436,7 @@ def a_query_each(Q, K):
 
 
 def heavy_causal(Q, K, V, epsilon, mask):
-    found = levattn.heavy_attention(a_query_each(Q, K), K, epsilon, causal=True, mask=mask)
+    found = levattn.causal_heavy_attention(a_query_each(Q, K), K, epsilon, mask=mask)
     return found, found.apply(V), found.apply(V, compensate="mean")
 
 
@@ -456,7 +465,7 @@ def future(Q, K, V, epsilon, seed):
     futures[4][cut:] = np.finfo(K.dtype).tiny if K.dtype.kind == "f" else 1e-38
     rows = []
     for keys, queries in [*((keys, Q) for keys in futures), (K[:cut], Q[:cut])]:
-        found = levattn.heavy_attention(queries, keys, epsilon, causal=True)
+        found = levattn.causal_heavy_attention(queries, keys, epsilon)
         part = found.entries[:cut]
         outputs = (found.apply(V[: len(keys)], compensate=how) for how in (None, "mean"))
         figures = found.normalizers, found.captured_mass, found.error, *(array for pair in outputs for array in pair)
@@ -496,7 +505,13 @@ def judge_decoding(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 
 
 def by_countsketch(Q, K, epsilon, seed):
-    return levattn.heavy_attention(Q, K, epsilon, method="countsketch", rng=seed)
+    from levattn.heavy.squares import recovery_size
+    from levattn.sketch import OSNAP
+
+    universal = levattn.universal_set(K, epsilon)
+    buckets, repetitions = recovery_size(len(Q), epsilon, len(universal))
+    sketch = OSNAP(buckets * repetitions, repetitions, seed=seed)
+    return levattn.heavy_attention(Q, K, epsilon, universal=universal, method=sketch)
 
 
 def judge_entries(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:

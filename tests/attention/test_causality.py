@@ -13,7 +13,7 @@ import pytest
 from operator_table import LATTE, MEMORIES, MIXTURES, WINDOWS, Operator, T, of_forms
 
 from emulator import device
-from levattn import CausalUniversalSet, HeavyKeys, heavy_attention, online_leverage_scores
+from levattn import CausalUniversalSet, HeavyKeys, causal_heavy_attention, online_leverage_scores
 from levattn._core import arrays
 from levattn._kernels.latent import cuda
 from levattn.attention import memberships
@@ -26,7 +26,7 @@ LONG, LONG_PAST = 600, (64, 300, 513)  # heavy attention takes 256 rows at a tim
 
 def heavy(Q: Any, K: Any, V: Any) -> Any:
     """Entries, normalizers, masses and outputs of each position, side by side."""
-    found = [heavy_attention(q, k, 0.02, causal=True) for q, k in zip(Q, K, strict=True)]
+    found = [causal_heavy_attention(q, k, 0.02) for q, k in zip(Q, K, strict=True)]
     parts = []
     for one, v in zip(found, V, strict=True):
         entries = np.pad(one.entries.toarray(), ((0, 0), (0, LONG - len(v))))

@@ -324,7 +324,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: latte(Q, K[..., :4], V), ValueError, r"k_logits has shape \(2, 6, 4\); expected L = 5 along axis -1"),
     (lambda: latte(Q, K[:, :5], V[:, :5]), ValueError, r"k_logits has shape \(2, 5, 5\); expected T = 6"),
     (lambda: latte(Q, K, V[:, :5], causal=False), ValueError, r"V has shape \(2, 5, 3\); expected U = 6"),
-    (lambda: latte(Q[:, :3], K, V, causal=False, lengths=[3]), ValueError, "expected T = 3"),
+    (lambda: latte(Q[:, :3], K, V, causal=False, offsets=[0, 3]), ValueError, "expected T = 3"),
     (lambda: latte(Q, K, V[..., :0]), ValueError, "V has shape .* expected at least one column"),
     (lambda: latte(Q[..., :0], K[..., :0], V), ValueError, "q_logits has shape .* at least one column"),
     (lambda: latte(np.stack([Q[0]] * 3), K, V), ValueError, r"leading axes \(3,\) of q_logits, \(2,\) of k_logits"),
@@ -335,7 +335,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: latte(Q, K, [[1.0], [1.0, 2.0]]), ValueError, "V is a list that makes no array"),
     (lambda: latte(Q, K, V, state=(0, 0, 0)), TypeError, "state is of type tuple"),
     (lambda: latte(Q[0], K[0], V[0], state=STATE), ValueError, r"state has batch \(2,\)"),
-    (lambda: latte(Q, K, V, lengths=[6], state=STATE), ValueError, r"expected batch \(2, 1\)"),
+    (lambda: latte(Q, K, V, offsets=[0, 6], state=STATE), ValueError, r"expected batch \(2, 1\)"),
     (lambda: latte(Q, K, V, state=SoftmaxState(4, 3, (2,))), ValueError, "4 latents"),
 ]
 

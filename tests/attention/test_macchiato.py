@@ -229,7 +229,7 @@ def test_wrong_arguments_are_named() -> None:
         (arrays, {"window": 6, "state": state}, ValueError, "state is of window 5 .*expected 6"),
         (arrays, {"overlap": "exclusive", "state": state}, ValueError, "overlap 'mixture'; expected"),
         ([x[:1] for x in arrays], {"state": state}, ValueError, "state has .batch"),
-        (arrays, {"state": state, "lengths": [T]}, ValueError, "expected one sequence"),
+        (arrays, {"state": state, "offsets": [0, T]}, ValueError, "expected one sequence"),
         (arrays, {"return_state": True, "offsets": [0, T]}, ValueError, "expected one sequence"),
         (arrays, {"storage": "strict", "state": state}, TypeError, "state holds arrays of"),
     ]

@@ -118,13 +118,12 @@ FORMS: dict[str, Operator] = {**of_forms(causal=True), **of_forms(causal=False)}
 REFILLED: dict[str, Callable[[], Any]] = {
     "mask": lambda: np.arange(23) % 5 != 3,
     "offsets": lambda: np.array([0, 9, 23]),
-    "lengths": lambda: np.array([9, 14]),
 }
 
 
 WITH_OPTION: list[tuple[str, str]] = [
     *((name, "mask") for name in ALL | FORMS if name != "rotate_values"),
-    *((name, option) for name in ALL for option in ("offsets", "lengths") if name != "rotate_values"),
+    *((name, "offsets") for name in ALL if name != "rotate_values"),
 ]
 
 
@@ -199,7 +198,7 @@ def test_second_derivatives_and_forward_mode_are_refused(name: str) -> None:
 FUNCTIONAL: list[Any] = [
     ("latte", {}),
     ("latte everywhere", {}),
-    ("latte", {"lengths": [4, 5]}),
+    ("latte", {"offsets": [0, 4, 9]}),
     ("tssa", {}),
     ("tssa everywhere", {}),
     ("tssa", {"offsets": [0, 4, 9]}),
@@ -283,13 +282,13 @@ def test_compiled_with_packed_sequences_checks_them_when_it_runs(name: str) -> N
         assert torch.equal(fast(torch.tensor(offsets), *arrays), run(*arrays, offsets=offsets))
     with pytest.raises(ValueError, match="ascend from 0 to T = 20"):
         fast(torch.tensor([0, 4, 19]), *arrays)
-    lengths = compiled(lambda *x: run(*x, lengths=[4, 16]))
-    assert torch.equal(lengths(*arrays), run(*arrays, lengths=[4, 16]))
+    constant = compiled(lambda *x: run(*x, offsets=[0, 4, 20]))
+    assert torch.equal(constant(*arrays), run(*arrays, offsets=[0, 4, 20]))
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("latte", {}), ("tssa", {}), ("tssa, norm everywhere", {}), ("tssa", {"decay": 0.5, "lengths": [4, 5]})],
+    [("latte", {}), ("tssa", {}), ("tssa, norm everywhere", {}), ("tssa", {"decay": 0.5, "offsets": [0, 4, 9]})],
 )
 def test_tensors_without_numbers_have_shapes(name: str, options: dict[str, Any]) -> None:
     run, arrays = call_of(name, 9)

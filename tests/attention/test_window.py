@@ -95,7 +95,7 @@ def test_what_is_not_finite_stays_in_its_window_and_sequence(storage: str, softc
     q, k, V = some(40, 2, 1)
     mask = np.ones(40, np.bool_)
     mask[[18, 23]] = False
-    options: dict[str, Any] = {"window": 5, "softcap": softcap, "lengths": [20, 20], "mask": stored(mask, storage)}
+    options: dict[str, Any] = {"window": 5, "softcap": softcap, "offsets": [0, 20, 40], "mask": stored(mask, storage)}
     whole = np.asarray(window_attention(*(stored(x, storage) for x in (q, k, V)), **options))
     for place, rows in ((25, range(25, 30)), (17, (17, 19)), (18, ()), (38, (38, 39))):
         for channels, arrays in (([1], (k, V.copy())), (range(5), (k.copy(), V))):

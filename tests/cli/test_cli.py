@@ -615,7 +615,7 @@ def test_workers_of_a_scheduler_find_the_same_set(tmp_path: Path, keys: Array) -
     assert [report["size"] for report in json.loads(told.stdout)["sets"]] == sizes
     with np.load(output) as arrays:
         assert arrays["sizes"].tolist() == sizes
-        assert len(arrays["indices"]) == len(arrays["scores"]) == sum(sizes)
+        assert len(arrays["indices"]) == len(arrays["member_scores"]) == sum(sizes)
 
 
 def test_a_scheduler_that_does_not_answer_is_one_line_with_a_remedy(

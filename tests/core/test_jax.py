@@ -56,7 +56,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "universal_set, size": (lambda K: levattn.universal_set(K, size=5).mask, [K]),
     "universal_set, f": (lambda K: levattn.universal_set(K, 0.2, f=4).scores, [K]),
     "universal_set, groups": (
-        lambda K: levattn.universal_set(K, 0.2, groups=np.arange(60) // 4).group_scores,
+        lambda K: levattn.universal_set(K, 0.2).with_groups(K, np.arange(60) // 4).group_scores,
         [K],
     ),
     "universal_set, coverage": (

@@ -30,7 +30,7 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     ),
     "heavy_attention, causal": (
         ((N, D), (N, D), (N, 2)),
-        lambda Q, K, V: levattn.heavy_attention(Q, K, 0.2, causal=True).apply(V)[0],
+        lambda Q, K, V: levattn.causal_heavy_attention(Q, K, 0.2).apply(V)[0],
     ),
     "heavy_attention, softmax": (
         ((9, D), (N, D)),

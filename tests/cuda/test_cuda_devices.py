@@ -54,7 +54,7 @@ MORE: dict[str, Callable[..., Any]] = {
     "diagonal": lambda K, _: Moments(8, diagonal=True).update(K[:700]).update(K[700:]).read(),
     "moments": lambda K, _: Moments(8).update(K).read(),
     "sketch": sketch_of,
-    "stream": lambda K, _: levattn.StreamingUniversalSet(0.05).update(K).result().scores,
+    "stream": lambda K, _: levattn.StreamingUniversalSet(0.05).update(K).result().member_scores,
     "latte": lambda K, _: latte(K[None], K[None], K[None]),
     "tssa": lambda K, _: tssa(K[None]),
     "output": lambda K, Q: levattn.heavy_attention(Q, K, 0.2).apply(K)[0],

@@ -17,6 +17,7 @@ import levattn
 from emulator import device
 from levattn._core import arrays
 from levattn._kernels import BLOCK
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL
 from strategies import as_float64
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
@@ -127,21 +128,16 @@ def test_what_is_not_finite_is_named(cupy: Any) -> None:
 
 
 METHODS = ("gram", "qr", "svd")
-SKETCHED = (("countsketch", 256), ("osnap", 128), ("srht", 128), ("jl", 4), ("countsketch", (256, 4)))
+SKETCHED = (CountSketch(256), OSNAP(128), SRHT(128), GaussianJL(4), (CountSketch(256), GaussianJL(4)))
 FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
 
 # name -> what it returns for keys (1500, 8) and queries of any kind of array
 EVERYTHING: dict[str, Callable[..., Any]] = {
     **{f"scores by {m}": partial(lambda m, k, *_: levattn.leverage_scores(k, method=m), m) for m in METHODS},
+    **{f"scores by {m}": partial(lambda m, k, *_: levattn.leverage_scores(k, method=m), m) for m in SKETCHED},
     **{
-        f"scores by {m} {s}": partial(lambda m, s, k, *_: levattn.leverage_scores(k, method=m, sketch_size=s), m, s)
-        for m, s in SKETCHED
-    },
-    **{
-        f"set by {m} {s}, checked": partial(
-            lambda m, s, k, *_: levattn.universal_set(k, 0.05, method=m, sketch_size=s, recheck=True).mask, m, s
-        )
-        for m, s in SKETCHED
+        f"set by {m}, checked": partial(lambda m, k, *_: levattn.universal_set(k, 0.05, method=m).rechecked(k).mask, m)
+        for m in SKETCHED
     },
     **{f"sensitivities, {f}": partial(lambda f, k, *_: levattn.sensitivities(k, f).upper, f) for f in FUNCTIONS},
     **{f"set, {f}": partial(lambda f, k, *_: levattn.universal_set(k, 0.2, f=f).mask, f) for f in FUNCTIONS},
@@ -155,12 +151,12 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     "expected scores": lambda k, q: levattn.expected_scores(k, q),
     "expected scores, softmax": lambda k, q: levattn.expected_scores(k / 20, q, f=levattn.Softmax()),
     "set with coverage": lambda k, q: levattn.covering_set(k, q, 0.05, f=4, coverage=0.9).mask,
-    "set with groups": lambda k, *_: levattn.universal_set(k, 0.1, groups=np.arange(len(k)) % 7).mask,
+    "set with groups": lambda k, *_: levattn.universal_set(k, 0.1).with_groups(k, np.arange(len(k)) % 7).mask,
     "group leverage": lambda k, *_: levattn.group_leverage(k, np.arange(len(k)) % 7),
     "near duplicates": lambda k, *_: levattn.near_duplicates(k),
     "Lewis weights": lambda k, *_: levattn.lewis_weights(k, 3.0),
     "exact sensitivities": lambda k, *_: levattn.exact_sensitivities(k[:20], 3.0).lower,
-    "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
+    "causal": lambda k, *_: levattn.causal_heavy_attention(k[:150], k[:150], 0.05).entries.toarray(),
     "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
 }
 

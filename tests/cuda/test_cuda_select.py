@@ -261,7 +261,9 @@ def test_heads_of_which_few_have_ties(cupy: Any) -> None:
 def test_groups_are_added(cupy: Any) -> None:
     K = np.vstack([np.repeat(np.eye(4)[:1], 50, axis=0), np.random.default_rng(6).standard_normal((200, 4))])
     groups = np.where(np.arange(250) < 50, 0, -1)
-    found = same_set(K, cupy, epsilon=0.1, groups=groups)
+    found = levattn.universal_set(cupy.asarray(K), 0.1).with_groups(cupy.asarray(K), groups)
+    np.testing.assert_array_equal(as_bool(found.mask), levattn.universal_set(K, 0.1).with_groups(K, groups).mask)
+    assert isinstance(found.mask, type(cupy.zeros(1)))
     assert as_bool(found.mask)[:50].all()
     assert found.hidden_groups.tolist() == [True]
 

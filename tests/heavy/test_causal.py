@@ -49,7 +49,7 @@ def test_promises_hold(kind: str, storage: str, masked: bool) -> None:
     K, V = stored(np.where(mask[:, None], K, np.nan), storage, "C"), np.where(mask[:, None], V, np.nan)
     truth = Truth(case.present, case.queries)
     for epsilon in (0.3, 0.05):
-        found = levattn.heavy_attention(case.queries, K, epsilon, causal=True, mask=mask if masked else None)
+        found = levattn.causal_heavy_attention(case.queries, K, epsilon, mask=mask if masked else None)
         outputs = found.apply(V), found.apply(V, compensate="mean")
         assert list(judge_heavy(replace(case, epsilon=epsilon), truth, (found, *outputs), causal=True)) == []
         assert found.error.max() <= 2.5e-9
@@ -67,14 +67,14 @@ def test_promises_hold(kind: str, storage: str, masked: bool) -> None:
 def test_arrays_of_other_libraries(storage: str) -> None:
     Q, K = np.random.default_rng(0).standard_normal((2, N, D))
     keys = STORAGE[storage](K)
-    found, expected = (levattn.heavy_attention(Q, given, 0.05, causal=True) for given in (keys, as_float64(keys)))
+    found, expected = (levattn.causal_heavy_attention(Q, given, 0.05) for given in (keys, as_float64(keys)))
     np.testing.assert_allclose(found.entries.toarray(), expected.entries.toarray(), rtol=1e-9)
 
 
 def test_the_scale_of_queries_and_keys_changes_nothing() -> None:
     Q, K = np.random.default_rng(0).standard_normal((2, N, D))
     found, scaled = (
-        levattn.heavy_attention(Q * of_queries, K * of_keys, 0.1, causal=True)
+        levattn.causal_heavy_attention(Q * of_queries, K * of_keys, 0.1)
         for of_queries, of_keys in ((1, 1), (1e150, 1e-140))
     )
     np.testing.assert_allclose(scaled.entries.toarray(), found.entries.toarray(), rtol=1e-9)
@@ -83,24 +83,22 @@ def test_the_scale_of_queries_and_keys_changes_nothing() -> None:
 @pytest.mark.parametrize("n", [0, 1, 2, 255, 256, 257])
 def test_few_rows(n: int) -> None:
     Q, K = np.random.default_rng(n).standard_normal((2, n, 3))
-    found = levattn.heavy_attention(Q, K, 0.2, causal=True)
+    found = levattn.causal_heavy_attention(Q, K, 0.2)
     assert found.entries.shape == (n, n)
     assert list(entries_hold(Truth(K, Q), found.entries.toarray(), 0.2, 0.0, causal=True)) == []
 
 
 def test_wrong_arguments() -> None:
     K: Any = np.random.default_rng(0).standard_normal((20, 3))
-    with pytest.raises(ValueError, match="causal=True"):
-        levattn.heavy_attention(K[:5], K, 0.1, causal=True)
-    with pytest.raises(ValueError, match="expected 2"):
-        levattn.heavy_attention(K, K, 0.1, f=1, causal=True)
-    with pytest.raises(ValueError, match="both given"):
-        levattn.heavy_attention(K, K, 0.1, causal=True, universal=levattn.universal_set(K, 0.1))
-    with pytest.raises(TypeError, match="causal"):
-        levattn.heavy_attention(K, K, 0.1, causal="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Q has 5 rows and K has 20; expected as many queries as keys"):
+        levattn.causal_heavy_attention(K[:5], K, 0.1)
+    with pytest.raises(ValueError, match="the same number d"):
+        levattn.causal_heavy_attention(K[:, :2], K, 0.1)
+    with pytest.raises(ValueError, match="0 < epsilon <= 1"):
+        levattn.causal_heavy_attention(K, K, 0.0)
     bad = K.copy()
     bad[7, 1] = np.inf
     with pytest.raises(NonFiniteError, match=r"K holds.*7"):
-        levattn.heavy_attention(K, bad, 0.1, causal=True)
+        levattn.causal_heavy_attention(K, bad, 0.1)
     with pytest.raises(NonFiniteError, match=r"Q holds.*7"):
-        levattn.heavy_attention(bad, K, 0.1, causal=True)
+        levattn.causal_heavy_attention(bad, K, 0.1)

@@ -10,6 +10,7 @@ import pytest
 import levattn
 import naive
 from levattn.heavy.squares import recovery_size
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, jl_size
 
 
 def _keys(seed: int, n: int = 4000, d: int = 8) -> tuple[naive.Float, naive.Float]:
@@ -20,25 +21,36 @@ def _keys(seed: int, n: int = 4000, d: int = 8) -> tuple[naive.Float, naive.Floa
     return Q, K
 
 
+def countsketch(Q: naive.Float, universal: levattn.UniversalSet, epsilon: float, seed: int) -> OSNAP:
+    """The sketch that the method "countsketch" takes, with a seed."""
+    buckets, repetitions = recovery_size(len(Q), epsilon, len(universal))
+    return OSNAP(buckets * repetitions, repetitions, seed=seed)
+
+
 @pytest.mark.parametrize("epsilon", [0.02, 0.05])
 @pytest.mark.parametrize("seed", range(4))
 def test_recovered_entries_are_those_of_the_exact_route(seed: int, epsilon: float) -> None:
     Q, K = _keys(seed)
     universal = levattn.universal_set(K, epsilon)
     exact = levattn.heavy_attention(Q, K, epsilon, universal=universal)
-    found = levattn.heavy_attention(Q, K, epsilon, universal=universal, method="countsketch", rng=seed)
+    found = levattn.heavy_attention(
+        Q, K, epsilon, universal=universal, method=countsketch(Q, universal, epsilon, seed)
+    )
     assert exact.entries.nnz > 10
     np.testing.assert_array_equal(found.entries.indices, exact.entries.indices)
     np.testing.assert_allclose(found.entries.data, exact.entries.data, rtol=1e-12)
     np.testing.assert_allclose(found.captured_mass, exact.captured_mass, atol=1e-12)
     np.testing.assert_array_equal(found.normalizers, exact.normalizers)
     assert found.distortion == 0
+    if seed == 0:
+        by_name = levattn.heavy_attention(Q, K, epsilon, universal=universal, method="countsketch")
+        np.testing.assert_array_equal(by_name.entries.toarray(), found.entries.toarray())
 
 
 def test_fewer_buckets_may_miss_but_never_invent() -> None:
     Q, K = _keys(7)
     exact = levattn.heavy_attention(Q, K, 0.05).entries.toarray()
-    found = levattn.heavy_attention(Q, K, 0.05, method="countsketch", sketch_size=(4, 1)).entries.toarray()
+    found = levattn.heavy_attention(Q, K, 0.05, method=CountSketch(4)).entries.toarray()
     assert np.count_nonzero(found) < np.count_nonzero(exact)
     np.testing.assert_allclose(found[found > 0], exact[found > 0], rtol=1e-12)
 
@@ -64,9 +76,7 @@ def test_thirty_one_repetitions_miss_nothing_in_two_hundred_trials() -> None:
     assert exact.entries.nnz > 10
     universal = levattn.universal_set(K, 0.001)
     for seed in range(200):
-        found = levattn.heavy_attention(
-            K[:10], K, 0.1, universal=universal, method="countsketch", sketch_size=(buckets, 31), rng=seed
-        )
+        found = levattn.heavy_attention(K[:10], K, 0.1, universal=universal, method=OSNAP(31 * buckets, 31, seed=seed))
         assert found.entries.nnz == exact.entries.nnz
 
 
@@ -77,7 +87,11 @@ def test_projected_normalizers_are_within_their_distortion(columns: int | None) 
     V = np.random.default_rng(0).standard_normal((len(K), 2))
     dense = naive.attention(Q, K) @ V
     for seed in range(20):
-        found = levattn.heavy_attention(Q, K, 0.05, method="jl", sketch_size=columns, rng=seed)
+        size = jl_size(len(Q), 0.5, 1e-6) if columns is None else columns
+        found = levattn.heavy_attention(Q, K, 0.05, method=GaussianJL(size, seed=seed))
+        if columns is None and seed == 0:
+            by_name = levattn.heavy_attention(Q, K, 0.05, method="jl")
+            np.testing.assert_array_equal(found.entries.toarray(), by_name.entries.toarray())
         live = exact.normalizers > 0
         ratio = found.normalizers[live] / exact.normalizers[live]
         assert np.all(np.abs(ratio - 1) <= found.distortion)
@@ -96,13 +110,10 @@ def test_projected_normalizers_are_within_their_distortion(columns: int | None) 
     ("wrong", "reason"),
     [
         ({"method": "fft"}, "expected 'auto'"),
-        ({"sketch_size": 10}, "exact"),
-        ({"rng": 1}, "exact"),
-        ({"method": "jl", "sketch_size": 5}, "without a bound"),
-        ({"method": "jl", "sketch_size": (5, 5)}, "whole number"),
-        ({"method": "countsketch", "sketch_size": 5}, "pair"),
-        ({"method": "countsketch", "sketch_size": (5, 0)}, "at least 1"),
-        ({"method": "countsketch", "causal": True}, "causal"),
+        ({"method": GaussianJL(5)}, "method is GaussianJL.* without a bound"),
+        ({"method": (CountSketch(5), GaussianJL(5))}, r"expected 'auto'.* OSNAP\(buckets"),
+        ({"method": SRHT(5)}, "expected 'auto'"),
+        ({"method": OSNAP(8), "f": 4}, "other than"),
         ({"method": "jl", "f": 4}, "other than"),
     ],
 )

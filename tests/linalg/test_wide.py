@@ -490,7 +490,7 @@ def test_groups() -> None:
     for K in (integers(), copies(), gauss(12, 40)):
         expected = naive.group_leverage(K, labels)
         np.testing.assert_allclose(levattn.group_leverage(K, labels), expected, rtol=DOUBLE)
-        found = levattn.universal_set(K, 0.6, groups=labels)
+        found = levattn.universal_set(K, 0.6).with_groups(K, labels)
         np.testing.assert_allclose(found.group_scores, expected, rtol=DOUBLE)
     assert levattn.near_duplicates(copies()).tolist() == [-1, 0, 0, -1, 1, 1, 1, 1, 1, 2, 2, 2]
     assert (levattn.near_duplicates(gauss(12, 40)) == -1).all()

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 import levattn
 import naive
 import strategies
-from levattn.sketch import gaussian_size
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, SignJL, Sketch, gaussian_size
 from strategies import STORAGE, as_bool, as_float64
 
-# method, and the sketch size for d columns
+# name of the method, and the sketch for d columns and a seed
 METHODS: dict[str, Any] = {
-    "countsketch": lambda d: 4 * d * d + 8,
-    "osnap": lambda d: 16 * d,
-    "srht": lambda d: 16 * d,
-    "jl": lambda _: 64,
-    "osnap, jl": lambda d: (16 * d, 64),
-    "srht, jl": lambda d: (16 * d, 64),
+    "countsketch": lambda d, seed: CountSketch(4 * d * d + 8, seed=seed),
+    "osnap": lambda d, seed: OSNAP(16 * d, seed=seed),
+    "srht": lambda d, seed: SRHT(16 * d, seed=seed),
+    "jl": lambda _, seed: GaussianJL(64, seed=seed),
+    "osnap, jl": lambda d, seed: (OSNAP(16 * d, seed=seed), GaussianJL(64, seed=seed)),
+    "srht, jl": lambda d, seed: (SRHT(16 * d, seed=seed), GaussianJL(64, seed=seed)),
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
 
 
-def options(method: str, d: int, **more: Any) -> dict[str, Any]:
-    return {"method": method.split(",")[0], "sketch_size": METHODS[method](d), **more}
+def options(method: str, d: int, seed: int = 0) -> dict[str, Any]:
+    return {"method": METHODS[method](d, seed)}
 
 
 @st.composite
@@ -53,7 +53,8 @@ def keys(draw: st.DrawFn) -> naive.Float:
 def test_sets_miss_nothing(
     method: str, K: naive.Float, seed: int, epsilon: float, share: float, recheck: bool
 ) -> None:
-    found = levattn.universal_set(K, epsilon, recheck=recheck, rng=seed, **options(method, K.shape[1]))
+    found = levattn.universal_set(K, epsilon, **options(method, K.shape[1], seed))
+    found = found.rechecked(K) if recheck else found
     exact = levattn.universal_set(K, epsilon)
     assert not np.any(exact.mask & ~found.mask)
     assert np.all(found.scores >= levattn.leverage_scores(K) * (1 - 1e-9))
@@ -62,7 +63,7 @@ def test_sets_miss_nothing(
     if recheck:
         np.testing.assert_array_equal(found.mask, exact.mask)
     size = round(share * len(K))
-    by_size = levattn.universal_set(K, size=size, rng=seed, **options(method, K.shape[1]))
+    by_size = levattn.universal_set(K, size=size, **options(method, K.shape[1], seed))
     assert len(by_size) == size
     assert levattn.leverage_scores(K)[~by_size.mask].max(initial=0.0) <= by_size.epsilon * (1 + 1e-9)
 
@@ -87,12 +88,10 @@ def test_every_storage_gives_the_scores_of_its_kind(method: str, storage: str) -
 @EVERY
 def test_a_batch_is_its_matrices(method: str) -> None:
     K = np.random.default_rng(0).standard_normal((2, 3, 300, 4))
-    scores = levattn.leverage_scores(K, rng=5, **options(method, 4))
+    scores = levattn.leverage_scores(K, **options(method, 4, 5))
     assert scores.shape == (2, 3, 300)
     for item in np.ndindex(2, 3):
-        np.testing.assert_allclose(
-            scores[item], levattn.leverage_scores(K[item], rng=5, **options(method, 4)), rtol=1e-9
-        )
+        np.testing.assert_allclose(scores[item], levattn.leverage_scores(K[item], **options(method, 4, 5)), rtol=1e-9)
     found = levattn.universal_set(K, 0.1, **options(method, 4))
     assert not np.any(levattn.universal_set(K, 0.1).mask & ~found.mask)
 
@@ -126,14 +125,16 @@ def test_steps_of_lanczos_bound_the_distortion_of_many_columns() -> None:
     rng = np.random.default_rng(3)
     K = rng.standard_normal((4000, 330)) * np.clip(np.abs(rng.standard_cauchy((4000, 1))), 0.1, 100)
     exact = levattn.leverage_scores(K)
-    for method in ("osnap", "srht"):
-        found = levattn.universal_set(K, 0.9, method=method, sketch_size=330 * 12)
+    for family in (OSNAP, SRHT):
+        found = levattn.universal_set(K, 0.9, method=family(330 * 12))
         assert np.all(found.scores >= exact * (1 - 1e-9))
         assert len(found) < 0.5 * len(K)
         assert not found.exact_factor
-        with pytest.raises(ValueError, match="recheck=True"):
+        with pytest.raises(ValueError, match=r"universal\.rechecked\(K\)"):
             levattn.heavy_attention(K[:2], K, 0.95, universal=found)
-    again = levattn.universal_set(K, 0.9, method="osnap", recheck=True)
+    again = found.rechecked(K)
+    assert again.exact_factor
+    assert again.guarantee == "exact"
     np.testing.assert_array_equal(again.mask, levattn.universal_set(K, 0.9).mask)
     assert levattn.heavy_attention(K[:2], K, 0.95, universal=again).universal is again
 
@@ -141,9 +142,7 @@ def test_steps_of_lanczos_bound_the_distortion_of_many_columns() -> None:
 def test_projections_are_unbiased_and_spread_as_they_should() -> None:
     K = np.random.default_rng(4).standard_normal((3000, 6))
     exact = levattn.leverage_scores(K)
-    ratios = np.stack(
-        [levattn.leverage_scores(K, method="jl", sketch_size=50, rng=seed) / exact for seed in range(40)]
-    )
+    ratios = np.stack([levattn.leverage_scores(K, method=GaussianJL(50, seed=seed)) / exact for seed in range(40)])
     # means of 40 · 6 independent directions of χ²₅₀/50, whose standard deviation is √(2/50)
     assert abs(ratios.mean() - 1) < 5 * np.sqrt(2 / 50 / 240)
     assert ratios.std() == pytest.approx(np.sqrt(2 / 50), rel=0.1)
@@ -170,7 +169,8 @@ HIDDEN: dict[str, tuple[Any, float, list[int], list[int]]] = {
 def test_keys_that_a_sketch_hides_are_in_the_set(method: str, name: str) -> None:
     K, epsilon, wanted, several = HIDDEN[name]
     for seed, recheck in itertools.product(several, (False, True)):
-        found = levattn.universal_set(K, epsilon, recheck=recheck, **options(method, K.shape[1], rng=seed))
+        found = levattn.universal_set(K, epsilon, **options(method, K.shape[1], seed))
+        found = found.rechecked(K) if recheck else found
         assert found.mask[wanted].all(), (seed, recheck)
     if K is FAR:
         assert levattn.leverage_scores(K, **options(method, 3))[5] > 0.4
@@ -178,26 +178,39 @@ def test_keys_that_a_sketch_hides_are_in_the_set(method: str, name: str) -> None
 
 def test_default_sizes_are_those_of_the_docstring() -> None:
     K = np.random.default_rng(6).standard_normal((4000, 4))
-    for method, size in (("osnap", 32), ("srht", 32), ("countsketch", 64), ("jl", 72)):
+    names: dict[Any, Any] = {
+        "osnap": OSNAP(32),
+        "srht": SRHT(32),
+        "countsketch": CountSketch(64),
+        "jl": GaussianJL(72),
+    }
+    for name, sketch in names.items():
         np.testing.assert_array_equal(
-            levattn.leverage_scores(K, method=method), levattn.leverage_scores(K, method=method, sketch_size=size)
+            levattn.leverage_scores(K, method=name), levattn.leverage_scores(K, method=sketch)
         )
     assert gaussian_size(4, 0.5) > 32  # the defaults are far below what is proven
+
+
+NO_METHODS: list[Any] = [
+    SignJL(32),
+    (OSNAP(32), GaussianJL(8), GaussianJL(8)),
+    (GaussianJL(32), GaussianJL(8)),
+    (OSNAP(32), OSNAP(8)),
+    (None, GaussianJL(8)),
+    (32, 8),
+    (),
+]
 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"method": "osnap", "sketch_size": 3}, "at least d = 4"),
-        ({"method": "osnap", "sketch_size": (32, 0)}, "at least 1"),
-        ({"method": "osnap", "sketch_size": (32, 8, 2)}, "pair"),
-        ({"method": "jl", "sketch_size": (32, 8)}, "one number"),
-        ({"method": "jl", "sketch_size": 0}, "at least 1"),
+        ({"method": OSNAP(3, 1)}, r"method is OSNAP\(size=3.* at least d = 4"),
+        *(({"method": given}, "expected a CountSketch, OSNAP, SRHT or GaussianJL. A pair is") for given in NO_METHODS),
         ({"method": "osnap", "ridge": 0.1}, "ridge"),
-        ({"method": "jl", "rtol": 1e-3}, "rtol"),
-        ({"method": "srht", "rng": -1}, "seed"),
-        ({"method": "gram", "sketch_size": 30}, "exact"),
-        ({"method": "sketch"}, "expected one of"),
+        ({"method": GaussianJL(8), "rtol": 1e-3}, "rtol"),
+        ({"method": "sketch"}, r"expected one of 'auto', .*, or a sketch such as OSNAP\(4096, seed=0\)"),
+        ({"method": Sketch(OSNAP(8), 1)}, "expected one of"),
     ],
 )
 def test_wrong_options(wrong: dict[str, Any], reason: str) -> None:
@@ -207,18 +220,19 @@ def test_wrong_options(wrong: dict[str, Any], reason: str) -> None:
 
 def test_wrong_options_of_sets() -> None:
     K = np.random.default_rng(0).standard_normal((50, 4))
-    wrong: list[dict[str, Any]] = [{"recheck": True}, {"f": 1, "recheck": True}, {"sketch_size": 30}]
-    for each in wrong:
-        with pytest.raises(ValueError, match=r"recheck|sketch_size"):
-            levattn.universal_set(K, 0.1, **each)
-    with pytest.raises(ValueError, match="recheck"):
-        levattn.universal_set(K, size=3, method="osnap", recheck=True)
-    with pytest.raises(ValueError, match="groups"):
-        levattn.universal_set(K, 0.1, method="osnap", groups=np.zeros(50, np.int64))
-    with pytest.raises(TypeError, match="sketch_size"):
-        levattn.leverage_scores(K, method="osnap", sketch_size=8.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="rng"):
-        levattn.leverage_scores(K, method="osnap", rng="seed")  # type: ignore[arg-type]
+    for wrong in (OSNAP(3, 1), *NO_METHODS):
+        with pytest.raises(ValueError, match="method is "):
+            levattn.universal_set(K, 0.1, method=wrong)
+        with pytest.raises(ValueError, match="method is "):
+            levattn.universal_set(K, 0.1, f=1, method=wrong)
+    exact: list[dict[str, Any]] = [{"epsilon": 0.1}, {"epsilon": 0.1, "f": 1}, {"size": 3, "method": "osnap"}]
+    for each in exact:
+        with pytest.raises(ValueError, match=r"the set is by .* approximate"):
+            levattn.universal_set(K, **each).rechecked(K)
+    found = levattn.universal_set(K, 0.1, method="osnap")
+    for other in (K[::-1] * 2, K[:20], K[:, :3], K[None]):
+        with pytest.raises(ValueError, match="this set is of"):
+            found.rechecked(other)
     bad = K.copy()
     bad[7] = np.nan
     for method in METHODS:

@@ -466,8 +466,9 @@ def test_sets_hold_the_mass_that_copies_hide() -> None:
     plain = levattn.universal_set(K, epsilon)
     labels = near_duplicates(K)
     assert not plain.mask[model.indices].any()
-    found = levattn.universal_set(K, epsilon, groups=labels)
-    both = levattn.universal_set(np.stack([K, K[::-1]]), epsilon, groups=np.stack([labels, labels[::-1]]))
+    found = plain.with_groups(K, labels)
+    stack = np.stack([K, K[::-1]])
+    both = levattn.universal_set(stack, epsilon).with_groups(stack, np.stack([labels, labels[::-1]]))
     for mask in (found.mask, both.mask[0], both.mask[1][::-1]):
         assert mask[model.indices].all()
         assert mask.sum() == len(model.indices) + len(plain)
@@ -484,13 +485,45 @@ def test_sets_hold_the_mass_that_copies_hide() -> None:
 
 def test_groups_that_do_not_go_with_a_set() -> None:
     K = np.random.default_rng(0).standard_normal((30, 4))
-    labels = np.zeros(30, np.int64)
-    for options in ({"size": 3}, {"epsilon": 0.1, "f": 1}):
-        with pytest.raises(ValueError, match="groups"):
-            levattn.universal_set(K, options.pop("epsilon", None), groups=labels, **options)
-    none = levattn.universal_set(K, 0.5, groups=np.full(30, -1))
-    assert none.hidden_groups.shape == (0,)
-    assert none.guarantee == levattn.universal_set(K, 0.5).guarantee
-    assert levattn.universal_set(K, 0.5).hidden_groups.shape == (0,)
-    everything = levattn.universal_set(K, 0.5, groups=labels)  # one group of all keys has a score of 1
-    assert everything.mask.all()
+    labels, plain = np.zeros(30, np.int64), levattn.universal_set(K, 0.5)
+    with_groups = plain.with_groups(K, labels)  # one group of all keys has a score of 1
+    assert with_groups.mask.all()
+    none = plain.with_groups(K, np.full(30, -1))
+    assert none.hidden_groups.shape == plain.hidden_groups.shape == (0,)
+    assert none.guarantee == plain.guarantee
+    for found, problem in (
+        (levattn.universal_set(K, size=3), "the set is by size; expected a set for f = 2 by an exact method"),
+        (levattn.universal_set(K, 0.1, f=1), "the set is by "),
+        (levattn.universal_set(K, 0.1, method="osnap"), "the set is by osnap"),
+        (levattn.covering_set(K, K, 0.1, coverage=0.9), "the set is by conformal"),
+        (with_groups, "has groups already"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            found.with_groups(K, labels)
+    for other in (2 * K[::-1], K[:20], K[:, :3], K[None]):
+        with pytest.raises(ValueError, match="this set is of"):
+            plain.with_groups(other, labels)
+    with pytest.raises(ValueError, match="labels has shape"):
+        plain.with_groups(K, labels[1:])
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("width", [4, 40, "rank-deficient"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_groups_of_a_set_have_the_scores_of_the_same_keys(center: bool, width: int | str, masked: bool) -> None:
+    """With the mask and the center of the set; wide keys, and keys of a smaller rank, too."""
+    rng = np.random.default_rng(3)
+    K = rng.integers(-3, 4, (30, width if isinstance(width, int) else 6)).astype(float)
+    if width == "rank-deficient":
+        K[:, 5] = K[:, 0] - K[:, 1]
+    labels, mask = rng.integers(-1, 4, 30), rng.random(30) < 0.8 if masked else None
+    there = np.full(30, True) if mask is None else mask
+    found = levattn.universal_set(K, 0.4, center=center, mask=mask).with_groups(K, labels)
+    shifted = there.sum() * K - K[there].sum(axis=0) * center  # whole numbers, so that the rank is exact
+    truth = naive.group_leverage(shifted[there], labels[there])
+    np.testing.assert_allclose(found.group_scores[: len(truth)], truth, rtol=1e-9)
+    assert not found.group_scores[len(truth) :].any()
+    heavy = np.isin(labels, np.flatnonzero(found.group_scores >= 0.4)) & there
+    plain = levattn.universal_set(K, 0.4, center=center, mask=mask)
+    np.testing.assert_array_equal(found.mask, plain.mask | heavy)
+    assert found.guarantee == ("none" if center else "superset" if (found.mask & ~plain.mask).any() else "exact")

@@ -135,7 +135,7 @@ def fitting(**changed: Any) -> Any:
         (KEYS, fitting(K=KEYS[None]), {}, ValueError, "expected the set with coverage of one matrix"),
         (KEYS[None], fitting(), {}, ValueError, r"K has leading axes \(1,\); expected one matrix"),
         (KEYS[:, :3], fitting(), {}, ValueError, "d = 4; K has d = 3"),
-        (KEYS[:5], fitting(), {}, ValueError, r"keys of shape \(12,\); expected the set of K's 5 keys"),
+        (KEYS[:5], fitting(), {}, ValueError, r"keys of shape \(12,\); expected the set of K, \(5,\)"),
         (KEYS[::-1], fitting(), {}, ValueError, "of other keys than K"),
         (KEYS * np.nan, fitting(), {}, NonFiniteError, "K holds NaN"),
         (KEYS, fitting(), {"rate": 0}, ValueError, "rate is 0; expected a number above 0 and below 1"),

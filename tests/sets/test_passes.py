@@ -352,7 +352,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"method": "qr"},
     {"method": "jl"},
     {"center": True},
-    {"groups": np.zeros(N, int)},
     {"mask": np.ones(N, bool)},
 ]
 
@@ -362,9 +361,19 @@ def test_options_that_two_passes_do_not_have(tmp_path: Path, options: dict[str, 
     with pytest.raises(ValueError, match="expected f = 2, method 'auto' or 'gram'"):
         levattn.universal_set(Chunks(K0), 0.1, **options)
     source = levattn.open_keys(saved(tmp_path, K0[:300]))
-    cut = {name: value[:300] if name in ("groups", "mask") else value for name, value in options.items()}
+    cut = {name: value[:300] if name == "mask" else value for name, value in options.items()}
     expected = levattn.universal_set(K0[:300], 0.1, **cut)  # files are loaded for it
     assert np.array_equal(levattn.universal_set(source, 0.1, **cut).scores, expected.scores)
+
+
+def test_files_are_loaded_for_groups_and_exact_scores(tmp_path: Path) -> None:
+    source, labels = levattn.open_keys(saved(tmp_path, K0[:300])), np.arange(300) // 30
+    found = levattn.universal_set(source, 0.1).with_groups(source, labels)
+    expected = levattn.universal_set(K0[:300], 0.1).with_groups(K0[:300], labels)
+    assert found.indices.tolist() == expected.indices.tolist()
+    np.testing.assert_allclose(found.group_scores, expected.group_scores, rtol=1e-9)
+    by_sketch = levattn.universal_set(source, 0.1, method="osnap").rechecked(source)
+    assert by_sketch.indices.tolist() == levattn.universal_set(K0[:300], 0.1).indices.tolist()
 
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [

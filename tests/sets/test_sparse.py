@@ -152,8 +152,8 @@ def test_rows_outside_the_numerical_row_space_count_as_one() -> None:
 def test_groups_of_sparse_keys() -> None:
     keys = np.vstack([np.tile(np.eye(1, 8) * 3, (40, 1)), sparsified(named_rng("groups"), 300, 8, 0.3)])
     labels = np.where(np.arange(340) < 40, 0, -1)
-    found = levattn.universal_set(csr(keys), 0.3, groups=labels)
-    expected = levattn.universal_set(keys, 0.3, groups=labels)
+    found = levattn.universal_set(csr(keys), 0.3).with_groups(csr(keys), labels)
+    expected = levattn.universal_set(keys, 0.3).with_groups(keys, labels)
     assert np.array_equal(found.mask, expected.mask)
     np.testing.assert_allclose(found.group_scores, expected.group_scores, rtol=1e-10)
 
@@ -399,13 +399,21 @@ def test_rows_that_are_not_finite_are_named(method: str, value: float, dtype: st
 # -- sketches ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "jl"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("countsketch", CountSketch(600, seed=3)),
+        ("osnap", (OSNAP(256, seed=3), GaussianJL(40, seed=3))),
+        ("srht", SRHT(128, seed=3)),
+        ("jl", GaussianJL(40, seed=3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 @formats
-def test_approximate_scores_are_those_of_the_keys_written_out(method: str, dtype: str) -> None:
-    K = sparsified(named_rng(method), 5000, 12, 0.2)
+def test_approximate_scores_are_those_of_the_keys_written_out(name: str, method: Any, dtype: str) -> None:
+    K = sparsified(named_rng(name), 5000, 12, 0.2)
     mask = named_rng("mask").random(5000) < 0.8
-    sizes: dict[str, Any] = {"countsketch": 600, "osnap": (256, 40), "srht": 128, "jl": 40}
-    options: Any = {"method": method, "sketch_size": sizes[method], "rng": 3, "mask": mask}
+    options: Any = {"method": method, "mask": mask}
     for center in (False, True):
         sparse = levattn.leverage_scores(csr(K, dtype), center=center, **options)
         dense = levattn.leverage_scores(K.astype(dtype), center=center, **options)
@@ -414,7 +422,7 @@ def test_approximate_scores_are_those_of_the_keys_written_out(method: str, dtype
     found = levattn.universal_set(csr(K, dtype), 0.02, **options)
     exact = levattn.universal_set(K.astype(dtype), 0.02, mask=mask)
     assert not np.any(exact.mask & ~found.mask)
-    again = levattn.universal_set(csr(K, dtype), 0.02, recheck=True, **options)
+    again = found.rechecked(csr(K, dtype))
     np.testing.assert_array_equal(again.mask, exact.mask)
 
 

@@ -158,7 +158,7 @@ def check_set(found: StreamedSet, scores: Float, epsilon: float) -> None:
     assert len(found) == np.count_nonzero(selected)
     assert np.all(np.diff(found.indices) > 0)
     assert not np.any(scores[~selected] >= epsilon)
-    np.testing.assert_allclose(found.scores, scores[selected], rtol=slack(found))
+    np.testing.assert_allclose(found.member_scores, scores[selected], rtol=slack(found))
     assert found.guarantee == "exact"
     assert np.all(scores[selected] >= epsilon * (1 - 2 * slack(found)))
     assert len(found) <= found.size_bound * (1 + 1e-6)
@@ -427,7 +427,7 @@ def test_merges_in_any_order_and_tree(kind: str, ends: list[int], epsilon: float
     assert np.array_equal(found.keys, K[found.indices])
     assert (found.n, found.present) == (N, N)
     one = stream(K, epsilon).result()
-    np.testing.assert_allclose(found.scores, one.scores, rtol=rounding(kind, one))
+    np.testing.assert_allclose(found.member_scores, one.member_scores, rtol=rounding(kind, one))
 
 
 def test_the_empty_state_is_the_identity() -> None:
@@ -437,7 +437,7 @@ def test_the_empty_state_is_the_identity() -> None:
         other = StreamingUniversalSet(0.05).merge(state)
         found, same = other.result(), state.result()
         assert np.array_equal(found.indices, same.indices)
-        np.testing.assert_allclose(found.scores, same.scores, rtol=rounding(kind, same))
+        np.testing.assert_allclose(found.member_scores, same.member_scores, rtol=rounding(kind, same))
         no_rows = StreamingUniversalSet(0.05).update(keys(kind)[:0])
         assert np.array_equal(state.merge(no_rows).result().indices, same.indices)
         assert (state.n, state.result().n) == (N, N)
@@ -451,9 +451,11 @@ def test_merging_with_oneself_counts_every_key_twice() -> None:
     twice = state.merge(state).result()
     np.testing.assert_allclose(twice.factor.normalizer[0].T @ twice.factor.normalizer[0], 2 * factor.T @ factor)
     assert twice.n == 2 * N
-    kept = once.indices[once.scores >= 0.02]
+    kept = once.indices[once.member_scores >= 0.02]
     assert np.array_equal(twice.indices, np.concatenate([kept, kept + N]))
-    np.testing.assert_allclose(twice.scores, np.tile(once.scores[once.scores >= 0.02] / 2, 2), rtol=1e-12)
+    np.testing.assert_allclose(
+        twice.member_scores, np.tile(once.member_scores[once.member_scores >= 0.02] / 2, 2), rtol=1e-12
+    )
 
 
 @kinds
@@ -475,7 +477,7 @@ def test_keys_of_very_different_sizes_after_a_merge(rows: int, scales: tuple[flo
     scores = np.zeros(len(K))
     scores[large] = naive.leverage_exact(K[large])
     assert np.array_equal(state.result().indices, np.flatnonzero(scores >= 0.05))
-    np.testing.assert_allclose(state.result().scores, scores[scores >= 0.05], rtol=TIE)
+    np.testing.assert_allclose(state.result().member_scores, scores[scores >= 0.05], rtol=TIE)
 
 
 def _random(seed: int) -> Any:
@@ -630,7 +632,7 @@ def assert_holds_all(found: StreamedSet, attention: Float, epsilon: float) -> No
     """No score of at least ε falls on another key, and no score is above its bound."""
     largest = attention.max(axis=0)
     assert np.setdiff1d(np.flatnonzero(largest >= epsilon * (1 + TIE)), found.indices).size == 0
-    assert np.all(found.scores >= largest[found.indices] * (1 - TIE))
+    assert np.all(found.member_scores >= largest[found.indices] * (1 - TIE))
 
 
 @pytest.mark.parametrize(("p", "d"), [(4, 3), (6, 2), (2.0, 3)])
@@ -646,7 +648,7 @@ def test_even_powers_are_the_leverage_scores_of_the_lift(
     random.shuffle(parts)
     for found in (state.result(), merged(parts, random).result()):
         assert np.array_equal(found.indices, reference.indices)
-        np.testing.assert_allclose(found.scores, reference.scores[found.indices], rtol=1e-8)
+        np.testing.assert_allclose(found.member_scores, reference.scores[found.indices], rtol=1e-8)
         assert found.guarantee == ("superset" if p > 2 else "exact")
         assert len(found) <= found.size_bound
     assert state.to_bytes() == stream(K, epsilon, f=p).to_bytes()
@@ -688,7 +690,7 @@ def test_every_key_that_can_be_heavy_is_held(f: Any, n: int, d: int) -> None:
         found = stream(K, epsilon, [5], f=f).result()
         assert found.guarantee == "superset"
         assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
-        assert np.all(found.scores >= sigma[found.indices] * (1 - (1e-8 if f in (4, 6) else TIE)))
+        assert np.all(found.member_scores >= sigma[found.indices] * (1 - (1e-8 if f in (4, 6) else TIE)))
         assert_holds_all(found, A, epsilon)
 
 
@@ -750,7 +752,7 @@ def test_keys_alone_in_a_direction_stay_so_in_merges(epsilon: float, rows: int) 
     alone = rows * np.arange(1, 7) - 1
     for seed in range(3):
         found = merged([StreamingUniversalSet.from_bytes(s.to_bytes()) for s in states], _random(seed)).result()
-        np.testing.assert_allclose(found.scores[np.isin(found.indices, alone)], np.ones(6), rtol=TIE)
+        np.testing.assert_allclose(found.member_scores[np.isin(found.indices, alone)], np.ones(6), rtol=TIE)
 
 
 def test_block_bounds_keep_few_keys_in_random_order() -> None:
@@ -795,7 +797,7 @@ def test_normalizers_and_witnesses_come_from_the_factor() -> None:
     Q = np.vstack([named_rng("queries").standard_normal((20, D)), found.factor.witness(found.keys)])
     A = naive.attention(Q, K)
     np.testing.assert_allclose(np.sum((Q @ found.factor.normalizer[0].T) ** 2, axis=1), naive.normalizers(Q, K))
-    np.testing.assert_allclose(A[20:][range(len(found)), found.indices], found.scores, rtol=TIE)
+    np.testing.assert_allclose(A[20:][range(len(found)), found.indices], found.member_scores, rtol=TIE)
     assert np.setdiff1d(np.flatnonzero((A >= 0.05).any(axis=0)), found.indices).size == 0
 
 

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -406,6 +406,8 @@ def test_states_that_do_not_go_together_are_refused() -> None:
         (lambda: OSNAP(10), ValueError, "size is 10; expected a multiple of nonzeros = 4"),
         (lambda: OSNAP(10, nonzeros=0), ValueError, "nonzeros is 0; expected at least 1"),
         (lambda: OSNAP(10, nonzeros="5"), TypeError, "nonzeros is '5'; expected a whole number"),
+        (lambda: OSNAP(8, seed=-1), ValueError, "seed is -1; expected a seed of at least 0"),
+        (lambda: GaussianJL(8, seed="x"), TypeError, "seed is 'x'"),
         (lambda: SRHT(10, block=8), ValueError, "block is 8; expected a power of two .* size = 10"),
         (lambda: SRHT(10, block=24), ValueError, "block is 24; expected a power of two"),
         (lambda: SRHT(2, block=2), ValueError, "block is 2; expected a power of two of at least 4"),
@@ -432,7 +434,7 @@ def test_states_that_do_not_go_together_are_refused() -> None:
             "dtype is float32 for float64 keys; expected float64, or float32 for narrower keys",
         ),
         (lambda: Sketch(CountSketch(3)).apply(np.eye(4), dtype=np.int64), ValueError, "dtype is int64 for float64"),
-        (lambda: SketchedRows(CountSketch(3), 2), TypeError, r"sketch is CountSketch\(size=3\); expected"),
+        (lambda: SketchedRows(CountSketch(3), 2), TypeError, r"sketch is CountSketch\(size=3, seed=0\); expected"),
         (lambda: SketchedRows(Sketch(CountSketch(3)), 0), ValueError, "d is 0; expected at least 1"),
         (lambda: SketchedRows(Sketch(CountSketch(3)), 2, (1.5,)), TypeError, "batch is 1.5; expected a whole"),
         (lambda: SketchedRows(Sketch(Shifted(3)), 2).to_bytes(), TypeError, "only distributions of levattn.sketch"),
@@ -452,6 +454,18 @@ def test_defaults_and_equality() -> None:
     assert OSNAP(8) == OSNAP(8, nonzeros=4) != OSNAP(8, nonzeros=2)
     assert Sketch(CountSketch(np.int64(3)), np.int64(2)) == Sketch(CountSketch(3), 2)
     assert type(CountSketch(np.int64(3)).size) is int
+    assert type(CountSketch(3, seed=np.int64(2)).seed) is int
+
+
+@contract
+def test_the_seed_of_a_distribution_is_that_of_its_sketch(distribution: Distribution) -> None:
+    seeded = replace(distribution, seed=7)
+    assert Sketch(seeded) == Sketch(distribution, 7) != Sketch(distribution)
+    assert Sketch(seeded).seed == 7
+    assert Sketch(seeded, 3) == Sketch(distribution, 3)
+    assert np.array_equal(Sketch(seeded).matrix(0, 50), Sketch(distribution, 7).matrix(0, 50))
+    if not isinstance(distribution, Shifted):
+        assert SketchedRows(Sketch(seeded), 2).to_bytes() == SketchedRows(Sketch(distribution, 7), 2).to_bytes()
 
 
 # -- bytes ------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ def chunk(number: int, n: int = 40) -> Float:
 def stream_figures(state: Any) -> Any:
     found = state.result()
     rest = levattn.StreamingUniversalSet.from_bytes(state.to_bytes())
-    return found.n, state.n, found.indices.tolist(), found.payload.tolist(), found.scores.tolist(), rest.n, state.held
+    of_keys = [array.tolist() for array in (found.indices, found.payload, found.member_scores)]
+    return found.n, state.n, of_keys, rest.n, state.held
 
 
 def causal_figures(state: Any) -> Any:

@@ -161,7 +161,7 @@ def test_a_set_goes_on_with_the_same_bits(f: Any, ends: list[int], with_payload:
     resumed = StreamingUniversalSet.from_bytes(resumed.to_bytes())
     mine, theirs = resumed.result(), straight.result()
     assert (resumed.n, resumed.held, mine.f, mine.rank) == (straight.n, straight.held, theirs.f, theirs.rank)
-    for a, b in ((mine.indices, theirs.indices), (mine.scores, theirs.scores), (mine.keys, theirs.keys)):
+    for a, b in ((mine.indices, theirs.indices), (mine.member_scores, theirs.member_scores), (mine.keys, theirs.keys)):
         assert a.tobytes() == b.tobytes()
     other = StreamingUniversalSet(0.2, f=f, row_start=10_000).update(
         K[:50], payload=None if payload is None else payload[:50]

@@ -40,7 +40,6 @@ def rg_lru(
     *,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
     state: Any = None,
     return_state: bool = False,
 ) -> Any:
@@ -63,8 +62,8 @@ def rg_lru(
         Speeds of decay. If ``softplus(a_param) = −log r`` with r in (0, 1), a half-open gate decays by r⁴.
     mask : array of bool, shape (..., T), optional
         True for a position that takes part.
-    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
-        Where packed sequences begin, ending with T, or how long they are.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T: ``np.cumsum([0, *lengths])``.
     state : array of shape (..., C + 1), optional
         State after the earlier positions, from `return_state`; not together with packed sequences.
     return_state : bool
@@ -109,7 +108,7 @@ def rg_lru(
     T, C = x.shape[-2:]
     arguments = {"x": (x, 2), "gate_x": (gate_x, 2), "gate_a": (gate_a, 2), "a_param": (a_param, 1)}
     given = stack_arguments(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
-    bounds = cumulative(offsets, lengths, T)
+    bounds = cumulative(offsets, T)
     refuse_packed(bounds, state, return_state)
     X, Gx, Ga, speed, before = given.stacks
     before = followable(before)
@@ -156,7 +155,6 @@ def causal_conv(
     *,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
     state: Any = None,
     return_state: bool = False,
 ) -> Any:
@@ -178,8 +176,8 @@ def causal_conv(
         Added to each row.
     mask : array of bool, shape (..., T), optional
         True for a position that takes part. The other rows of the result are zero.
-    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
-        Where packed sequences begin, ending with T, or how long they are.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T: ``np.cumsum([0, *lengths])``.
     state : array of shape (..., k − 1, C), optional
         State after the earlier positions, from `return_state`; not together with packed sequences.
     return_state : bool
@@ -217,7 +215,7 @@ def causal_conv(
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
     given = stack_arguments(arguments, like="x", mask=(mask, T))
-    bounds = cumulative(offsets, lengths, T)
+    bounds = cumulative(offsets, T)
     refuse_packed(bounds, state, return_state)
     X, W, add, before = given.stacks
     b, _, C = X.shape

@@ -108,7 +108,6 @@ def latte(
     causal: bool = True,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
     state: SoftmaxState | None = None,
     return_state: bool = False,
 ) -> Any:
@@ -138,7 +137,7 @@ def latte(
     q_logits : array of float, shape (..., T, L)
         Logits of the latents for each row.
     k_logits : array of float, shape (..., U, L)
-        Logits of the positions for each latent. U = T, unless `causal` is False and neither `offsets` nor `lengths` is
+        Logits of the positions for each latent. U = T, unless `causal` is False and no `offsets` are
         given.
     V : array of float, shape (..., U, D)
         Values. The leading axes of all arrays broadcast as in numpy, so heads may share values. The arrays come from
@@ -150,9 +149,8 @@ def latte(
         True for a position that takes part.
     offsets : array of int, shape (n + 1,), optional
         Bounds of packed sequences, ascending from 0 to T. Sequence i is ``offsets[i]:offsets[i + 1]`` along the axes
-        T and U, and sees no other sequence. Other libraries call them ``cu_seqlens``.
-    lengths : array of int, shape (n,), optional
-        Number of positions of each packed sequence, in place of `offsets`.
+        T and U, and sees no other sequence. Other libraries call them ``cu_seqlens``. From lengths of the sequences
+        they are ``np.cumsum([0, *lengths])``.
     state : SoftmaxState, optional
         The positions before, which every row sees as well, as `return_state` gave them. Its batch is the broadcast
         leading axes, followed by n for packed sequences. The call does not change it.
@@ -170,7 +168,7 @@ def latte(
         If an argument is no array of real floats (or of bool, or of int), or arrays come from several libraries or
         devices.
     ValueError
-        If shapes do not match, offsets do not ascend from 0 to T, or both offsets and lengths are given.
+        If shapes do not match, or offsets do not ascend from 0 to T.
 
     See Also
     --------
@@ -213,16 +211,15 @@ def latte(
     True
     """
     (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
-    whole = offsets is lengths is None
-    steps = return_state and causal and whole
-    if mask is None and whole:
+    steps = return_state and causal and offsets is None
+    if mask is None and offsets is None:
         stepped = plain_step(q_logits, k_logits, V, state) if steps else None
         if stepped is not None:
             return as_given(stepped[0], tensors), stepped[1]
         Y = plain_call(q_logits, k_logits, V, bool(causal)) if state is None and not return_state else None
         if Y is not None:
             return as_given(Y, tensors)
-    rows = "T" if causal or offsets is not None or lengths is not None else "U"
+    rows = "T" if causal or offsets is not None else "U"
     q_logits, k_logits, V = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
     )
@@ -230,7 +227,7 @@ def latte(
     names = tuple(arguments) if are_read_as_stored(q_logits, k_logits, V) else ()
     given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]), stored=names)
     Q, K, V = given.stacks
-    bounds = cumulative(offsets, lengths, Q.shape[1])
+    bounds = cumulative(offsets, Q.shape[1])
     stepped = one_step(Q, K, V, given.mask, state, given.batch) if steps else None
     if stepped is not None:
         return as_given(given.give_back(stepped[0]), tensors), stepped[1]

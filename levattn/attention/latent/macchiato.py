@@ -123,7 +123,6 @@ def macchiato(
     softcap: float | None = None,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
     state: MacchiatoState | None = None,
     return_state: bool = False,
 ) -> Any:
@@ -172,8 +171,8 @@ def macchiato(
         Products x of queries and keys, scaled, become c tanh(x/c) with this c > 0.
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part; leading axes are broadcast. Nothing of the others is used.
-    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
-        Where packed sequences begin, ending with T, or how long they are. No sequence sees another.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T: ``np.cumsum([0, *lengths])``. No sequence sees another.
     state : MacchiatoState, optional
         State after the earlier positions, from `return_state`; not together with packed sequences. It is not changed.
     return_state : bool
@@ -231,7 +230,7 @@ def macchiato(
     heads = heads_of(q, k, V)
     of_queries = heads.of_queries(q=q, q_logits=q_logits, k_logits=k_logits, gate=gate[..., None])
     given = stack_arguments(of_queries | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
-    bounds = cumulative(offsets, lengths, q.shape[-2])
+    bounds = cumulative(offsets, q.shape[-2])
     refuse_packed(bounds, state, return_state)
     order = None if given.mask is None else masked_first(given.mask, bounds)
     queries, *logits, keys, values = (x if order is None else rows_of_items(x, order) for x in given.stacks)
@@ -397,7 +396,6 @@ def repeated_mass(
     window: int,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
 ) -> Any:
     r"""The weight that `macchiato` gives to the positions of the window a second time, by its latents.
 
@@ -419,8 +417,8 @@ def repeated_mass(
         W, at least 1.
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part. The others have no place, and their rows are zero.
-    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
-        Where packed sequences begin, ending with T, or how long they are.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T: ``np.cumsum([0, *lengths])``.
 
     Returns
     -------
@@ -460,7 +458,7 @@ def repeated_mass(
     arguments = heads.of_queries(q_logits=q_logits, gate=gate[..., None]) | {"k_logits": (k_logits, 2)}
     T = q_logits.shape[-2]
     given = stack_arguments(arguments, like="q_logits", mask=(mask, T))
-    bounds = cumulative(offsets, lengths, T)
+    bounds = cumulative(offsets, T)
     ends = [0, T] if bounds is None else bounds.tolist()
     stacks = (without_gradient(x) for x in given.stacks)
     Q, gates, K = (to_numpy(x) for x in stacks)

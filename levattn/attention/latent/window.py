@@ -46,7 +46,6 @@ def window_attention(
     softcap: float | None = None,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
 ) -> Any:
     r"""Softmax attention of each position to itself and the window − 1 positions before it.
 
@@ -77,8 +76,8 @@ def window_attention(
         The bound c > 0 of the logits.
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part; leading axes are broadcast. Nothing of the others is used.
-    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
-        Where packed sequences begin, ending with T, or how long they are. No sequence sees another.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T: ``np.cumsum([0, *lengths])``. No sequence sees another.
 
     Returns
     -------
@@ -125,7 +124,7 @@ def window_attention(
     q, k, V = dense_arrays({"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")})
     heads = heads_of(q, k, V)
     given = stack_arguments(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
-    bounds = cumulative(offsets, lengths, q.shape[-2])
+    bounds = cumulative(offsets, q.shape[-2])
     options: dict[str, Any] = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
     if given.mask is None:
         Y, _ = windowed(*given.stacks, **options, offsets=bounds)

@@ -69,7 +69,7 @@ class PrunedState:
     batch : tuple of int
         The leading axes of the keys, heads among them.
     rule, parts, next_scores
-        The options of selection and the arrays of the state, for later calls; `with_scores` sets the last.
+        The options of selection, the arrays of the state, and given scores of the next positions, for later calls.
 
     Examples
     --------

@@ -73,7 +73,6 @@ def checked_call(
     decay: Any,
     mask: Any,
     offsets: Any,
-    lengths: Any,
     state: Any,
     *,
     c: Any = 1.0,
@@ -81,7 +80,7 @@ def checked_call(
 ) -> TokenCall:
     """Check the arguments of `tssa` or `memberships`; `entered` checks the state."""
     form = temperature, membership, normalize, causal, decay, c, step
-    given = bias, mask, offsets, lengths
+    given = bias, mask, offsets
     known = isinstance(membership, str) and isinstance(normalize, str) and isinstance(causal, bool)
     known = known and membership != "leverage" and {type(temperature), type(decay), type(c), type(step)} <= _NUMBERS
     if known and type(W) is np.ndarray and W.dtype.char in "fd" and all(part is None for part in given):
@@ -95,11 +94,11 @@ def checked_call(
 def _call_like(shape: tuple[int, ...], dtype: Any, *form: Any) -> TokenCall:
     """Return a checked call for an array of this shape, without the array."""
     W = np.broadcast_to(np.empty(shape[-1:], dtype), shape)
-    call = _checked(W, form, None, None, None, None, None)
+    call = _checked(W, form, None, None, None, None)
     return changed(call, x=changed(call.x, W=None), given=changed(call.given, stacks=()))
 
 
-def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, lengths: Any, state: Any) -> TokenCall:
+def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, state: Any) -> TokenCall:
     temperature, membership, normalize, causal, decay, c, step = form
     W = _with_heads(W)
     name = membership if isinstance(membership, str) else "logits"
@@ -122,7 +121,7 @@ def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, 
         {"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T), stored=stored
     )
     stack, theta, own, bias = given.stacks
-    bounds = cumulative(offsets, lengths, T)
+    bounds = cumulative(offsets, T)
     rates = decay_rates(decay, h, bool(causal))
     offset = None if bias is None else bias[..., 0]
     if name == "leverage":

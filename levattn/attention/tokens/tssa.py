@@ -28,7 +28,6 @@ def tssa(
     step: float = 1.0,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
     state: TokenState | None = None,
     return_state: bool = False,
 ) -> Any:
@@ -92,9 +91,8 @@ def tssa(
         True for a token that takes part. Other tokens are ignored, and their outputs are 0.
     offsets : array of int, shape (n + 1,), optional
         Packed sequences, which do not see each other: from 0 to T, ascending, sequence i being
-        ``offsets[i]:offsets[i + 1]``. Known elsewhere as ``cu_seqlens``.
-    lengths : array of int, shape (n,), optional
-        The packed sequences by their numbers of tokens.
+        ``offsets[i]:offsets[i + 1]``. Known elsewhere as ``cu_seqlens``. From numbers of tokens they are
+        ``np.cumsum([0, *lengths])``.
     state : TokenState, optional
         If `causal`, the earlier tokens that tokens also see, as returned with `return_state`. Otherwise all tokens
         that they see: the call then adds none of its tokens. Its batch is (..., h), followed by n for packed
@@ -158,7 +156,7 @@ def tssa(
     True
     """
     form = membership, normalize, bias, causal, decay
-    arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
+    arguments = W, temperature, form, mask, offsets, state, return_state, c, step
     if return_state or state is not None:  # states are not tensors, so torch does not trace this call
         return untraced(_answer, *arguments)
     return _answer(*arguments)
@@ -179,7 +177,6 @@ def memberships(
     decay: Any = 1.0,
     mask: Any = None,
     offsets: Any = None,
-    lengths: Any = None,
     state: TokenState | None = None,
 ) -> Any:
     """Return the memberships of `tssa`: for each token a distribution over the heads.
@@ -190,7 +187,7 @@ def memberships(
     ----------
     W : array of float, shape (..., h, T, d)
         Tokens, projected to the heads.
-    temperature, membership, normalize, bias, causal, decay, mask, offsets, lengths, state : as in `tssa`
+    temperature, membership, normalize, bias, causal, decay, mask, offsets, state : as in `tssa`
         Arguments of `tssa` that determine the memberships. A state needs only its `norms`.
 
     Returns
@@ -221,7 +218,7 @@ def memberships(
     True
     """
     form = membership, normalize, bias, causal, decay
-    call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state), reads=False)
+    call = entered(checked_call(W, temperature, *form, mask, offsets, state), reads=False)
     x = call.x
     found = kernels_for("tokens", x.W).memberships(x)
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
@@ -233,7 +230,6 @@ def _answer(
     form: tuple[Any, Any, Any, Any, Any],
     mask: Any,
     offsets: Any,
-    lengths: Any,
     state: Any,
     return_state: bool,
     c: Any,
@@ -245,7 +241,7 @@ def _answer(
     if tensors:
         W, bias = found[0], found[3]
         temperature, membership = temperature if numbers else found[1], membership if named else found[2]
-    given = W, temperature, membership, normalize, bias, *others, mask, offsets, lengths, state
+    given = W, temperature, membership, normalize, bias, *others, mask, offsets, state
     call = entered(checked_call(*given, c=c, step=step))
     Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=return_state)
     Y = as_given(call.given.give_back(Y), tensors)
