@@ -68,8 +68,10 @@ class PrunedState:
         The slots that each query reads.
     batch : tuple of int
         The leading axes of the keys, heads among them.
-    rule, parts, next_scores
-        The options of selection, the arrays of the state, and given scores of the next positions, for later calls.
+    rule, parts
+        The options of selection and the arrays of the state, for later calls.
+    next_scores : array, optional
+        Given scores of the positions of the next call.
 
     Examples
     --------
