@@ -7,6 +7,7 @@ from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.rows.figures import column_maxima, column_sums, nonfinite_rows
 from levattn._kernels.tokens import TokenArguments, TokenSums
 
 __all__ = [
@@ -19,5 +20,8 @@ __all__ = [
     "Rows",
     "TokenArguments",
     "TokenSums",
+    "column_maxima",
+    "column_sums",
     "kernels_for",
+    "nonfinite_rows",
 ]

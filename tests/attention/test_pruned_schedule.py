@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import naive_attention
 import strategies
 from levattn import thread_limit
-from levattn._kernels import tasks
-from levattn._kernels.pruned import cpu as pruned_cpu
+from levattn._kernels import kernels_for, tasks
 from levattn.attention import Slots, pruned_attention
 
 T, BUDGET = 150, 40
@@ -106,7 +105,7 @@ def test_a_renewal_at_once_is_that_in_steps(name: str, monkeypatch: pytest.Monke
     X = arrays(4, 200)
     options = {"causal": True, "return_state": True, "return_certificate": True, **OPTIONS[name]}
     Y, state, certificate = pruned_attention(*X, **options)
-    monkeypatch.setattr(pruned_cpu, "renewed", lambda *_: None)
+    monkeypatch.setattr(kernels_for("pruned", X[0]), "renewed", lambda *_: None)
     expected, other, theirs = pruned_attention(*X, **options)
     np.testing.assert_allclose(Y, expected, atol=1e-11)
     np.testing.assert_allclose(certificate.error_bound, theirs.error_bound, rtol=1e-9)

@@ -17,16 +17,16 @@ from levattn._core.types import Int64
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.latent import LatentArguments, State, compiled
 from levattn._kernels.latent.backward import backward_tasks
-from levattn._kernels.latent.decay import decayed_scan
+from levattn._kernels.latent.decay_compiled import decay_tasks
 from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
 from levattn._kernels.tasks import share, share_one_by_one, threads_for
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
-
 _RUN = 4096  # most rows of a task; the same for all batches and lengths, because the rounding depends on it
 
 _ROWS = 1024  # of a task whose rows all read the same state
+
+_SCANNED = 512  # bytes of a row in one task of a recurrence: whole cache lines, and enough tasks for the threads
 
 _HANDED = 8  # so many times the work that pays for a second thread pays for handing states over
 _States = State | tuple[None, None, None]
@@ -135,6 +135,21 @@ def joined(state: State, other: State) -> State:
 
     share(body, m.size, 2 * S.size)
     return new
+
+
+def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
+    """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; see `definition` for `reverse`."""
+    kind = np.result_type(a, x)
+    a, x = (np.ascontiguousarray(np.broadcast_to(part, x.shape), kind) for part in (a, x))
+    b, _, channels = x.shape
+    start = np.zeros((b, channels), kind)
+    if first is not None and not reverse:
+        start[:] = first
+    out = np.empty_like(x)
+    width = max(1, _SCANNED // kind.itemsize)
+    tasks = b * -(-channels // width)
+    share(lambda low, high: decay_tasks(a, x, start, width, reverse, low, high, out), tasks, x.size)
+    return out
 
 
 def _cuts(offsets: _Indices) -> _Cuts:

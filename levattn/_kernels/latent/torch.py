@@ -14,7 +14,6 @@ import torch
 from levattn._core.arrays import as_tensor
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.latent import LatentArguments, LatentGradients, LatentSteps, State, definition
-from levattn._kernels.latent.definition import joined
 from levattn._kernels.tensors import (
     bounds_of,
     follows_definition,
@@ -26,8 +25,6 @@ from levattn._kernels.tensors import (
     memory_of,
     tensor_of,
 )
-
-__all__ = ["decayed_scan", "forward", "held_root", "joined", "step", "summary"]
 
 _NOTHING = (None, None, None)
 

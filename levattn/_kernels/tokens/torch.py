@@ -20,9 +20,6 @@ from levattn._kernels.tensors import (
     tensor_of,
 )
 from levattn._kernels.tokens import LOGITS, TokenArguments, TokenGradients, TokenKernels, TokenSums, definition
-from levattn._kernels.tokens.definition import add_squares
-
-__all__ = ["add_squares", "forward", "memberships"]
 
 
 def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
