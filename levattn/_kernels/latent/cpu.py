@@ -152,11 +152,11 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     return out
 
 
-def _cuts(offsets: _Indices) -> _Cuts:
-    """Cut sequences into runs."""
+def _cuts(offsets: _Indices, size: int = _RUN) -> _Cuts:
+    """Cut sequences into runs of at most `size` rows."""
     cuts = []
     for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        edges = [*range(begin, end, _RUN), end]
+        edges = [*range(begin, end, size), end]
         cuts += [(i, low, high) for low, high in pairwise(edges)]
     return cuts
 
@@ -265,10 +265,9 @@ def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]
     if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D / _HANDED):
         return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _NO_STATE
     lead = _lead(x)
-    cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
-    if lead is None:  # without positions
-        return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _NO_STATE
-    return [(low, high, begins[i], lasts[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+    states = _NO_STATE if lead is None else _representable(lead, x.V.dtype)  # None without positions
+    cuts = _cuts(x.offsets, _ROWS)
+    return [(low, high, begins[i], lasts[i], -1 if lead is None else i) for i, low, high in cuts], states
 
 
 def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], _States]:
