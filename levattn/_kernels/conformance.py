@@ -1,6 +1,6 @@
-"""What each file of kernels offers of its contract, for mypy to check; no code runs this.
+"""The contracts that files of kernels fulfill, for mypy to check; no code runs this.
 
-`dispatch` takes what a file lacks from the definition.
+`dispatch` takes all other kernels of a file from the definition.
 """
 
 from __future__ import annotations
