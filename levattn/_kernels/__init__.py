@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from levattn._core.types import Float64
-from levattn._kernels.dispatch import kernels_for
+from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, PRECISE, SKETCH, kernels_for
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
@@ -12,6 +12,11 @@ from levattn._kernels.tokens import TokenArguments, TokenSums
 
 __all__ = [
     "BLOCK",
+    "FACTOR",
+    "GRAM",
+    "HEAVY",
+    "PRECISE",
+    "SKETCH",
     "Arithmetic",
     "Float64",
     "LatentArguments",

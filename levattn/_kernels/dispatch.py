@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -13,17 +13,17 @@ import numpy as np
 from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.sparse import Csr
 from levattn._core.threads import available_threads
+from levattn._kernels.factor import FactorKernels
+from levattn._kernels.gram import GramKernels
+from levattn._kernels.heavy import HeavyKernels
+from levattn._kernels.precise import PreciseKernels
+from levattn._kernels.sketch import SketchKernels
 
 if TYPE_CHECKING:
-    from levattn._kernels.factor import FactorKernels
-    from levattn._kernels.gram import GramKernels
-    from levattn._kernels.heavy import HeavyKernels
     from levattn._kernels.latent import LatentKernels
-    from levattn._kernels.precise import PreciseKernels
     from levattn._kernels.pruned import PrunedKernels
     from levattn._kernels.rows import RowKernels
     from levattn._kernels.select import SelectKernels
-    from levattn._kernels.sketch import SketchKernels
     from levattn._kernels.tokens import TokenKernels
 
 _HERE = sys.modules[__name__]
@@ -67,6 +67,26 @@ def kernels_for(task: str, array: Any, /) -> Any:
     else:
         file = "cuda" if on_cuda(array) else "definition"
     return getattr(_HERE, f"{task}_{file}")
+
+
+def _by_argument(task: Any, contract: type) -> Any:
+    """Return the kernels of a contract, each looked up by its first argument: an array, or rows of keys."""
+
+    def named(name: str) -> Any:
+        def kernel(first: Any, /, *others: Any, **options: Any) -> Any:
+            table = kernels_for(task, getattr(first, "keys", first))
+            return getattr(table, name)(first, *others, **options)
+
+        return kernel
+
+    return SimpleNamespace(**{name: named(name) for name in vars(contract) if not name.startswith("_")})
+
+
+FACTOR: FactorKernels = _by_argument("factor", FactorKernels)
+GRAM: GramKernels = _by_argument("gram", GramKernels)
+HEAVY: HeavyKernels = _by_argument("heavy", HeavyKernels)
+PRECISE: PreciseKernels = _by_argument("precise", PreciseKernels)
+SKETCH: SketchKernels = _by_argument("sketch", SketchKernels)
 
 
 def __getattr__(name: str) -> Any:

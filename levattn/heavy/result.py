@@ -24,7 +24,7 @@ from levattn._core.arrays import (
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
-from levattn._kernels import Rows, column_maxima, kernels_for, nonfinite_rows
+from levattn._kernels import GRAM, Rows, column_maxima, nonfinite_rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, is_square
 from levattn.heavy.causal import CHUNK, Causal
@@ -456,9 +456,8 @@ class _Light:
 
 
 def _largest_norm(rows: Rows) -> float:
-    kernels = kernels_for("gram", rows.keys)
     squares = rows.zeros(as_float64=True)
-    kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
+    GRAM.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
     return float(np.sqrt(float(array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.types import Float64
-from levattn._kernels import Rows, column_maxima, kernels_for
+from levattn._kernels import PRECISE, Rows, column_maxima, kernels_for
 from levattn.linalg.reading import require_finite
 from levattn.linalg.sums import scaled_columns
 
@@ -45,7 +45,7 @@ def means(rows: Rows) -> tuple[Float64, bool]:
         origin = np.where(counts[:, None] > 0, _rows_at(rows, first), 0.0) if n and b else np.zeros((b, d))
         divisors = np.maximum(counts, 1).astype(np.float64)
         sums = kernels_for("rows", rows.keys).sums_apart(rows, origin)
-        return kernels_for("precise", origin).mean_parts(origin, sums, divisors)
+        return PRECISE.mean_parts(origin, sums, divisors)
 
 
 def _rows_at(rows: Rows, places: npt.NDArray[np.int64]) -> Float64:

@@ -9,7 +9,7 @@ import numpy as np
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, Rows, column_maxima, kernels_for
+from levattn._kernels import BLOCK, GRAM, Rows, column_maxima
 from levattn.functions import INSIDE, AttentionFunction, Softmax
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.centered import means
@@ -42,7 +42,6 @@ def _jensen(problem: Problem) -> Float64:
     """
     rows, root, counts = problem.rows, _root(problem), problem.counts
     b, n, d = rows.shape
-    kernels = kernels_for("gram", rows.keys)
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow bounds nothing
         parts, _ = means(rows)
         apart = replace(rows, shift=parts)
@@ -53,7 +52,7 @@ def _jensen(problem: Problem) -> Float64:
             shift = np.ascontiguousarray(parts[:, :, ::-1])
             reversed_rows = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=shift)
             squares = rows.zeros(as_float64=True)
-            kernels.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+            GRAM.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
             norms = np.sqrt(to_numpy(squares))
         else:
             norms = np.array([root * np.linalg.norm(as_read(apart.item(i)), axis=1) for i in range(b)]).reshape(b, n)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import pickle
 
+import numpy as np
 import pytest
 
-from levattn._kernels import dispatch
+from levattn._kernels import GRAM, HEAVY, Rows, dispatch, kernels_for
 
 
 def found_by_pickle(name: str) -> None:
@@ -36,3 +37,12 @@ def test_an_array_without_a_file_has_the_definition() -> None:
     assert dispatch.heavy_cpu is importlib.import_module("levattn._kernels.heavy.cpu")  # there is no definition
     with pytest.raises(NotImplementedError, match="precise has no kernels for arrays of torch"):
         dispatch.precise_torch  # noqa: B018
+
+
+def test_a_kernel_is_that_of_its_first_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    X = np.ones((1, 3, 2))
+    rows = Rows(X, "float64")
+    monkeypatch.setattr(kernels_for("gram", X), "longest_run", lambda *given: given)
+    monkeypatch.setattr(kernels_for("heavy", X), "query_norms", lambda *given: given)
+    assert GRAM.longest_run(rows, 7) == (rows, 7)
+    assert HEAVY.query_norms(X, 5) == (X, 5)
