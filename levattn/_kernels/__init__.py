@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from levattn._core.types import Float64
-from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, PRECISE, SKETCH, kernels_for
+from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, KEYS, PRECISE, SKETCH, kernels_for
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
-from levattn._kernels.rows.figures import column_maxima, column_sums, nonfinite_rows
 from levattn._kernels.tokens import TokenArguments, TokenSums
 
 __all__ = [
@@ -15,6 +14,7 @@ __all__ = [
     "FACTOR",
     "GRAM",
     "HEAVY",
+    "KEYS",
     "PRECISE",
     "SKETCH",
     "Arithmetic",
@@ -25,8 +25,5 @@ __all__ = [
     "Rows",
     "TokenArguments",
     "TokenSums",
-    "column_maxima",
-    "column_sums",
     "kernels_for",
-    "nonfinite_rows",
 ]

@@ -17,12 +17,12 @@ from levattn._kernels.factor import FactorKernels
 from levattn._kernels.gram import GramKernels
 from levattn._kernels.heavy import HeavyKernels
 from levattn._kernels.precise import PreciseKernels
+from levattn._kernels.rows import RowKernels
 from levattn._kernels.sketch import SketchKernels
 
 if TYPE_CHECKING:
     from levattn._kernels.latent import LatentKernels
     from levattn._kernels.pruned import PrunedKernels
-    from levattn._kernels.rows import RowKernels
     from levattn._kernels.select import SelectKernels
     from levattn._kernels.tokens import TokenKernels
 
@@ -86,6 +86,7 @@ FACTOR: FactorKernels = _by_argument("factor", FactorKernels)
 GRAM: GramKernels = _by_argument("gram", GramKernels)
 HEAVY: HeavyKernels = _by_argument("heavy", HeavyKernels)
 PRECISE: PreciseKernels = _by_argument("precise", PreciseKernels)
+KEYS: RowKernels = _by_argument("rows", RowKernels)
 SKETCH: SketchKernels = _by_argument("sketch", SketchKernels)
 
 

@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_devi
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, FACTOR, GRAM, Arithmetic, PairwiseSum, Pieces, Rows, column_maxima, kernels_for
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
@@ -421,7 +421,7 @@ class GramAccumulator:
         if diagonal.min(initial=1.0) >= _LEAST and diagonal.max(initial=1.0) <= _LARGEST:
             return None
         check_finite(run, diagonal)
-        largest = column_maxima(run)
+        largest = KEYS.column_figures(run, largest=True)
         found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
         above = found - self.exponents
         far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~self._seen()))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.types import Float64
-from levattn._kernels import PRECISE, Rows, column_maxima, kernels_for
+from levattn._kernels import KEYS, PRECISE, Rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.sums import scaled_columns
 
@@ -22,7 +22,7 @@ def centered(rows: Rows) -> Rows:
     """
     shift, in_range = means(rows)
     if not in_range:
-        largest = column_maxima(rows)
+        largest = KEYS.column_figures(rows, largest=True)
         require_finite(rows, largest)
         rows = scaled_columns(rows, largest, 400)
         shift, _ = means(rows)
@@ -44,7 +44,7 @@ def means(rows: Rows) -> tuple[Float64, bool]:
     with np.errstate(over="ignore", invalid="ignore"):
         origin = np.where(counts[:, None] > 0, _rows_at(rows, first), 0.0) if n and b else np.zeros((b, d))
         divisors = np.maximum(counts, 1).astype(np.float64)
-        sums = kernels_for("rows", rows.keys).sums_apart(rows, origin)
+        sums = KEYS.sums_apart(rows, origin)
         return PRECISE.mean_parts(origin, sums, divisors)
 
 

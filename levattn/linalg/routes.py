@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, FACTOR, Arithmetic, Rows, column_maxima, kernels_for
+from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor import Inverses
 from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
@@ -378,7 +378,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     """
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
-    largest = column_maxima(rows)
+    largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     rows = scaled_columns(rows, largest, 400)
     batch = _Batch.of(rows, counts_null_directions=rtol is None and ridge == 0)

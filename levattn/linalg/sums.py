@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, FACTOR, GRAM, Arithmetic, Rows, column_maxima
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, Rows
 from levattn._kernels.factor import Inverses
 from levattn.linalg.accumulator import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
@@ -135,7 +135,7 @@ def _in_range(
     diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     odd = ~np.all((diagonal >= low) & (diagonal <= high), axis=1)
     require_finite(rows, diagonal)
-    largest = np.where(odd[:, None], column_maxima(rows), 1.0)
+    largest = np.where(odd[:, None], KEYS.column_figures(rows, largest=True), 1.0)
     rows = scaled_columns(rows, largest, 30 if narrow else 400)
     if rows.scale is None:
         return rows, G

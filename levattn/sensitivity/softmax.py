@@ -9,7 +9,7 @@ import numpy as np
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, GRAM, Rows, column_maxima
+from levattn._kernels import BLOCK, GRAM, KEYS, Rows
 from levattn.functions import INSIDE, AttentionFunction, Softmax
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.centered import means
@@ -58,7 +58,10 @@ def _jensen(problem: Problem) -> Float64:
             norms = np.array([root * np.linalg.norm(as_read(apart.item(i)), axis=1) for i in range(b)]).reshape(b, n)
         # any center gives a bound if its distance from the mean is added: rounding of sums, differences and products
         if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
-            sizes, steps = column_maxima(apart) * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
+            sizes, steps = (
+                KEYS.column_figures(apart, largest=True) * np.linalg.norm(R, axis=1),
+                int((steps + d * d) * d**0.5) + 1,
+            )
             largest = np.linalg.norm(sizes, axis=1, keepdims=True)
         else:  # no entry exceeds the largest norm
             largest = d**0.5 * np.max(norms, axis=1, keepdims=True, initial=0.0)

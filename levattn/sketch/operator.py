@@ -15,7 +15,7 @@ from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64
-from levattn._kernels import Rows, nonfinite_rows
+from levattn._kernels import KEYS, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.sketch.families import SKETCHES, Distribution
 
@@ -136,7 +136,7 @@ def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DType
         sketch.distribution.add(rows, sketch.seed, row_start, out)
     if not np.isfinite(out).all():
         for item in range(rows.shape[0]):
-            bad = nonfinite_rows(rows, item, 5)
+            bad = KEYS.nonfinite_rows(rows, item, 5)
             if bad:
                 where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
                 raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
