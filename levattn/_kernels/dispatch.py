@@ -17,7 +17,7 @@ from levattn._kernels.factor import FactorKernels
 from levattn._kernels.gram import GramKernels
 from levattn._kernels.heavy import HeavyKernels
 from levattn._kernels.precise import PreciseKernels
-from levattn._kernels.rows import RowKernels
+from levattn._kernels.rows import RowKernels, Rows
 from levattn._kernels.sketch import SketchKernels
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def _by_argument(task: Any, contract: type) -> Any:
 
     def named(name: str) -> Any:
         def kernel(first: Any, /, *others: Any, **options: Any) -> Any:
-            table = kernels_for(task, getattr(first, "keys", first))
-            return getattr(table, name)(first, *others, **options)
+            array = first.keys if isinstance(first, Rows) else first
+            return getattr(kernels_for(task, array), name)(first, *others, **options)
 
         return kernel
 
