@@ -14,7 +14,7 @@ import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
     from matplotlib.transforms import Affine2DBase
 
-    from levattn.sets.result import UniversalSet
-
 __all__ = [
     "CapturedMassDisplay",
     "HeavyMapDisplay",
@@ -39,6 +37,25 @@ __all__ = [
     "LeverageSpectrumDisplay",
     "TokenStripDisplay",
 ]
+
+
+class ShownSet(Protocol):
+    """What is drawn of a `UniversalSet`, which has a module above this one."""
+
+    @property
+    def mask(self) -> Any: ...
+    @property
+    def scores(self) -> Any: ...
+    @property
+    def sizes(self) -> Any: ...
+    @property
+    def epsilon(self) -> Any: ...
+    @property
+    def total_bound(self) -> Any: ...
+    @property
+    def certificate(self) -> tuple[str, ...]: ...
+    @property
+    def by_size(self) -> bool: ...
 
 
 Ints: TypeAlias = npt.NDArray[np.intp]
@@ -269,7 +286,7 @@ class LeverageSpectrumDisplay(Display):
         return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
 
     @classmethod
-    def from_set(cls, universal: UniversalSet, *, ax: Axes | None = None) -> LeverageSpectrumDisplay:
+    def from_set(cls, universal: ShownSet, *, ax: Axes | None = None) -> LeverageSpectrumDisplay:
         """Draw the scores of a universal set.
 
         Parameters
@@ -650,7 +667,7 @@ class HeavyMapDisplay(Display):
         cls,
         A: npt.ArrayLike,
         epsilon: float,
-        universal: UniversalSet | npt.ArrayLike,
+        universal: ShownSet | npt.ArrayLike,
         *,
         ax: Axes | None = None,
     ) -> HeavyMapDisplay:
@@ -853,7 +870,7 @@ class TokenStripDisplay(Display):
         tokens: Sequence[str],
         scores: npt.ArrayLike,
         *,
-        kept: UniversalSet | npt.ArrayLike | None = None,
+        kept: ShownSet | npt.ArrayLike | None = None,
         columns: int = 90,
     ) -> None:
         self.tokens = _texts(tokens)
@@ -875,7 +892,7 @@ class TokenStripDisplay(Display):
         tokens: Sequence[str],
         scores: npt.ArrayLike,
         *,
-        kept: UniversalSet | npt.ArrayLike | None = None,
+        kept: ShownSet | npt.ArrayLike | None = None,
         columns: int = 90,
         ax: Axes | None = None,
     ) -> TokenStripDisplay:

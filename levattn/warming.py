@@ -9,9 +9,14 @@ from typing import Any
 
 import numpy as np
 
-import levattn
 from levattn import attention, states
 from levattn._core.threads import reported
+from levattn.functions import Huber, Softmax
+from levattn.heavy.attention import causal_heavy_attention, heavy_attention
+from levattn.heavy.decoding import CausalUniversalSet
+from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
+from levattn.sets.streaming import StreamingUniversalSet
+from levattn.sets.universal import universal_set
 
 
 def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None) -> None:
@@ -73,7 +78,7 @@ def _keys(kind: Any) -> Any:
 def _of_scores(kind: Any) -> list[Callable[[], Any]]:
     from scipy.sparse import csr_array
 
-    K, score = _keys(kind), levattn.leverage_scores
+    K, score = _keys(kind), leverage_scores
     hard = K @ np.diag(10.0 ** -np.arange(64.0)).astype(kind)
     wide = np.repeat(K[:300], 20, axis=1)[:, :600]
     return [
@@ -86,27 +91,27 @@ def _of_scores(kind: Any) -> list[Callable[[], Any]]:
         lambda: score(np.tile(K[:, :4], 16)),
         lambda: score(csr_array(K[:, :8])),
         *(lambda m=m: score(K, method=m) for m in ("countsketch", "osnap", "srht", "jl")),
-        lambda: levattn.online_leverage_scores(K[:900]),
+        lambda: online_leverage_scores(K[:900]),
         lambda: states.Moments(64).update(K).factor(),
     ]
 
 
 def _of_sets(kind: Any) -> list[Callable[[], Any]]:
-    K, find, heavy = _keys(kind), levattn.universal_set, levattn.heavy_attention
+    K, find, heavy = _keys(kind), universal_set, heavy_attention
     return [
         *(lambda m=m: find(K, 0.1, method=m) for m in ("auto", "countsketch", "srht")),
         lambda: find(K, size=9),
         lambda: find(K[None, :600], 0.1),
         lambda: find(lambda: iter([K[:700], K[700:]]), 0.1),
-        lambda: find(K, 0.1, f=levattn.Huber()),
+        lambda: find(K, 0.1, f=Huber()),
         lambda: find(K, 0.1, f=1),
-        lambda: find(K[:600], 0.1, f=levattn.Softmax(1.0)),
+        lambda: find(K[:600], 0.1, f=Softmax(1.0)),
         lambda: heavy(K[:300], K, 0.1).apply(K),
         lambda: heavy(K[:300], K, 1e-4),
         lambda: heavy(K[:300], K, 0.1, f=4),
-        lambda: levattn.causal_heavy_attention(K[:500], K[:500], 0.1).apply(K[:500]),
-        lambda: levattn.StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result(),
-        lambda: levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10]),
+        lambda: causal_heavy_attention(K[:500], K[:500], 0.1).apply(K[:500]),
+        lambda: StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result(),
+        lambda: CausalUniversalSet(0.1).update(K).heavy(K[:10]),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from levattn._core.types import Float64
-from levattn._kernels.dispatch import kernels_for
+from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, KEYS, PRECISE, SKETCH, kernels_for
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
@@ -11,6 +11,12 @@ from levattn._kernels.tokens import TokenArguments, TokenSums
 
 __all__ = [
     "BLOCK",
+    "FACTOR",
+    "GRAM",
+    "HEAVY",
+    "KEYS",
+    "PRECISE",
+    "SKETCH",
     "Arithmetic",
     "Float64",
     "LatentArguments",

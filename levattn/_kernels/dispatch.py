@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -12,18 +13,18 @@ import numpy as np
 from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.sparse import Csr
 from levattn._core.threads import available_threads
+from levattn._kernels.factor import FactorKernels
+from levattn._kernels.gram import GramKernels
+from levattn._kernels.heavy import HeavyKernels
+from levattn._kernels.precise import PreciseKernels
+from levattn._kernels.rows import RowKernels, Rows
+from levattn._kernels.sketch import SketchKernels
 
 if TYPE_CHECKING:
-    from levattn._kernels.factor import FactorKernels
-    from levattn._kernels.gram import GramKernels
-    from levattn._kernels.heavy import HeavyKernels
-    from levattn._kernels.latent import LatentGradients, LatentKernels, LatentSteps
-    from levattn._kernels.precise import PreciseKernels
+    from levattn._kernels.latent import LatentKernels
     from levattn._kernels.pruned import PrunedKernels
-    from levattn._kernels.rows import RowKernels
     from levattn._kernels.select import SelectKernels
-    from levattn._kernels.sketch import SketchKernels
-    from levattn._kernels.tokens import TokenGradients, TokenKernels
+    from levattn._kernels.tokens import TokenKernels
 
 _HERE = sys.modules[__name__]
 _FILES = ("cpu", "csr", "cuda", "definition", "torch")
@@ -52,10 +53,10 @@ def kernels_for(task: Literal["pruned"], array: Any, /) -> PrunedKernels: ...
 
 
 def kernels_for(task: str, array: Any, /) -> Any:
-    """Return the kernels of a task for an array: a module that implements the contract in the task's folder.
+    """Return the kernels of a task for an array, which implement the contract in the task's folder.
 
-    The file depends on the array: ``csr`` for sparse keys, ``cuda`` for CuPy, ``cpu`` for NumPy, and ``torch`` for a
-    tensor. For other arrays, or if the folder lacks the file, it is ``definition``.
+    They come from a file for the array: ``csr`` for sparse keys, ``cuda`` for CuPy, ``cpu`` for NumPy, and ``torch``
+    for a tensor. Kernels that this file lacks come from ``definition``, as do all for other arrays.
     """
     if isinstance(array, np.ndarray):
         file = "cpu"
@@ -68,6 +69,27 @@ def kernels_for(task: str, array: Any, /) -> Any:
     return getattr(_HERE, f"{task}_{file}")
 
 
+def _by_argument(task: Any, contract: type) -> Any:
+    """Return the kernels of a contract, each looked up by its first argument: an array, or rows of keys."""
+
+    def named(name: str) -> Any:
+        def kernel(first: Any, /, *others: Any, **options: Any) -> Any:
+            array = first.keys if isinstance(first, Rows) else first
+            return getattr(kernels_for(task, array), name)(first, *others, **options)
+
+        return kernel
+
+    return SimpleNamespace(**{name: named(name) for name in vars(contract) if not name.startswith("_")})
+
+
+FACTOR: FactorKernels = _by_argument("factor", FactorKernels)
+GRAM: GramKernels = _by_argument("gram", GramKernels)
+HEAVY: HeavyKernels = _by_argument("heavy", HeavyKernels)
+PRECISE: PreciseKernels = _by_argument("precise", PreciseKernels)
+KEYS: RowKernels = _by_argument("rows", RowKernels)
+SKETCH: SketchKernels = _by_argument("sketch", SketchKernels)
+
+
 def __getattr__(name: str) -> Any:
     """Return the kernels of a task on first use, and keep them as an attribute of this module.
 
@@ -78,57 +100,12 @@ def __getattr__(name: str) -> Any:
     if file not in _FILES or not task or find_spec(f"levattn._kernels.{task}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     available_threads()  # a wrong number in the environment is an error at the first use, not at the first large call
-    for found in (file, "definition"):
-        path = f"levattn._kernels.{task}.{found}"
-        if find_spec(path) is not None:
-            globals()[name] = import_module(path)
-            return globals()[name]
-    raise NotImplementedError(f"{task} has no kernels for arrays of {file}; give arrays of NumPy or CuPy")
-
-
-if TYPE_CHECKING:  # mypy checks that the modules implement their contracts
-    from levattn._kernels.factor import cpu as factor_cpu
-    from levattn._kernels.factor import cuda as factor_cuda
-    from levattn._kernels.gram import cpu as gram_cpu
-    from levattn._kernels.gram import csr as gram_csr
-    from levattn._kernels.gram import cuda as gram_cuda
-    from levattn._kernels.gram import definition as gram_definition
-    from levattn._kernels.heavy import cpu as heavy_cpu
-    from levattn._kernels.heavy import cuda as heavy_cuda
-    from levattn._kernels.latent import cpu as latent_cpu
-    from levattn._kernels.latent import cuda as latent_cuda
-    from levattn._kernels.latent import definition as latent_definition
-    from levattn._kernels.latent import torch as latent_torch
-    from levattn._kernels.precise import cpu as precise_cpu
-    from levattn._kernels.pruned import cpu as pruned_cpu
-    from levattn._kernels.pruned import cuda as pruned_cuda
-    from levattn._kernels.pruned import definition as pruned_definition
-    from levattn._kernels.pruned import torch as pruned_torch
-    from levattn._kernels.rows import cpu as rows_cpu
-    from levattn._kernels.rows import csr as rows_csr
-    from levattn._kernels.rows import cuda as rows_cuda
-    from levattn._kernels.rows import definition as rows_definition
-    from levattn._kernels.select import cuda as select_cuda
-    from levattn._kernels.select import definition as select_definition
-    from levattn._kernels.sketch import cpu as sketch_cpu
-    from levattn._kernels.sketch import csr as sketch_csr
-    from levattn._kernels.sketch import cuda as sketch_cuda
-    from levattn._kernels.sketch import definition as sketch_definition
-    from levattn._kernels.tokens import cpu as tokens_cpu
-    from levattn._kernels.tokens import cuda as tokens_cuda
-    from levattn._kernels.tokens import definition as tokens_definition
-    from levattn._kernels.tokens import torch as tokens_torch
-
-    _ROWS: tuple[RowKernels, ...] = (rows_cpu, rows_csr, rows_cuda, rows_definition)
-    _GRAM: tuple[GramKernels, ...] = (gram_cpu, gram_csr, gram_cuda, gram_definition)
-    _FACTOR: tuple[FactorKernels, ...] = (factor_cpu, factor_cuda)
-    _PRECISE: PreciseKernels = precise_cpu
-    _SKETCH: tuple[SketchKernels, ...] = (sketch_cpu, sketch_csr, sketch_cuda, sketch_definition)
-    _SELECT: tuple[SelectKernels, ...] = (select_cuda, select_definition)
-    _HEAVY: tuple[HeavyKernels, ...] = (heavy_cpu, heavy_cuda)
-    _LATENT: tuple[LatentKernels, ...] = (latent_definition, latent_torch)
-    _LATENT_GRADIENTS: tuple[LatentGradients, ...] = (latent_cpu, latent_cuda)
-    _LATENT_STEPS: tuple[LatentSteps, ...] = (latent_cpu, latent_cuda, latent_torch)
-    _TOKENS: tuple[TokenKernels, ...] = (tokens_definition, tokens_torch)
-    _TOKENS_GRADIENTS: tuple[TokenGradients, ...] = (tokens_cpu, tokens_cuda)
-    _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_cuda, pruned_definition, pruned_torch)
+    paths = [f"levattn._kernels.{task}.{part}" for part in dict.fromkeys((file, "definition"))]
+    found = [import_module(path) for path in paths if find_spec(path) is not None]
+    if not found:
+        raise NotImplementedError(f"{task} has no kernels for arrays of {file}; give arrays of NumPy or CuPy")
+    table = ModuleType(f"{__name__}.{name}", "The kernels of one file, and those of the definition that it lacks.")
+    for module in reversed(found):
+        vars(table).update((key, part) for key, part in vars(module).items() if not key.startswith("_"))
+    globals()[name] = found[0] if len(found) == 1 else table
+    return globals()[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -18,11 +19,13 @@ from torch.autograd import forward_ad
 from levattn._core.arrays import as_cupy, as_tensor, memory_of_tensor, without_wrappers
 from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
+from levattn._kernels.dispatch import kernels_for
 
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARED = (torch.float32, torch.float64)
 _EXPORTS = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
+_SCHEMA = {"bool": "bool", "int": "SymInt", "float": "float"}  # types of numbers in torch's schema language
 _REASON = "levattn reads numbers of tensors or keeps a state here; compile without fullgraph=True"
 
 
@@ -162,6 +165,22 @@ def tensor_of(array: Any) -> Any:
     return as_tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else as_tensor(array)
 
 
+def laid_out(array: Any) -> Any:
+    """Return an array of a kernel as a tensor with the same layout."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else tensor_of(array)
+
+
+def like_of_kernels(tensor: Any) -> Any:
+    """Return an empty tensor as kernels lay it out: the heads of a token side by side if the given tensor has them so.
+
+    If neighbors along the last axis are not adjacent, `memory_of` makes a copy, head by head.
+    """
+    if tensor.ndim == 4 and tensor.stride(3) == 1 and tensor.stride(1) < tensor.stride(2):
+        b, h, T, d = tensor.shape
+        return tensor.new_empty(b, T, h, d).transpose(1, 2)
+    return tensor.new_empty(tensor.shape)
+
+
 def bounds_of(offsets: Any, T: int) -> Any:
     """Return offsets in main memory; for None, the offsets of one sequence.
 
@@ -206,37 +225,141 @@ def make_operator(name: str, schema: str, run: Any, shape: Any, setup_context: A
     return operator
 
 
-def make_attention(
-    name: str,
-    arguments: str,
-    learned: int,
-    forward: tuple[Callable[..., Any], Callable[..., Any]],
-    backward: tuple[Callable[..., Any], Callable[..., Any]],
-) -> tuple[Any, Any]:
-    """Return the kernels of an attention, forward and backward, as torch operators, without second derivatives.
+class AttentionOperator:
+    """The kernels of an attention as torch operators, forward and backward, by the dataclass of their arguments.
 
-    arguments: in torch's schema language, tensors before numbers; the first `learned` of them have gradients.
+    The operators take tensors before numbers: first the `learned` ones, which have gradients, last the `parts` of the
+    state. There are no second derivatives.
 
-    forward, backward: a kernel, and a function with its arguments that returns empty tensors of the same shapes.
+    output: a function of the dataclass that returns an empty tensor for the output.
+
+    widens: whether gradients of tensors of 16 bits are computed in float32.
     """
-    tensors, count = arguments.count("Tensor"), arguments.count(",") + 1
 
-    def refuse(_ctx: Any, *_gradients: Any) -> Any:
-        raise RuntimeError(
-            f"a gradient of {name.replace('_', ' ')} was differentiated again; it has first derivatives only. Leave "
-            "out create_graph=True, or detach the first gradient"
+    def __init__(
+        self,
+        name: str,
+        task: Any,
+        contract: Any,
+        learned: tuple[str, ...],
+        parts: int,
+        output: Callable[[Any], Any],
+        *,
+        widens: bool = False,
+    ) -> None:
+        kinds = {one.name: str(one.type) for one in fields(contract) if one.name != "state"}
+        arrays = [name for name, kind in kinds.items() if "Any" in kind or "NDArray" in kind]
+        self._name, self._contract, self._learned, self._parts = name, contract, len(learned), parts
+        self._tensors = (*learned, *(name for name in arrays if name not in learned))
+        self._numbers = tuple(name for name in kinds if name not in arrays)
+        self._task, self._output, self._widens = task, output, widens
+        tensors = [f"Tensor? {name}" for name in (*self._tensors, *(f"state_{i}" for i in range(parts)))]
+        arguments = ", ".join([*tensors, *(f"{_SCHEMA.get(kinds[name], 'str')} {name}" for name in self._numbers)])
+        results = ", ".join(["Tensor"] * len(learned))
+        self.backward = make_operator(
+            f"{name}_backward",
+            f"(Tensor dY, {arguments}) -> ({results})",
+            self._run_back,
+            self._like_back,
+            None,
+            self._refuse,
+        )
+        self.forward = make_operator(
+            name, f"({arguments}) -> Tensor", self._run, self._like, self._keep, self._followed
         )
 
-    results = ", ".join(["Tensor"] * learned)
-    back = make_operator(f"{name}_backward", f"(Tensor dY, {arguments}) -> ({results})", *backward, None, refuse)
+    def __call__(self, x: Any) -> Any:
+        """Return the output as a tensor with a gradient."""
+        return self.forward(*self.arguments(x))
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 (torch names it)
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.numbers = inputs[tensors:]
+    def arguments(self, x: Any) -> tuple[Any, ...]:
+        """Return the arguments of the operators."""
+        arrays = [getattr(x, name) for name in self._tensors]
+        tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
+        numbers = [getattr(x, name) for name in self._numbers]
+        return (*tensors, *(self._state_of(x) or (None,) * self._parts), *numbers)
 
-    def gradients(ctx: Any, dY: Any) -> Any:
-        found = back(dY, *ctx.saved_tensors, *ctx.numbers)
+    def computed(self, x: Any) -> Any:
+        """Return the output for plain tensors, without a gradient."""
+        first = getattr(x, self._tensors[0])
+        if not first.numel():
+            empty = self._output(x)
+            if not empty.numel():
+                return empty
+        held = self.in_memory(x)
+        found = self._kernels(held).forward(held)
+        return laid_out(found[0] if isinstance(found, tuple) else found)
+
+    def in_tensors(self, x: Any) -> Any:
+        """Return the arguments as the definition reads them: the bounds in main memory, a state beside the tensors."""
+        first = getattr(x, self._tensors[0])
+        return replace(x, offsets=bounds_of(x.offsets, first.shape[-2]), state=self._state_of(x))
+
+    def in_memory(self, x: Any) -> Any:
+        """Return the arguments in the memory that kernels read."""
+        first = getattr(x, self._tensors[0])
+        found = {name: memory_of(getattr(x, name)) for name in self._tensors if name != "offsets"}
+        state = x.state if first.device.type == "cpu" else self._state_of(x)
+        state = None if state is None else tuple(map(memory_of, state))
+        found |= {"offsets": bounds_of(x.offsets, first.shape[-2]), "state": state}
+        return self._contract(**{**vars(x), **found})  # `replace` takes three times as long
+
+    def _kernels(self, x: Any) -> Any:
+        return kernels_for(self._task, getattr(x, self._tensors[0]))
+
+    def _state_of(self, x: Any) -> tuple[Any, ...] | None:
+        """Return the parts of a state as tensors on the device of the call; copies of arrays of numpy.
+
+        A backward pass may read them after the caller has refilled the arrays that the state holds.
+        """
+        if x.state is None:
+            return None
+        device = getattr(x, self._tensors[0]).device
+        parts = [part.copy() if isinstance(part, np.ndarray) else part for part in x.state]
+        return tuple([(part if isinstance(part, torch.Tensor) else tensor_of(part)).to(device) for part in parts])
+
+    def _held(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the arguments of an operator as the dataclass."""
+        n = len(self._tensors)
+        state = arguments[n : n + self._parts]
+        named = zip(self._tensors + self._numbers, arguments[:n] + arguments[n + self._parts :], strict=True)
+        return self._contract(**dict(named), state=None if state[0] is None else state)
+
+    def _run(self, *arguments: Any) -> Any:
+        return self.computed(self._held(arguments))
+
+    def _like(self, *arguments: Any) -> Any:
+        return self._output(self._held(arguments))
+
+    def _run_back(self, dY: Any, *arguments: Any) -> Any:
+        given = arguments[: self._learned]
+        if not dY.numel() and not given[0].numel():
+            return tuple(gradient.zero_() for gradient in self._like_back(dY, *arguments))
+        if self._widens and given[0].element_size() == 2:  # only here, so that a forward pass keeps 16 bits
+            dY = dY.float()
+            arguments = (*(part if part is None else part.float() for part in given), *arguments[self._learned :])
+        held = self.in_memory(self._held(arguments))
+        found = self._kernels(held).backward(held, memory_of(dY))
+        pairs = zip(found, given, strict=True)
+        return tuple(given[0].new_empty(0) if part is None else laid_out(part).to(x.dtype) for part, x in pairs)
+
+    def _like_back(self, _dY: Any, *arguments: Any) -> Any:
+        given = arguments[: self._learned]
+        return tuple(given[0].new_empty(0) if part is None else like_of_kernels(part) for part in given)
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002 (torch names it)
+        n = len(self._tensors) + self._parts
+        ctx.save_for_backward(*inputs[:n])
+        ctx.numbers = inputs[n:]
+
+    def _followed(self, ctx: Any, dY: Any) -> Any:
+        found = self.backward(dY, *ctx.saved_tensors, *ctx.numbers)
         wanted = zip(found, ctx.needs_input_grad, strict=False)
-        return *(gradient if needed else None for gradient, needed in wanted), *(None,) * (count - learned)
+        others = len(self._tensors) - self._learned + self._parts + len(self._numbers)
+        return *(gradient if needed else None for gradient, needed in wanted), *(None,) * others
 
-    return make_operator(name, f"({arguments}) -> Tensor", *forward, keep, gradients), back
+    def _refuse(self, _ctx: Any, *_gradients: Any) -> Any:
+        raise RuntimeError(
+            f"a gradient of {self._name.replace('_', ' ')} was differentiated again; it has first derivatives only. "
+            "Leave out create_graph=True, or detach the first gradient"
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, float64_beside, take_rows, to_numpy
 from levattn._core.checks import TIE, check_type
 from levattn._core.device import where_arrays_are
+from levattn._kernels import KEYS
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.heavy.causal import Causal
@@ -259,8 +260,8 @@ def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Mat
     """Return the result for one head of keys where each query attends to the keys up to its own."""
     _, queried = matrices_in_memory(queries, None, "Q")
     _, rows = matrices_in_memory(keys.item(head), None if present is None else present[head : head + 1], "K")
-    if not np.isfinite(rows.column_maxima()).all():
-        bad = rows.nonfinite_rows(0, 5)
+    if not np.isfinite(KEYS.column_figures(rows, largest=True)).all():
+        bad = KEYS.nonfinite_rows(rows, 0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")
     causal, n = Causal(queried, rows, epsilon), rows.shape[1]
     D, captured, error, live = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n, np.bool_)

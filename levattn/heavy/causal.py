@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_float64
 from levattn._core.checks import TIE
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import FACTOR, Rows
 from levattn.heavy.normalizers import (
     LEAST,
     PRODUCT_ERROR,
@@ -247,7 +247,7 @@ class _Prefix:
 
     def _still(self, keys: Float64) -> npt.NDArray[np.bool_] | None:
         """Tell which keys may have a score of at least ε; return None where the moments are not accurate enough."""
-        found = kernels_for("factor", self._G).inverse_cholesky(self._G[None])
+        found = FACTOR.inverse_cholesky(self._G[None])
         error = (32 + self._chunks) * UNIT * float(found.bound[0])
         if not (found.pivot[0] > 0 and error <= _SCORE_ERROR):
             return None

@@ -14,7 +14,7 @@ from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import SharedState, lock_of, locked, twin
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, Rows
+from levattn._kernels import BLOCK, KEYS, Rows
 from levattn.heavy.entries import heavy_places
 from levattn.heavy.normalizers import (
     LEAST,
@@ -231,7 +231,7 @@ class CausalUniversalSet(SharedState):
             self._form.require(form, "K")
         with np.errstate(over="ignore", invalid="ignore"):
             try:
-                check_finite(rows, rows.column_sums())
+                check_finite(rows, KEYS.column_figures(rows, largest=False))
             except FloatingPointError:
                 refuse_nonfinite(rows, self.n)
         if self._form is None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, to_float64
 from levattn._core.checks import TIE
 from levattn._core.types import Float64
-from levattn._kernels import kernels_for
+from levattn._kernels import HEAVY
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.heavy.normalizers import LEAST, LOWEST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
@@ -54,7 +54,7 @@ def of_other_function(
         N, exponents = universal.factor.even_normalizer(0)
         Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # no key has other columns
         even, taken = even_queries(Q, exponents)
-        powers = np.frexp(np.sqrt(kernels_for("heavy", even).query_norms(even, N)[0]))[1].astype(np.int32)
+        powers = np.frexp(np.sqrt(HEAVY.query_norms(even, N)[0]))[1].astype(np.int32)
         largest = np.max(np.abs(even), axis=1, initial=0.0)
         powers = np.where(largest > 0, powers, 0) + taken
         fraction, exponent = np.frexp(Q)

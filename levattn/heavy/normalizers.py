@@ -10,7 +10,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy
 from levattn._core.checks import TIE
 from levattn._core.types import Float64
-from levattn._kernels import kernels_for
+from levattn._kernels import HEAVY, PRECISE
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.accumulator import UNIT, Exponents
 from levattn.linalg.factor import Factor, even_basis, normalizer_rounding
@@ -55,17 +55,16 @@ def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> 
     error of the factor comes on top. Rounding is large beside √D only where queries are nearly orthogonal to the keys.
     """
     xp = array_namespace(Q)
-    D, size = kernels_for("heavy", Q).query_norms(Q, N)
+    D, size = HEAVY.query_norms(Q, N)
     unit = UNIT * normalizer_rounding(factor, 0)
     loss = unit * xp.sqrt(size)
     doubtful = to_numpy(xp.nonzero(~(2 * loss <= NORMALIZER_ERROR * xp.sqrt(D)))[0])
     parts = even_basis(factor, 0, exponents) if len(doubtful) else None
     if parts is not None:
         places, C = to_device(doubtful, D), parts[1]
-        solve = kernels_for("precise", C).precise_solutions
-        inverse = np.ascontiguousarray(solve(C, np.eye(len(C))).T)
-        Y = solve(parts[0], to_numpy(take_entries(Q, doubtful)))
-        precise, few = kernels_for("heavy", Y).query_norms(Y, inverse)
+        inverse = np.ascontiguousarray(PRECISE.precise_solutions(C, np.eye(len(C))).T)
+        Y = PRECISE.precise_solutions(parts[0], to_numpy(take_entries(Q, doubtful)))
+        precise, few = HEAVY.query_norms(Y, inverse)
         D[places], loss[places] = to_device(precise, D), to_device(unit * np.sqrt(few), D)
     return D, loss
 
@@ -96,7 +95,7 @@ class PreciseSums:
 
         No product with a key in `lost` can be decided exactly: where that is needed, the error is infinite.
         """
-        Z, sizes = kernels_for("precise", K).precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
+        Z, sizes = PRECISE.precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
         noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
         nothing = noise == 0
         doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)

@@ -24,7 +24,7 @@ from levattn._core.arrays import (
 from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import GRAM, KEYS, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, is_square
 from levattn.heavy.causal import CHUNK, Causal
@@ -194,9 +194,9 @@ class HeavyAttention:
             everything = matrices_in_memory(values, as_mask(products.present, values), "V")[1]
         else:
             everything = Rows(values.data, values.format, as_mask(products.universal._present, values))
-        largest = everything.column_maxima().max(initial=0.0)
+        largest = KEYS.column_figures(everything, largest=True).max(initial=0.0)
         if not np.isfinite(largest):
-            bad = everything.nonfinite_rows(0, 5)
+            bad = KEYS.nonfinite_rows(everything, 0, 5)
             raise NonFiniteError(
                 f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
             )
@@ -456,9 +456,8 @@ class _Light:
 
 
 def _largest_norm(rows: Rows) -> float:
-    kernels = kernels_for("gram", rows.keys)
     squares = rows.zeros(as_float64=True)
-    kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
+    GRAM.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
     return float(np.sqrt(float(array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
 
 

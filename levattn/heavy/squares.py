@@ -12,7 +12,7 @@ from levattn._core.arrays import Matrices, array_namespace, take_entries, to_dev
 from levattn._core.checks import TIE
 from levattn._core.random import below, signs, words
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import HEAVY, SKETCH, Rows
 from levattn.functions import Power
 from levattn.heavy.entries import csr_of, heavy_places
 from levattn.heavy.normalizers import (
@@ -70,7 +70,7 @@ def recovered_entries(Q: Float64, keys: Float64, D: Float64, epsilon: float, ske
     sign = signs(drawn).astype(np.float64)
     sketched = np.zeros((1, buckets * repetitions, d))
     rows = Rows(keys[None], "float64")
-    kernels_for("sketch", rows.keys).scatter(rows, seed, _PLACES, 0, repetitions, buckets, sketched)
+    SKETCH.scatter(rows, seed, _PLACES, 0, repetitions, buckets, sketched)
     found: list[Recovered] = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     step = max(1, _ENTRIES // max(n * repetitions, buckets * repetitions, 1))
     for start in range(0, len(Q), step):
@@ -202,7 +202,7 @@ def _entries(
     """Return the scores of at least ε, separately for precise queries, and the mass on the keys of the set."""
     xp = array_namespace(products.queries)
     D = xp.where(products.precise, 0.0, products.normalizers)
-    starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
+    starts, columns, values, captured = HEAVY.heavy_entries(
         products.queries, products.keys, indices, D, epsilon * (1 - TIE)
     )
     others = []

@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_devi
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
@@ -53,14 +53,13 @@ def second_moments(
     there.
     """
     _, n, d = rows.shape
-    kernels = kernels_for("gram", rows.keys)
-    runs, levels = pieces_of(n, kernels.longest_run(rows, len(items)))
+    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)))
     listed = [(slot, item, *run) for slot, item in enumerate(items) for run in runs]
     pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
     tail = None
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the range
-        parts = kernels.moments(rows, pieces, basis=basis, arithmetic=arithmetic)
+        parts = GRAM.moments(rows, pieces, basis=basis, arithmetic=arithmetic)
         if len(runs) == 1:
             return parts
         parts = parts.reshape(len(items), len(runs), d, d)
@@ -177,9 +176,8 @@ class DoubleDouble:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
-        kernels = kernels_for("factor", self.high)
         some = self.high if items.all() else take_entries(self.high, chosen)
-        found = kernels.inverse_cholesky(some, limit=SETTLED / PLAIN_NOISE)
+        found = FACTOR.inverse_cholesky(some, limit=SETTLED / PLAIN_NOISE)
         errors[chosen] = PLAIN_NOISE * found.bound
         return errors
 
@@ -296,8 +294,8 @@ class GramAccumulator:
 
         Return none if blocks are summed one by one, or would take too much memory together.
         """
-        (b, n, d), kernels = rows.shape, kernels_for("gram", rows.keys)
-        longest, runs, pieces, at = kernels.longest_run(rows, b), [], [], 0
+        b, n, d = rows.shape
+        longest, runs, pieces, at = GRAM.longest_run(rows, b), [], [], 0
         while at < n:
             level = _level(self.blocks.count + at // BLOCK, (n - at) // BLOCK, _DEVICE_LEVEL)
             mine = pieces_of(BLOCK << level, longest)[0]
@@ -307,7 +305,7 @@ class GramAccumulator:
         if self.double_double.any() or not pieces or 8 * d * d * len(pieces) > _TOGETHER:
             return {}
         with np.errstate(over="ignore", invalid="ignore"):
-            sums, parts, place = kernels.moments(self.scaled(rows), np.array(pieces, np.int64)), [], 0
+            sums, parts, place = GRAM.moments(self.scaled(rows), np.array(pieces, np.int64)), [], 0
             sums = sums.reshape(-1, b, d, d)
             for _, _, count in runs:
                 part, place = sums[place : place + count], place + count
@@ -423,7 +421,7 @@ class GramAccumulator:
         if diagonal.min(initial=1.0) >= _LEAST and diagonal.max(initial=1.0) <= _LARGEST:
             return None
         check_finite(run, diagonal)
-        largest = run.column_maxima()
+        largest = KEYS.column_figures(run, largest=True)
         found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
         above = found - self.exponents
         far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~self._seen()))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import KEYS, PRECISE, Rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.sums import scaled_columns
 
@@ -22,7 +22,7 @@ def centered(rows: Rows) -> Rows:
     """
     shift, in_range = means(rows)
     if not in_range:
-        largest = rows.column_maxima()
+        largest = KEYS.column_figures(rows, largest=True)
         require_finite(rows, largest)
         rows = scaled_columns(rows, largest, 400)
         shift, _ = means(rows)
@@ -44,7 +44,8 @@ def means(rows: Rows) -> tuple[Float64, bool]:
     with np.errstate(over="ignore", invalid="ignore"):
         origin = np.where(counts[:, None] > 0, _rows_at(rows, first), 0.0) if n and b else np.zeros((b, d))
         divisors = np.maximum(counts, 1).astype(np.float64)
-        return kernels_for("precise", origin).mean_parts(origin, rows.sums_apart(origin), divisors)
+        sums = KEYS.sums_apart(rows, origin)
+        return PRECISE.mean_parts(origin, sums, divisors)
 
 
 def _rows_at(rows: Rows, places: npt.NDArray[np.int64]) -> Float64:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy, where
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
-from levattn._kernels import Arithmetic, Rows, kernels_for
+from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows, kernels_for
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
@@ -240,7 +240,6 @@ class Factor:
                 "rows are scored against keys with fewer rows than columns; expected the rows of these keys"
             )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
-        kernels = kernels_for("gram", self.rows.keys)
         out = self.rows.zeros(as_float64=as_float64, written=True)
         for arithmetic in dict.fromkeys(self.arithmetic):
             items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
@@ -249,9 +248,9 @@ class Factor:
             else:
                 W, basis = (self.W if len(items) == len(self.arithmetic) else take_entries(self.W, items)), None
             if self.projection is not None:
-                kernels.projected_sqnorms(self.rows, items, self.projection[items], out, arithmetic, ceiling)
+                GRAM.projected_sqnorms(self.rows, items, self.projection[items], out, arithmetic, ceiling)
                 continue
-            kernels.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=ceiling)
+            GRAM.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=ceiling)
         counted = np.zeros(self.rows.shape[0], np.bool_)
         if not member:
             self._mark_dead_columns(out)
@@ -279,14 +278,13 @@ class Factor:
 
     def _mark_dead_columns(self, out: Any) -> None:
         """Set the scores of rows to infinity that are nonzero in a column in which all factored keys are zero."""
-        kernels = kernels_for("gram", self.rows.keys)
         for item in np.flatnonzero(self.rank < self.rows.shape[2]).tolist():
             dead = ~np.any(self.whitening[item] != 0, axis=1)
             if dead.any() and item not in self.spans:
                 one = self.rows.item(item)
                 size = one.zeros(as_float64=True)
                 with np.errstate(over="ignore"):
-                    kernels.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
+                    GRAM.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
                 out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
@@ -304,7 +302,6 @@ class Factor:
 
     def _count_null_directions(self, item: int, out: Any, value: float) -> bool:
         """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""
-        kernels = kernels_for("gram", self.rows.keys)
         Z, c = self.null_directions[item]
         d = len(c)
         one = self.rows.item(item)
@@ -312,8 +309,8 @@ class Factor:
         length, size = one.zeros(as_float64=True), one.zeros(as_float64=True)
 
         def measure(lift: float) -> None:
-            kernels.sqnorms(one, np.array([0]), (upper_form(Z) / c[:, None])[None] * lift, length)
-            kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * lift, size)
+            GRAM.sqnorms(one, np.array([0]), (upper_form(Z) / c[:, None])[None] * lift, length)
+            GRAM.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * lift, size)
 
         measure(1.0)
         noise = (64 * UNIT) ** 2 * d
@@ -373,7 +370,7 @@ class Factor:
         B, C = self._parts(item)
         live, kept = np.any(B != 0, axis=1), np.any(B != 0, axis=0)
         N = np.zeros(B.shape)
-        solve = kernels_for("precise", N).precise_solutions
+        solve = PRECISE.precise_solutions
         if np.count_nonzero(live) == np.count_nonzero(kept) > 0:
             inverse = solve(np.ascontiguousarray(B[np.ix_(live, kept)]), np.eye(int(live.sum())))
             if self.arithmetic[item] == "compensated":
@@ -427,7 +424,7 @@ class Factor:
         W = self.whitening[0]
         if self.arithmetic[0] == "compensated" and self.basis is not None and self.correction is not None:
             W = self.correction[0]
-            X = kernels_for("precise", X).precise_products(X, np.ascontiguousarray(self.basis[0].T))
+            X = PRECISE.precise_products(X, np.ascontiguousarray(self.basis[0].T))
         return blockwise_product(X, np.asarray(W[:, np.any(W != 0, axis=0)]))
 
     @where_arrays_are

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.types import Float64
-from levattn._kernels import Arithmetic, Rows, kernels_for
+from levattn._kernels import FACTOR, Arithmetic, Rows
 from levattn._kernels.factor.norms import multiply, spectral_norm
 from levattn.linalg.accumulator import PLAIN_NOISE, UNIT
 from levattn.linalg.factor import column_norms, upper_form
@@ -155,7 +155,7 @@ def precondition(
         basis, H = begun
 
     for _ in range(MOST_ROUNDS):
-        made = kernels_for("factor", H).rebased(
+        made = FACTOR.rebased(
             H[None],
             c[None],
             None if basis is None else basis[None],
@@ -224,7 +224,7 @@ def _finish(
     if inverse_norm_bound is not None and not fine:
         return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
     G = yield W, "compensated" if fine else "double"
-    again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
+    again = FACTOR.inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
     C = again.W[0]
     if not (again.pivot[0] > 0 and np.array_equal(np.any(C != 0, axis=0), kept)):  # W does not whiten the keys
         return MatrixFactor(W, W, None, rank, np.inf, null_directions, c)

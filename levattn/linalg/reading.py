@@ -16,7 +16,7 @@ import numpy.typing as npt
 from levattn._core.arrays import on_cuda, take_entries, to_float64, to_numpy
 from levattn._core.serialize import shaped
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, Rows
+from levattn._kernels import BLOCK, KEYS, Rows
 from levattn.exceptions import NonFiniteError
 
 _COUNTED = ", counted from the first row that this state was given"  # where the user holds a state
@@ -60,7 +60,7 @@ def each_in_memory(rows: Rows, items: Any) -> Iterator[tuple[int, Rows]]:
 def check_finite(rows: Rows, figures: Float64) -> None:
     """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
     for item in _not_finite(figures):
-        if rows.nonfinite_rows(item, 1):
+        if KEYS.nonfinite_rows(rows, item, 1):
             raise FloatingPointError("rows are not finite")
 
 
@@ -85,7 +85,7 @@ def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
 
 def _refuse(rows: Rows, item: int, before: int | None = None) -> None:
     """Raise if a matrix holds NaN or infinity; `before` is the number of earlier rows of a state."""
-    found = [(before or 0) + row for row in rows.nonfinite_rows(item, 5)]
+    found = [(before or 0) + row for row in KEYS.nonfinite_rows(rows, item, 5)]
     if found:
         where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
         more = "first such rows" if len(found) > 1 else "row"

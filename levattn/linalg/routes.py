@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows, kernels_for
 from levattn._kernels.factor import Inverses
 from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
@@ -74,11 +74,11 @@ class Together:
         G : array of the device, shape (k, d, d)
             Moments of keys that have no column of zeros.
         """
-        kernels, d = kernels_for("factor", G), G.shape[1]
+        d = G.shape[1]
         which, bases, H, largest = np.arange(len(G)), None, G, np.zeros(0)
         sizes = array_namespace(G).sqrt(G.diagonal(axis1=1, axis2=2))
         for turn in range(MOST_ROUNDS):
-            made = kernels.rebased(H, sizes, bases, 16 * d * UNIT, self.target / ROUNDING)
+            made = FACTOR.rebased(H, sizes, bases, 16 * d * UNIT, self.target / ROUNDING)
             if bases is None:
                 largest = np.sqrt(made.of_moments())
             lost = ~(made.frobenius() * (self.cut * largest) < 1) | ~made.whole()
@@ -111,7 +111,7 @@ class Together:
         if len(fine):
             basis = _some(W, fine)
             H = self.moments_in(which[fine], basis, "compensated")
-            again = kernels_for("factor", H).rebased(H, _some(sizes, fine), basis, 16 * W.shape[1] * UNIT, np.inf)
+            again = FACTOR.rebased(H, _some(sizes, fine), basis, 16 * W.shape[1] * UNIT, np.inf)
             sound = again.good & again.whole()
             error[fine] = np.where(sound, PLAIN_NOISE * again.bound + SPLIT_ERROR * condition[fine], np.inf)
             xp = array_namespace(W)
@@ -336,7 +336,7 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
-    made = kernels_for("factor", moments.high).inverse_cholesky(moments.high, limit=target / ROUNDING)
+    made = FACTOR.inverse_cholesky(moments.high, limit=target / ROUNDING)
     b, bound = len(made.W), made.bound
     diagonal = moments.diagonal
     whole = (made.pivot > 0) & (bound * (d * cut * cut) < 1)
@@ -378,7 +378,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     """
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
-    largest = rows.column_maxima()
+    largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     rows = scaled_columns(rows, largest, 400)
     batch = _Batch.of(rows, counts_null_directions=rtol is None and ridge == 0)

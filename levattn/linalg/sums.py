@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, Rows
 from levattn._kernels.factor import Inverses
 from levattn.linalg.accumulator import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
@@ -32,7 +32,7 @@ def moments_of_items(
     """Return `second_moments`, with sparse rows in one piece: threads share sparse keys by columns."""
     if isinstance(rows.keys, Csr):
         whole = np.array([[0, 0, 0, rows.shape[1]]])
-        return np.asarray(kernels_for("gram", rows.keys).moments(rows, whole, basis=basis, arithmetic=arithmetic))
+        return np.asarray(GRAM.moments(rows, whole, basis=basis, arithmetic=arithmetic))
     return second_moments(rows, items, basis=basis, arithmetic=arithmetic)
 
 
@@ -83,7 +83,7 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
     found = {}
     with np.errstate(over="ignore", invalid="ignore"):
         G = moments_of_items(rows.between(start, start + BLOCK), range(b))
-        made = kernels_for("factor", G).inverse_cholesky(G, limit=least)
+        made = FACTOR.inverse_cholesky(G, limit=least)
         bound = made.bound
         for item in np.flatnonzero((bound > least) & (bound < _RESOLVED) & ~quick).tolist():
             B = made.W[item]
@@ -135,7 +135,7 @@ def _in_range(
     diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     odd = ~np.all((diagonal >= low) & (diagonal <= high), axis=1)
     require_finite(rows, diagonal)
-    largest = np.where(odd[:, None], rows.column_maxima(), 1.0)
+    largest = np.where(odd[:, None], KEYS.column_figures(rows, largest=True), 1.0)
     rows = scaled_columns(rows, largest, 30 if narrow else 400)
     if rows.scale is None:
         return rows, G
@@ -150,21 +150,21 @@ def factored_in_range(
 ) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
     """Return the rows in range, their moments, which of them are still `quick`, the ridge penalty, and the factors."""
     b, _, d = rows.shape
-    kernels, limits = kernels_for("factor", G), np.where(quick, SINGLE_SUMS, target / ROUNDING)
-    made, penalty = kernels.inverse_cholesky(G, limit=limits), None
+    limits = np.where(quick, SINGLE_SUMS, target / ROUNDING)
+    made, penalty = FACTOR.inverse_cholesky(G, limit=limits), None
     rows, sums = _in_range(rows, G, made.extremes(), quick, narrow)
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
         penalty = ridge_penalty(ridge, np.sqrt(to_numpy(sums.diagonal(axis1=1, axis2=2))), scale)
     if ridge or sums is not G:
-        made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
+        made = FACTOR.inverse_cholesky(_penalized(sums, penalty), limit=limits)
     again = np.flatnonzero(quick & ~(made.bound <= SINGLE_SUMS))
     if len(again):  # the sample was misleading
         quick = quick & (made.bound <= SINGLE_SUMS)
         sums = sums.copy()
         sums[to_device(again, sums)] = moments_of_items(rows, again.tolist())
         limits = np.where(quick, SINGLE_SUMS, target / ROUNDING)
-        made = kernels.inverse_cholesky(_penalized(sums, penalty), limit=limits)
+        made = FACTOR.inverse_cholesky(_penalized(sums, penalty), limit=limits)
     return rows, sums, quick, penalty, made
 
 

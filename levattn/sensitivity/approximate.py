@@ -12,7 +12,7 @@ import numpy as np
 from levattn._core.arrays import to_numpy
 from levattn._core.random import normals
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import Rows
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
@@ -104,7 +104,7 @@ def _in_single(factor: Factor, limit: float) -> Factor:
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     """Return the factor of a sketch summed in float32, or None where such sums may lack accuracy."""
-    out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, np.float32)
+    out = rows.sketch_zeros(sketch.distribution.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         sketch.distribution.add(rows, sketch.distribution.seed, 0, out)
         out *= np.float32(sketch.distribution.scale)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, take_rows, to_device, to_float64, to_numpy
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import HEAVY, PRECISE, Rows
 from levattn.functions import AttentionFunction, Power, Softmax, is_square
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor, even_whitening, float64_rows
@@ -429,8 +429,7 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
         K = np.ldexp(float64_rows(replace(rows.item(item), scale=None), 0, n), -exponents)
         s = np.linalg.svd(N, compute_uv=False)
         mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
-        multiply = kernels_for("precise", K).precise_products
-        keys[item, :, : W.shape[1]] = K @ W if mild else multiply(K, np.ascontiguousarray(W.T))
+        keys[item, :, : W.shape[1]] = K @ W if mild else PRECISE.precise_products(K, np.ascontiguousarray(W.T))
         relative[item] = (m + 4) * UNIT if mild else (3 * m + 4) * UNIT
         absolute[item] = m * _coordinate_error(N, W, precise=not mild)
     lifted: Float64 = np.empty((b, n, lift_columns(keys.shape[2], m)))
@@ -472,7 +471,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
         in_basis = q @ N.T  # ⟨k, q⟩ = ⟨kW, Nq⟩
         lifted = np.empty((len(q), lift_columns(d, m)))
         _lift(in_basis, m, lifted)
-        D[part], size = kernels_for("heavy", lifted).query_norms(np.ldexp(lifted, lifted_exponents), M)
+        D[part], size = HEAVY.query_norms(np.ldexp(lifted, lifted_exponents), M)
         # Errors move Nq by `moved`, and the p-norm of its products with orthonormal columns by no more.
         moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(in_basis, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):

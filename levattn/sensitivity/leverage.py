@@ -15,7 +15,7 @@ from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
-from levattn._kernels import Rows
+from levattn._kernels import KEYS, Rows
 from levattn.linalg.centered import centered
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
@@ -94,7 +94,7 @@ def factorize(
 def _narrowed(rows: Rows, *, ridge: bool, scores_only: bool) -> tuple[Rows, Wide | None]:
     """Return keys with no more columns than rows that have the scores of wide keys, and how they were chosen."""
     sparse = isinstance(rows.keys, Csr)
-    largest = rows.column_maxima()
+    largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     if ridge:
         return folded(rows, largest), None
@@ -374,7 +374,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     if not 0 <= real_number("ridge", ridge) < math.inf:
         raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, λ itself")
     _, rows = in_main_memory(K, mask)
-    largest = rows.column_maxima()
+    largest = KEYS.column_figures(rows, largest=True)
     if not np.isfinite(largest).all():
         require_finite(rows, largest)
     root = math.sqrt(ridge)

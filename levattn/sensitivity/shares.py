@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, take_rows, to_float64
 from levattn._core.checks import TIE
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import kernels_for
+from levattn._kernels import PRECISE
 from levattn.exceptions import NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, scale_of
 from levattn.linalg.accumulator import UNIT
@@ -38,7 +38,7 @@ def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Flo
     """Return ⟨q, k⟩ as in twice the precision, and the largest error of each; with `zeros` a 0 is exact."""
     d = Q.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
-        Z, size = kernels_for("precise", Q).precise_products(Q, K), np.abs(Q) @ np.abs(K).T
+        Z, size = PRECISE.precise_products(Q, K), np.abs(Q) @ np.abs(K).T
         noise = _NOTHING * d**2 * size + 4 * d * LEAST_POSITIVE
         if zeros:
             doubtful = np.nonzero(np.abs(Z) <= noise)

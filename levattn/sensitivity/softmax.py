@@ -9,7 +9,7 @@ import numpy as np
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
-from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels import BLOCK, GRAM, KEYS, Rows
 from levattn.functions import INSIDE, AttentionFunction, Softmax
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.centered import means
@@ -42,7 +42,6 @@ def _jensen(problem: Problem) -> Float64:
     """
     rows, root, counts = problem.rows, _root(problem), problem.counts
     b, n, d = rows.shape
-    kernels = kernels_for("gram", rows.keys)
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow bounds nothing
         parts, _ = means(rows)
         apart = replace(rows, shift=parts)
@@ -53,13 +52,16 @@ def _jensen(problem: Problem) -> Float64:
             shift = np.ascontiguousarray(parts[:, :, ::-1])
             reversed_rows = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=shift)
             squares = rows.zeros(as_float64=True)
-            kernels.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+            GRAM.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
             norms = np.sqrt(to_numpy(squares))
         else:
             norms = np.array([root * np.linalg.norm(as_read(apart.item(i)), axis=1) for i in range(b)]).reshape(b, n)
         # any center gives a bound if its distance from the mean is added: rounding of sums, differences and products
         if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
-            sizes, steps = apart.column_maxima() * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
+            sizes, steps = (
+                KEYS.column_figures(apart, largest=True) * np.linalg.norm(R, axis=1),
+                int((steps + d * d) * d**0.5) + 1,
+            )
             largest = np.linalg.norm(sizes, axis=1, keepdims=True)
         else:  # no entry exceeds the largest norm
             largest = d**0.5 * np.max(norms, axis=1, keepdims=True, initial=0.0)

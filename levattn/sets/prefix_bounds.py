@@ -19,7 +19,7 @@ from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64
 from levattn._core.checks import TIE
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn._kernels import BLOCK, KEYS, Arithmetic, Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.accumulator import (
     LARGEST_EXPONENT,
@@ -162,7 +162,7 @@ class RunningSquares:
                     f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, because products "
                     f"of {self.m} of them underflow. Scale all chunks of K alike, by a power of two"
                 )
-        largest = rows.column_maxima()
+        largest = KEYS.column_figures(rows, largest=True)
         largest = largest[(largest > 0) & np.isfinite(largest)]
         if np.abs(np.frexp(largest)[1] * self.m).max(initial=0) > _RANGE:
             raise ValueError(

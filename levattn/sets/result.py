@@ -39,7 +39,6 @@ from levattn.sensitivity.leverage import rows_of
 
 if TYPE_CHECKING:
     from levattn.plots import LeverageSpectrumDisplay
-    from levattn.sets.streaming import StreamedSet
 
 
 _SAMPLE = 64  # keys outside a set whose scores are compared with the scores of K
@@ -627,12 +626,12 @@ def span(values: Any) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _size(found: UniversalSet | StreamedSet) -> str:
+def _size(found: Any) -> str:
     batch = f" in each of {found.batch}" if found.batch else ""
     return f"{span(found.sizes)} of {_rows(found)} keys{batch}"
 
 
-def _rows(found: UniversalSet | StreamedSet) -> int:
+def _rows(found: Any) -> int:
     return found.n if hasattr(found, "n") else int(found.mask.shape[-1])
 
 
@@ -658,13 +657,13 @@ def _of_coverage(universal: UniversalSet) -> list[tuple[str, str]]:
     return [*given, (f"{queries} queries", "")]
 
 
-def line_of(found: UniversalSet | StreamedSet) -> str:
+def line_of(found: Any) -> str:
     """Return the figures of a set on one line."""
     figures = (f"{name}={figure}" if figure else name for name, figure in _figures(found))
     return f"{type(found).__name__}({', '.join((_size(found), *figures))})"
 
 
-def html_of(found: UniversalSet | StreamedSet) -> str:
+def html_of(found: Any) -> str:
     """Return the figures of a set as a table, with its first keys if it is of one matrix."""
     rows = [("keys", _size(found)), *((name, figure or "yes") for name, figure in _figures(found))]
     if not found.batch:

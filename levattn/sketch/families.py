@@ -17,7 +17,7 @@ import numpy.typing as npt
 from levattn._core.checks import real_number, whole_number
 from levattn._core.random import as_seed, below, normals, signs, words
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import SKETCH, Rows, kernels_for
 
 # Streams of the generator, so that no two distributions share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
@@ -99,10 +99,9 @@ class Distribution(ABC):
             The sum to add to, a numpy array; for rows on a CUDA device, an array on it.
         """
         step = max(1, _ENTRIES // self.size)
-        kernels = kernels_for("sketch", rows.keys)
         for low in range(0, rows.shape[1], step):
             part = rows.between(low, min(low + step, rows.shape[1]))
-            kernels.add_products(part, self.columns(seed, start + low, part.shape[1]), out)
+            SKETCH.add_products(part, self.columns(seed, start + low, part.shape[1]), out)
 
 
 class _Sparse(Distribution):
@@ -129,7 +128,7 @@ class _Sparse(Distribution):
     def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
         blocks = self._blocks()
-        kernels_for("sketch", rows.keys).scatter(rows, seed, _PLACES, start, blocks, self.size // blocks, out)
+        SKETCH.scatter(rows, seed, _PLACES, start, blocks, self.size // blocks, out)
 
 
 @dataclass(frozen=True)

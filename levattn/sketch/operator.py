@@ -14,7 +14,7 @@ from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import KEYS, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.sketch.families import SKETCHES, Distribution
 
@@ -132,12 +132,12 @@ def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DType
     row_start = whole_number("row_start", row_start, 0)
     if row_start > _ROWS - rows.shape[1]:
         raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
-    out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, dtype)
+    out = rows.sketch_zeros(sketch.distribution.size, dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # the code below finds and names values that are not finite
         sketch.distribution.add(rows, sketch.distribution.seed, row_start, out)
     if not np.isfinite(out).all():
         for item in range(rows.shape[0]):
-            bad = rows.nonfinite_rows(item, 5)
+            bad = KEYS.nonfinite_rows(rows, item, 5)
             if bad:
                 where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
                 raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")

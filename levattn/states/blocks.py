@@ -26,7 +26,7 @@ from levattn._core.arrays import (
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import is_storable, shaped
 from levattn._core.types import Float64, decode_half
-from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels import BLOCK, KEYS, Rows, kernels_for
 from levattn.linalg.accumulator import DoubleDouble, Exponents, GramAccumulator
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
@@ -234,7 +234,7 @@ def _require_finite(rows: Rows) -> None:
     if rows.format in ("float64", "float32") and math.isfinite(np.einsum("bij->", rows.keys)):  # the fastest sum
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        check_finite(rows, rows.column_sums())
+        check_finite(rows, KEYS.column_figures(rows, largest=False))
 
 
 def require_format(name: str, given: Any, before: Any) -> None:

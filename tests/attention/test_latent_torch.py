@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 from torch.autograd import grad, gradcheck, gradgradcheck  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
+from levattn._kernels import LatentArguments  # noqa: E402
 from levattn._kernels.latent import torch as operators  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
@@ -251,12 +252,12 @@ def test_operators_keep_the_rules_of_torch(gradients: bool) -> None:
     Q, K, V, gate, value = (
         x.detach().requires_grad_(gradients) for x in (*leaves(), leaf(2, 9, seed=3), leaf(2, 9, 2, seed=4))
     )
-    mask, offsets, state = flags(9).expand(2, 9).clone(), torch.tensor([0, 4, 9]), map(torch.from_numpy, STATE)
-    for arguments in (
-        (Q, K, V, None, None, None, torch.tensor([0, 9]), None, None, None, True, 0),
-        (Q, K, V, gate, value, mask, offsets, *state, True, -1),
+    mask, offsets = flags(9).expand(2, 9).clone(), np.array([0, 4, 9])
+    for x in (
+        LatentArguments(Q, K, V, np.array([0, 9]), True),
+        LatentArguments(Q, K, V, offsets, True, -1, gate, value, mask, STATE),
     ):
-        torch.library.opcheck(operators.ATTENTION, arguments)
+        torch.library.opcheck(operators.ATTENTION.forward, operators.ATTENTION.arguments(x))
     torch.library.opcheck(operators.SCAN, (Q, K, leaf(2, 3).detach().requires_grad_(gradients), False))
     torch.library.opcheck(operators.SCAN, (Q, K, None, True))
 

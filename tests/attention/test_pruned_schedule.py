@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import naive_attention
 import strategies
 from levattn import thread_limit
-from levattn._kernels import tasks
-from levattn._kernels.pruned import cpu as pruned_cpu
+from levattn._kernels import kernels_for, tasks
 from levattn.attention import Selection, causal_pruned_attention
 from pruned_calls import attend, walk
 
@@ -102,7 +101,7 @@ def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_argume
 def test_a_renewal_at_once_is_that_in_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     X = arrays(4, 200)
     Y, state, certificate = walk(*X, **OPTIONS[name], return_certificate=True)
-    monkeypatch.setattr(pruned_cpu, "renewed", lambda *_: None)
+    monkeypatch.setattr(kernels_for("pruned", X[0]), "renewed", lambda *_: None)
     expected, other, theirs = walk(*X, **OPTIONS[name], return_certificate=True)
     np.testing.assert_allclose(Y, expected, atol=1e-11)
     np.testing.assert_allclose(certificate.error_bound, theirs.error_bound, rtol=1e-9)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import grad, gradcheck  # noqa: E402
 
-from levattn._kernels.tokens import cpu  # noqa: E402
+from levattn._kernels import TokenArguments, kernels_for  # noqa: E402
 from levattn._kernels.tokens import torch as operators  # noqa: E402
 from levattn.attention.tokens.torch import leverage  # noqa: E402
 
@@ -347,13 +347,15 @@ def test_any_layout_has_the_same_values_and_the_layout_that_is_foretold(name: st
     Y = tssa(found)
     assert is_alike(Y.detach(), plain)
     torch.testing.assert_close(grad(Y.square().sum(), found)[0], true, atol=1e-14, rtol=0)
-    b, h, T, _ = W.shape
-    x = (W, torch.ones(b, h, dtype=W.dtype), None, None, torch.tensor([0, T]), *(None,) * 5)
-    x += (True, 2, False, 1e-12, 1e-8, 1.0, 1.0)
-    real = (operators.STATISTICS(*x), *operators.STATISTICS_BACKWARD(torch.ones_like(Y), *x))
+    one = TokenArguments(W, torch.ones(W.shape[:2], dtype=W.dtype), None, np.array([0, W.shape[2]]))
+    x = operators.STATISTICS.arguments(one)
+    real = (operators.STATISTICS.forward(*x), *operators.STATISTICS.backward(torch.ones_like(Y), *x))
     with FakeTensorMode() as mode:
         y = tuple(mode.from_tensor(part) if isinstance(part, torch.Tensor) else part for part in x)
-        fake = (operators.STATISTICS(*y), *operators.STATISTICS_BACKWARD(torch.ones(Y.shape, dtype=W.dtype), *y))
+        fake = (
+            operators.STATISTICS.forward(*y),
+            *operators.STATISTICS.backward(torch.ones(Y.shape, dtype=W.dtype), *y),
+        )
     for one, other in zip(fake, real, strict=True):
         assert (one.shape, one.dtype, layout(one)) == (other.shape, other.dtype, layout(other))
 
@@ -361,13 +363,15 @@ def test_any_layout_has_the_same_values_and_the_layout_that_is_foretold(name: st
 @pytest.mark.parametrize("gradients", [False, True])
 def test_heads_side_by_side_are_read_where_they_lie(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     X = leaf(2, 9, 12, dtype=torch.float32).requires_grad_(gradients)
-    W, seen, known = X.unflatten(-1, (3, -1)).transpose(1, 2), [], cpu.forward
+    W, seen = X.unflatten(-1, (3, -1)).transpose(1, 2), []
+    table = kernels_for("tokens", np.zeros(0))
+    known = table.forward
 
     def spied(x: Any, **options: Any) -> Any:
         seen.append((x.W.ctypes.data, x.W.strides))
         return known(x, **options)
 
-    monkeypatch.setattr(cpu, "forward", spied)
+    monkeypatch.setattr(table, "forward", spied)
     Y = tssa(W)
     assert seen == [(X.data_ptr(), tuple(4 * stride for stride in W.stride()))]
     assert Y.stride() == W.stride()
@@ -473,18 +477,17 @@ def test_compiled_around_leverage_scores_and_states() -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 def test_operators_keep_the_rules_of_torch(gradients: bool) -> None:
     W, temperature = tokens().detach().requires_grad_(gradients), leaf(2, 3, seed=1).detach().requires_grad_(gradients)
-    offset, offsets = leaf(2, 3, 7, seed=2).detach().requires_grad_(gradients), torch.tensor([0, 4, 7])
+    offset, offsets = leaf(2, 3, 7, seed=2).detach().requires_grad_(gradients), np.array([0, 4, 7])
     rng = np.random.default_rng(5)
-    state = [torch.from_numpy(rng.random(shape)) for shape in ((2, 3, 2, 2), (2, 3, 2)) * 2]
-    decay = torch.tensor([0.9, 1.0, 0.5], dtype=torch.float64)
-    plain, numbers = (torch.tensor([0, 7]), *(None,) * 5), (False, 1e-12, 1e-8, 1.0, 1.0)
+    A, n, M, N = (rng.random(shape) for shape in ((2, 3, 2, 2), (2, 3, 2)) * 2)
+    others = {"mean": True, "least": 1e-30, "ridge": 0.0, "c": 2.0, "gain": 3.0, "decay": np.array([0.9, 1.0, 0.5])}
     contiguous = W.detach().contiguous().requires_grad_(gradients)
-    for arguments in (
-        (W, temperature, None, None, *plain, True, 2, *numbers),
-        (W, temperature, offset, flags(), offsets, decay, *state, True, 2, True, 1e-30, 0.0, 2.0, 3.0),
-        (contiguous, temperature, None, flags(), offsets, *plain[1:], False, 1, *numbers),
+    for x in (
+        TokenArguments(W, temperature, None, np.array([0, 7])),
+        TokenArguments(W, temperature, offset, offsets, mask=flags(), state=(A, n, M, N), **others),
+        TokenArguments(contiguous, temperature, None, offsets, causal=False, logits="norm", mask=flags()),
     ):
-        torch.library.opcheck(operators.STATISTICS, arguments)
+        torch.library.opcheck(operators.STATISTICS.forward, operators.STATISTICS.arguments(x))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (3, 0, 4)], ids=str)

@@ -15,7 +15,7 @@ import levattn
 from emulator import DeviceError, device, places
 from levattn._core import arrays
 from levattn._core.device import where_arrays_are
-from levattn._kernels import BLOCK
+from levattn._kernels import BLOCK, LatentArguments, TokenArguments
 from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.rows import Rows
@@ -242,15 +242,14 @@ def test_latents_of_each_format_and_their_states(tensors: Any, dtype: str, monke
 def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
     import torch
 
-    from levattn._kernels.tokens.torch import STATISTICS_BACKWARD
+    from levattn._kernels.tokens.torch import STATISTICS
 
     there, _, made = tensors
     W, dY = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 2, 3, 30, 8))).to(getattr(torch, dtype))
-    theta, offsets = torch.ones(2, 3), torch.tensor([0, 30])
-    numbers = (True, 2, False, 1e-12, 1e-8, 1.0, 1.0)
+    theta, offsets = torch.ones(2, 3), np.array([0, 30])
 
     def gradients(dY: Any, W: Any, theta: Any) -> Any:
-        return STATISTICS_BACKWARD(dY, W, theta, None, None, offsets, *(None,) * 5, *numbers)
+        return STATISTICS.backward(dY, *STATISTICS.arguments(TokenArguments(W, theta, None, offsets)))
 
     expected = gradients(dY.float(), W.float(), theta)
     with made:
@@ -265,15 +264,15 @@ def test_gradients_of_tokens_of_each_format(tensors: Any, dtype: str) -> None:
 def test_gradients_of_latents_of_each_format(tensors: Any, dtype: str) -> None:
     import torch
 
-    from levattn._kernels.latent.torch import ATTENTION, ATTENTION_BACKWARD
+    from levattn._kernels.latent.torch import ATTENTION
 
     there, _, made = tensors
     rng, kind = np.random.default_rng(1), getattr(torch, dtype)
     given = [torch.from_numpy(rng.standard_normal((2, 30, size))).to(kind) for size in (8, 5, 5, 8)]
-    rest = (*(None,) * 3, torch.tensor([0, 30]), *(None,) * 3, True, 0)
 
     def results(dY: Any, *arrays: Any) -> Any:
-        return ATTENTION(*arrays, *rest), *ATTENTION_BACKWARD(dY, *arrays, *rest)[:3]
+        arguments = ATTENTION.arguments(LatentArguments(*arrays, np.array([0, 30]), True))
+        return ATTENTION.forward(*arguments), *ATTENTION.backward(dY, *arguments)[:3]
 
     expected = results(*(part.float() for part in given))
     with made:
@@ -400,7 +399,7 @@ def test_operators_tell_that_a_graph_cannot_hold_them() -> None:
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
     if unsafe is None:
         pytest.skip("this torch has no such tag")
-    assert unsafe in latent_torch.ATTENTION._opoverload.tags
+    assert unsafe in latent_torch.ATTENTION.forward._opoverload.tags
 
 
 def test_the_step_over_a_batch_of_one_does_not_matter(cupy: Any) -> None:

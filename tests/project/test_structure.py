@@ -34,13 +34,13 @@ LAYERS = {
     5: ("sets",),
     6: ("heavy", "attention", "distributed"),
     7: ("", "nn"),  # levattn/__init__.py: the public names
-    8: ("integrations", "warming"),
+    8: ("integrations",),
     9: ("cli",),
 }
 LEVEL = {name: level for level, names in LAYERS.items() for name in names}
 
 # Beside the layers: they may use the library up to a level, and only these modules may use them.
-SIDE = {"datasets": 1, "data": 0, "definitions": 1}
+SIDE = {"datasets": 1, "data": 0, "definitions": 1, "warming": 7}
 USERS_OF_SIDE = {"plots", "cli", *SIDE, ""}
 
 ANYWHERE = {"numpy", "scipy", "array_api_compat"}
@@ -224,7 +224,7 @@ def upward_imports(modules: list[Module]) -> Iterator[str]:
         level = LEVEL.get(module.head, SIDE.get(module.head, 0))
         for item in module.imports:
             target = item.own.partition(".")[0]
-            if item.package != "levattn" or target == module.head or item.typing_only:  # a display names what it draws
+            if item.package != "levattn" or target == module.head:
                 continue
             if target in SIDE and module.head not in USERS_OF_SIDE:
                 yield f"{module.at(item.line)}: {item.target} stands beside the library; cli and plots use it"
@@ -236,14 +236,12 @@ def upward_imports(modules: list[Module]) -> Iterator[str]:
 
 
 def cycles(modules: list[Module]) -> Iterator[str]:
-    graph = {
-        module.name: {i.own for i in module.imports if i.package == "levattn" and not i.typing_only}
-        for module in modules
-    }
+    """Circles of imports, also of those for types: who reads one module of a circle has to read all of them."""
+    graph = {module.name: {i.own for i in module.imports if i.package == "levattn"} for module in modules}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        yield "import cycle (lazy imports count): " + " <- ".join(f"levattn.{name}" for name in error.args[1])
+        yield "import cycle (lazy ones and types count): " + " <- ".join(f"levattn.{name}" for name in error.args[1])
 
 
 def misplaced_packages(modules: list[Module]) -> Iterator[str]:
@@ -425,6 +423,13 @@ PLANTED = [
     (upward_imports, "sensitivity/leverage.py", "from levattn import datasets", "stands beside the library"),
     (upward_imports, "datasets.py", "from levattn import plots", "level 1 imports levattn.plots"),
     (cycles, "sets/__init__.py", "def f():\n    import levattn.heavy", "levattn.heavy <- levattn.sets"),
+    (cycles, "sets/__init__.py", "if TYPE_CHECKING:\n    import levattn.heavy", "levattn.heavy <- levattn.sets"),
+    (
+        upward_imports,
+        "sensitivity/leverage.py",
+        "if TYPE_CHECKING:\n    from levattn.sets import f",
+        "level 4 imports levattn.sets of level",
+    ),
     (misplaced_packages, "functions.py", "import numba", "numba may be imported only in _kernels.jit"),
     (misplaced_packages, "_kernels/gram/definition.py", "from numba import prange", "numba may be imported only"),
     (misplaced_packages, "functions.py", "def f():\n    import torch", "torch may be imported only in attention"),

@@ -58,8 +58,8 @@ class LatentArguments:
     state: State | None = None
 
 
-class LatentKernels(Protocol):
-    """Latent attention, and linear recurrences. In torch, gradients follow the definitions."""
+class LatentOperators(Protocol):
+    """Latent attention and linear recurrences, which tensors have as well, with gradients."""
 
     def forward(self, x: LatentArguments, /) -> Any:
         """Return the output (b, T, D)."""
@@ -67,22 +67,26 @@ class LatentKernels(Protocol):
     def summary(self, K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64], /) -> State:
         """Return the state of all positions."""
 
-    def joined(self, state: State, other: State, /) -> State:
-        """Return the state of the positions of both states."""
-
     def decayed_scan(self, a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
         """Return the linear recurrence ``h_t = a_t h_{t−1} + x_t`` of each channel."""
 
 
-class LatentGradients(LatentKernels, Protocol):
-    """Latent kernels with gradients, where compiled kernels exist; `state` has no gradient."""
+class LatentKernels(LatentOperators, Protocol):
+    """All kernels of latent attention. In torch, gradients follow the definitions."""
+
+    def joined(self, state: State, other: State, /) -> State:
+        """Return the state of the positions of both states."""
+
+
+class LatentGradients(Protocol):
+    """The gradients of latent attention, where compiled kernels exist; `state` has none."""
 
     def backward(self, x: LatentArguments, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value, or None."""
 
 
-class LatentSteps(LatentKernels, Protocol):
-    """Latent kernels with a short path for decode steps."""
+class LatentSteps(Protocol):
+    """A short path for decode steps."""
 
     def step(self, Q: Any, K: Any, V: Any, mask: Any, state: State | None, /) -> tuple[Any, State] | None:
         """Return the output of causal rows and the state after them, or None: then use `forward` and `summary`.

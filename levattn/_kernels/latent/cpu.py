@@ -17,16 +17,16 @@ from levattn._core.types import Int64
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.latent import LatentArguments, State, compiled
 from levattn._kernels.latent.backward import backward_tasks
-from levattn._kernels.latent.decay import decayed_scan
+from levattn._kernels.latent.decay_compiled import decay_tasks
 from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
 from levattn._kernels.tasks import share, share_one_by_one, threads_for
 
-__all__ = ["backward", "decayed_scan", "forward", "joined", "step", "summary"]
-
 _RUN = 4096  # most rows of a task; the same for all batches and lengths, because the rounding depends on it
 
 _ROWS = 1024  # of a task whose rows all read the same state
+
+_SCANNED = 512  # bytes of a row in one task of a recurrence: whole cache lines, and enough tasks for the threads
 
 _HANDED = 8  # so many times the work that pays for a second thread pays for handing states over
 _States = State | tuple[None, None, None]
@@ -137,11 +137,26 @@ def joined(state: State, other: State) -> State:
     return new
 
 
-def _cuts(offsets: _Indices) -> _Cuts:
-    """Cut sequences into runs."""
+def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
+    """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; see `definition` for `reverse`."""
+    kind = np.result_type(a, x)
+    a, x = (np.ascontiguousarray(np.broadcast_to(part, x.shape), kind) for part in (a, x))
+    b, _, channels = x.shape
+    start = np.zeros((b, channels), kind)
+    if first is not None and not reverse:
+        start[:] = first
+    out = np.empty_like(x)
+    width = max(1, _SCANNED // kind.itemsize)
+    tasks = b * -(-channels // width)
+    share(lambda low, high: decay_tasks(a, x, start, width, reverse, low, high, out), tasks, x.size)
+    return out
+
+
+def _cuts(offsets: _Indices, size: int = _RUN) -> _Cuts:
+    """Cut sequences into runs of at most `size` rows."""
     cuts = []
     for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        edges = [*range(begin, end, _RUN), end]
+        edges = [*range(begin, end, size), end]
         cuts += [(i, low, high) for low, high in pairwise(edges)]
     return cuts
 
@@ -250,10 +265,9 @@ def _everywhere(x: LatentArguments) -> tuple[list[tuple[int, int, int, int, int]
     if x.state is None and longest <= _RUN and b * n >= threads_for(b * (T + U) * L * D / _HANDED):
         return [(*rows, *rows[:1], last, -1) for *rows, last in zip(begins, ends, lasts, strict=True)], _NO_STATE
     lead = _lead(x)
-    cuts = [(i, low, min(low + _ROWS, ends[i])) for i in range(n) for low in range(begins[i], ends[i], _ROWS)]
-    if lead is None:  # without positions
-        return [(low, high, begins[i], lasts[i], -1) for i, low, high in cuts], _NO_STATE
-    return [(low, high, begins[i], lasts[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+    states = _NO_STATE if lead is None else _representable(lead, x.V.dtype)  # None without positions
+    cuts = _cuts(x.offsets, _ROWS)
+    return [(low, high, begins[i], lasts[i], -1 if lead is None else i) for i, low, high in cuts], states
 
 
 def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], _States]:

@@ -5,31 +5,22 @@ Calls that need no operator, for a gradient or for the compiler, call the kernel
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 
-from levattn._core.arrays import as_tensor
 from levattn._kernels.dispatch import kernels_for
-from levattn._kernels.latent import LatentArguments, LatentGradients, LatentSteps, State, definition
-from levattn._kernels.latent.definition import joined
+from levattn._kernels.latent import LatentArguments, LatentSteps, State, definition
 from levattn._kernels.tensors import (
-    bounds_of,
+    AttentionOperator,
     follows_definition,
     has_tangent,
     is_plain,
     is_within_func,
-    make_attention,
     make_operator,
     memory_of,
     tensor_of,
 )
-
-__all__ = ["decayed_scan", "forward", "held_root", "joined", "step", "summary"]
-
-_NOTHING = (None, None, None)
 
 
 def forward(x: LatentArguments) -> Any:
@@ -40,12 +31,8 @@ def forward(x: LatentArguments) -> Any:
     """
     tensors = (x.Q, x.K, x.V, x.gate, x.gate_value)
     if follows_definition(tensors):
-        return definition.forward(replace(x, offsets=bounds_of(x.offsets, x.Q.shape[1]), state=_state_of(x)))
-    if is_plain(tensors):
-        held = x.state if x.Q.device.type == "cpu" else _state_of(x)
-        return _forward(*tensors, x.mask, x.offsets, *(held or _NOTHING), x.causal, x.ahead)
-    offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
-    return ATTENTION(*tensors, x.mask, offsets, *(_state_of(x) or _NOTHING), x.causal, x.ahead)
+        return definition.forward(ATTENTION.in_tensors(x))
+    return ATTENTION.computed(x) if is_plain(tensors) else ATTENTION(x)
 
 
 def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
@@ -74,68 +61,14 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     return (_scan if is_plain(tensors) else SCAN)(*tensors, reverse)
 
 
-def _state_of(x: LatentArguments) -> State | None:
-    """Return the arrays of a state as tensors on the device of the call; copies of arrays of numpy.
-
-    A backward pass may read them after the caller has refilled the arrays that the state holds.
-    """
-    if x.state is None:
-        return None
-    found = []
-    for part in x.state:
-        if isinstance(part, np.ndarray):
-            part = torch.from_numpy(part.copy())
-        elif not isinstance(part, torch.Tensor):
-            part = as_tensor(part)
-        found.append(part.to(x.Q.device))
-    return found[0], found[1], found[2]
-
-
-def _read(
-    Q: Any, K: Any, V: Any, gate: Any, gate_value: Any, mask: Any, offsets: Any, *others: Any
-) -> LatentArguments:
-    """Return the arguments of the operator as the kernels read them."""
-    bounds = bounds_of(offsets, Q.shape[1])
-    *state, causal, ahead = others
-    Q, K, V, gate, gate_value, mask, m, s, S = map(memory_of, (Q, K, V, gate, gate_value, mask, *state))
-    return LatentArguments(Q, K, V, bounds, causal, ahead, gate, gate_value, mask, None if m is None else (m, s, S))
-
-
-def _forward(Q: Any, K: Any, V: Any, *others: Any) -> Any:
-    if not Q.shape[0] * Q.shape[1]:
-        return _like_output(Q, K, V)
-    x = _read(Q, K, V, *others)
-    return tensor_of(kernels_for("latent", x.Q).forward(x))
-
-
-def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
-    return V.new_empty(Q.shape[0], Q.shape[1], V.shape[2])
-
-
-def _backward(dY: Any, Q: Any, *others: Any) -> Any:
-    if not Q.shape[0] * Q.shape[1]:
-        return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, *others))
-    if Q.element_size() == 2:  # widened only here, so that a forward pass keeps 16 bits
-        K, V, *rest = others
-        found = _backward(*(tensor.float() for tensor in (dY, Q, K, V)), *rest)
-        return (*(gradient.to(Q.dtype) for gradient in found[:3]), *found[3:])
-    x = _read(Q, *others)
-    gradients = cast(LatentGradients, kernels_for("latent", x.Q)).backward(x, memory_of(dY))
-    return tuple(Q.new_empty(0) if gradient is None else tensor_of(gradient) for gradient in gradients)
-
-
-def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, gate_value: Any, *_others: Any) -> Any:
-    given = (Q, K, V, gate, gate_value)
-    return tuple(Q.new_empty(()) if array is None else array.new_empty(array.shape) for array in given)
-
-
-ATTENTION, ATTENTION_BACKWARD = make_attention(
+ATTENTION = AttentionOperator(
     "latent_attention",
-    "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? gate_value, Tensor? mask, Tensor? offsets, Tensor? m, "
-    "Tensor? s, Tensor? S, bool causal, SymInt ahead",
-    5,
-    (_forward, _like_output),
-    (_backward, _like_gradients),
+    "latent",
+    LatentArguments,
+    ("Q", "K", "V", "gate", "gate_value"),
+    3,
+    lambda x: x.V.new_empty(x.Q.shape[0], x.Q.shape[1], x.V.shape[2]),
+    widens=True,
 )
 
 

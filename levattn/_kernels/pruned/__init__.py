@@ -151,8 +151,15 @@ def _counts(xp: Any, x: PrunedArguments) -> Any:
     return xp.full((b,), s, dtype=xp.int64, device=array_api_compat.device(x.kept_keys))
 
 
-class PrunedKernels(Protocol):
-    """Pruned attention."""
+class ClusterKernels(Protocol):
+    """Clusters of keys."""
+
+    def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:
+        """Return the cluster of each row, (b, n), and its squared distance to the center."""
+
+
+class PrunedOperators(ClusterKernels, Protocol):
+    """Pruned attention, which tensors have as well."""
 
     def at_once(self, q: Any, power: float | None, /) -> int:
         """Return how many numbers (with logits) the chunks of one call of `mixture` may have; 0 for one chunk."""
@@ -163,9 +170,6 @@ class PrunedKernels(Protocol):
         `room`: {} before the first of several calls, for memory that they share. `into`: an array that may take the
         output.
         """
-
-    def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:
-        """Return the cluster of each row, (b, n), and its squared distance to the center."""
 
     def levels(self, labels: Any, values: Any, weight: Any, R: int, /) -> Any:
         """Return weighted means by label, (b, R)."""
@@ -181,6 +185,10 @@ class PrunedKernels(Protocol):
 
     def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:
         """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
+
+
+class PrunedKernels(PrunedOperators, Protocol):
+    """All kernels of pruned attention. In torch, gradients follow the definitions."""
 
     def renewed(
         self, x: RenewalArguments, room: dict[str, Any] | None = None, /

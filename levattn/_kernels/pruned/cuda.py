@@ -1,4 +1,4 @@
-"""Pruned attention on a CUDA device: the definitions, except for first centers of clusters, from one launch."""
+"""Clusters for pruned attention on a CUDA device: one launch chooses their first centers."""
 
 from __future__ import annotations
 
@@ -8,32 +8,7 @@ import numpy as np
 
 from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit
 from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.definition import (
-    at_once,
-    from_rows,
-    levels,
-    merged,
-    mixture,
-    places,
-    radii,
-    renewed,
-    row_moments,
-    sample_step,
-    weighted_mean,
-)
-
-__all__ = [
-    "at_once",
-    "cluster",
-    "far_rows",
-    "levels",
-    "merged",
-    "mixture",
-    "places",
-    "radii",
-    "renewed",
-    "row_moments",
-]
+from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 
 _THREADS = 512
 _STATIC = 1024  # upper bound of the static shared memory of the kernel, in bytes

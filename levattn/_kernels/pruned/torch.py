@@ -24,22 +24,8 @@ from levattn._kernels.pruned import (
     differentiable,
     mapped,
 )
-from levattn._kernels.pruned.definition import from_rows, renewed
+from levattn._kernels.pruned.definition import from_rows
 from levattn._kernels.tensors import has_kernels, has_tangent, in_plain_memory, is_transformed, memory_of, tensor_of
-
-__all__ = [
-    "SCALES",
-    "at_once",
-    "attended_slots",
-    "cluster",
-    "levels",
-    "merged",
-    "mixture",
-    "places",
-    "radii",
-    "renewed",
-    "row_moments",
-]
 
 
 def on_memory(name: str, *given: Any) -> Any:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, on_cuda
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
-from levattn._kernels.dispatch import kernels_for
 
 Pieces = npt.NDArray[np.int64]  # (t, 4): slot, item, first row, row after the last
 
@@ -68,24 +67,12 @@ class Rows:
         make = xp.empty if written and on_cuda(self.keys) else xp.zeros
         return make(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
 
-    def column_sums(self) -> Float64:
-        """Return the sums of the columns, (b, d), block by block and combined pairwise."""
-        return kernels_for("rows", self.keys).column_figures(self, largest=False)
-
-    def column_maxima(self) -> Float64:
-        """Return the largest magnitude in each column, (b, d)."""
-        return kernels_for("rows", self.keys).column_figures(self, largest=True)
-
-    def sums_apart(self, origin: Float64) -> tuple[Float64, Float64]:
-        """Return the sums of the columns less an origin (b, d): pairs of numbers, of which the second is the error.
-
-        There is no shift. No difference and no sum is rounded but in the second number.
-        """
-        return kernels_for("rows", self.keys).sums_apart(self, origin)
-
-    def nonfinite_rows(self, item: int, limit: int) -> list[int]:
-        """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
-        return kernels_for("rows", self.keys).nonfinite_rows(self, item, limit)
+    def sketch_zeros(self, size: int, dtype: npt.DTypeLike) -> Any:
+        """Return an array for a sketch of each matrix, (b, size, d): on the keys' CUDA device, or in main memory."""
+        b, _, d = self.shape
+        if not on_cuda(self.keys):
+            return np.zeros((b, size, d), dtype)
+        return array_namespace(self.keys).zeros((b, size, d), dtype=dtype, device=array_api_compat.device(self.keys))
 
     def between(self, start: int, stop: int) -> Rows:
         """Return the rows ``start:stop`` of every matrix, without a copy."""
@@ -110,10 +97,16 @@ class RowKernels(Protocol):
     """Sums and maxima of columns, and rows that are not finite."""
 
     def column_figures(self, rows: Rows, /, *, largest: bool) -> Float64:
-        """See `Rows.column_maxima` if `largest`, and else `Rows.column_sums`."""
+        """Return the largest magnitude in each column if `largest`, else the sum, (b, d).
+
+        Sums go block by block, combined pairwise.
+        """
 
     def sums_apart(self, rows: Rows, origin: Float64, /) -> tuple[Float64, Float64]:
-        """See `Rows.sums_apart`."""
+        """Return the sums of the columns less an origin (b, d): pairs of numbers, of which the second is the error.
+
+        There is no shift. No difference and no sum is rounded but in the second number.
+        """
 
     def nonfinite_rows(self, rows: Rows, item: int, limit: int, /) -> list[int]:
-        """See `Rows.nonfinite_rows`."""
+        """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""

@@ -61,7 +61,7 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
 
 
 def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
-    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    """Return twofold sums of the columns less an origin; see `RowKernels`."""
     b, n, d = rows.shape
     blocks, width = max(1, -(-n // BLOCK)), -(-d // APART_WIDTH) * APART_WIDTH
     high, low = np.zeros((2, b, blocks, width))

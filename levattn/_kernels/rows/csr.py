@@ -60,7 +60,7 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
 
 
 def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
-    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    """Return twofold sums of the columns less an origin; see `RowKernels`."""
     blocks = [cpu.sums_apart(dense, origin) for _, dense in blocks_of(rows)]
     if not blocks:
         return np.zeros((1, rows.shape[2])), np.zeros((1, rows.shape[2]))

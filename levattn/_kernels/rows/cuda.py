@@ -55,7 +55,7 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
 
 
 def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
-    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    """Return twofold sums of the columns less an origin; see `RowKernels`."""
     b, n, d = rows.shape
     high, low = namespace().zeros((2, b, max(1, -(-n // BLOCK)), d))
     arguments, apart = key_arguments(rows), on_device(origin, np.float64)

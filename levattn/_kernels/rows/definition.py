@@ -86,7 +86,7 @@ def column_figures(rows: Rows, *, largest: bool) -> Float64:
 
 
 def sums_apart(rows: Rows, origin: Float64) -> tuple[Float64, Float64]:
-    """Return twofold sums of the columns less an origin; see `Rows.sums_apart`."""
+    """Return twofold sums of the columns less an origin; see `RowKernels`."""
     xp = array_namespace(rows.keys)
     b, n, d = rows.shape
     out = np.zeros((2, b, d))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy.typing as npt
-
 from levattn._core.types import Float64
 from levattn._kernels.rows import Rows
 
@@ -16,9 +14,6 @@ class SketchKernels(Protocol):
     Where a device has them, ``dense_sketch`` and ``subsampled_hadamard`` draw and add in one call; `add_products`
     with the columns of a `Distribution` is their definition.
     """
-
-    def sketch_zeros(self, rows: Rows, size: int, dtype: npt.DTypeLike, /) -> Any:
-        """Return an array for a sketch of each matrix, (b, size, d)."""
 
     def scatter(self, rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any, /) -> None:
         """Add sparse sketches to `out`, (b, blocks · size, d).

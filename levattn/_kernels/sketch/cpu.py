@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
@@ -18,11 +17,6 @@ from levattn._kernels.sketch.random import key_words
 from levattn._kernels.tasks import threads_for
 
 _TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in the second cache
-
-
-def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
-    """Return an array for a sketch of each matrix, (b, size, d)."""
-    return np.zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

@@ -13,10 +13,7 @@ from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows import BLOCK, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of
 from levattn._kernels.sketch import cpu
-from levattn._kernels.sketch.cpu import sketch_zeros
 from levattn._kernels.sketch.random import key_words
-
-__all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device
@@ -33,11 +32,6 @@ _BLOCKS_BUSY = 2048  # blocks of threads that a device is given at a time
 _DRAWN = 1 << 25  # entries of a dense sketch that are drawn at a time
 _TRANSFORMED = 1 << 16  # bytes of rows that a block of threads transforms
 _FEWEST, _WIDEST = 10, 4  # logarithms of the fewest rows and the most columns of these
-
-
-def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
-    """Return an array for a sketch of each matrix, (b, size, d)."""
-    return namespace().zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

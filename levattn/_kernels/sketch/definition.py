@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.random import below, signs, words
@@ -14,11 +13,6 @@ from levattn._kernels.rows import Rows
 from levattn._kernels.rows.definition import send, transformed_rows
 
 _SKETCHED = 256  # rows for which a dense piece of a sparse sketch is formed
-
-
-def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
-    """Return an array for a sketch of each matrix, (b, size, d), of numpy."""
-    return np.zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

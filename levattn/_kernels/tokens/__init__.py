@@ -62,8 +62,8 @@ class TokenArguments:
     state: TokenSums | None = None
 
 
-class TokenKernels(Protocol):
-    """Token statistics attention. In torch, gradients follow the definitions."""
+class TokenOperators(Protocol):
+    """Token statistics attention, which tensors have as well, with gradients."""
 
     def forward(self, x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
         """Return the output (b, h, T, d) and, if `state`, the sums after all tokens of each sequence, else None.
@@ -74,12 +74,16 @@ class TokenKernels(Protocol):
     def memberships(self, x: TokenArguments, /) -> Any:
         """Return the memberships (b, h, T)."""
 
+
+class TokenKernels(TokenOperators, Protocol):
+    """All kernels of token statistics attention. In torch, gradients follow the definitions."""
+
     def add_squares(self, X: Any, mask: Any, weights: Any, decay: Any, held: Any, *, full: bool = False) -> Any:
         """Return the sums of a second moment, or of its diagonal unless `full`, with these rows added."""
 
 
-class TokenGradients(TokenKernels, Protocol):
-    """`TokenKernels` with gradients, for devices with compiled kernels; `state` has no gradient."""
+class TokenGradients(Protocol):
+    """The gradients of token statistics attention, where compiled kernels exist; `state` has none."""
 
     def backward(self, x: TokenArguments, dY: Any, /) -> tuple[Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in W, temperature (b, h) and offset (b, h, T) or None."""

@@ -37,9 +37,6 @@ from levattn._kernels.cuda_source import (
 )
 from levattn._kernels.rows.cuda import sum_in_pairs
 from levattn._kernels.tokens import LOGITS, TokenArguments, TokenSums
-from levattn._kernels.tokens.definition import add_squares
-
-__all__ = ["add_squares", "backward", "forward", "memberships"]
 
 # The same constants as in tokens.cuh and tokens.cu
 _RUN = 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from levattn.integrations.transformers.calls import layer_of, padding_and_kind
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
 from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
-
-if TYPE_CHECKING:
-    from levattn.integrations.transformers.report import Tally
 
 _prunings = count()  # each state in a cache belongs to a pruning
 _ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does not depend on the current length
@@ -175,7 +172,7 @@ class LayerPruning:
     """The pruning of an attention module."""
 
     groups: tuple[Group, ...]
-    tally: Tally
+    tally: Any  # of `levattn.integrations.transformers.report`
     measure: bool | None = False  # None: calls of more than one token
     seen: list[Arrays] | None = None  # a list that takes the arrays of each call
     pruning: int = field(default_factory=lambda: next(_prunings))
