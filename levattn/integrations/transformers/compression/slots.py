@@ -73,10 +73,11 @@ class Split:
 
     def slots(self, selection: Selection, n: int, of: int, factor: float) -> int:
         """Return how many of n keys a head keeps, of a context of `of` keys; `factor`: bytes of a key to a slot."""
-        if isinstance(selection.budget, int):
-            return min(n, max(1, selection.budget * n // of))
-        if selection.budget is not None:
-            return min(n, max(1, int(selection.budget * n * factor + 1e-9)))
+        budget: Any = selection.budget
+        if isinstance(budget, int):
+            return min(n, max(1, budget * n // of))
+        if budget is not None:
+            return min(n, max(1, int(budget * n * factor + 1e-9)))
         others = sum(int(part) for part in (self.sinks, self.window, self.summaries))
         size = selection.size
         selected = share_of(size, n) if isinstance(size, float) else (size or 0) * n // of
