@@ -293,12 +293,13 @@ def test_autocast_answers_as_a_dense_cache(implementation: str, family: str, dty
     with torch.autocast("cpu", dtype, enabled=reads != "outside"):
         chunk = 7 if "chunks" in reads else None
         found, less = (
-            compress(model, tokens(1), Selection(budget, renew_every=4), chunk=chunk) for budget in (1.0, cut)
+            compress(model, tokens(1), few, chunk=chunk)
+            for few in (Selection(1.0, renew_every=4), of_heads(cut, renew_every=4))
         )
     for a, b in zip(answers(model, found, steps, dtype), expected, strict=True):
         assert a.dtype == b.dtype
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
-    plain = answers(model, compress(model, tokens(1), Selection(cut, renew_every=4), chunk=chunk), steps, None)
+    plain = answers(model, compress(model, tokens(1), of_heads(cut, renew_every=4), chunk=chunk), steps, None)
     for a, b in zip(answers(model, less, steps, dtype), plain, strict=True):
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
 
