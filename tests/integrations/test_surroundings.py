@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import CACHE, SIZES, base, tokens  # noqa: E402
+from decoders import CACHE, SIZES, base, of_heads, tokens  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress, inspect_model, prune  # noqa: E402
