@@ -125,7 +125,7 @@ def heavy_attention(
     """
     function = as_function(f)
     queries, keys = _checked(Q, K)
-    if not isinstance(method, HEAVY_SKETCHES) and method not in HEAVY_NAMES:
+    if not isinstance(method, HEAVY_SKETCHES) and not (isinstance(method, str) and method in HEAVY_NAMES):
         raise ValueError(
             f"method is {method!r}; expected 'auto', 'countsketch' or 'jl', or a sketch: OSNAP(buckets * repetitions, "
             "nonzeros=repetitions) or GaussianJL(columns)"

@@ -27,11 +27,13 @@ from levattn._core.checks import TIE, check_type, needing
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import is_jax
 from levattn._core.types import Float64
-from levattn._kernels import Rows
+from levattn._kernels import KEYS, Rows
 from levattn.exceptions import NonFiniteError
+from levattn.functions import as_function, is_square
 from levattn.io.common import replace_file
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.approximate import SCORE_SKETCHES
 from levattn.sensitivity.groups import as_labels, group_scores
@@ -311,24 +313,24 @@ class UniversalSet(ListedKeys):
         >>> len(plain), len(plain.with_groups(K, levattn.near_duplicates(K)))
         (0, 40)
         """
-        if self.certificate != ("leverage",) or self.by_size:
+        square = is_square(as_function(self.f))
+        if not square or self.certificate != ("leverage",) or self.by_size:
+            kind = f"by {'size' if self.by_size else self.certificate[0]}" if square else f"of f = {self.f!r}"
             raise ValueError(
-                f"the set is by {'size' if self.by_size else self.certificate[0]}; expected a set for f = 2 by an "
-                "exact method and epsilon, so that groups have scores"
+                f"the set is {kind}; expected a set for f = 2 by an exact method and epsilon, so that groups have "
+                "scores"
             )
         if self.groups is not None:
             raise ValueError("the set has groups already; give all groups at once to the set that has none")
         with whole_keys(K) as keys:
-            matrices = as_matrices(keys, "K", sparse=True)
-            require_set_of(matrices, self, "this set")
-            given, present = as_labels(labels, matrices), as_mask(self._present, matrices)
-            factor = self.factor.on(Rows(matrices.data, matrices.format, present))
-            scores = group_scores(factor, given)
+            matrices, rows = _read_again(keys, self)
+            given = as_labels(labels, matrices)
+            scores = group_scores(self.factor.on(rows), given)
         mask = to_numpy(self.mask).reshape(given.shape)
         more: Any = np.zeros(given.shape, np.bool_)
         if scores.size:
             heavy = np.take_along_axis(reaches(scores, self.epsilon), np.maximum(given, 0), axis=1)
-            more = heavy & (given >= 0) & ~mask & (True if present is None else to_numpy(present))
+            more = heavy & (given >= 0) & ~mask & (True if rows.mask is None else to_numpy(rows.mask))
         guarantee: Guarantee = "superset" if self.guarantee == "exact" and more.any() else self.guarantee
         wrap = matrices.wrap
         return replace(
@@ -376,9 +378,7 @@ class UniversalSet(ListedKeys):
                 "method and epsilon, whose scores are bounds"
             )
         with whole_keys(K) as keys:
-            matrices = as_matrices(keys, "K", sparse=True)
-            require_set_of(matrices, self, "this set")
-            present, factor = as_mask(self._present, matrices), self.factor
+            (matrices, read), factor = _read_again(keys, self), self.factor
             if not self.exact_factor:
                 factor = factor_moments(rows_of(matrices, self.guarantee == "none", self._present), single="scores")
             shape = matrices.data.shape[:2]
@@ -391,7 +391,7 @@ class UniversalSet(ListedKeys):
                 upper[item, rows], one = rescored(factor, item, keys_at(matrices, item, rows))
                 counted |= one
             chosen &= reaches(upper, self.epsilon)
-            rescore_known(matrices, factor, chosen, present, leverage)
+            rescore_known(matrices, factor, chosen, read.mask, leverage)
         leverage = leverage.reshape(*self.batch, matrices.n)
         guarantee: Guarantee = "none" if self.guarantee == "none" else "superset" if counted else "exact"
         rank = factor.rank.reshape(self.batch) if self.batch else int(factor.rank[0])
@@ -578,6 +578,15 @@ def rescore_known(matrices: Matrices, factor: Factor, chosen: Any, present: Any,
         leverage[item, sample] = rescored(factor, item, keys_at(matrices, item, sample))[0]
 
 
+def _read_again(K: Any, universal: UniversalSet) -> tuple[Matrices, Rows]:
+    """Return the keys of a set, and which of them take part; raise for other keys, and for NaN or infinity."""
+    matrices = as_matrices(K, "K", sparse=True)
+    require_set_of(matrices, universal, "this set")
+    rows = Rows(matrices.data, matrices.format, as_mask(universal._present, matrices))
+    require_finite(rows, KEYS.column_figures(rows, largest=True))  # also of keys that are not compared
+    return matrices, rows
+
+
 def require_set_of(keys: Matrices, universal: Any, name: str = "universal") -> None:
     """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
     check_type(name, universal, UniversalSet, "the result of universal_set")
@@ -752,7 +761,7 @@ def item_of(universal: UniversalSet, number: int) -> UniversalSet:
     rows: dict[str, Any] = {}
     for name in ("mask", "scores", "_leverage", "_present", "groups", "group_scores", "needs"):
         array = getattr(universal, name)
-        rows[name] = None if array is None else array[place]
+        rows[name] = None if array is None else array[(*place, ...)]
     return replace(
         universal,
         **rows,
