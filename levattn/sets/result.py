@@ -193,6 +193,7 @@ class UniversalSet(ListedKeys):
     @where_arrays_are
     def member_scores(self) -> Any:
         """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix."""
+        refuse_batch(self.batch, "member_scores are")
         return take_entries(self.scores, self.indices)
 
     @property
@@ -326,16 +327,15 @@ class UniversalSet(ListedKeys):
             matrices, rows = _read_again(keys, self)
             given = as_labels(labels, matrices)
             scores = group_scores(self.factor.on(rows), given)
-        mask = to_numpy(self.mask).reshape(given.shape)
+        mask, own = (to_numpy(array).reshape(given.shape) for array in (self.mask, self.scores))
         more: Any = np.zeros(given.shape, np.bool_)
         if scores.size:
             heavy = np.take_along_axis(reaches(scores, self.epsilon), np.maximum(given, 0), axis=1)
             more = heavy & (given >= 0) & ~mask & (True if rows.mask is None else to_numpy(rows.mask))
         guarantee: Guarantee = "superset" if self.guarantee == "exact" and more.any() else self.guarantee
         wrap = matrices.wrap
-        return replace(
-            self, mask=wrap(mask | more), guarantee=guarantee, groups=wrap(given), group_scores=wrap(scores)
-        )
+        made: dict[str, Any] = {"groups": wrap(given), "group_scores": wrap(scores), "guarantee": guarantee}
+        return replace(self, mask=wrap(mask | more), scores=wrap(own), _present=_wrapped(rows.mask, matrices), **made)
 
     @where_arrays_are
     def rechecked(self, K: Any) -> UniversalSet:
@@ -397,7 +397,7 @@ class UniversalSet(ListedKeys):
         rank = factor.rank.reshape(self.batch) if self.batch else int(factor.rank[0])
         made: dict[str, Any] = {"mask": matrices.wrap(chosen), "scores": matrices.wrap(upper), "_leverage": leverage}
         made |= {"factor": factor.forget_keys(), "exact_factor": True, "rank": rank, "total_bound": 1.0 * rank}
-        return replace(self, **made, guarantee=guarantee)
+        return replace(self, **made, guarantee=guarantee, _present=_wrapped(read.mask, matrices))
 
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.
@@ -513,13 +513,10 @@ def result_of(
     def figures(values: npt.NDArray[Any]) -> Any:
         return values.reshape(matrices.batch) if matrices.batch else values[0].item()
 
-    def given_back(array: Any) -> Any:
-        return None if array is None else matrices.wrap(array)
-
     rank = figures(factor.rank)
     return UniversalSet(
-        mask=given_back(chosen),
-        scores=given_back(scores),
+        mask=matrices.wrap(chosen),
+        scores=matrices.wrap(scores),
         epsilon=epsilon if left is None else figures(left),
         guarantee=guarantee,
         f=f,
@@ -530,12 +527,17 @@ def result_of(
         total_bound=rank if total_bound is None else figures(total_bound),
         exact_factor=exact_factor,
         _leverage=leverage.reshape((*matrices.batch, leverage.shape[1])),
-        _present=given_back(present),
+        _present=_wrapped(present, matrices),
         coverage=coverage,
         mass=mass,
         needs=None if needs is None else needs.reshape(*matrices.batch, needs.shape[1]),
         _lift=lift,
     )
+
+
+def _wrapped(array: Any, matrices: Matrices) -> Any:
+    """Return an array (b, n) in the caller's kind, or None for None."""
+    return None if array is None else matrices.wrap(array)
 
 
 def flag_counts(flags: Any) -> npt.NDArray[np.int64]:

@@ -508,6 +508,19 @@ def test_groups_that_do_not_go_with_a_set() -> None:
         plain.with_groups(K, labels[1:])
 
 
+def test_keys_given_again_may_be_of_another_library() -> None:
+    torch = pytest.importorskip("torch")
+    K, mask = np.random.default_rng(0).standard_normal((60, 4)), np.arange(60) > 5
+    tensor, options = torch.from_numpy(K), {"epsilon": 0.2, "mask": mask}
+    again = levattn.universal_set(K, **options).with_groups(tensor, np.arange(60) // 6)
+    for found in (again, levattn.universal_set(K, method="osnap", **options).rechecked(tensor)):
+        heavy = levattn.heavy_attention(tensor[:3], tensor, 0.2, universal=found)
+        expected = levattn.heavy_attention(K[:3], K, 0.2, mask=mask)
+        np.testing.assert_allclose(heavy.entries.toarray(), expected.entries.toarray(), rtol=1e-12)
+        assert type(heavy.apply(tensor)[0]) is type(found.scores) is torch.Tensor
+        np.testing.assert_array_equal(found.present, mask)
+
+
 @pytest.mark.parametrize("shape", [(400, 4), (2, 400, 4), (6, 400)])
 def test_keys_given_again_are_finite(shape: tuple[int, ...]) -> None:
     """Also the keys that are not compared with those of the set."""
