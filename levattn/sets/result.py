@@ -192,7 +192,13 @@ class UniversalSet(ListedKeys):
     @property
     @where_arrays_are
     def member_scores(self) -> Any:
-        """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix."""
+        """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix.
+
+        Raises
+        ------
+        ValueError
+            If there is a batch of matrices.
+        """
         refuse_batch(self.batch, "member_scores are")
         return take_entries(self.scores, self.indices)
 
