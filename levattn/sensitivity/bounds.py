@@ -256,7 +256,7 @@ def certify(
     if isinstance(f, Softmax):
         f.require_radius()
     applying = {each.name: each for each in CERTIFICATES if each.applies(f)}
-    if method != "auto" and method not in applying:
+    if not isinstance(method, str) or (method != "auto" and method not in applying):
         raise ValueError(
             f"method is {method!r}; expected 'auto' or, for f = {f!r}, one of {', '.join(map(repr, applying))}"
         )

@@ -139,7 +139,7 @@ def check_method(method: Any) -> bool:
     """Raise for an unknown method of leverage scores; return whether the method is approximate."""
     if check_sketches(method):
         return True
-    if method not in (*_EXACT, *SCORE_SKETCHES):
+    if not isinstance(method, str) or method not in (*_EXACT, *SCORE_SKETCHES):
         names = ", ".join(map(repr, (*_EXACT, *SCORE_SKETCHES)))
         raise ValueError(f"method is {method!r}; expected one of {names}, or a sketch such as OSNAP(4096, seed=0)")
     return method in SCORE_SKETCHES

@@ -27,11 +27,13 @@ from levattn._core.checks import TIE, check_type, needing
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import is_jax
 from levattn._core.types import Float64
-from levattn._kernels import Rows
+from levattn._kernels import KEYS, Rows
 from levattn.exceptions import NonFiniteError
+from levattn.functions import as_function, is_square
 from levattn.io.common import replace_file
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
+from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.approximate import SCORE_SKETCHES
 from levattn.sensitivity.groups import as_labels, group_scores
@@ -190,7 +192,14 @@ class UniversalSet(ListedKeys):
     @property
     @where_arrays_are
     def member_scores(self) -> Any:
-        """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix."""
+        """The `scores` of the keys of the set, (size,) in the order of `indices`, for one matrix.
+
+        Raises
+        ------
+        ValueError
+            If there is a batch of matrices.
+        """
+        refuse_batch(self.batch, "member_scores are")
         return take_entries(self.scores, self.indices)
 
     @property
@@ -311,29 +320,28 @@ class UniversalSet(ListedKeys):
         >>> len(plain), len(plain.with_groups(K, levattn.near_duplicates(K)))
         (0, 40)
         """
-        if self.certificate != ("leverage",) or self.by_size:
+        square = is_square(as_function(self.f))
+        if not square or self.certificate != ("leverage",) or self.by_size:
+            kind = f"by {'size' if self.by_size else self.certificate[0]}" if square else f"of f = {self.f!r}"
             raise ValueError(
-                f"the set is by {'size' if self.by_size else self.certificate[0]}; expected a set for f = 2 by an "
-                "exact method and epsilon, so that groups have scores"
+                f"the set is {kind}; expected a set for f = 2 by an exact method and epsilon, so that groups have "
+                "scores"
             )
         if self.groups is not None:
             raise ValueError("the set has groups already; give all groups at once to the set that has none")
         with whole_keys(K) as keys:
-            matrices = as_matrices(keys, "K", sparse=True)
-            require_set_of(matrices, self, "this set")
-            given, present = as_labels(labels, matrices), as_mask(self._present, matrices)
-            factor = self.factor.on(Rows(matrices.data, matrices.format, present))
-            scores = group_scores(factor, given)
-        mask = to_numpy(self.mask).reshape(given.shape)
+            matrices, rows = _read_again(keys, self)
+            given = as_labels(labels, matrices)
+            scores = group_scores(self.factor.on(rows), given)
+        mask, own = (to_numpy(array).reshape(given.shape) for array in (self.mask, self.scores))
         more: Any = np.zeros(given.shape, np.bool_)
         if scores.size:
             heavy = np.take_along_axis(reaches(scores, self.epsilon), np.maximum(given, 0), axis=1)
-            more = heavy & (given >= 0) & ~mask & (True if present is None else to_numpy(present))
+            more = heavy & (given >= 0) & ~mask & (True if rows.mask is None else to_numpy(rows.mask))
         guarantee: Guarantee = "superset" if self.guarantee == "exact" and more.any() else self.guarantee
         wrap = matrices.wrap
-        return replace(
-            self, mask=wrap(mask | more), guarantee=guarantee, groups=wrap(given), group_scores=wrap(scores)
-        )
+        made: dict[str, Any] = {"groups": wrap(given), "group_scores": wrap(scores), "guarantee": guarantee}
+        return replace(self, mask=wrap(mask | more), scores=wrap(own), _present=_wrapped(rows.mask, matrices), **made)
 
     @where_arrays_are
     def rechecked(self, K: Any) -> UniversalSet:
@@ -376,9 +384,7 @@ class UniversalSet(ListedKeys):
                 "method and epsilon, whose scores are bounds"
             )
         with whole_keys(K) as keys:
-            matrices = as_matrices(keys, "K", sparse=True)
-            require_set_of(matrices, self, "this set")
-            present, factor = as_mask(self._present, matrices), self.factor
+            (matrices, read), factor = _read_again(keys, self), self.factor
             if not self.exact_factor:
                 factor = factor_moments(rows_of(matrices, self.guarantee == "none", self._present), single="scores")
             shape = matrices.data.shape[:2]
@@ -391,13 +397,13 @@ class UniversalSet(ListedKeys):
                 upper[item, rows], one = rescored(factor, item, keys_at(matrices, item, rows))
                 counted |= one
             chosen &= reaches(upper, self.epsilon)
-            rescore_known(matrices, factor, chosen, present, leverage)
+            rescore_known(matrices, factor, chosen, read.mask, leverage)
         leverage = leverage.reshape(*self.batch, matrices.n)
         guarantee: Guarantee = "none" if self.guarantee == "none" else "superset" if counted else "exact"
         rank = factor.rank.reshape(self.batch) if self.batch else int(factor.rank[0])
         made: dict[str, Any] = {"mask": matrices.wrap(chosen), "scores": matrices.wrap(upper), "_leverage": leverage}
         made |= {"factor": factor.forget_keys(), "exact_factor": True, "rank": rank, "total_bound": 1.0 * rank}
-        return replace(self, **made, guarantee=guarantee)
+        return replace(self, **made, guarantee=guarantee, _present=_wrapped(read.mask, matrices))
 
     def to_frame(self) -> Any:
         """Return the keys of the set as a pandas table.
@@ -513,13 +519,10 @@ def result_of(
     def figures(values: npt.NDArray[Any]) -> Any:
         return values.reshape(matrices.batch) if matrices.batch else values[0].item()
 
-    def given_back(array: Any) -> Any:
-        return None if array is None else matrices.wrap(array)
-
     rank = figures(factor.rank)
     return UniversalSet(
-        mask=given_back(chosen),
-        scores=given_back(scores),
+        mask=matrices.wrap(chosen),
+        scores=matrices.wrap(scores),
         epsilon=epsilon if left is None else figures(left),
         guarantee=guarantee,
         f=f,
@@ -530,12 +533,17 @@ def result_of(
         total_bound=rank if total_bound is None else figures(total_bound),
         exact_factor=exact_factor,
         _leverage=leverage.reshape((*matrices.batch, leverage.shape[1])),
-        _present=given_back(present),
+        _present=_wrapped(present, matrices),
         coverage=coverage,
         mass=mass,
         needs=None if needs is None else needs.reshape(*matrices.batch, needs.shape[1]),
         _lift=lift,
     )
+
+
+def _wrapped(array: Any, matrices: Matrices) -> Any:
+    """Return an array (b, n) in the caller's kind, or None for None."""
+    return None if array is None else matrices.wrap(array)
 
 
 def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
@@ -576,6 +584,15 @@ def rescore_known(matrices: Matrices, factor: Factor, chosen: Any, present: Any,
     for item in range(len(chosen)):
         sample = known_by(np.flatnonzero(chosen[item]), None if flags is None else flags[item], matrices.n)
         leverage[item, sample] = rescored(factor, item, keys_at(matrices, item, sample))[0]
+
+
+def _read_again(K: Any, universal: UniversalSet) -> tuple[Matrices, Rows]:
+    """Return the keys of a set, and which of them take part; raise for other keys, and for NaN or infinity."""
+    matrices = as_matrices(K, "K", sparse=True)
+    require_set_of(matrices, universal, "this set")
+    rows = Rows(matrices.data, matrices.format, as_mask(universal._present, matrices))
+    require_finite(rows, KEYS.column_figures(rows, largest=True))  # also of keys that are not compared
+    return matrices, rows
 
 
 def require_set_of(keys: Matrices, universal: Any, name: str = "universal") -> None:
@@ -752,7 +769,7 @@ def item_of(universal: UniversalSet, number: int) -> UniversalSet:
     rows: dict[str, Any] = {}
     for name in ("mask", "scores", "_leverage", "_present", "groups", "group_scores", "needs"):
         array = getattr(universal, name)
-        rows[name] = None if array is None else array[place]
+        rows[name] = None if array is None else array[(*place, ...)]
     return replace(
         universal,
         **rows,

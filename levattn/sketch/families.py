@@ -40,7 +40,7 @@ class Distribution(ABC):
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed not one from 0 to 2⁶⁴ − 1.
 
     Notes
     -----
@@ -145,7 +145,7 @@ class CountSketch(_Sparse):
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed not one from 0 to 2⁶⁴ − 1.
 
     Notes
     -----
@@ -255,7 +255,7 @@ class GaussianJL(_Dense):
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed not one from 0 to 2⁶⁴ − 1.
 
     Notes
     -----
@@ -294,7 +294,7 @@ class SignJL(_Dense):
     Raises
     ------
     TypeError, ValueError
-        If the size is not a whole number from 1 to 2³¹ − 1, or the seed is none.
+        If the size is not a whole number from 1 to 2³¹ − 1, or the seed not one from 0 to 2⁶⁴ − 1.
 
     Notes
     -----

@@ -65,6 +65,11 @@ class Sketch:
             object.__setattr__(self, "distribution", replace(self.distribution, seed=self.seed))
         object.__setattr__(self, "seed", self.distribution.seed)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of a pickle, of which earlier ones have the seed here alone."""
+        vars(self).update(state)
+        self.__post_init__()
+
     def matrix(self, start: int, stop: int) -> Float64:
         """Return the columns of S for the rows ``start:stop`` of K.
 

@@ -242,6 +242,24 @@ def test_columns_of_queries_of_another_library_may_lie_side_by_side() -> None:
     assert np.array_equal(plain.entries.toarray(), turned.entries.toarray())
 
 
+def test_sets_of_a_batch_of_another_library_are_taken_one_by_one() -> None:
+    xp = pytest.importorskip("array_api_strict")
+    stack, labels = np.stack([keys(4, (40, 4)), keys(5, (40, 4))]), np.arange(80).reshape(2, 40) % 9
+    K, Q = xp.asarray(stack), xp.asarray(stack[:, :6])
+    for method in ("auto", "osnap"):
+        found, plain = (levattn.universal_set(k, 0.3, method=method) for k in (K, stack))
+        if method == "osnap":
+            found, plain = found.rechecked(K), plain.rechecked(stack)
+        else:
+            found, plain = found.with_groups(K, xp.asarray(labels)), plain.with_groups(stack, labels)
+        assert np.array_equal(as_bool(found.mask), plain.mask)
+        assert np.array_equal(as_bool(found[1].mask), plain[1].mask)
+        heavy = levattn.heavy_attention(Q, K, 0.3, universal=found)
+        assert np.array_equal(
+            heavy[0].entries.toarray(), levattn.heavy_attention(stack[0, :6], stack[0], 0.3).entries.toarray()
+        )
+
+
 def test_results_do_not_alias_the_input() -> None:
     K = np.ones((4, 1))
     scores = levattn.leverage_scores(K)

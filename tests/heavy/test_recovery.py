@@ -113,6 +113,7 @@ def test_projected_normalizers_are_within_their_distortion(columns: int | None) 
         ({"method": GaussianJL(5)}, "method is GaussianJL.* without a bound"),
         ({"method": (CountSketch(5), GaussianJL(5))}, r"expected 'auto'.* OSNAP\(buckets"),
         ({"method": SRHT(5)}, "expected 'auto'"),
+        ({"method": np.array(["auto", "jl"])}, "method is .*expected 'auto'"),
         ({"method": OSNAP(8), "f": 4}, "other than"),
         ({"method": "jl", "f": 4}, "other than"),
     ],

@@ -200,6 +200,7 @@ NO_METHODS: list[Any] = [
     (32, 8),
     (),
 ]
+NO_NAMES: list[Any] = [[OSNAP(32)], np.array(["osnap", "jl"])]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,7 @@ NO_METHODS: list[Any] = [
     [
         ({"method": OSNAP(3, 1)}, r"method is OSNAP\(size=3.* at least d = 4"),
         *(({"method": given}, "expected a CountSketch, OSNAP, SRHT or GaussianJL. A pair is") for given in NO_METHODS),
+        *(({"method": given}, "method is .*expected one of 'auto'") for given in NO_NAMES),
         ({"method": "osnap", "ridge": 0.1}, "ridge"),
         ({"method": GaussianJL(8), "rtol": 1e-3}, "rtol"),
         ({"method": "sketch"}, r"expected one of 'auto', .*, or a sketch such as OSNAP\(4096, seed=0\)"),
@@ -220,7 +222,7 @@ def test_wrong_options(wrong: dict[str, Any], reason: str) -> None:
 
 def test_wrong_options_of_sets() -> None:
     K = np.random.default_rng(0).standard_normal((50, 4))
-    for wrong in (OSNAP(3, 1), *NO_METHODS):
+    for wrong in (OSNAP(3, 1), *NO_METHODS, *NO_NAMES):
         with pytest.raises(ValueError, match="method is "):
             levattn.universal_set(K, 0.1, method=wrong)
         with pytest.raises(ValueError, match="method is "):

@@ -493,7 +493,8 @@ def test_groups_that_do_not_go_with_a_set() -> None:
     assert none.guarantee == plain.guarantee
     for found, problem in (
         (levattn.universal_set(K, size=3), "the set is by size; expected a set for f = 2 by an exact method"),
-        (levattn.universal_set(K, 0.1, f=1), "the set is by "),
+        (levattn.universal_set(K, 0.1, f=1), "the set is of f = 1"),
+        (levattn.universal_set(K, 0.1, f=4, method="leverage"), "the set is of f = 4"),
         (levattn.universal_set(K, 0.1, method="osnap"), "the set is by osnap"),
         (levattn.covering_set(K, K, 0.1, coverage=0.9), "the set is by conformal"),
         (with_groups, "has groups already"),
@@ -505,6 +506,38 @@ def test_groups_that_do_not_go_with_a_set() -> None:
             plain.with_groups(other, labels)
     with pytest.raises(ValueError, match="labels has shape"):
         plain.with_groups(K, labels[1:])
+
+
+def test_keys_given_again_may_be_of_another_library() -> None:
+    torch = pytest.importorskip("torch")
+    K, mask = np.random.default_rng(0).standard_normal((60, 4)), np.arange(60) > 5
+    tensor, options = torch.from_numpy(K), {"epsilon": 0.2, "mask": mask}
+    again = levattn.universal_set(K, **options).with_groups(tensor, np.arange(60) // 6)
+    for found in (again, levattn.universal_set(K, method="osnap", **options).rechecked(tensor)):
+        heavy = levattn.heavy_attention(tensor[:3], tensor, 0.2, universal=found)
+        expected = levattn.heavy_attention(K[:3], K, 0.2, mask=mask)
+        np.testing.assert_allclose(heavy.entries.toarray(), expected.entries.toarray(), rtol=1e-12)
+        assert type(heavy.apply(tensor)[0]) is type(found.scores) is torch.Tensor
+        np.testing.assert_array_equal(found.present, mask)
+
+
+@pytest.mark.parametrize("shape", [(400, 4), (2, 400, 4), (6, 400)])
+def test_keys_given_again_are_finite(shape: tuple[int, ...]) -> None:
+    """Also the keys that are not compared with those of the set."""
+    K = np.random.default_rng(0).standard_normal(shape)
+    n, labels = shape[-2], np.zeros(shape[:-1], np.int64)
+    mask = np.arange(n) != n - 1
+    found = [(levattn.universal_set(K, 0.99, mask=np.broadcast_to(mask, shape[:-1])).with_groups, (labels,))]
+    if n > shape[-1]:
+        sketched = levattn.universal_set(K, 0.99, method="osnap", mask=np.broadcast_to(mask, shape[:-1]))
+        found.append((sketched.rechecked, ()))
+    K[..., n - 1, :] = np.nan  # takes no part
+    for again, labeled in found:
+        again(K, *labeled)
+        K[..., 1, 0] = np.inf
+        with pytest.raises(levattn.NonFiniteError, match=r"K holds NaN or infinity.*\b1\b"):
+            again(K, *labeled)
+        K[..., 1, 0] = 0.5
 
 
 @pytest.mark.parametrize("center", [False, True])

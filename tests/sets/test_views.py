@@ -195,6 +195,7 @@ def test_uses_of_one_matrix_name_the_index(found: Any) -> None:
     rest = r"of one matrix, but this set has batch \(2, 3\); take one by universal\[layer, head\]"
     uses = {
         "indices": lambda: found.indices,
+        "member_scores": lambda: found.member_scores,
         "len": lambda: len(found),
         "in`": lambda: 3 in found,
         "iter": lambda: iter(found),

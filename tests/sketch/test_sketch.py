@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -466,6 +467,18 @@ def test_the_seed_of_a_distribution_is_that_of_its_sketch(distribution: Distribu
     assert np.array_equal(Sketch(seeded).matrix(0, 50), Sketch(distribution, 7).matrix(0, 50))
     if not isinstance(distribution, Shifted):
         assert SketchedRows(Sketch(seeded), 2).to_bytes() == SketchedRows(Sketch(distribution, 7), 2).to_bytes()
+
+
+def test_pickles_keep_the_seed() -> None:
+    """Also earlier ones, in which a distribution has none."""
+    sketch = Sketch(OSNAP(8), 7)
+    earlier = object.__new__(Sketch)
+    vars(earlier).update(distribution=object.__new__(OSNAP), seed=7)
+    vars(earlier.distribution).update(size=8, nonzeros=4)
+    for saved in (sketch, earlier):
+        again = pickle.loads(pickle.dumps(saved))
+        assert again == sketch
+        assert np.array_equal(again.matrix(0, 50), sketch.matrix(0, 50))
 
 
 # -- bytes ------------------------------------------------------------------------------
