@@ -77,7 +77,7 @@ class Split:
             return min(n, max(1, selection.budget * n // of))
         if selection.budget is not None:
             return min(n, max(1, int(selection.budget * n * factor + 1e-9)))
-        others = sum(int(part) for part in (self.sinks, self.window, self.summaries))
+        others = int(self.sinks) + int(self.window) + min(int(self.summaries), _SUMMARIES)
         size = selection.size
         selected = share_of(size, n) if isinstance(size, float) else (size or 0) * n // of
         return min(n, max(1, selected + others))
