@@ -539,6 +539,15 @@ def test_counts_are_slots_and_a_size_is_of_selected_keys() -> None:
     assert all({0, 1, CONTEXT - 3, CONTEXT - 2, CONTEXT - 1} < set(places) for places in kept_of(rows))
     parts = compress(model, context(), Selection(12, sinks=0, window=0, summaries=0), chunk=CONTEXT // 2)
     assert [len(places) for places in kept_of(parts)] == [12, 12]
+    for few, slots in (
+        (Selection(12, window=4, sinks=2, summaries=3), 12),
+        (Selection(size=4, window=4, summaries=3), 11),
+    ):
+        for chunk in (7, 10, CONTEXT):
+            assert {row["slots"] for row in compress(model, context(), few, chunk=chunk).table()} == {slots}
+    padding = torch.tensor([[0] * 20 + [1] * 10, [1] * CONTEXT])  # the first chunk of one sequence is padding
+    padded = {"input_ids": context(2), "attention_mask": padding}
+    assert all({0, 1} < set(places) for places in kept_of(compress(model, padded, Selection(9, sinks=2), chunk=15)))
     many = kept_of(compress(model, tokens(1, 300), Selection(size=3, summaries=290)))
     assert [len(places) for places in many] == [3, 3]  # of summaries there are 256 at most
     mixed = compress(model, context(), {(0, 0): 12, (1, 1): Selection(size=3), (1, 0): 1.0})

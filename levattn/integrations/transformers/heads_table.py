@@ -83,6 +83,11 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
         -------
         dict
             ``format``, ``version``, and the constructor's arguments as numbers, strings, lists and dictionaries.
+
+        Raises
+        ------
+        ValueError
+            If a file cannot hold an argument, such as a function of scores.
         """
         kind, version = self._format
         return {"format": f"levattn {kind}", "version": version, **self._facts()}
@@ -94,6 +99,11 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
         ----------
         path : path-like
             The file.
+
+        Raises
+        ------
+        ValueError
+            As for `to_dict`; then nothing is written.
         """
         with replace_file(path) as stream:
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())

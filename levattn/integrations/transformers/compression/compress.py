@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,7 +77,7 @@ def compress(
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
-        A number of slots is split over the chunks.
+        Numbers of slots are split over the chunks, and each chunk has its own last positions.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -270,11 +269,11 @@ class _Keeper:
         if not bool(here.all()):
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, width = K.shape[1], K.shape[2] + V.shape[2]
-        split = slots.Split.of(selection)
-        split = split if not self.first else replace(split, sinks=0)
+        chunk, of = range(before, before + n), int(self.cache.present[b].sum())
+        split = slots.Split.of(selection).of_chunk(chunk, of)
         wide = width + (4 / K.element_size() if split.summaries else 0)
         whole = selection.budget == 1.0
-        count = n if whole else split.slots(selection, n, int(self.cache.present[b].sum()), width / wide)
+        count = n if whole else split.slots(selection, chunk, of, width / wide)
         if count == n:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return K.clone(), V.clone(), None, places.expand(K.shape[:2])

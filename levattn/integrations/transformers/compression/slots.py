@@ -71,16 +71,29 @@ class Split:
         summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
         return sinks, left - window - summaries, window, summaries
 
-    def slots(self, selection: Selection, n: int, of: int, factor: float) -> int:
-        """Return how many of n keys a head keeps, of a context of `of` keys; `factor`: bytes of a key to a slot."""
+    def of_chunk(self, chunk: range, of: int) -> Split:
+        """Return the split of a chunk of a context of `of` keys: its part of each count, and the first sinks."""
+        window, summaries = (
+            part if isinstance(part, float) else _in_chunk(part, chunk, of) for part in (self.window, self.summaries)
+        )
+        return replace(self, sinks=0 if chunk.start else self.sinks, window=window, summaries=summaries)
+
+    def slots(self, selection: Selection, chunk: range, of: int, factor: float) -> int:
+        """Return how many keys of a chunk a head keeps; `of_chunk` made this. `factor`: bytes of a key to a slot."""
+        n = len(chunk)
         if isinstance(selection.budget, int):
-            return min(n, max(1, selection.budget * n // of))
+            return min(n, max(1, _in_chunk(selection.budget, chunk, of)))
         if selection.budget is not None:
             return min(n, max(1, int(selection.budget * n * factor + 1e-9)))
         others = int(self.sinks) + int(self.window) + min(int(self.summaries), _SUMMARIES)
         size = selection.size
-        selected = share_of(size, n) if isinstance(size, float) else (size or 0) * n // of
+        selected = share_of(size, n) if isinstance(size, float) else _in_chunk(int(size or 0), chunk, of)
         return min(n, max(1, selected + others))
+
+
+def _in_chunk(count: int, chunk: range, of: int) -> int:
+    """Return the part of a count in a chunk; all parts add up to the count."""
+    return count * chunk.stop // of - count * chunk.start // of
 
 
 def _part(part: float, of: int) -> int:
