@@ -828,6 +828,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
     "scores-kind": ({"size": 2, "scores": np.ones(10, int)}, TypeError, "scores has dtype int64"),
     "scores-nan": ({"size": 2, "scores": np.full(10, np.nan)}, NonFiniteError, "the scores of keys are NaN"),
+    "scores-nan-function": (
+        {"size": 2, "scores": lambda K, _: np.full(K.shape[:2], np.nan)},
+        NonFiniteError,
+        "the scores of keys are NaN: Q, K or your own scores hold NaN",
+    ),
     "center": ({"size": 2, "center": True}, ValueError, "center is True and scores is 'residual'"),
     "center-kind": (
         {"size": 2, "center": "no", "scores": "leverage"},

@@ -99,8 +99,8 @@ class Selection:
         is a key or an earlier summary. The distance is the change of the queries' logits, so keys that a summary would
         get wrong score high. "leverage": leverage scores, whatever the queries. An array of shape (..., G, n): your
         own scores, for operators. A function: your own scores of keys (b, n, d) with values (b, n, D), an array
-        (b, n). It gets the unmasked keys of several heads and sequences. For causal attention it is called at each
-        selection, with the kept keys and the new ones.
+        (b, n). It gets the unmasked keys of several heads and sequences, JAX's as arrays of numpy. For causal
+        attention it is called at each selection, with the kept keys and the new ones.
     center : bool, optional
         Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
         the mean does not change. It changes other functions, so these take False only. An offset of all keys changes

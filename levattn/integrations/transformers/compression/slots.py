@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
 from levattn._kernels.pruned.torch import SCALES, attended_slots
@@ -60,6 +61,7 @@ class Split:
     @classmethod
     def from_figures(cls, figures: dict[str, Any]) -> Split:
         """Return the split with the attributes of a file, or raise."""
+        check_type("scores", figures["scores"], str, "a name of scores")  # no file holds an array or a function
         center = figures["center"] if figures["scores"] == "leverage" else None
         return cls.of(Selection(0.5, **{**figures, "center": center}))
 
@@ -80,11 +82,10 @@ class Split:
 
     def slots(self, selection: Selection, chunk: range, of: int, factor: float) -> int:
         """Return how many keys of a chunk a head keeps; `of_chunk` made this. `factor`: bytes of a key to a slot."""
-        n = len(chunk)
-        if isinstance(selection.budget, int):
-            return min(n, max(1, _in_chunk(selection.budget, chunk, of)))
-        if selection.budget is not None:
-            return min(n, max(1, int(selection.budget * n * factor + 1e-9)))
+        n, budget = len(chunk), selection.budget
+        if budget is not None:
+            share = isinstance(budget, float)
+            return min(n, max(1, int(budget * n * factor + 1e-9) if share else _in_chunk(int(budget), chunk, of)))
         others = int(self.sinks) + int(self.window) + min(int(self.summaries), _SUMMARIES)
         size = selection.size
         selected = share_of(size, n) if isinstance(size, float) else _in_chunk(int(size or 0), chunk, of)
