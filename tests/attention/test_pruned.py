@@ -597,6 +597,9 @@ def test_a_share_is_a_count(causal: bool) -> None:
     assert Selection(40, sinks=0.05).slots(1000, causal=causal) == Selection(40, sinks=2).slots(1000, causal=causal)
     with pytest.raises(ValueError, match="budget=None, size=None and epsilon=None were given; expected one of"):
         Selection(window=0.25).slots(100, causal=causal)
+    for n, error in ((-5, ValueError), (3.5, TypeError)):
+        with pytest.raises(error, match=f"n is {n}; expected"):
+            Selection(0.5).slots(n, causal=causal)
 
 
 def test_selections_are_records() -> None:
@@ -616,6 +619,7 @@ def test_selections_are_records() -> None:
         assert (again, hash(again)) == (selection, hash(selection))
     assert Selection(size=3, scores=products) in {Selection(size=3, scores=products)}
     assert len({Selection(8), Selection(8, window=0), Selection(size=8)}) == 3
+    assert Selection(8, scores="leverage", center=np.False_) == Selection(8, scores="leverage", center=False)
     with pytest.raises(AttributeError):
         Selection(8).budget = 9  # type: ignore[misc]
 
@@ -824,7 +828,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
     "scores-kind": ({"size": 2, "scores": np.ones(10, int)}, TypeError, "scores has dtype int64"),
     "scores-nan": ({"size": 2, "scores": np.full(10, np.nan)}, NonFiniteError, "the scores of keys are NaN"),
+    "scores-nan-function": (
+        {"size": 2, "scores": lambda K, _: np.full(K.shape[:2], np.nan)},
+        NonFiniteError,
+        "the scores of keys are NaN: Q, K or your own scores hold NaN",
+    ),
     "center": ({"size": 2, "center": True}, ValueError, "center is True and scores is 'residual'"),
+    "center-kind": (
+        {"size": 2, "center": "no", "scores": "leverage"},
+        TypeError,
+        "center is 'no'; expected True, False or None",
+    ),
     "center-power": ({"size": 2, "center": True, "scores": "leverage", "f": 2}, ValueError, "center is True and f"),
     "f": ({"size": 2, "f": "exp"}, ValueError, "f is 'exp'; expected \"softmax\""),
     "f-root": ({"size": 2, "f": 0.5}, ValueError, "f is 0.5; expected .* p >= 1"),

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -121,12 +122,31 @@ def test_a_file_gives_it_back(tmp_path):
     assert (again.model, again.metric, again.target, again.reached, again.selection) == kept
 
 
+def test_selections_without_a_file_or_with_another_size_are_refused(tmp_path):
+    facts = {(0, 0): 0.25}, "BertModel", "embedding", 0.01, 0.004
+    with pytest.raises(ValueError, match="a function of scores, which no file holds"):
+        Calibration(*facts, Selection(scores=torch.add)).save(tmp_path / "a.json")
+    assert not list(tmp_path.iterdir())
+    for selection in (Selection(size=4), Selection(epsilon=0.1), Selection(scores=torch.ones(3))):
+        with pytest.raises(ValueError, match="expected one with a budget alone"):
+            Calibration(*facts, selection)
+    with pytest.raises(TypeError, match="selection is of type dict; expected a Selection"):
+        Calibration(*facts, {"sinks": 4})
+
+
+def test_budgets_may_be_an_array(encoder):
+    inputs = batch(1, 20)
+    found, expected = (calibrate(encoder, inputs, target=0.1, budgets=of) for of in (np.array([0.3, 0.5]), (0.3, 0.5)))
+    assert dict(found) == dict(expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": "else"}, "its format is not 'levattn calibration'"),
         ({"version": 4}, "version 4"),
         ({"version": 0}, "version 0"),
+        ({"version": 2}, "it is of version 2, and this release reads 3"),
         ({"metric": "none"}, "model or metric"),
         ({"budgets": [[0, 0, 1.5]]}, "budget 1.5 is not in"),
         ({"budgets": [[0, -1, 0.5]]}, "no numbers of a layer"),
@@ -162,6 +182,16 @@ def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
         ({"metric": "logits"}, ValueError, "returns no logits"),
         ({"inputs": []}, ValueError, "inputs is empty"),
         ({"budgets": (0.5, Selection(0.3, sinks=1))}, ValueError, "differ in more than their budgets"),
+        (
+            {"budgets": (Selection(size=4),)},
+            ValueError,
+            r"budgets has Selection\(size=4\); expected selections with a share",
+        ),
+        (
+            {"budgets": tuple(Selection(share, scores=torch.nn.Bilinear(8, 8, 1)) for share in (0.3, 0.5))},
+            ValueError,
+            "differ in more than their budgets",
+        ),
         ({"heads": 5}, TypeError, "heads is 5; expected numbers of heads"),
     ],
 )

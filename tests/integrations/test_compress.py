@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+import threading
 from collections.abc import Callable
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -21,7 +22,15 @@ from decoders import CACHE, base, difference, of_heads, tokens  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import Selection  # noqa: E402
-from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
+from levattn.integrations.transformers import (  # noqa: E402
+    Calibration,
+    CompressedCache,
+    HeadProfile,
+    calibrate,
+    compress,
+    head_profile,
+    prune,
+)
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
@@ -449,6 +458,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "window is 1.5; expected a count, or a share",
     ),
     "chunk": (lambda: compress(base(), context(), CUT, chunk=0), "chunk is 0"),
+    "flag as layer": (lambda: compress(base(), context(), {(True, 0): 0.5}), r"selection has the key \(True, 0\)"),
+    "head below 0": (lambda: compress(base(), context(), {(0, -1): 0.5}), "names head -1 of layer 0; expected one of"),
+    "numbers of heads": (
+        lambda: compress(base(), context(), 0.5, heads=[0]),
+        "heads is of type list; expected a Head",
+    ),
+    "a profile alone": (lambda: compress(base(), context(), profile()), "selection is a HeadProfile; .* as heads"),
+    "slots to split": (lambda: compress(base(), context(), 12, heads=profile()), "expected a share of the bytes"),
     "heads": (
         lambda: compress(base(num_hidden_layers=3), context(), 0.5, heads=profile()),
         "no cost of head 0 of layer 2",
@@ -522,6 +539,17 @@ def test_counts_are_slots_and_a_size_is_of_selected_keys() -> None:
     assert all({0, 1, CONTEXT - 3, CONTEXT - 2, CONTEXT - 1} < set(places) for places in kept_of(rows))
     parts = compress(model, context(), Selection(12, sinks=0, window=0, summaries=0), chunk=CONTEXT // 2)
     assert [len(places) for places in kept_of(parts)] == [12, 12]
+    for few, slots in (
+        (Selection(12, window=4, sinks=2, summaries=3), 12),
+        (Selection(size=4, window=4, summaries=3), 11),
+    ):
+        for chunk in (7, 10, CONTEXT):
+            assert {row["slots"] for row in compress(model, context(), few, chunk=chunk).table()} == {slots}
+    padding = torch.tensor([[0] * 20 + [1] * 10, [1] * CONTEXT])  # the first chunk of one sequence is padding
+    padded = {"input_ids": context(2), "attention_mask": padding}
+    assert all({0, 1} < set(places) for places in kept_of(compress(model, padded, Selection(9, sinks=2), chunk=15)))
+    many = kept_of(compress(model, tokens(1, 300), Selection(size=3, summaries=290)))
+    assert [len(places) for places in many] == [3, 3]  # of summaries there are 256 at most
     mixed = compress(model, context(), {(0, 0): 12, (1, 1): Selection(size=3), (1, 0): 1.0})
     assert [row["slots"] for row in mixed.table()] == [12, CONTEXT, CONTEXT, 3]
 
@@ -549,6 +577,37 @@ def test_scores_select_the_keys_of_a_cache() -> None:
     renewing = compress(model, context(), Selection(size=6, scores=own, renew_every=4))
     with pytest.raises(ValueError, match="a function of scores, which no file holds"):
         renewing.save("nowhere")
+
+
+@pytest.mark.filterwarnings("ignore::levattn.RecallWarning")
+def test_functions_of_heads_are_told_apart_and_run_in_one_thread() -> None:
+    class Column(torch.nn.Module):  # all of these look the same when printed
+        def __init__(self, column: int) -> None:
+            super().__init__()
+            self.column = column
+
+        def forward(self, K: Any, V: Any) -> Any:  # noqa: ARG002 (one column of the keys is enough)
+            seen.add(threading.current_thread())
+            return K[:, :, self.column]
+
+    seen: set[Any] = set()
+    model, few = base(), {(0, i): Selection(size=4, scores=Column(i), renew_every=4) for i in (0, 1)}
+    with levattn.thread_limit(2):
+        cache = compress(model, context(4), few)
+    assert seen == {threading.current_thread()}
+    assert [group.heads for group in cache.layers[0].groups] == [(0,), (1,)]
+    model(torch.full((4, 5), 3), **{CACHE: cache})
+    model(torch.full((4, 1), 3), **{CACHE: cache})  # the slots are renewed by the function of their head
+    splits = cache.layers[0].renewal.splits
+    assert [split.scores.column for split in splits] == [0, 1]
+
+
+def test_a_calibration_brings_its_options() -> None:
+    few = Selection(scores="expected", window=0, summaries=0, sinks=0)
+    calibration = Calibration({(0, 0): 0.3, (1, 1): 0.5}, "LlamaForCausalLM", "logits", 0.1, 0.1, few)
+    model, same = base(), (calibration, calibration.selections())
+    found, expected = (kept_of(compress(model, context(), given)) for given in same)
+    assert found == expected != kept_of(compress(model, context(), dict(calibration)))
 
 
 def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:

@@ -360,6 +360,7 @@ RENEWING: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "a share above 1": _set_split(summaries=1.5),
     "more than all": _set_split(window=0.75),
     "scores of another kind": _set_split(scores="norm"),
+    "scores that are numbers": _set_split(scores=[1.0]),
     "an option of no selection": _set_split(chunk=3),
     "a split too few": lambda head, _: head["layers"][0]["renewal"]["splits"].pop(),
     "a number of queries below 0": _set_renewal(seen=[[-1, 3]]),

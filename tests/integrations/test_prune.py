@@ -158,17 +158,39 @@ def test_scores_of_a_users_own_select_keys(family: str) -> None:
         assert difference(found, output(model)) > 1e-3
 
 
+class Column(torch.nn.Module):
+    """Scores by one column of the keys; all of these modules look the same when printed."""
+
+    def __init__(self, column: int) -> None:
+        super().__init__()
+        self.column = column
+
+    def forward(self, K: Any, V: Any) -> Any:  # noqa: ARG002 (one column of the keys is enough)
+        return K[:, :, self.column]
+
+
+def test_heads_with_functions_that_look_the_same_keep_their_own() -> None:
+    model, few = base(), [Selection(size=3, scores=Column(i), renew_every=4) for i in (0, 1)]
+    assert repr(few[0]) == repr(few[1])
+    heads = {(0, 0): few[0], (0, 1): few[1]}
+    with prune(model, heads, measure=False):
+        found = output(model)
+    other = written_out(copy.deepcopy(model), Explicit(torch.ones(2, T), heads))
+    assert difference(found, output(other)) < 2e-5
+
+
 @pytest.mark.parametrize("family", ["Llama", "Esm"])
 @pytest.mark.parametrize("budget", [12, 0.6, T - PADDED - 1, T - PADDED, T - PADDED + 2])
 def test_a_padded_batch_is_what_its_sequences_are(family: str, budget: float) -> None:
     model, ids = base(family), tokens()
-    few = Selection(budget) if family in ENCODERS else Selection(budget, renew_every=3)
-    with prune(model, few):
-        alone = output(model, ids[1:, PADDED:], attention_mask=LEFT[1:, PADDED:])
-        right = torch.cat([ids[:, PADDED:], ids[:, :PADDED]], 1)
-        for these, real in ((ids, LEFT), (right, LEFT.flip(-1))):
-            found = output(model, these, attention_mask=real)
-            assert difference(found[1, real[1].bool()], alone[0]) < 2e-5
+    of_decoders = {} if family in ENCODERS else {"renew_every": 3}
+    right = torch.cat([ids[:, PADDED:], ids[:, :PADDED]], 1)
+    for few in (Selection(budget, **of_decoders), Selection(size=budget, **of_decoders)):
+        with prune(model, few):
+            alone = output(model, ids[1:, PADDED:], attention_mask=LEFT[1:, PADDED:])
+            for these, real in ((ids, LEFT), (right, LEFT.flip(-1))):
+                found = output(model, these, attention_mask=real)
+                assert difference(found[1, real[1].bool()], alone[0]) < 2e-5
 
 
 # Caches

@@ -259,7 +259,8 @@ def chosen(
     top = xp.where(first, xp.full_like(scores, math.inf), scores)
     checks.expect(
         ~xp.any(xp.isnan(top)),
-        "the scores of keys are NaN: Q or K holds NaN or infinity, or is too large; give finite ones",
+        "the scores of keys are NaN: Q, K or your own scores hold NaN, or Q or K holds infinity or is too large; "
+        "give finite ones",
     )
     place = xp.arange(n, device=device_of(scores))
     if epsilon is not None:

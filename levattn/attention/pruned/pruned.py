@@ -96,7 +96,7 @@ def pruned_attention(
     TypeError, ValueError
         If an argument has a wrong type, shape or value.
     NonFiniteError
-        If scores are NaN, because Q or K holds NaN or infinity.
+        If scores are NaN, because Q or K holds NaN or infinity, or your own scores are NaN.
 
     See Also
     --------
@@ -218,7 +218,7 @@ def causal_pruned_attention(
     TypeError, ValueError
         If an argument has a wrong type, shape or value, or the state is of other heads or another `f`.
     NonFiniteError
-        If scores are NaN, because Q or K holds NaN or infinity.
+        If scores are NaN, because Q or K holds NaN or infinity, or your own scores are NaN.
 
     See Also
     --------

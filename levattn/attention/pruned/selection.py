@@ -99,8 +99,8 @@ class Selection:
         is a key or an earlier summary. The distance is the change of the queries' logits, so keys that a summary would
         get wrong score high. "leverage": leverage scores, whatever the queries. An array of shape (..., G, n): your
         own scores, for operators. A function: your own scores of keys (b, n, d) with values (b, n, D), an array
-        (b, n). It gets the unmasked keys of several heads and sequences. For causal attention it is called at each
-        selection, with the kept keys and the new ones.
+        (b, n). It gets the unmasked keys of several heads and sequences, JAX's as arrays of numpy. For causal
+        attention it is called at each selection, with the kept keys and the new ones.
     center : bool, optional
         Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
         the mean does not change. It changes other functions, so these take False only. An offset of all keys changes
@@ -186,6 +186,10 @@ class Selection:
                 f"scores is {kind!r}; expected one of {', '.join(SCORES)}, an array of scores, or a function of keys "
                 "and values"
             )
+        if self.center is not None and not isinstance(self.center, bool | np.bool_):
+            raise TypeError(f"center is {self.center!r}; expected True, False or None")
+        if self.center is not None:
+            object.__setattr__(self, "center", bool(self.center))
         if self.center is not None and kind != "leverage":
             raise ValueError(
                 f'center is {self.center!r} and scores is {kind!r}; expected center only with scores="leverage"'
@@ -241,8 +245,9 @@ class Selection:
 
         Raises
         ------
-        ValueError
-            If no budget, size or epsilon is given, or the options take more slots than the budget has.
+        TypeError, ValueError
+            If no budget, size or epsilon is given, or the options take more slots than the budget has. Also if n is no
+            number of keys.
 
         Examples
         --------
@@ -250,7 +255,7 @@ class Selection:
         >>> Selection(64, window=4).slots(1000, causal=True)
         Slots(selected=11, summaries=17, window=4, sinks=0, chunk=32)
         """
-        return slots_for(self, n, causal=causal)
+        return slots_for(self, whole_number("n", n, 0), causal=causal)
 
 
 def as_selection(selection: Any, name: str = "selection") -> Selection:

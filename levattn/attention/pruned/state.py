@@ -70,7 +70,7 @@ class PrunedState:
         The leading axes of the keys, heads among them.
     rule, parts
         The options of selection and the arrays of the state, for later calls.
-    next_scores : array, optional
+    next_scores : array of shape (..., G, T), optional
         Given scores of the positions of the next call.
 
     Examples

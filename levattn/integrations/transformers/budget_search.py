@@ -192,14 +192,15 @@ def calibrate(
 
 def _shares_of(budgets: Sequence[Any]) -> tuple[list[float], Selection]:
     """Return the shares, ascending, and the selection that has them as budgets, or raise."""
-    selections = [
-        each if isinstance(each, Selection) else Selection(fraction("budgets", each)) for each in budgets
-    ] or [Selection()]
-    others = {repr(replace(each, budget=None)) for each in selections}
+    selections = [each if isinstance(each, Selection) else Selection(fraction("budgets", each)) for each in budgets]
+    for each in selections:
+        if not isinstance(each.budget, float):
+            raise ValueError(f"budgets has {each}; expected selections with a share of the keys as budget")
+    others = {replace(each, budget=None) for each in selections} or {Selection()}
     if len(others) > 1:
         raise ValueError(f"budgets has selections that differ in more than their budgets; expected one of {others}")
-    shares = {fraction("budgets", each.budget) for each in selections if budgets}
-    return sorted(shares), replace(selections[0], budget=None)
+    shares = {fraction("budgets", each.budget) for each in selections}
+    return sorted(shares), others.pop()
 
 
 def _wanted(target: Any, risk: Any, confidence: Any) -> tuple[Any, Any, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from levattn._core.checks import check_type
 from levattn.attention import Selection
 from levattn.attention.pruned.selection import SCORES
 from levattn.integrations.transformers.heads_table import HeadsRecord, by_head, is_number
@@ -45,8 +46,9 @@ class Calibration(HeadsRecord):
 
     Raises
     ------
-    ValueError
-        If both or neither of target and risk are given, or confidence and texts do not come with risk.
+    TypeError, ValueError
+        If both or neither of target and risk are given, or confidence and texts do not come with risk. Also if the
+        selection has a size, a threshold or an array of scores.
 
     Examples
     --------
@@ -61,6 +63,7 @@ class Calibration(HeadsRecord):
     """
 
     _format: ClassVar = ("calibration", 3)
+    _oldest: ClassVar = 3  # earlier files have options in place of a selection
 
     def __init__(
         self,
@@ -83,7 +86,14 @@ class Calibration(HeadsRecord):
             )
         self._table = {(int(layer), int(head)): float(share) for (layer, head), share in sorted(budgets.items())}
         self.model, self.metric = model, metric
-        self.selection = replace(selection or Selection(), budget=None)
+        found = Selection() if selection is None else selection
+        check_type("selection", found, Selection, "a Selection, or None")
+        if found.size is not None or found.epsilon is not None or found.kind == "given":
+            raise ValueError(
+                f"selection is {found}; expected one with a budget alone, and named scores or a function of keys and "
+                "values"
+            )
+        self.selection = replace(found, budget=None)
         self.target, self.risk, self.confidence = (
             None if value is None else float(value) for value in (target, risk, confidence)
         )
@@ -120,7 +130,11 @@ class Calibration(HeadsRecord):
     def _facts(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in _FACTS}
         given = {name: value for name, value in vars(self.selection).items() if value is not None}
-        given["scores"] = self.selection.scores if self.selection.kind in SCORES else str(self.selection.scores)
+        if self.selection.kind not in SCORES:
+            raise ValueError(
+                "the selection has a function of scores, which no file holds; expected a name of scores. Keep the "
+                "budgets with dict(calibration)"
+            )
         return {**facts, "selection": given, "budgets": [[*head, share] for head, share in self.items()]}
 
     @classmethod

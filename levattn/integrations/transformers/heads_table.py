@@ -57,7 +57,8 @@ class HeadsTable:
 class HeadsRecord(Mapping[tuple[int, int], float]):
     """A number for each (layer, head) of a model, and further facts, kept in a JSON file."""
 
-    _format: ClassVar[tuple[str, int]]  # the kind of the file, and its version; files of earlier versions are read
+    _format: ClassVar[tuple[str, int]]  # the kind of the file, and its version
+    _oldest: ClassVar[int] = 1  # version of files that are read
     _table: dict[tuple[int, int], Any]
 
     def _facts(self) -> dict[str, Any]:
@@ -82,6 +83,11 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
         -------
         dict
             ``format``, ``version``, and the constructor's arguments as numbers, strings, lists and dictionaries.
+
+        Raises
+        ------
+        ValueError
+            If a file cannot hold an argument, such as a function of scores.
         """
         kind, version = self._format
         return {"format": f"levattn {kind}", "version": version, **self._facts()}
@@ -93,6 +99,11 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
         ----------
         path : path-like
             The file.
+
+        Raises
+        ------
+        ValueError
+            As for `to_dict`; then nothing is written.
         """
         with replace_file(path) as stream:
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
@@ -127,8 +138,9 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
             if not isinstance(document, dict) or document.get("format") != f"levattn {kind}":
                 raise ValueError(f"its format is not 'levattn {kind}'")
             version = document.get("version")
-            if type(version) is not int or not 1 <= version <= newest:
-                raise ValueError(f"it is of version {version!r}, and this release reads 1 to {newest}")
+            if type(version) is not int or not cls._oldest <= version <= newest:
+                reads = newest if cls._oldest == newest else f"{cls._oldest} to {newest}"
+                raise ValueError(f"it is of version {version!r}, and this release reads {reads}")
             return cls._of(document)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no {kind}: {error}; {remedy}") from error

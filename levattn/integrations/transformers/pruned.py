@@ -129,7 +129,8 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
     cover them.
     """
     lengths, found = np.full(1, arrays.k.shape[2]), []
-    if arrays.present is not None and (isinstance(selection.budget, float) or not arrays.causal):
+    shares = isinstance(selection.budget, float) or isinstance(selection.size, float)
+    if arrays.present is not None and (shares or not arrays.causal):
         lengths = arrays.present.sum(1).cpu().numpy()
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)

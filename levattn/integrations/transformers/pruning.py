@@ -253,15 +253,15 @@ def _selections_of(
 
 def _groups_of(number: int, layer: ModelLayer, of_heads: dict[tuple[int, int], Selection]) -> tuple[Group, ...]:
     """Return the heads of a layer by their selections; those without one, or with all keys, are dense and last."""
-    of: dict[str, list[int]] = {}  # by what a selection shows, as 1 and 1.0 are equal
+    of: dict[Selection, list[int]] = {}
     dense = []
     for head in range(layer.heads):
         own = of_heads.get((number, head))
         if own is None or (isinstance(own.budget, float) and own.budget == 1):
             dense.append(head)
         else:
-            of.setdefault(repr(own), []).append(head)
-    groups = [Group(tuple(heads), of_heads[number, heads[0]]) for heads in of.values()]
+            of.setdefault(own, []).append(head)
+    groups = [Group(tuple(heads), own) for own, heads in of.items()]
     return (*groups, Group(tuple(dense), None)) if dense else tuple(groups)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,9 +62,10 @@ def compress(
         ``max_position_embeddings`` of the config. Such models then read worse than their context allows.
     selection : Selection, number or mapping, default 0.25
         The slots of each head. A float is a share of the bytes of a dense cache, of all layers that do not slide. An
-        int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything.
-        Without further options a head keeps 4 first positions. A quarter of its other slots are the last positions,
-        and half are summaries, at most 256 of a head and chunk. Scores of your own are a function here.
+        int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything. A
+        `Calibration` is such a mapping. Without further options a head keeps 4 first positions. A quarter of its other
+        slots are the last positions, and half are summaries, at most 256 of a head and chunk. Scores of your own are a
+        function here.
 
         With ``renew_every`` the cache holds so many positions after the context in full, before it compresses them as
         well. A head that is cut then keeps its number of slots. The queries so far choose among its slots and the new
@@ -77,7 +77,7 @@ def compress(
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
-        A number of slots is split over the chunks.
+        Numbers of slots are split over the chunks, and each chunk has its own last positions.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -253,11 +253,11 @@ class _Keeper:
             b, head = i % B, order[i // B]
             found[b, head] = self._of_sequence(b, own[head], *(array[b, head : head + 1] for array in (q, k, v)))
 
-        parallel_for(keep, B * G)
+        by_users = any(selection.kind == "function" for selection in own)  # threads run no code of a user
+        parallel_for(keep, B * G, threads=1 if by_users else None)
         groups = []
-        shown = [repr(selection) for selection in own]  # as 1 and 1.0 are equal
-        for same in sorted(set(shown)):
-            heads = tuple(head for head in range(G) if shown[head] == same)
+        for same in dict.fromkeys(own):
+            heads = tuple(head for head in range(G) if own[head] == same)
             parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
             groups.append(slots.padded_together(heads, parts))
         return tuple(groups)
@@ -269,11 +269,11 @@ class _Keeper:
         if not bool(here.all()):
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, width = K.shape[1], K.shape[2] + V.shape[2]
-        split = slots.Split.of(selection)
-        split = split if not self.first else replace(split, sinks=0)
+        chunk, of = range(before, before + n), int(self.cache.present[b].sum())
+        split = slots.Split.of(selection).of_chunk(chunk, of)
         wide = width + (4 / K.element_size() if split.summaries else 0)
         whole = selection.budget == 1.0
-        count = n if whole else split.slots(selection, n, int(self.cache.present[b].sum()), width / wide)
+        count = n if whole else split.slots(selection, chunk, of, width / wide)
         if count == n:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return K.clone(), V.clone(), None, places.expand(K.shape[:2])

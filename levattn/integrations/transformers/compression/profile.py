@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from levattn._core.checks import fraction
+from levattn._core.checks import check_type, fraction
 from levattn.attention import Selection
 from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
+from levattn.integrations.transformers.calibration import Calibration
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
 # Factor of the cost of recall; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
@@ -155,6 +156,14 @@ class HeadSelections:
     @classmethod
     def of(cls, selection: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> HeadSelections:
         """Return the selections from the arguments of `compress`, for a model with these layers, or raise."""
+        if isinstance(selection, HeadProfile):
+            raise TypeError(
+                "selection is a HeadProfile; expected a share, and the profile as heads: compress(model, context, "
+                "0.25, heads=profile)"
+            )
+        if profile is not None:
+            check_type("heads", profile, HeadProfile, "a HeadProfile, or None. A mapping as selection names heads")
+        selection = selection.selections() if isinstance(selection, Calibration) else selection
         if isinstance(selection, Mapping):
             if profile is not None:
                 raise ValueError("selection names heads, and heads is given; expected one of the two. Leave heads out")
@@ -163,6 +172,11 @@ class HeadSelections:
             found = cls({}, _of_cache("selection", selection), "selection")
         else:
             whole = _of_cache("selection", selection)
+            if not isinstance(whole.budget, float):
+                raise ValueError(
+                    f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
+                    "the profile splits"
+                )
             shares = profile.shares(whole.budget)
             found = cls({head: replace(whole, budget=share) for head, share in shares.items()}, None, "heads")
         for layer, head in found.named:
@@ -190,7 +204,7 @@ class HeadSelections:
     def of_layer(self, layer: int, heads: int) -> list[Selection]:
         """Return the selections of the heads of a layer, or raise if a named head does not exist or one is missing."""
         for number, head in self.named:
-            if number == layer and head >= heads:
+            if number == layer and not 0 <= head < heads:
                 raise ValueError(f"{self.source} names head {head} of layer {layer}; expected one of {heads} heads")
         found: list[Any] = [self.named.get((layer, head), self.rest) for head in range(heads)]
         if None in found:
@@ -250,7 +264,8 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
     """Return the selections of heads that a mapping names, or raise."""
     found = {}
     for key, own in selection.items():
-        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(x, Integral) for x in key)):
+        pair = key if isinstance(key, tuple) else ()
+        if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
             raise TypeError(f"selection has the key {key!r}; expected (layer, head)")
         found[int(key[0]), int(key[1])] = _of_cache(f"selection[{key!r}]", own)
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
 from levattn._kernels.pruned.torch import SCALES, attended_slots
@@ -60,6 +61,7 @@ class Split:
     @classmethod
     def from_figures(cls, figures: dict[str, Any]) -> Split:
         """Return the split with the attributes of a file, or raise."""
+        check_type("scores", figures["scores"], str, "a name of scores")  # no file holds an array or a function
         center = figures["center"] if figures["scores"] == "leverage" else None
         return cls.of(Selection(0.5, **{**figures, "center": center}))
 
@@ -71,17 +73,28 @@ class Split:
         summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
         return sinks, left - window - summaries, window, summaries
 
-    def slots(self, selection: Selection, n: int, of: int, factor: float) -> int:
-        """Return how many of n keys a head keeps, of a context of `of` keys; `factor`: bytes of a key to a slot."""
-        budget: Any = selection.budget
-        if isinstance(budget, int):
-            return min(n, max(1, budget * n // of))
+    def of_chunk(self, chunk: range, of: int) -> Split:
+        """Return the split of a chunk of a context of `of` keys: its part of each count, and the first sinks."""
+        window, summaries = (
+            part if isinstance(part, float) else _in_chunk(part, chunk, of) for part in (self.window, self.summaries)
+        )
+        return replace(self, sinks=0 if chunk.start else self.sinks, window=window, summaries=summaries)
+
+    def slots(self, selection: Selection, chunk: range, of: int, factor: float) -> int:
+        """Return how many keys of a chunk a head keeps; `of_chunk` made this. `factor`: bytes of a key to a slot."""
+        n, budget = len(chunk), selection.budget
         if budget is not None:
-            return min(n, max(1, int(budget * n * factor + 1e-9)))
-        others = sum(int(part) for part in (self.sinks, self.window, self.summaries))
+            share = isinstance(budget, float)
+            return min(n, max(1, int(budget * n * factor + 1e-9) if share else _in_chunk(int(budget), chunk, of)))
+        others = int(self.sinks) + int(self.window) + min(int(self.summaries), _SUMMARIES)
         size = selection.size
-        selected = share_of(size, n) if isinstance(size, float) else (size or 0) * n // of
+        selected = share_of(size, n) if isinstance(size, float) else _in_chunk(int(size or 0), chunk, of)
         return min(n, max(1, selected + others))
+
+
+def _in_chunk(count: int, chunk: range, of: int) -> int:
+    """Return the part of a count in a chunk; all parts add up to the count."""
+    return count * chunk.stop // of - count * chunk.start // of
 
 
 def _part(part: float, of: int) -> int:
