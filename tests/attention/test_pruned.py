@@ -624,6 +624,16 @@ def test_selections_are_records() -> None:
         Selection(8).budget = 9  # type: ignore[misc]
 
 
+def test_open_kinds_of_slots_give_way() -> None:
+    assert Selection(16, summaries=14).slots(100) == Slots(2, 14, 0)
+    assert Selection(40, sinks=10).slots(400, causal=True) == Slots(0, 15, 5, 10, 10)
+    assert Selection(40, sinks=28).slots(400, causal=True) == Slots(0, 0, 2, 28, 10)
+    for selection in (Selection(16, summaries=14), Selection(40, sinks=28), Selection(40, sinks=0.9, summaries=3)):
+        assert selection.slots(400).total == selection.budget
+    with pytest.raises(ValueError, match="expected a larger budget"):
+        Selection(16, summaries=14, window=2).slots(100)
+
+
 @pytest.mark.parametrize("call", [pruned_attention, causal_pruned_attention])
 def test_a_number_is_a_budget_and_nothing_else_is_a_selection(call: Any) -> None:
     arrays = heads(44, 20)

@@ -303,8 +303,11 @@ def slots_for(
     if not causal and isinstance(selection.window, float):  # on both sides of a query
         window = max(0, (window - 1) // 2)
     summaries = _count(selection.summaries, total - sinks, usual.summaries)
-    if budget is not None and selection.summaries is None:  # they give way to what was asked for
+    if budget is not None and selection.summaries is None:  # what is open gives way to what was asked for
         summaries = min(summaries, max(0, total - Slots(0, 0, window, sinks, chunk).total))
+    if budget is not None and selection.window is None:
+        spare = total - Slots(0, summaries, 0, sinks, chunk).total
+        window = min(window, max(0, spare if causal else (spare - 1) // 2))
     parts = Slots(0, summaries, window, sinks, chunk)
     if budget is None:
         selected = n if selection.size is None else _count(selection.size, n)
