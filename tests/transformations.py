@@ -147,7 +147,7 @@ def _pruned(Q: Any, K: Any, V: Any, selection: Any, **options: Any) -> Any:
 
 
 def _pruned_causal(Q: Any, K: Any, V: Any, **options: Any) -> Any:
-    return causal_pruned_attention(Q, K, V, Selection(8, renew_every=4), **options)[0]
+    return causal_pruned_attention(Q, K, V, Selection(8, renew_every=4), **options)
 
 
 def _dense() -> Any:

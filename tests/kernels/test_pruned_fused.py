@@ -24,6 +24,7 @@ if not HAS_TORCH:
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from levattn._kernels import kernels_for
 from levattn._kernels.pruned import torch as fused_kernels
 from levattn.attention.pruned import causal as causal_module
 from levattn.exceptions import NonFiniteError
@@ -367,7 +368,7 @@ def test_chunks_as_a_batch_equal_the_loop_over_queries(
     """Of all chunks, of some at a time, and of one."""
     (Q, K, V), options = stream(form)
     if limit is not None:
-        monkeypatch.setattr(fused_kernels, "at_once", lambda *_: limit)
+        monkeypatch.setattr(kernels_for("pruned", torch.empty(0)), "at_once", lambda *_: limit)
     leaves = [torch.from_numpy(array).requires_grad_() for array in (Q, K, V)]
     given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     Y = attend(*leaves, causal=True, renew_every=5, **given)
@@ -388,7 +389,7 @@ def test_gradients_of_chunks_as_a_batch_are_those_of_each(form: str, monkeypatch
     arrays, options = stream(form)
     gradients = []
     for limit in (1 << 26, 0):
-        monkeypatch.setattr(fused_kernels, "at_once", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(kernels_for("pruned", torch.empty(0)), "at_once", lambda *_, limit=limit: limit)
         leaves = [torch.from_numpy(array).requires_grad_() for array in arrays]
         Y = attend(*leaves, causal=True, renew_every=5, **options)
         gradients.append(torch.autograd.grad((Y * Y.detach().cos()).sum(), leaves))

@@ -253,7 +253,7 @@ class Selection:
         --------
         >>> from levattn.attention import Selection
         >>> Selection(64, window=4).slots(1000, causal=True)
-        Slots(selected=11, summaries=17, window=4, sinks=0, chunk=32)
+        Slots(selected=19, summaries=25, window=4, sinks=0, chunk=16)
         """
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
