@@ -148,7 +148,7 @@ def test_what_cannot_be_honored_is_refused() -> None:
         prune(3, 0.5)
     with pytest.raises(ValueError, match="the model is a Linear with no attention layer"):
         prune(torch.nn.Linear(2, 2), 0.5)
-    with pytest.raises(TypeError, match="LevAttention has no options"):
+    with pytest.raises(TypeError, match="LevAttention has no selection"):
         LevAttention(24)
     with pytest.raises(ValueError, match="without a pruned layer"):
         kept_patches(model, images())
