@@ -150,9 +150,7 @@ def test_selections_of_causal_tensors_wait_for_nothing(tensors: Any, kind: str) 
         K = there.CudaTensor(torch.from_numpy(keys(n, 8)[None]), 0)
         made.crossed.clear()
         places.launches.clear()
-        causal_pruned_attention(
-            K, K, K, Selection(size=9, summaries=7, window=4, scores=kind, renew_every=40), return_state=True
-        )
+        causal_pruned_attention(K, K, K, Selection(size=9, summaries=7, window=4, scores=kind, renew_every=40))
         crossed.append(list(made.crossed))
         launched.append(len(places.launches))
     assert crossed[0] == crossed[1] == ["back"]
@@ -429,6 +427,7 @@ PACKAGES = (
 ELSEWHERE = {
     "Moments.from_arrays": "it holds them as they are",
     "SoftmaxState.from_arrays": "it holds them as they are",
+    "PrunedState.with_scores": "it holds them for the next call",
     "Distribution.add": "it is called by those that entered",
     "Moments.add": "it is called by those that entered",
     "Softmax.contains": "arrays of numpy",
