@@ -12,6 +12,7 @@ dense blocks of columns, with as many rows as are left.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -149,8 +150,8 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     order, _ = _pivoted(_tame(read, exponents))
     columns = order[:most]
     clear = len(columns) == most and _is_regular(np.hstack([ones, read[:, columns]]))
-    if not clear:  # rows as they are decide how well-conditioned columns are
-        likely = _leading(np.ldexp(read, -exponents))
+    if not clear:
+        likely = _leading(read, exponents)
         order = np.concatenate([likely, order[~np.isin(order, likely)]])
         vectors = Rows(np.hstack([ones, exact[:, order]]).T[None], "float64")
         chosen = _independent(vectors, min(len(likely) + m - most, m)) - (m - most)
@@ -174,11 +175,20 @@ def _pivoted(X: Float64) -> tuple[Places, int]:
     return np.concatenate([order[:m][~small], order[:m][small], order[m:]]), m - int(small.sum())
 
 
-def _leading(A: Float64) -> Places:
-    """Return columns of a matrix that are likely independent and well-conditioned, by QR with column pivoting."""
+def _clear_of(A: Float64, exponents: npt.NDArray[np.int32]) -> Places:
+    """Return columns of a matrix that are likely independent, by LU."""
+    order, count = _pivoted(_tame(A, exponents))
+    return order[:count]
+
+
+def _leading(A: Float64, exponents: npt.NDArray[np.int32]) -> Places:
+    """Return columns of a matrix that are likely independent and well-conditioned, by QR with column pivoting.
+
+    Rows stay as they are, because they decide how well-conditioned columns are.
+    """
     from scipy.linalg import qr
 
-    R, order = qr(A, mode="r", pivoting=True, check_finite=False)
+    R, order = qr(np.ldexp(A, -exponents), mode="r", pivoting=True, check_finite=False)
     sizes = np.abs(np.diagonal(R))
     return np.asarray(order[: len(sizes)][sizes > _SMALL_RESIDUAL * sizes.max(initial=0.0)], np.int64)
 
@@ -193,16 +203,22 @@ def _sparse_columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
     of_columns = keys.take(left).transposed()
     rest = np.flatnonzero(of_columns.counts)
     vectors, exponents = of_columns.take(rest), np.frexp(largest[rest])[1]
-    m, likely = len(left), np.zeros(0, np.int64)
+    m = len(left)
     step = max(2 * m, _NUMBERS // max(m, 1))
-    for start in range(0, len(rest), step):  # the best columns so far, and others
-        tried = np.concatenate([likely, np.arange(start, min(start + step, len(rest)))])
-        order, count = _pivoted(_tame(_dense(vectors, tried), exponents[tried]))
-        likely = tried[order[:count]]
-        if len(likely) == m:
-            break
+
+    def best(choose: Callable[[Float64, npt.NDArray[np.int32]], Places]) -> Places:
+        found = np.zeros(0, np.int64)
+        for start in range(0, len(rest), step):  # the best columns so far, and others
+            tried = np.concatenate([found, np.arange(start, min(start + step, len(rest)))])
+            found = tried[choose(_dense(vectors, tried), exponents[tried])]
+            if len(found) == m:
+                break
+        return found
+
+    likely = best(_clear_of)
     clear = len(likely) == m and (not m or _is_regular(_dense(vectors, likely)))
     if not clear:
+        likely = best(_leading)
         order = np.concatenate([likely, np.setdiff1d(np.arange(len(rest)), likely)])
         likely = order[_independent(Rows(vectors.take(order), rows.format), len(likely))]
     return np.sort(np.concatenate([alone, rest[likely]])), len(likely) == m, clear
