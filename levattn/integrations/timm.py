@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import check_type, needing
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+from levattn.attention.pruned.selection import as_selection
 
 with needing("this needs torch and timm>=1.0.20", "timm"):
     import torch
@@ -267,9 +268,10 @@ def prune(model: Any, selection: Any, *, layers: Iterable[int] | None = None, f:
     (True, False)
     """
     check_type("model", model, torch.nn.Module, "a torch.nn.Module of timm")
-    selection = checked_selection(selection, f=f)
+    selection = as_selection(selection)
     if selection.sinks is None:
-        selection = checked_selection(replace(selection, sinks=getattr(model, "num_prefix_tokens", None)), f=f)
+        selection = replace(selection, sinks=getattr(model, "num_prefix_tokens", None))
+    selection = checked_selection(selection, f=f)
     there = _layers_of(model)
     names = list(there)
     if layers is not None:

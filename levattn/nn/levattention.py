@@ -10,7 +10,7 @@ import torch
 from levattn._core.checks import check_type
 from levattn._kernels.tensors import has_tangent
 from levattn.attention import PrunedState, Selection, causal_pruned_attention, pruned_attention
-from levattn.attention.pruned.selection import as_selection, exponent_of, rule_of
+from levattn.attention.pruned.selection import exponent_of, rule_of, selection_for_models
 from levattn.attention.pruned.state import converted
 from levattn.nn.base import Layer, projection, split_in_heads
 
@@ -264,12 +264,7 @@ def checked_selection(
     selection: Any, *, causal: bool = False, f: Any = "softmax", name: str = "selection"
 ) -> Selection:
     """Return the selection of a layer, or raise if `pruned_attention` would refuse it for any keys."""
-    found = as_selection(selection, name)
-    if found.kind == "given":
-        raise TypeError(
-            f"{name} has an array of scores; expected a name of scores, or a function of keys and values, because the "
-            "keys of a layer change"
-        )
+    found = selection_for_models(selection, name)
     rule_of(found, 1 << 20, power=exponent_of(f), causal=causal, aligned=True)
     return found
 

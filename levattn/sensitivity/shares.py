@@ -493,6 +493,8 @@ class _Attention:
             return np.zeros(0, np.int64)
         least = _LEAST_SUM * max(1.0, scale_of(self.f) ** 2)
         few = ~(least <= D) if isinstance(self.f, Power) else least > D
+        if not few.any():
+            return np.zeros(0, np.int64)
         few &= np.any((Q != 0) & (self.largest > 0), axis=1)
         if not isinstance(self.f, Power):  # a sum is also small where large products cancelled
             hidden = np.flatnonzero(few & ~(self.keys.n * self.f(self.noise(Q)) < least))

@@ -264,9 +264,9 @@ def causal_pruned_attention(
     if state is None:
         selection = as_selection(selection)
         # if a state goes on, a number of slots does not depend on the positions of this call
-        counts = return_state and isinstance(selection.budget, int)
-        positions = max(T, selection.budget + 1) if counts else T
-        rule, given = rule_of(selection, positions, power=power, causal=True, aligned=True), selection.scores
+        endless = return_state and isinstance(selection.budget, int)
+        rule = rule_of(selection, T, power=power, causal=True, aligned=True, endless=endless)
+        given = selection.scores
     else:
         rule, given = continued_rule(state, power), state.next_scores
     arrays = Q, K, V, _given_scores(given, K) if rule.kind == "given" else None, None

@@ -152,33 +152,28 @@ class Selection:
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = dict(vars(self))
-        for name in ("budget", "size", "summaries", "window", "sinks"):
+        parts, epsilon, kind = ("summaries", "window", "sinks"), given["epsilon"], self.kind
+        for name in ("budget", "size", *parts):
             if given[name] is not None:
-                given[name] = _number(
-                    name, given[name], above=-1.0 if name in ("summaries", "window", "sinks") else 0.0
-                )
-                object.__setattr__(self, name, given[name])
+                given[name] = _number(name, given[name], above=-1.0 if name in parts else 0.0)
         if sum(given[name] is not None for name in ("budget", "size", "epsilon")) > 1:
             raise _not_one(self)
         if given["budget"] in (0, 1) and isinstance(given["budget"], int):
             raise ValueError(
-                f"budget is {self.budget}; expected at least 2 slots, or a share of the keys in (0, 1], which is 1.0 "
-                "for all keys. For one key give size=1"
+                f"budget is {given['budget']}; expected at least 2 slots, or a share of the keys in (0, 1], which is "
+                "1.0 for all keys. For one key give size=1"
             )
-        for name in ("summaries", "window", "sinks"):
-            if isinstance(given[name], float) and (self.size is not None or self.epsilon is not None):
+        for name in parts:
+            if isinstance(given[name], float) and (given["size"] is not None or epsilon is not None):
                 raise ValueError(
                     f"{name} is {given[name]!r}, a share of the budget's slots; expected a count where no budget is"
                 )
-        if self.renew_every is not None:
-            object.__setattr__(self, "renew_every", whole_number("renew_every", self.renew_every, 1))
-        epsilon, kind = given["epsilon"], self.kind
-        if epsilon is not None and (
-            isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
-        ):
-            raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
+        if given["renew_every"] is not None:
+            given["renew_every"] = whole_number("renew_every", given["renew_every"], 1)
         if epsilon is not None:
-            object.__setattr__(self, "epsilon", float(epsilon))
+            if isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon):
+                raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
+            given["epsilon"] = float(epsilon)
             if kind == "leverage":
                 check_epsilon(epsilon)
         if isinstance(self.scores, str) and kind not in SCORES:
@@ -186,21 +181,23 @@ class Selection:
                 f"scores is {kind!r}; expected one of {', '.join(SCORES)}, an array of scores, or a function of keys "
                 "and values"
             )
-        if self.center is not None and not isinstance(self.center, bool | np.bool_):
-            raise TypeError(f"center is {self.center!r}; expected True, False or None")
-        if self.center is not None:
-            object.__setattr__(self, "center", bool(self.center))
-        if self.center is not None and kind != "leverage":
-            raise ValueError(
-                f'center is {self.center!r} and scores is {kind!r}; expected center only with scores="leverage"'
-            )
+        if given["center"] is not None:
+            if not isinstance(given["center"], bool | np.bool_):
+                raise TypeError(f"center is {self.center!r}; expected True, False or None")
+            given["center"] = bool(given["center"])
+            if kind != "leverage":
+                raise ValueError(
+                    f'center is {given["center"]} and scores is {kind!r}; expected center only with scores="leverage"'
+                )
+        vars(self).update(given)  # numbers and flags of Python
 
     def __repr__(self) -> str:
-        default = (None, "residual")
-        named = [
-            name for name, value in vars(self).items() if not (isinstance(value, str | None) and value in default)
+        given = vars(self).items()
+        shown = [
+            f"{name}={value!r}"
+            for name, value in given
+            if value is not None and not (isinstance(value, str) and value == "residual")
         ]
-        shown = [f"{name}={getattr(self, name)!r}" for name in named]
         return f"Selection({', '.join(shown).removeprefix('budget=')})"
 
     def _known(self) -> tuple[Any, ...]:
@@ -273,11 +270,24 @@ def as_selection(selection: Any, name: str = "selection") -> Selection:
         raise ValueError(f"{name}: {error}") from None
 
 
-def slots_for(
-    selection: Selection, n: int, *, causal: bool, aligned: bool = True, budget: float | None = None
-) -> Slots:
-    """Return `Selection.slots`; `aligned`: whether queries and keys share positions. `budget`: in place of its own."""
-    budget = selection.budget if budget is None else budget
+def selection_for_models(selection: Any, name: str) -> Selection:
+    """Return a selection, or raise if it has scores of certain keys, which a model does not have twice."""
+    found = as_selection(selection, name)
+    if found.kind == "given":
+        raise TypeError(
+            f"{name} has an array of scores; expected a name of scores, or a function of keys and values, because the "
+            "keys of a model change"
+        )
+    return found
+
+
+def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = True, endless: bool = False) -> Slots:
+    """Return `Selection.slots`.
+
+    `aligned`: whether queries and keys share positions. `endless`: whether more keys may follow the n of which shares
+    are taken, so that no budget covers all.
+    """
+    budget = selection.budget
     if budget is None and selection.size is None and selection.epsilon is None:
         raise _not_one(selection)
     if selection.renew_every is not None and not causal:
@@ -290,41 +300,33 @@ def slots_for(
             f"window is {selection.window!r}, but there are not as many queries as keys; expected window=0, as no key "
             "is near a query"
         )
-    if budget is None:
-        total, usual = 0, Slots(0, chunk=_CHUNK if causal else 0)
-    else:
-        total = max(1, _count(budget, n))
-        usual = _split(total, n, causal)
-        if total >= n:
-            return usual
-    chunk = 0 if not causal else usual.chunk if selection.renew_every is None else int(selection.renew_every)
-    sinks = _count(selection.sinks, total, usual.sinks)
+    total = 0 if budget is None else max(1, _count(budget, n))
+    if budget is not None and total >= n and not endless:
+        return Slots(n, chunk=_CHUNK if causal else 0)
+    usual = Slots(0, chunk=_CHUNK if causal else 0) if budget is None else _split(total, causal)
+    chunk = 0 if not causal else usual.chunk if selection.renew_every is None else selection.renew_every
+    sinks = _count(selection.sinks, total)
     window = _count(selection.window, total - sinks, usual.window if aligned else 0)
     if not causal and isinstance(selection.window, float):  # on both sides of a query
         window = max(0, (window - 1) // 2)
     summaries = _count(selection.summaries, total - sinks, usual.summaries)
-    if budget is not None and selection.summaries is None:  # what is open gives way to what was asked for
+    if budget is None:
+        return Slots(n if selection.size is None else _count(selection.size, n), summaries, window, sinks, chunk)
+    if selection.summaries is None:  # what is open gives way to what was asked for
         summaries = min(summaries, max(0, total - Slots(0, 0, window, sinks, chunk).total))
-    if budget is not None and selection.window is None:
+    if selection.window is None:
         spare = total - Slots(0, summaries, 0, sinks, chunk).total
         window = min(window, max(0, spare if causal else (spare - 1) // 2))
-    parts = Slots(0, summaries, window, sinks, chunk)
-    if budget is None:
-        selected = n if selection.size is None else _count(selection.size, n)
-    else:
-        selected = total - parts.total
-        if selected < 0:
-            names = {"summaries": parts.summaries, "window": window, "sinks": sinks, "renew_every": chunk}
-            shown = ", ".join(f"{name}={value}" for name, value in names.items())
-            raise ValueError(
-                f"budget={budget!r} is {total} slots, and {shown} take {parts.total}; expected a larger budget"
-            )
-    return Slots(selected, parts.summaries, window, sinks, chunk)
+    taken = Slots(0, summaries, window, sinks, chunk).total
+    if taken > total:
+        names = {"summaries": summaries, "window": window, "sinks": sinks, "renew_every": chunk}
+        shown = ", ".join(f"{name}={value}" for name, value in names.items())
+        raise ValueError(f"budget={budget!r} is {total} slots, and {shown} take {taken}; expected a larger budget")
+    return Slots(total - taken, summaries, window, sinks, chunk)
 
 
-def _split(total: int, n: int, causal: bool) -> Slots:
-    if total >= n:
-        return Slots(n, chunk=_CHUNK if causal else 0)
+def _split(total: int, causal: bool) -> Slots:
+    """Return the usual slots of a budget."""
     if causal:
         chunk, window = max(1, total // 4, total // 2 - _NARROW), total // 8
         left = total - window - chunk
@@ -442,17 +444,17 @@ def exponent_of(f: Any) -> float | None:
 
 
 def rule_of(
-    selection: Selection, n: int, *, power: float | None, causal: bool, aligned: bool, budget: int | None = None
+    selection: Selection, n: int, *, power: float | None, causal: bool, aligned: bool, endless: bool = False
 ) -> SelectionRule:
-    """Return the rule of a selection with n keys, or raise; `budget`: in place of its own."""
+    """Return the rule of a selection with n keys, or raise; `aligned` and `endless` as for `slots_for`."""
     center = selection.center
     if center and power is not None:
         raise ValueError("center is True and f is a power; expected center only for softmax")
     return SelectionRule(
-        slots_for(selection, n, causal=causal, aligned=aligned, budget=budget),
+        slots_for(selection, n, causal=causal, aligned=aligned, endless=endless),
         selection.kind,
-        None if selection.epsilon is None else float(selection.epsilon),
-        power is None if center is None else bool(center),
+        selection.epsilon,
+        power is None if center is None else center,
         power,
         selection.scores if selection.kind == "function" else None,
     )

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
-from levattn.attention.pruned.selection import share_of, slots_for
+from levattn.attention.pruned.selection import slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
 from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
 
 _prunings = count()  # each state in a cache belongs to a pruning
-_ENDLESS = 1 << 40  # more keys than any sequence has: a number of slots does not depend on the current length
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,7 @@ class Group:
 
 def selection_of_call(selection: Selection, n: int, *, causal: bool) -> Selection:
     """Return a selection in counts for a call with n keys; if causal, for any number of keys, and shares are of n."""
-    whole = None
-    if causal:
-        if isinstance(selection.budget, float):
-            whole = max(1, share_of(selection.budget, n))
-        if isinstance(selection.size, float):
-            selection = replace(selection, size=share_of(selection.size, n))
-        n = _ENDLESS
-    slots = slots_for(selection, n, causal=causal, budget=whole)
+    slots = slots_for(selection, n, causal=causal, endless=causal)
     return replace(
         selection,
         budget=None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from levattn.attention import Selection
 from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
-from levattn.integrations.transformers.calibration import Calibration
+from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
 from levattn.integrations.transformers.compression.profile import HeadProfile
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
@@ -180,7 +179,7 @@ def _split_by(profile: HeadProfile, selection: Any, layers: Any) -> dict[tuple[i
             f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
             "keys as budget, and no layers"
         )
-    return {head: replace(found, budget=share) for head, share in profile.shares(found.budget).items()}
+    return with_budgets(found, profile.shares(found.budget))
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
 from typing import Any, ClassVar, Self
@@ -14,9 +14,9 @@ import numpy as np
 
 from levattn._core.checks import check_type, fraction
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import as_selection
+from levattn.attention.pruned.selection import selection_for_models
 from levattn.exceptions import RecallWarning
-from levattn.integrations.transformers.calibration import Calibration
+from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
 # Factor of the cost of recall; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
@@ -177,8 +177,7 @@ class HeadSelections:
                     f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
                     "the profile splits"
                 )
-            shares = profile.shares(whole.budget)
-            found = cls({head: replace(whole, budget=share) for head, share in shares.items()}, None, "heads")
+            found = cls(with_budgets(whole, profile.shares(whole.budget)), None, "heads")
         for layer, head in found.named:
             if layer in sliding:
                 raise ValueError(
@@ -273,12 +272,7 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
 
 def _of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
-    found = as_selection(selection, name)
+    found = selection_for_models(selection, name)
     if found.budget is None and found.size is None:
         raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
-    if found.kind == "given":
-        raise TypeError(
-            f"{name} has an array of scores; expected a name of scores, or a function of keys and values. Heads of a "
-            "cache have keys of their own"
-        )
     return found
