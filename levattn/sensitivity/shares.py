@@ -293,8 +293,8 @@ def share_blocks(
 
     Products are in float64. Their rounding may change a score of at least `level`, or scores that reach it `together`,
     by more than `_SURE`, relative. Then they are computed as in twice the precision. The error is 0 unless such scores
-    remain uncertain: then it bounds their relative error, and is infinite if nothing is known. If `safe`, shares of
-    powers below 1 whose products may vanish are bounds.
+    remain uncertain: then it bounds their relative error, and is infinite if nothing is known. If `safe`, shares that
+    rounding may hide, and those of powers below 1 whose products may vanish, are bounds.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
@@ -337,12 +337,16 @@ def share_blocks(
                 A = attention.shares(mine, noise, read, D)[0]
             if len(doubtful):
                 A[doubtful] = _shares(attention.precise_products(mine[doubtful], read), D[doubtful], f)[0]
+            if safe and not isinstance(f, Softmax) and not attention.steep:
+                A = attention.above_rounding(A, mine, noise, read, D)
             if faint.any():
                 A = _above_zero(A, faint[part], asked[part], _read(given, places), f)
             yield part, places, A, error
     for again in later:
         g = _of_tiny_products(f, Q[again], largest)
-        for part, places, A, error in share_blocks(Q[again], keys, present, g, order, level=level, together=together):
+        for part, places, A, error in share_blocks(
+            Q[again], keys, present, g, order, level=level, together=together, safe=safe
+        ):
             yield again[part], places, A, error
 
 
@@ -497,10 +501,26 @@ class _Attention:
             return np.zeros(0, np.int64)
         few &= np.any((Q != 0) & (self.largest > 0), axis=1)
         if not isinstance(self.f, Power):  # a sum is also small where large products cancelled
-            hidden = np.flatnonzero(few & ~(self.keys.n * self.f(self.noise(Q)) < least))
+            with np.errstate(over="ignore", invalid="ignore"):  # the noise may be infinite
+                hidden = np.flatnonzero(few & ~(self.keys.n * self.f(self.noise(Q)) < least))
             if len(hidden):
                 few[hidden] = least > uncertain_sums(Q[hidden], self.keys, self.present, self.f, precise=True)[0]
         return np.flatnonzero(few)
+
+    def above_rounding(self, A: Float64, Q: Float64, noise: Float64, rows: Float64, D: Float64) -> Float64:
+        """Return shares, with bounds for the queries whose largest share here is not above what rounding may hide.
+
+        An exact product of 0 has the share 0. All others have at least the least positive number.
+        """
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            hides = ~(A.max(axis=1, initial=0.0) > self.f(noise) / D)
+            hidden = np.flatnonzero(hides & (D > 0)) if A.shape[1] else []
+            if len(hidden):
+                Z, error = certain_products(Q[hidden], rows)
+                size = np.abs(Z) + error
+                bound = np.clip(self.f(size) / D[hidden, None], LEAST_POSITIVE, 1.0)
+                A[hidden] = np.fmax(A[hidden], np.where(size > 0, bound, 0.0))
+        return A
 
     def raised(self, Q: Float64, which: Int64) -> tuple[Float64, Float64]:
         """Return queries of which some are scaled to a largest product of about 1, and their noise."""

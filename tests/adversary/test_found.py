@@ -428,3 +428,43 @@ def test_columns_that_stand_for_wide_keys_are_well_conditioned() -> None:
                 if not isinstance(truth, Centered):
                     assert levattn.universal_set(csr_array(K), 0.2).rank == truth.rank
     assert tried > 500
+
+
+def keys_that_cancel(seed: int) -> tuple[Any, Any]:
+    """Keys of a few sizes, and queries of signs: many products are far below the rounding of their terms."""
+    rng = np.random.default_rng(seed)
+    sizes = np.array([0.0, 1.0, 1.0, 2.0**40, 2.0**60, 2.0 ** rng.integers(100, 300)])
+    K = rng.choice(sizes, (5, 3)) * rng.choice([-1.0, 1.0], (5, 3))
+    K[1, 2] = -K[1, 0]
+    return K, rng.choice([-1.0, 0.0, 1.0], (4, 3))
+
+
+@pytest.mark.parametrize("f", ["1", "2", "3", "0.5", "huber:1", "tukey:1", "fair:1.4", "l1l2"])
+def test_a_share_that_rounding_hides_is_not_below_the_level_of_a_set(f: str) -> None:
+    """All four queries count at this coverage, so epsilon is at least the exact share of every key left out."""
+    function, seen = levattn.functions.as_function(f if ":" in f or f == "l1l2" else float(f)), 0
+    large = [[0.0] * 3, [-2.6e38, 1.0, 2.6e38], [0.0, 3e38, 0.0]]
+    cases = [(np.array(large), np.array([[-1.0, 1.0, -1.0]] * 4)), *map(keys_that_cancel, range(60))]
+    for K, Q in cases:
+        order = np.arange(len(K), 0, -1, dtype=np.float32)
+        order[1] = 0.0
+        found = levattn.covering_set(K, Q, f=function, coverage=0.8, scores=order, size=len(K) - 1)
+        for q in Q:
+            exact = [sum(Fraction(a) * Fraction(b) for a, b in zip(q, k, strict=True)) for k in K]
+            values = function(np.array([float(z) for z in exact]))
+            if exact[1] and values[1] > 0:
+                seen += 1
+                assert found.epsilon >= values[1] / values.sum() * (1 - 1e-6)
+    assert seen > 30
+
+
+@pytest.mark.parametrize("f", ["1", "2", "0.5", "huber:1", "tukey:1", "fair:1.4", "l1l2"])
+def test_products_whose_terms_have_no_finite_sum_of_sizes(f: str) -> None:
+    """The two terms cancel, so the query attends to no key, or to the other one."""
+    function = levattn.functions.as_function(f if ":" in f or f == "l1l2" else float(f))
+    for exponent in (509, 1020, 1021):
+        size = 1.5 * 2.0**exponent
+        K, Q = np.array([[size, -size], [0.0, 1e-3]]), np.array([[-3.0, -3.0]])
+        np.testing.assert_array_equal(levattn.expected_scores(K[:1], Q, f=function, method="mean"), [0.0])
+        found = levattn.expected_scores(K, Q, f=function, method="mean")
+        np.testing.assert_allclose(found, [0.0, 1.0], atol=1e-12)
