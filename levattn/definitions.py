@@ -607,8 +607,8 @@ def latte(q_logits: Float64, k_logits: Float64, V: Float64, causal: bool) -> Flo
     return np.array(rows)
 
 
-def tssa(W: Float64, temperature: Float64, c: float = 1.0, step: float = 1.0) -> Float64:
-    r"""Return token statistics attention, :math:`y_{kt} = -\tau' c\, \Pi_{kt} w_{kt} / (1 + c\, m_k)`, of all tokens.
+def tssa(W: Float64, temperature: Float64, c: float = 1.0) -> Float64:
+    r"""Return token statistics attention, :math:`y_{kt} = -c\, \Pi_{kt} w_{kt} / (1 + c\, m_k)`, of all tokens.
 
     :math:`m_k` is the mean of :math:`w_{kt}^2` over the tokens, weighted by :math:`\Pi_{kt}`. These memberships are
     the softmax over the heads of the temperatures times the diagonal leverage scores.
@@ -619,8 +619,8 @@ def tssa(W: Float64, temperature: Float64, c: float = 1.0, step: float = 1.0) ->
         Projected tokens of h heads.
     temperature : array of shape (h,)
         The temperatures.
-    c, step : float, default 1
-        The constants c and τ′.
+    c : float, default 1
+        The constant c.
 
     Returns
     -------
@@ -629,7 +629,7 @@ def tssa(W: Float64, temperature: Float64, c: float = 1.0, step: float = 1.0) ->
 
     See Also
     --------
-    levattn.attention.tssa : The same, and other memberships, causal, with decay and states.
+    levattn.attention.tssa : Fast, also causal, with other memberships, decay and states.
 
     Notes
     -----
@@ -649,7 +649,7 @@ def tssa(W: Float64, temperature: Float64, c: float = 1.0, step: float = 1.0) ->
     leverage = (W**2 / (W**2).sum(axis=1, keepdims=True)).sum(axis=2)
     P = softmax(temperature[:, None] * leverage, axis=0)[:, :, None]
     m = (P * W**2).sum(axis=1, keepdims=True) / P.sum(axis=1, keepdims=True)
-    return np.asarray(-step * c * P * W / (1 + c * m))
+    return np.asarray(-c * P * W / (1 + c * m))
 
 
 def coding_rate(Z: Float64, eps: float) -> float:

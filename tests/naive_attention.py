@@ -153,7 +153,6 @@ def token_statistics(
     offset=None,
     decay=None,
     c=1.0,
-    step=1.0,
     mask=None,
     offsets=None,
 ):
@@ -195,7 +194,7 @@ def token_statistics(
                 M = sum(w * P[k, s] * W[k, s] ** 2 for w, s in zip(weights[k], tokens, strict=True))
                 N = sum(w * P[k, s] for w, s in zip(weights[k], tokens, strict=True)) + ridge
                 moment = M / N if N else np.zeros(d)
-                Y[k, t] = -step * c * P[k, t] * W[k, t] / (1 + c * moment)
+                Y[k, t] = -c * P[k, t] * W[k, t] / (1 + c * moment)
     return Y, P
 
 

@@ -25,20 +25,20 @@ from torch.utils.checkpoint import checkpoint
 
 from levattn.attention import (
     Selection,
+    TokenForm,
     causal_conv,
     causal_pruned_attention,
     latte,
     macchiato,
-    memberships,
     pruned_attention,
     rates,
     repeated_mass,
     rg_lru,
     rotate_values,
-    tssa,
     window_attention,
 )
 from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics, set_dense
+from token_calls import memberships, tssa
 
 PAGE = Path(__file__).parents[1] / "docs" / "torch_transformations.md"
 T = -1  # the axis of positions in a shape
@@ -193,7 +193,7 @@ def _operators() -> dict[str, Row]:
         "rotate_values": of(_rotated, ((T, 4),), has_mask=False),
         "tssa": of(_tssa, tokens, (3,)),
         "tssa(causal=False)": of(partial(_tssa, causal=False), tokens, (3,)),
-        "tssa(membership='leverage')": of(partial(_tssa, causal=False, membership="leverage"), tokens, (3,)),
+        "tssa(form='leverage')": of(partial(_tssa, causal=False, membership="leverage"), tokens, (3,)),
         "memberships": of(memberships, ((3, T, 2),), has_gradient=False),
         "repeated_mass": of(_repeated, ((T, 3), (T, 3), (T,)), has_gradient=False),
         "pruned_attention": of(partial(_pruned, selection=8), pruned, heads=True, has_constants=True),
@@ -224,10 +224,10 @@ def _layers() -> dict[str, Row]:
         "nn.Macchiato": of(Macchiato, latents=5, window=6, kv_heads=1),
         "nn.Macchiato(overlap='exclusive')": of(Macchiato, latents=5, window=6, overlap="exclusive", vapor=True),
         "nn.TokenStatistics": of(TokenStatistics, cached=False),
-        "nn.TokenStatistics(causal=True)": of(TokenStatistics, causal=True, normalize="mean"),
+        "nn.TokenStatistics(causal=True)": of(TokenStatistics, causal=True, form=TokenForm(normalize="mean")),
         "nn.TokenStatistics(positions=…)": of(TokenStatistics, causal=True, positions=5000),
         "nn.TokenStatistics(output='tied')": of(TokenStatistics, causal=True, output="tied"),
-        "nn.TokenStatistics(membership='leverage')": of(TokenStatistics, cached=False, membership="leverage"),
+        "nn.TokenStatistics('leverage')": of(TokenStatistics, cached=False, form="leverage"),
         "nn.LevAttention": of(LevAttention, cached=False, selection=8),
         "nn.LevAttention(causal=True)": of(LevAttention, causal=True, selection=Selection(8, renew_every=4)),
         "set_dense(nn.LevAttention)": Row(_dense, own=True),

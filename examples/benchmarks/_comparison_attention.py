@@ -212,8 +212,8 @@ def tssa(*, quick: bool) -> Table:
         arrays = [part.numpy() for part in tokens]
         rivals = both({SDPA: partial(attend, causal=True), "torch": released, **compiled(released, W)})
         rivals |= _layouts("numpy", lambda X: operators.released_numpy(X, *numbers), *arrays)
-        measure("causal, forward", lambda: ours(W, theta, bias=bias), rivals)
-        error = float((released(W) - ours(W, theta, bias=bias)).abs().max())
+        measure("causal, forward", lambda: ours(W, theta, form=levattn.attention.TokenForm(bias=bias)), rivals)
+        error = float((released(W) - ours(W, theta, form=levattn.attention.TokenForm(bias=bias))).abs().max())
         rivals = both({SDPA: partial(attend, causal=False), "torch": everywhere, **compiled(everywhere, W)})
         measure("both ways, forward", lambda: ours(W, theta, causal=False), rivals)
     learned = compiled(operators.released, W.detach().clone().requires_grad_(), *plain)
@@ -224,7 +224,7 @@ def tssa(*, quick: bool) -> Table:
             **{name: passes(function, *plain) for name, function in learned.items()},
         }
     )
-    own = passes(lambda W, theta, bias: ours(W, theta, bias=bias), theta, bias)
+    own = passes(lambda W, theta, bias: ours(W, theta, form=levattn.attention.TokenForm(bias=bias)), theta, bias)
     measure("causal, forward and backward", lambda: own(W), rivals)
     table = _table("tssa", "passes", names, found, ASIDES)
     table.notes += [

@@ -56,7 +56,7 @@ def routes(bench: Bench, shape: tuple[int, ...], *, causal: bool) -> dict[str, t
     formulas = causal_formulas if causal else bidirectional_formulas
     found: dict[str, tuple[Callable[..., Any], Any]] = {
         OURS: (partial(tssa, causal=causal), tokens),
-        NORM: (partial(tssa, causal=causal, membership="norm"), tokens),
+        NORM: (partial(tssa, causal=causal, form="norm"), tokens),
         FORMULAS: (formulas, tokens),
         COMPILED: (bench.torch.compile(formulas, dynamic=False), tokens),
     }

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from _rivals import Array, table
 
-from levattn.attention import Selection, causal_pruned_attention, latte, tssa
+from levattn.attention import Selection, TokenForm, causal_pruned_attention, latte, tssa
 from levattn.states import Moments
 
 SCALES = np.asarray([1e-30, 1e-15, 1.0, 1e15, 1e30])[:, None, None]
@@ -97,7 +97,7 @@ def tokens(n: int) -> Figures:
     W = scaled(made(n))[:, :, None]
     state, finite = None, True
     for t in range(n):
-        Y, state = tssa(W[..., t : t + 1, :], decay=DECAY, state=state, return_state=True)
+        Y, state = tssa(W[..., t : t + 1, :], form=TokenForm(decay=DECAY), state=state, return_state=True)
         finite &= bool(np.isfinite(Y).all())
     weights = precise(DECAY) ** np.arange(n - 1, -1, -1)
     mean = np.stack([weights @ precise(one) ** 2 for one in made(n)])[:, None] * precise(SCALES[:, 0]) ** 2

@@ -18,7 +18,7 @@ import torch
 from _rivals import interleaved, steps, table, verdict
 
 import levattn
-from levattn.attention import tssa
+from levattn.attention import TokenForm, tssa
 
 B, T, HEADS, D = 8, 1024, 12, 64
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
@@ -70,13 +70,13 @@ def forward(work: Work, rounds: int) -> None:
         "torch": lambda: released(W, *work.plain),
         "torch, heads apart": lambda: released(contiguous, *work.plain),
         "numpy": lambda: released_numpy(*arrays),
-        "tssa": lambda: tssa(W, theta, bias=bias),
+        "tssa": lambda: tssa(W, theta, form=TokenForm(bias=bias)),
         "torch, not causal": lambda: released_everywhere(W, work.plain[0]),
         "tssa, not causal": lambda: tssa(W, theta, causal=False),
     }
     print(f"forward, {B} x {T} tokens, {HEADS} heads of {D} channels, float32: ms")
     with torch.no_grad():
-        error = float((released(W, *work.plain) - tssa(W, theta, bias=bias)).abs().max())
+        error = float((released(W, *work.plain) - tssa(W, theta, form=TokenForm(bias=bias))).abs().max())
         for threads in (1, torch.get_num_threads()):
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
@@ -99,7 +99,7 @@ def both(work: Work, rounds: int) -> None:
 
     calls = {
         "torch": passes(released, *work.plain),
-        "tssa": passes(lambda W, theta, bias: tssa(W, theta, bias=bias), work.temperature, work.bias),
+        "tssa": passes(lambda W, theta, bias: tssa(W, theta, form=TokenForm(bias=bias)), work.temperature, work.bias),
         "torch, not causal": passes(released_everywhere, work.plain[0]),
         "tssa, not causal": passes(lambda W, theta: tssa(W, theta, causal=False), work.temperature),
     }
@@ -121,7 +121,7 @@ def compiled(work: Work, rounds: int) -> None:
             return
         calls = {
             "torch.compile": lambda: function(work.W, *work.plain),
-            "tssa": lambda: tssa(work.W, work.temperature, bias=work.bias),
+            "tssa": lambda: tssa(work.W, work.temperature, form=TokenForm(bias=work.bias)),
         }
         times = interleaved(calls, rounds, PAUSE, WARM)
     table(

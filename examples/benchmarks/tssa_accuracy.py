@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from _rivals import table, verdict
 
-from levattn.attention import tssa
+from levattn.attention import TokenForm, tssa
 
 HEADS, D = 2, 16
 FORMS: dict[str, dict[str, Any]] = {
     "released": {},
-    "paper": {"membership": "norm"},
-    "mean": {"normalize": "mean"},
+    "paper": {"form": "norm"},
+    "mean": {"form": TokenForm(normalize="mean")},
     "decayed": {"decay": 0.999},
     "released, not causal": {"causal": False},
 }

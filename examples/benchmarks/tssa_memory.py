@@ -22,8 +22,8 @@ from levattn.attention import tssa
 FORMS = {
     "released": {},
     "released, not causal": {"causal": False},
-    "paper": {"membership": "norm"},
-    "paper, not causal": {"membership": "norm", "causal": False},
+    "paper": {"form": "norm"},
+    "paper, not causal": {"form": "norm", "causal": False},
 }
 SHAPES = ((8, 1024, 12, 64), (1, 65_536, 12, 64), (1, 262_144, 4, 64))
 
@@ -43,7 +43,7 @@ def numbers(name: str, shape: tuple[int, int, int, int]) -> tuple[float, float]:
     options = FORMS[name]
     x = TokenArguments(
         *(W, np.ones((B, heads), np.float32), None, np.array([0, T]), options.get("causal", True)),
-        "norm" if options.get("membership") else "diagonal",
+        "norm" if options.get("form") else "diagonal",
     )
     forward = peak(lambda: tssa(W, **options)) / (4 * W.size)
     backward = peak(lambda: kernels_for("tokens", W).backward(x, W)) / (4 * W.size)

@@ -16,7 +16,7 @@ rate does not rise up to a step size that is known beforehand; at twice that siz
 import matplotlib.pyplot as plt
 import numpy as np
 
-from levattn.attention import memberships, rates, tssa
+from levattn.attention import TokenForm, memberships, rates, tssa
 
 n, d, groups, p, eps = 300, 12, 3, 4, 0.5
 rng = np.random.default_rng(0)
@@ -31,9 +31,7 @@ Z = np.einsum("tdi,ti->td", U[group], rng.standard_normal((n, p)) * [2, 1, 0.5, 
 Z += 0.2 * rng.standard_normal((n, d))
 
 temperature = 5.0
-Pi = memberships(
-    Z @ U, temperature, membership="norm", causal=False
-).T  # (tokens, groups)
+Pi = memberships(Z @ U, temperature, form="norm", causal=False).T  # (tokens, groups)
 print(
     f"tokens whose largest membership is that of their subspace: {(Pi.argmax(axis=1) == group).mean():.3f}"
 )
@@ -133,17 +131,24 @@ for count, found in ratios.items():
 # `~levattn.attention.tssa` computes the same step from projected tokens, with the bases multiplied back: these are
 # tied outputs. As a layer it computes memberships anew from its input tokens, and then nothing is promised.
 
-options = {"membership": "norm", "causal": False, "c": d / eps**2, "step": 0.25 * bound}
-layer = Z + np.einsum("ktp,kdp->td", tssa(Z @ U, temperature, **options), U)
+form = TokenForm("norm", c=d / eps**2)
+
+
+def layer_output(tokens):
+    Y = tssa(tokens @ U, temperature, form=form, causal=False)
+    return tokens + 0.25 * bound * np.einsum("ktp,kdp->td", Y, U)
+
+
+layer = layer_output(Z)
 step = rates.descent_step(Z, Pi, U, eps, step=0.25 * bound)
 print(f"largest difference from descent_step: {np.abs(layer - step).max():.1e}")
 
 tokens, path = Z, []
 for _ in range(steps):
     W = tokens @ U
-    members = memberships(W, temperature, membership="norm", causal=False).T
+    members = memberships(W, temperature, form="norm", causal=False).T
     path.append(float(rates.variational_rate(tokens, members, U, eps)))
-    tokens = tokens + np.einsum("ktp,kdp->td", tssa(W, temperature, **options), U)
+    tokens = layer_output(tokens)
 rises = np.count_nonzero(np.diff(path) > 0)
 print(
     f"memberships anew in each step: {path[0]:.3f} to {path[-1]:.3f} nats, {rises} rises"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import levattn
+from levattn.attention import TokenForm
 from levattn.nn import TokenStatistics
 
 
@@ -70,9 +71,9 @@ class Nothing(nn.Module):
         return torch.zeros_like(x)
 
 
-def _statistics(**options: str) -> Callable[[Shape], nn.Module]:
+def _statistics(form: TokenForm | str = "diag_leverage") -> Callable[[Shape], nn.Module]:
     def make(shape: Shape) -> nn.Module:
-        layer = TokenStatistics(shape.dim, heads=shape.heads, **options)
+        layer = TokenStatistics(shape.dim, form, heads=shape.heads)
         # The layer begins as the released models do, with 0.02, which suits some hundred channels.
         for linear in filter(None, (layer.project, layer.out)):
             nn.init.normal_(linear.weight, std=shape.dim**-0.5)
@@ -87,10 +88,10 @@ _MADE: dict[str, Callable[[Shape], nn.Module]] = {
     "random keys": lambda shape: Softmax(shape.dim, heads=shape.heads, choose="random", share=shape.share),
     "tssa": _statistics(),
     "tssa tied": _statistics(output="tied"),
-    "tssa mean": _statistics(normalize="mean"),
-    "tssa norm": _statistics(membership="norm"),
-    "tssa leverage": _statistics(membership="leverage"),
-    "tssa uniform": _statistics(membership="uniform"),
+    "tssa mean": _statistics(TokenForm(normalize="mean")),
+    "tssa norm": _statistics("norm"),
+    "tssa leverage": _statistics("leverage"),
+    "tssa uniform": _statistics("uniform"),
     "nothing": lambda _: Nothing(),
 }
 MIXERS = tuple(_MADE)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from _recipe import arguments, pyplot, save, table
 from scipy.signal import lfilter
 
-from levattn.attention import memberships
+from levattn.attention import TokenForm, memberships
 
 PLACES = (16, 256, 1024, 4095)  # places begin with 0, so that place t sees t + 1 tokens
 RATE = 0.99  # of the decay: sums over about a hundred tokens
@@ -57,7 +57,7 @@ def measured(W: npt.NDArray[np.float64], options: dict[str, Any]) -> npt.NDArray
     """Return the mean logit, and h·max|Π − 1/h|, at each place, (2, T)."""
     options = dict(options)
     temperature = options.pop("temperature")
-    P = memberships(W, temperature, **options)
+    P = memberships(W, temperature, form=TokenForm(**options))
     uneven = np.abs(len(W) * P - 1).max(axis=0)
     return np.stack([logits(W, temperature, **options).mean(axis=0), uneven])
 

@@ -52,7 +52,7 @@ def layers(model: Transformer, images: Tensor) -> list[Layer]:
     for block in model.blocks:
         Z, mixer = block.norms[0](x), block.mixer
         W = mixer.project(Z).unflatten(-1, (mixer.heads, -1)).transpose(1, 2)
-        P = memberships(W, mixer.temperature, membership=mixer.membership, normalize=mixer.normalize, causal=False)
+        P = memberships(W, mixer.temperature, form=mixer.form, causal=False)
         weights = P[..., None]
         m = (weights * W**2).sum(2, keepdim=True) / weights.sum(2, keepdim=True)
         U = mixer.project.weight.unflatten(0, (mixer.heads, -1)).transpose(1, 2)

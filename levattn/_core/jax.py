@@ -58,19 +58,35 @@ def to_jax(like: Any) -> Callable[[Any], Any]:
 
 
 def has_jax(args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Tell whether there is an array of JAX among the arguments of a call."""
-    return any(map(is_jax, args)) or any(map(is_jax, options.values()))
+    """Tell whether there is an array of JAX among the arguments of a call, or in a record of options."""
+    return any(any(map(is_jax, _held(value).values())) for value in (*args, *options.values()))
 
 
 def called_by_numpy(function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Return the result of a function for arrays of JAX; see `by_numpy`. States hold numpy arrays."""
     names = function.__code__.co_varnames
     given = [*zip(names, args, strict=False), *options.items()]
-    found = {name: from_jax(value, name) if is_jax(value) else value for name, value in given}
+    found = {name: _numpy_of(value, name) for name, value in given}
     result = function(
         *(found[name] for name, _ in zip(names, args, strict=False)), **{name: found[name] for name in options}
     )
-    return _given_back(result, to_jax(next(value for _, value in given if is_jax(value))))
+    arrays = (part for _, value in given for part in _held(value).values() if is_jax(part))
+    return _given_back(result, to_jax(next(arrays)))
+
+
+def _numpy_of(value: Any, name: str) -> Any:
+    """Return an argument with numpy arrays in place of arrays of JAX, also within a record of options."""
+    if is_jax(value):
+        return from_jax(value, name)
+    changed = {label: from_jax(part, f"{name}.{label}") for label, part in _held(value).items() if is_jax(part)}
+    return replace(value, **changed) if changed else value
+
+
+def _held(value: Any) -> dict[str, Any]:
+    """Return the fields of a record of options by their names, or a value that is no record by no name."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return {"": value}
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
 
 
 def _given_back(result: Any, put: Callable[[Any], Any]) -> Any:

@@ -11,6 +11,7 @@ from levattn.attention.pruned.coverage import PrunedCoverage, pruned_coverage
 from levattn.attention.pruned.pruned import causal_pruned_attention, pruned_attention
 from levattn.attention.pruned.selection import Selection, Slots
 from levattn.attention.pruned.state import PrunedState
+from levattn.attention.tokens.arguments import TokenForm
 from levattn.attention.tokens.tssa import memberships, tssa
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PrunedState",
     "Selection",
     "Slots",
+    "TokenForm",
     "causal_conv",
     "causal_pruned_attention",
     "latte",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
 from levattn._core.checks import check_type, positive_number, whole_number
 from levattn._kernels.tensors import hidden_by
-from levattn.attention import tssa
 from levattn.attention.arguments import compiling, cumulative, untraced
-from levattn.attention.tokens.arguments import Membership, check_form, decay_rates
+from levattn.attention.tokens.arguments import MEMBERSHIPS, TokenForm, check_form, decay_rates, form_of
+from levattn.attention.tokens.tssa import answer
 from levattn.nn.base import Cache, Recurrent, projection, split_in_heads
 from levattn.states import TokenState
 
@@ -143,18 +143,16 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     ----------
     dim : int
         Number of channels C of the input and of the output.
+    form : TokenForm or str
+        A `levattn.attention.TokenForm` without arrays, or its membership: "diag_leverage" as the released code, "norm"
+        as the paper, "leverage" or "uniform". Temperatures are initially :math:`d^{-1/2}` with ``normalize="mean"``,
+        and otherwise 1. The decay is not learned.
     heads : int
         Number of heads h, a divisor of `dim`.
     causal : bool
         True if a token sees itself and earlier tokens, False if it sees all.
-    membership : {"diag_leverage", "norm", "leverage", "uniform"}
-        As in `levattn.attention.tssa`, like the next two. The released code has "diag_leverage", the paper "norm".
-    normalize : {"sum", "mean"}
-        Temperatures are initially :math:`d^{-1/2}` with "mean", and otherwise 1.
-    decay : float or sequence of h floats
-        For causal layers only. It is not learned.
     output : {"untied", "tied"}
-        Whether the output has its own matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
+        Whether the output has its own matrix. With tied outputs, no biases, ``c = 1`` and :math:`\|U_k\|_2 <
         \sqrt 2`, adding the output to the input tokens lowers the variational rate
         (`levattn.attention.rates.variational_rate`) for fixed memberships. After a norm there is no such guarantee.
     positions : int, optional
@@ -163,11 +161,6 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         and each packed sequence begins at the first position.
     bias, out_bias : bool
         Whether the two linear maps have biases; `out_bias` is for untied outputs.
-    c, step : float
-        The constants c and τ′ of `levattn.attention.tssa`.
-    out_std : float
-        The standard deviation of the initial weights of an untied output. The released language models of n layers
-        use ``0.02 / sqrt(2 * n)``.
     device, dtype : torch.device or str, torch.dtype, optional
         Device and dtype of the parameters, as in torch's own layers.
 
@@ -196,7 +189,8 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h. A decoding step takes
     time O(C²), and copies the cache once. Rows of masked tokens equal the bias of the output.
 
-    Initial weights are normal with standard deviation 0.02, and initial biases are zero, as in the authors' code. The
+    Initial weights are normal with standard deviation 0.02, and initial biases are zero, as in the authors' code.
+    Their language models of n layers divide the initial weights of ``layer.out`` by ``sqrt(2 * n)``. The
     authors' language models exclude temperatures and position biases from weight decay; see `no_weight_decay`. Their
     code applies dropout to the factors 1/(1 + c m) and the output; this layer has no dropout. In float16, bfloat16 and
     autocast, attention computes in float32.
@@ -219,58 +213,63 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     """
 
     _cache_class = TokenStatisticsCache
-    _shown = ("dim", "heads", "causal", "membership")
+    _shown = ("dim", "heads", "causal")
 
     def __init__(
         self,
         dim: int,
+        form: TokenForm | str = "diag_leverage",
         *,
         heads: int = 8,
         causal: bool = False,
-        membership: str = "diag_leverage",
-        normalize: str = "sum",
-        decay: Any = 1.0,
         output: str = "untied",
         positions: int | None = None,
         bias: bool = False,
         out_bias: bool = True,
-        c: float = 1.0,
-        step: float = 1.0,
-        out_std: float = 0.02,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
         self.dim, self.heads, _ = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)
-        if membership not in get_args(Membership):
+        self.form = self._checked_form(form, positions)
+        if output not in ("untied", "tied"):
+            raise ValueError(f"output is {output!r}; expected 'untied' or 'tied'")
+        self.positions = None if positions is None else whole_number("positions", positions)
+        factory = {"device": device, "dtype": dtype}
+        self.project = projection(self.dim, self.dim, bias=bias, std=0.02, **factory)
+        begin = self.head_dim**-0.5 if self.form.normalize == "mean" else 1.0
+        temperature = None if self.form.membership == "uniform" else torch.full((self.heads,), begin, **factory)
+        places = None if self.positions is None else torch.zeros(self.heads, self.positions, **factory)
+        for name, values in (("temperature", temperature), ("position_bias", places)):
+            self.register_parameter(name, None if values is None else torch.nn.Parameter(values))
+        self.out = None
+        if output == "untied":
+            self.out = projection(self.dim, self.dim, bias=out_bias, std=0.02, **factory)
+
+    def _checked_form(self, given: Any, positions: Any) -> TokenForm:
+        """Return a form without arrays, or raise."""
+        membership, normalize, bias, decay, c = form_of(given)
+        if not isinstance(membership, str) or membership not in MEMBERSHIPS:
+            given = repr(membership) if isinstance(membership, str | None) else f"of type {type(membership).__name__}"
             raise ValueError(
-                f"membership is {membership!r}; expected one of {', '.join(map(repr, get_args(Membership)))}"
+                f"membership is {given}; expected one of {', '.join(map(repr, MEMBERSHIPS))}, or a TokenForm with one "
+                "of them"
+            )
+        if bias is not None:
+            raise ValueError(
+                "form has a bias, whose numbers would not be learned; expected none. Give positions=, the length of "
+                "the longest sequence, for a parameter position_bias"
             )
         check_form(membership, normalize, self.causal, None)
         if membership == "uniform" and positions is not None:
             raise ValueError(
                 "positions was given and membership is 'uniform'; expected positions=None, as no bias would be used"
             )
-        if output not in ("untied", "tied"):
-            raise ValueError(f"output is {output!r}; expected 'untied' or 'tied'")
-        self.membership, self.normalize = membership, normalize
-        self.c, self.step = positive_number("c", c), positive_number("step", step)
         rates = decay_rates(decay, self.heads, self.causal)
         each = [1.0] if rates is None else rates.tolist()
-        self.decay: Any = each[0] if len(set(each)) == 1 else tuple(each)
-        self.positions = None if positions is None else whole_number("positions", positions)
-        factory = {"device": device, "dtype": dtype}
-        self.project = projection(self.dim, self.dim, bias=bias, std=0.02, **factory)
-        begin = self.head_dim**-0.5 if normalize == "mean" else 1.0
-        temperature = None if membership == "uniform" else torch.full((self.heads,), begin, **factory)
-        places = None if self.positions is None else torch.zeros(self.heads, self.positions, **factory)
-        for name, values in (("temperature", temperature), ("position_bias", places)):
-            self.register_parameter(name, None if values is None else torch.nn.Parameter(values))
-        out_std = positive_number("out_std", out_std)
-        self.out = None
-        if output == "untied":
-            self.out = projection(self.dim, self.dim, bias=out_bias, std=out_std, **factory)
+        decay = each[0] if len(set(each)) == 1 else tuple(each)
+        return TokenForm(membership, normalize=normalize, decay=decay, c=positive_number("c", c))
 
     @classmethod
     def from_released(
@@ -334,25 +333,18 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         return {name for name, parameter in held.items() if parameter is not None}
 
     def _state_size(self) -> int:
-        return (2 if self.membership == "diag_leverage" else 1) * (self.dim + self.heads)
+        return (2 if self.form.membership == "diag_leverage" else 1) * (self.dim + self.heads)
 
     def _reads_positions(self) -> bool:
         return self.position_bias is not None
 
     def _attended(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None, positions: Any) -> Any:
-        options: dict[str, Any] = {
-            "membership": self.membership,
-            "normalize": self.normalize,
-            "causal": self.causal,
-            "decay": self.decay,
-            "c": self.c,
-            "step": self.step,
-            "bias": self._bias(x, mask, offsets, cache) if positions is None else self._bias_at(positions, mask),
-            "mask": mask,
-        }
+        bias = self._bias(x, mask, offsets, cache) if positions is None else self._bias_at(positions, mask)
+        membership, normalize, _, decay, c = form_of(self.form)
+        form = membership, normalize, bias, decay, c
         W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, without a copy
         temperature = 1.0 if self.temperature is None else self.temperature
-        return self._continued(partial(tssa, W, temperature, **options), x.shape[1], offsets, cache)
+        return self._continued(partial(answer, W, temperature, form, self.causal, mask), x.shape[1], offsets, cache)
 
     def _combined(self, Y: Any) -> Any:
         if self.out is not None:
@@ -401,9 +393,12 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
             )
 
     def _options(self) -> dict[str, Any]:
-        others = {"normalize": "sum", "decay": 1.0, "positions": None, "c": 1.0, "step": 1.0}
-        changed = {name: getattr(self, name) for name, usual in others.items() if getattr(self, name) != usual}
-        return super()._options() | {"output": "tied" if self.out is None else "untied"} | changed
+        others = {"normalize": "sum", "decay": 1.0, "c": 1.0}
+        shown = {"membership": self.form.membership, "output": "tied" if self.out is None else "untied"}
+        shown |= {
+            name: getattr(self.form, name) for name, usual in others.items() if getattr(self.form, name) != usual
+        }
+        return super()._options() | shown | ({} if self.positions is None else {"positions": self.positions})
 
 
 def _counts(state: TokenState, x: Any) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 import levattn
-from levattn.attention import causal_conv, latte, macchiato, rg_lru, tssa, window_attention
+from levattn.attention import causal_conv, latte, macchiato, rg_lru, window_attention
 from pruned_calls import attend, walk
+from token_calls import tssa
 
 T = -1  # the axis of positions in a shape
 
@@ -122,7 +123,7 @@ TSSA_FORMS: dict[str, dict[str, Any]] = {
     "decayed": {"decay": 0.9},
     "decayed-mean": {"decay": [0.5, 0.9, 1.0], "normalize": "mean"},
     "decayed-paper": {"decay": 0.9, "membership": "norm"},
-    "scaled": {"c": 4.0, "step": 0.3, "membership": "norm"},
+    "scaled": {"c": 4.0, "membership": "norm"},
 }
 
 

@@ -13,9 +13,10 @@ import pytest
 
 import levattn
 from levattn._kernels import Rows
-from levattn.attention import memberships, rates, tssa
+from levattn.attention import rates
 from levattn.states import Moments
 from libraries import needs_torch
+from token_calls import memberships, tssa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,8 +158,8 @@ def test_token_statistics_attention_with_tied_outputs_is_the_descent_step() -> N
     options: dict[str, Any] = {"membership": "norm", "causal": False}
     P = memberships(W, theta, **options)
     np.testing.assert_allclose(P, softmax_over_heads((W**2).sum(axis=2)), rtol=1e-12)
-    Y = tssa(W, theta, c=6 / eps**2, step=step, **options)
-    tied = Z + np.einsum("htp,hdp->td", Y, U)
+    Y = tssa(W, theta, c=6 / eps**2, **options)
+    tied = Z + step * np.einsum("htp,hdp->td", Y, U)
     np.testing.assert_allclose(tied, rates.descent_step(Z, P.T, U, eps, step=step), rtol=1e-11, atol=1e-12)
     assert rates.variational_rate(tied, P.T, U, eps) < rates.variational_rate(Z, P.T, U, eps)
 
@@ -170,7 +171,7 @@ def test_concatenated_orthonormal_heads_shrink_every_token_and_the_rate() -> Non
         Z = rng.standard_normal((T, 6)) * np.exp(rng.uniform(-3, 3))
         W = Z @ U
         P = memberships(W, 1.0, causal=False)
-        Y = tssa(W, 1.0, causal=False)  # as released: c = step = 1, within the bound of 2
+        Y = tssa(W, 1.0, causal=False)  # as released: c = 1, within the bound of 2
         tied = Z + np.einsum("htp,hdp->td", Y, U)
         assert (np.linalg.norm(tied, axis=1) <= np.linalg.norm(Z, axis=1)).all()
         eps = math.sqrt(6)  # for which c is 1
@@ -188,9 +189,8 @@ def test_the_operator_is_the_gradient_of_the_variational_rate() -> None:
     (gradient,) = torch.autograd.grad(
         rates.variational_rate(z, torch.from_numpy(P.T.copy()), torch.from_numpy(U), eps), z
     )
-    tau = 0.4
-    Y = tssa(W, 1.0, membership="norm", causal=False, c=6 / eps**2, step=tau / T)
-    np.testing.assert_allclose(np.einsum("htp,hdp->td", Y, U), -tau * gradient.numpy(), rtol=1e-9, atol=1e-12)
+    Y = tssa(W, 1.0, membership="norm", causal=False, c=6 / eps**2)
+    np.testing.assert_allclose(np.einsum("htp,hdp->td", Y, U), -T * gradient.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_state_of_token_statistics_attention_holds_the_variational_rate() -> None:

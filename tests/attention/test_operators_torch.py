@@ -13,8 +13,9 @@ import pytest
 from operator_table import LATTE, MEMORIES, MIXTURES, TSSA, TSSA_EVERYWHERE, WINDOWS, Operator, T, of_forms
 
 from differences import assert_gradients
-from levattn.attention import latte, rotate_values, tssa
+from levattn.attention import latte, rotate_values
 from levattn.states import SoftmaxState
+from token_calls import tssa
 
 torch = pytest.importorskip("torch")
 

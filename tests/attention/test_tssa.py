@@ -13,10 +13,10 @@ from operator_table import TSSA_FORMS as FORMS
 import naive
 import naive_attention
 import strategies
-from levattn.attention import memberships, tssa
 from levattn.states import Moments, TokenState
 from libraries import over_storages, stored
 from strategies import ALL_STORAGE, STORAGE, Float, as_float64
+from token_calls import memberships, tssa
 
 SETTINGS = strategies.examples(20)
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -53,7 +53,7 @@ def test_equals_the_loop_over_tokens(storage: str, form: str) -> None:
     for more in ({}, {"mask": mask}, {"offsets": [0, 9, 9, 21]}):
         Y, P = by_loops(held, form, **more)
         theta = STORAGE[storage](THETA[None])[0, :]
-        P_seen = memberships(W, theta, **{k: v for k, v in options.items() if k not in ("c", "step")}, **more)
+        P_seen = memberships(W, theta, **{k: v for k, v in options.items() if k != "c"}, **more)
         out = tssa(W, theta, **options, **more)
         atol = TOLERANCE[storage.rpartition("-")[2]]
         assert out.dtype == W.dtype
@@ -111,13 +111,13 @@ def test_memberships_are_distributions_and_outputs_are_shrunk_tokens(
     options = dict(FORMS[form])
     if isinstance(options.get("decay"), list):
         options["decay"] = 0.9
-    c, step = options.pop("c", 1.0), options.pop("step", 1.0)
+    c = options.pop("c", 1.0)
     P = memberships(W, **options)
     room = 8 * np.finfo(dtype).eps
     assert P.min() >= 0
     np.testing.assert_allclose(P.sum(axis=0), 1, rtol=room)
-    Y = tssa(W, c=c, step=step, **options)
-    bound = c * step * P[..., None] * np.abs(W)
+    Y = tssa(W, c=c, **options)
+    bound = c * P[..., None] * np.abs(W)
     assert np.all(np.abs(Y) <= bound * (1 + room))
     assert np.all(Y * W <= 0)
 
@@ -377,7 +377,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "decay-shape": ({"decay": [0.5, 0.5]}, ValueError, "one for each of 3 heads"),
     "decay-order": ({"decay": 0.5, "causal": False}, ValueError, "expected causal=True"),
     "c": ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
-    "step": ({"step": "1"}, TypeError, "step is '1'; expected a finite number above 0"),
     "state": ({"state": 3}, TypeError, "state is of type int; expected a levattn.states.TokenState"),
     "state-empty": ({"state": TokenState()}, ValueError, "state has no norms"),
     "state-tokens": (

@@ -10,8 +10,9 @@ import pytest
 import levattn
 import naive
 from levattn import definitions
-from levattn.attention import latte, pruned_attention, tssa
+from levattn.attention import latte, pruned_attention
 from levattn.attention.rates import coding_rate
+from token_calls import tssa
 
 SEEDS = range(3)
 FUNCTIONS = [
@@ -136,8 +137,8 @@ def test_latte_is_the_one_defined(causal):
 def test_tssa_and_coding_rate_are_those_defined():
     rng = np.random.default_rng(7)
     W, temperature = rng.standard_normal((3, 8, 4)), rng.uniform(0.5, 3, 3)
-    found = tssa(W, temperature, causal=False, c=2.0, step=0.5)
-    close(found, definitions.tssa(W, temperature, c=2.0, step=0.5), 1e-6)  # 1e-8 is added to its sums
+    found = tssa(W, temperature, causal=False, c=2.0)
+    close(found, definitions.tssa(W, temperature, c=2.0), 1e-6)  # 1e-8 is added to its sums
     Z = rng.standard_normal((20, 4))
     close(coding_rate(Z, 0.5), definitions.coding_rate(Z, 0.5))
 

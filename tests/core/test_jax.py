@@ -14,6 +14,7 @@ import pytest
 import levattn
 from levattn.attention import (
     Selection,
+    TokenForm,
     causal_conv,
     causal_pruned_attention,
     latte,
@@ -89,7 +90,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "rg_lru": (lambda *given: rg_lru(*given, return_state=True), [X, X, X, np.ones(4, np.float32)]),
     "causal_conv": (causal_conv, [X, np.ones((4, 3), np.float32), np.ones(4, np.float32)]),
     "tssa": (tssa, [W, np.ones(3, np.float32)]),
-    "tssa, leverage": (lambda W: tssa(W, membership="leverage", causal=False), [W]),
+    "tssa, leverage": (lambda W: tssa(W, form="leverage", causal=False), [W]),
+    "tssa, a form with arrays": (
+        lambda W, bias, decay: tssa(W, form=TokenForm(bias=bias, decay=decay)),
+        [W, W[..., 0], np.array([0.5, 0.9, 1.0], np.float32)],
+    ),
     "memberships": (memberships, [W]),
     "pruned_attention": (lambda *given: pruned_attention(*given, Selection(size=6, summaries=3)), [W, W, W]),
     "pruned_attention, certificate": (
@@ -135,7 +140,7 @@ def test_no_tracer_is_taken(function: str) -> None:
             def of_one(x: Any, place: int = place) -> Any:
                 return call(*given[:place], x, *given[place + 1 :])
 
-            with pytest.raises(TypeError, match=r"^\w+ is a tracer of JAX .*concrete array.*jax\.pure_callback"):
+            with pytest.raises(TypeError, match=r"^[\w.]+ is a tracer of JAX .*concrete array.*jax\.pure_callback"):
                 jax.jit(of_one)(traced)
 
 

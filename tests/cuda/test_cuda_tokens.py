@@ -19,7 +19,7 @@ from levattn._kernels import kernels_for
 from levattn._kernels.tokens import TokenArguments, definition
 from levattn._kernels.tokens import cuda as tokens_cuda
 from levattn._kernels.tokens.cuda import backward, forward, memberships
-from levattn.attention import tssa
+from token_calls import tssa
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
 LOGITS = ["none", "norm", "diagonal"]

@@ -11,7 +11,7 @@ from counting import Case, measured
 
 from emulator import device
 from levattn._kernels.tokens import TokenArguments, cuda
-from levattn.attention import tssa
+from token_calls import tssa
 
 pytestmark = pytest.mark.skipif(
     not device.AVAILABLE or device.DEVICES > 0, reason="calls are counted on the emulator, which needs g++ and no card"

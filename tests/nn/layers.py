@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from levattn.attention import Selection  # noqa: E402
+from levattn.attention import Selection, TokenForm  # noqa: E402
 from levattn.nn import Latte, LevAttention, Macchiato, TokenStatistics  # noqa: E402
 
 T, C = 17, 12
@@ -54,28 +54,28 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "macchiato, rg_lru": {"feature": "rg_lru", "softcap": 5.0, "kv_heads": 1},
     "macchiato, map": {"feature": torch.nn.LayerNorm(C), "window": 40},
     "tokens": {},
-    "tokens, mean": {"normalize": "mean", "bias": True},
-    "tokens, norm": {"membership": "norm", "decay": 0.9, "out_bias": False},
-    "tokens, uniform": {"membership": "uniform", "decay": [0.9, 0.5, 1.0]},
-    "tokens, positions": {"positions": 23, "c": 2.0, "step": 0.5},
-    "tokens, tied": {"output": "tied", "positions": T, "membership": "norm"},
+    "tokens, mean": {"form": TokenForm(normalize="mean"), "bias": True},
+    "tokens, norm": {"form": TokenForm("norm", decay=0.9), "out_bias": False},
+    "tokens, uniform": {"form": TokenForm("uniform", decay=[0.9, 0.5, 1.0])},
+    "tokens, positions": {"positions": 23, "form": TokenForm(c=2.0)},
+    "tokens, tied": {"output": "tied", "positions": T, "form": "norm"},
 }
 ALL: dict[str, dict[str, Any]] = CAUSAL | {
     f"{name}, all": {**options, "causal": False}
     for name, options in CAUSAL.items()
-    if not name.startswith("macchiato") and "decay" not in options
+    if not name.startswith("macchiato") and getattr(options.get("form"), "decay", 1.0) == 1.0
 }
-ALL["tokens, leverage"] = {"membership": "leverage", "normalize": "mean", "causal": False}
+ALL["tokens, leverage"] = {"form": TokenForm("leverage", normalize="mean"), "causal": False}
 
 
-def layer_and_input(form: str, B: int = 2, T: int = T, *, dtype: Any = torch.float64, **more: Any) -> Any:
+def layer_and_input(name: str, B: int = 2, T: int = T, *, dtype: Any = torch.float64, **more: Any) -> Any:
     """A layer whose parameters are all of order 1, so that each of them shows, and an input."""
     torch.manual_seed(0)
-    cls, usual = KINDS[form.partition(",")[0]]
-    layer = cls(C, **{"heads": 3, **usual, **ALL.get(form, {}), **more}).to(dtype)
+    cls, usual = KINDS[name.partition(",")[0]]
+    layer = cls(C, **{"heads": 3, **usual, **ALL.get(name, {}), **more}).to(dtype)
     with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if not name.startswith("feature"):
+        for label, parameter in layer.named_parameters():
+            if not label.startswith("feature"):
                 values = torch.randn(parameter.shape, dtype=torch.float64)
                 parameter.copy_(values / (C**0.5 if parameter.ndim == 2 else 1))
     return layer, torch.randn(B, T, C, dtype=torch.float64).to(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 from layers import ALL, layer_and_input  # noqa: E402
 
-from levattn.attention import memberships, rates  # noqa: E402
+from levattn.attention import TokenForm, rates  # noqa: E402
 from levattn.nn import TokenStatistics  # noqa: E402
+from token_calls import memberships  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
@@ -25,19 +25,19 @@ def answer(layer: Any, x: Any, options: dict[str, Any]) -> Any:
     """What a layer makes of one sequence x (T, C), by the definition."""
     weights = {name: p.detach().double().numpy() for name, p in layer.named_parameters()}
     W = (x @ weights["project.weight"].T + weights.get("project.bias", 0)).reshape(len(x), 3, 4).transpose(1, 0, 2)
-    offset = None
+    form, offset = options.get("form", TokenForm()), None
+    form = form if isinstance(form, TokenForm) else TokenForm(form)
     if "position_bias" in weights:
         offset = 4 * weights["position_bias"][:, : len(x)]
     Y, _ = naive.token_statistics(
         W,
         weights.get("temperature", np.ones(3)),
-        options.get("membership", "diag_leverage"),
+        form.membership,
         options.get("causal", True),
-        options.get("normalize") == "mean",
+        form.normalize == "mean",
         offset,
-        options.get("decay"),
-        options.get("c", 1.0),
-        options.get("step", 1.0),
+        form.decay,
+        form.c,
     )
     y = Y.transpose(1, 0, 2).reshape(len(x), 12)
     if options.get("output") == "tied":
@@ -54,7 +54,7 @@ def test_a_layer_is_token_statistics_of_its_projections(form: str) -> None:
 
 def test_parameters_are_those_that_are_stated_and_begin_as_the_authors_do() -> None:
     torch.manual_seed(0)
-    layer = TokenStatistics(96, heads=4, causal=True, positions=30, out_std=0.02 / math.sqrt(24))
+    layer = TokenStatistics(96, heads=4, causal=True, positions=30)
     assert sum(p.numel() for p in layer.parameters()) == 2 * 96 * 96 + 4 + 4 * 30 + 96
     assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
         "project.weight": (96, 96),
@@ -64,33 +64,33 @@ def test_parameters_are_those_that_are_stated_and_begin_as_the_authors_do() -> N
         "out.bias": (96,),
     }
     assert abs(float(layer.project.weight.detach().std()) / 0.02 - 1) < 0.05
-    assert abs(float(layer.out.weight.detach().std()) / 0.02 * math.sqrt(24) - 1) < 0.05
+    assert abs(float(layer.out.weight.detach().std()) / 0.02 - 1) < 0.05
     assert layer.temperature.tolist() == [1] * 4
     assert not layer.position_bias.any()
     assert not layer.out.bias.any()
-    mean = TokenStatistics(96, heads=6, normalize="mean", output="tied", bias=True)
+    mean = TokenStatistics(96, TokenForm(normalize="mean"), heads=6, output="tied", bias=True)
     assert mean.temperature.tolist() == [0.25] * 6
     assert sum(p.numel() for p in mean.parameters()) == 96 * 96 + 96 + 6
     assert mean.out is None
-    assert TokenStatistics(8, membership="uniform").temperature is None
+    assert TokenStatistics(8, "uniform").temperature is None
     for membership, sums in (("diag_leverage", 2), ("norm", 1)):
-        assert TokenStatistics(12, heads=3, causal=True, membership=membership).state_size() == sums * (12 + 3)
+        assert TokenStatistics(12, membership, heads=3, causal=True).state_size() == sums * (12 + 3)
 
 
 def test_what_does_not_decay_is_named() -> None:
     assert TokenStatistics(8, positions=4).no_weight_decay() == {"temperature", "position_bias"}
     assert TokenStatistics(8).no_weight_decay() == {"temperature"}
-    assert TokenStatistics(8, membership="uniform").no_weight_decay() == set()
+    assert TokenStatistics(8, "uniform").no_weight_decay() == set()
 
 
 def test_a_layer_shows_what_it_was_made_with() -> None:
     assert "dim=64, heads=4, causal=True, membership='norm', output='tied', decay=0.5, c=2.0" in repr(
-        TokenStatistics(64, heads=4, causal=True, membership="norm", output="tied", decay=0.5, c=2)
+        TokenStatistics(64, TokenForm("norm", decay=0.5, c=2), heads=4, causal=True, output="tied")
     )
     assert "output='untied', normalize='mean', positions=9\n" in repr(
-        TokenStatistics(64, normalize="mean", positions=9)
+        TokenStatistics(64, TokenForm(normalize="mean"), positions=9)
     )
-    assert "decay=(0.5, 1.0)" in repr(TokenStatistics(4, heads=2, causal=True, decay=np.array([0.5, 1])))
+    assert "decay=(0.5, 1.0)" in repr(TokenStatistics(4, TokenForm(decay=np.array([0.5, 1])), heads=2, causal=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"out_bias": False}, {"output": "tied"}], ids=str)
@@ -151,7 +151,7 @@ def test_longer_sequences_than_there_are_positions_are_refused() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_tied_outputs_of_orthonormal_maps_shrink_every_coordinate(causal: bool) -> None:
     """With orthonormal maps each coordinate shrinks by a factor between 0 and 1, and so do tokens."""
-    layer, X = layer_and_input("tokens", output="tied", causal=causal, membership="norm")
+    layer, X = layer_and_input("tokens", output="tied", causal=causal, form="norm")
     with torch.no_grad():
         torch.nn.init.orthogonal_(layer.project.weight)
         Y = layer(X)
@@ -164,7 +164,7 @@ def test_tied_outputs_of_orthonormal_maps_shrink_every_coordinate(causal: bool) 
 @pytest.mark.parametrize("seed", range(5))
 def test_tied_outputs_lower_the_variational_rate_for_fixed_memberships(seed: int) -> None:
     """Maps of a norm just below √2, which need not be orthonormal, and c = 1."""
-    layer, X = layer_and_input("tokens", output="tied", causal=False, membership="norm")
+    layer, X = layer_and_input("tokens", output="tied", causal=False, form="norm")
     torch.manual_seed(seed)
     heads, C = layer.heads, X.shape[-1]
     with torch.no_grad():
@@ -181,22 +181,26 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dim": 10, "heads": 4}, ValueError, "dim is 10 and heads is 4; expected a multiple"),
     ({"dim": 0}, ValueError, "dim is 0; expected at least 1"),
     ({"heads": 2.0}, TypeError, "heads is 2.0; expected a whole number"),
-    ({"membership": "nom"}, ValueError, "membership is 'nom'; expected one of 'diag"),
-    ({"membership": None}, ValueError, "membership is None; expected one of 'diag"),
-    ({"causal": True, "membership": "leverage"}, ValueError, "'leverage' and causal is True"),
-    ({"normalize": "max"}, ValueError, "normalize is 'max'; expected 'sum' or 'mean'"),
-    ({"membership": "norm", "normalize": "mean"}, ValueError, "normalize is 'mean' and"),
-    ({"membership": "uniform", "positions": 3}, ValueError, "positions was given and member"),
+    ({"form": "nom"}, ValueError, "membership is 'nom'; expected one of 'diag"),
+    ({"form": None}, ValueError, "membership is None; expected one of 'diag"),
+    ({"causal": True, "form": "leverage"}, ValueError, "'leverage' and causal is True"),
+    ({"form": TokenForm(normalize="max")}, ValueError, "normalize is 'max'; expected 'sum' or 'mean'"),
+    ({"form": TokenForm("norm", normalize="mean")}, ValueError, "normalize is 'mean' and"),
+    ({"form": "uniform", "positions": 3}, ValueError, "positions was given and member"),
     ({"output": "both"}, ValueError, "output is 'both'; expected 'untied' or 'tied'"),
-    ({"decay": 0.5}, ValueError, "decay was given and causal is False"),
-    ({"causal": True, "decay": 1.5}, ValueError, "decay is 1.5; expected numbers above 0"),
-    ({"causal": True, "decay": [0.5]}, ValueError, r"decay is \[0.5\]; expected .* 8 heads"),
-    ({"causal": True, "decay": "x"}, ValueError, "decay is 'x'; expected a number in"),
-    ({"causal": True, "decay": torch.ones(8, requires_grad=True)}, ValueError, "decay requires a gradient"),
+    ({"form": TokenForm(decay=0.5)}, ValueError, "decay was given and causal is False"),
+    ({"causal": True, "form": TokenForm(decay=1.5)}, ValueError, "decay is 1.5; expected numbers above 0"),
+    ({"causal": True, "form": TokenForm(decay=[0.5])}, ValueError, r"decay is \[0.5\]; expected .* 8 heads"),
+    ({"causal": True, "form": TokenForm(decay="x")}, ValueError, "decay is 'x'; expected a number in"),
+    (
+        {"causal": True, "form": TokenForm(decay=torch.ones(8, requires_grad=True))},
+        ValueError,
+        "decay requires a gradient",
+    ),
     ({"positions": 0}, ValueError, "positions is 0; expected at least 1"),
-    ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
-    ({"step": "1"}, TypeError, "step is '1'; expected a finite number above 0"),
-    ({"out_std": math.nan}, ValueError, "out_std is nan; expected a finite number"),
+    ({"form": TokenForm(c=0)}, ValueError, "c is 0; expected a finite number above 0"),
+    ({"form": TokenForm(bias=np.zeros((8, 3)))}, ValueError, "form has a bias, .*expected none. Give positions="),
+    ({"form": np.zeros((8, 3))}, ValueError, "membership is .*; expected one of 'diag"),
 ]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from levattn.attention import latte, tssa
+from levattn.attention import latte
 from levattn.states import Moments
+from token_calls import tssa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

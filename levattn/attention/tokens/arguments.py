@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -38,12 +38,63 @@ from levattn.states import Moments, TokenState
 from levattn.states.blocks import readable, same_decay
 from levattn.states.moments import flat_sums, followed
 
-Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
-_NAMES = ("diag_leverage", "norm", "leverage", "uniform")
+MEMBERSHIPS = ("diag_leverage", "norm", "leverage", "uniform")
 _NUMBERS = {int, float}  # types of arguments by which a repeated call is recognized
 
 # Constants of the released code that keep sums of squares, and of memberships, above zero
 _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class TokenForm:
+    r"""A form of token statistics attention: how memberships are computed, the weight of old tokens, and a constant.
+
+    Where a function takes a form, a name or an array stands for the form with this membership.
+
+    Parameters
+    ----------
+    membership : {"diag_leverage", "norm", "leverage", "uniform"} or array of float, shape (..., h, T)
+        The logits :math:`\ell` of the memberships; see `levattn.attention.tssa`.
+    normalize : {"sum", "mean"}
+        Whether to multiply leverage scores by the number of tokens seen ("mean"); for leverage scores only.
+    bias : array of float, shape (..., h, T), optional
+        The positional bias b. Not with "uniform".
+    decay : float or array of float, shape (h,)
+        The factor in (0, 1] by which each new token reduces the weight of all earlier tokens in all sums. Causal only;
+        it has no gradient.
+    c : float
+        The constant c, above 0.
+
+    Notes
+    -----
+    Functions check a form when they read it, as its limits depend on the tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import TokenForm, tssa
+    >>> W = np.random.default_rng(0).standard_normal((4, 100, 8))  # heads, tokens, channels
+    >>> Y = tssa(W, form=TokenForm(normalize="mean", decay=0.99))
+    >>> np.array_equal(tssa(W, form="norm"), tssa(W, form=TokenForm("norm")))
+    True
+    """
+
+    membership: Any = "diag_leverage"
+    _: KW_ONLY
+    normalize: str = "sum"
+    bias: Any = None
+    decay: Any = 1.0
+    c: float = 1.0
+
+
+Form = tuple[Any, Any, Any, Any, Any]  # the fields of a TokenForm
+
+
+def form_of(given: Any) -> Form:
+    """Return the fields of a form, or of the form with this membership; torch can trace it."""
+    if not isinstance(given, TokenForm):
+        return given, "sum", None, 1.0, 1.0
+    return given.membership, given.normalize, given.bias, given.decay, given.c
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,43 +114,28 @@ class TokenCall:
         return changed(self, x=changed(self.x, state=sums))
 
 
-def checked_call(
-    W: Any,
-    temperature: Any,
-    membership: Any,
-    normalize: Any,
-    bias: Any,
-    causal: Any,
-    decay: Any,
-    mask: Any,
-    offsets: Any,
-    state: Any,
-    *,
-    c: Any = 1.0,
-    step: Any = 1.0,
-) -> TokenCall:
+def checked_call(W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any) -> TokenCall:
     """Check the arguments of `tssa` or `memberships`; `entered` checks the state."""
-    form = temperature, membership, normalize, causal, decay, c, step
-    given = bias, mask, offsets
+    membership, normalize, bias, decay, c = form
     known = isinstance(membership, str) and isinstance(normalize, str) and isinstance(causal, bool)
-    known = known and membership != "leverage" and {type(temperature), type(decay), type(c), type(step)} <= _NUMBERS
-    if known and type(W) is np.ndarray and W.dtype.char in "fd" and all(part is None for part in given):
-        like = _call_like(W.shape, W.dtype, *form)
+    known = known and membership != "leverage" and {type(temperature), type(decay), type(c)} <= _NUMBERS
+    if known and type(W) is np.ndarray and W.dtype.char in "fd" and bias is None and mask is None and offsets is None:
+        like = _call_like(W.shape, W.dtype, temperature, form, causal)
         stack = promoted(W, W.dtype.char == "d").reshape(like.shape)
         return changed(like, x=changed(like.x, W=stack), state=state)
-    return _checked(W, form, *given, state)
+    return _checked(W, temperature, form, causal, mask, offsets, state)
 
 
 @lru_cache(256, typed=True)
-def _call_like(shape: tuple[int, ...], dtype: Any, *form: Any) -> TokenCall:
+def _call_like(shape: tuple[int, ...], dtype: Any, temperature: Any, form: Form, causal: bool) -> TokenCall:
     """Return a checked call for an array of this shape, without the array."""
     W = np.broadcast_to(np.empty(shape[-1:], dtype), shape)
-    call = _checked(W, form, None, None, None, None)
+    call = _checked(W, temperature, form, causal, None, None, None)
     return changed(call, x=changed(call.x, W=None), given=changed(call.given, stacks=()))
 
 
-def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, state: Any) -> TokenCall:
-    temperature, membership, normalize, causal, decay, c, step = form
+def _checked(W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any) -> TokenCall:
+    membership, normalize, bias, decay, c = form
     W = _with_heads(W)
     name = membership if isinstance(membership, str) else "logits"
     check_form(name, normalize, bool(causal), bias)
@@ -139,8 +175,8 @@ def _checked(W: Any, form: tuple[Any, ...], bias: Any, mask: Any, offsets: Any, 
         normalize == "mean" and name == "diag_leverage",
         (_LEAST_CAUSAL if causal else _LEAST) if released else _least_normal(stack),
         _RIDGE if released else 0.0,
-        positive_number("c", c),
-        positive_number("step", step) * positive_number("c", c),
+        c := positive_number("c", c),
+        c,  # the gain of the output
         rates,
         given.mask,
     )
@@ -175,8 +211,10 @@ def _least_normal(array: Any) -> float:
 
 def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
     """Raise if a form of memberships does not match other arguments."""
-    if name not in (*_NAMES, "logits"):
-        raise ValueError(f"membership is {name!r}; expected one of {', '.join(map(repr, _NAMES))}, or an array")
+    if name not in (*MEMBERSHIPS, "logits"):
+        raise ValueError(
+            f"membership is {name!r}; expected one of {', '.join(map(repr, MEMBERSHIPS))}, an array, or a TokenForm"
+        )
     if normalize not in ("sum", "mean"):
         raise ValueError(f"normalize is {normalize!r}; expected 'sum' or 'mean'")
     if normalize == "mean" and name not in ("diag_leverage", "leverage"):

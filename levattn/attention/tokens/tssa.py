@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
 from levattn.attention.arguments import as_given, plain_arrays, reads_numbers, reshaped, untraced
-from levattn.attention.tokens.arguments import Membership, checked_call, entered, token_state_after
+from levattn.attention.tokens.arguments import Form, TokenForm, checked_call, entered, form_of, token_state_after
 from levattn.states import TokenState
 
 
@@ -19,13 +19,8 @@ def tssa(
     temperature: Any = 1.0,
     /,
     *,
-    membership: Membership | Any = "diag_leverage",
-    normalize: Literal["sum", "mean"] = "sum",
-    bias: Any = None,
+    form: TokenForm | Any = "diag_leverage",
     causal: bool = True,
-    decay: Any = 1.0,
-    c: float = 1.0,
-    step: float = 1.0,
     mask: Any = None,
     offsets: Any = None,
     state: TokenState | None = None,
@@ -38,7 +33,7 @@ def tssa(
 
     .. math::
 
-        y_{kt} = -\tau' \, c \, \frac{\Pi_{kt}\, w_{kt}}{1 + c\, m_{kt}}, \qquad
+        y_{kt} = -c \, \frac{\Pi_{kt}\, w_{kt}}{1 + c\, m_{kt}}, \qquad
         m_{kt} = \frac{\sum_s \Pi_{ks}\, w_{ks}^2}{\sum_s \Pi_{ks}},
 
     for each channel, with sums over the tokens :math:`s \le t` if `causal`, and otherwise over all. The memberships
@@ -52,19 +47,19 @@ def tssa(
     - ``"uniform"``: :math:`\Pi = 1/h`, for any temperature;
     - an array: :math:`\ell` itself.
 
-    The paper's operator has "norm" and tied outputs, ``c = D / eps**2`` and ``step`` = τ/n of its equations. Here D is
+    The paper's operator has "norm" and tied outputs, ``c = D / eps**2``, and outputs times a step τ/n. Here D is
     the number of channels of z (usually h d). Its rows are the last rows of the bidirectional form on their prefix.
-    The released operator has ``c = step = 1`` and untied outputs. Its rows differ from the bidirectional form, because
-    each membership keeps the statistics of its own time. Multiply the outputs of all heads by
+    The released operator has ``c = 1``, no step and untied outputs. Its rows differ from the bidirectional form,
+    because each membership keeps the statistics of its own time. Multiply the outputs of all heads by
     :math:`[U_1, \dots, U_h]` (tied) or by another matrix (untied), and add the result to the tokens.
 
-    Always :math:`|y| \le \tau' c\, \Pi\, |w|`. Other tokens enter only through 2d + 1 statistics of each head, so no
+    Always :math:`|y| \le c\, \Pi\, |w|`. Other tokens enter only through 2d + 1 statistics of each head, so no
     value is copied. Use another layer for retrieval and recall, which need copies.
 
     Diagonal leverage scores become small for many tokens: their mean over N tokens is d/N, and the softmax of small
-    logits is uniform. With ``normalize="mean"`` the operator multiplies scores by the number of tokens seen. Scores
-    then have the mean d at any length, and a temperature of about :math:`d^{-1/2}` keeps logits of order 1. With
-    `decay` below 1, old tokens have little weight.
+    logits is uniform. With ``TokenForm(normalize="mean")`` the operator multiplies scores by the number of tokens
+    seen. Scores then have the mean d at any length, and a temperature of about :math:`d^{-1/2}` keeps logits of order
+    1. With a decay below 1, old tokens have little weight.
 
     Parameters
     ----------
@@ -74,19 +69,11 @@ def tssa(
         ``X.unflatten(-1, (h, -1)).transpose(1, 2)`` of a layer's output in place, and the result has the same layout.
     temperature : float or array of float, shape (..., h)
         The temperatures θ. Leading axes of all arrays broadcast as in numpy.
-    membership : str or array of float, shape (..., h, T)
-        One of the names above, or ℓ.
-    normalize : {"sum", "mean"}
-        Whether to multiply leverage scores by the number of tokens seen ("mean"); for leverage scores only.
-    bias : array of float, shape (..., h, T), optional
-        The positional bias b. Not with "uniform".
+    form : TokenForm, str or array of float, shape (..., h, T)
+        Membership, normalization, bias, decay and c, a `TokenForm`. One of the names above, or ℓ, stands for the form
+        with this membership.
     causal : bool
         True if token t sees the tokens up to itself, False if it sees all tokens of its sequence.
-    decay : float or array of float, shape (h,)
-        The factor in (0, 1] by which each new token reduces the weight of all earlier tokens in all sums. Causal only;
-        it has no gradient.
-    c, step : float
-        The constants c and τ′, above 0.
     mask : array of bool, shape (..., T), optional
         True for a token that takes part. Other tokens are ignored, and their outputs are 0.
     offsets : array of int, shape (n + 1,), optional
@@ -151,15 +138,11 @@ def tssa(
     >>> head, state = tssa(W[:, :60], return_state=True)
     >>> np.allclose(tssa(W[:, 60:], state=state), Y[:, 60:])
     True
-    >>> paper = tssa(W, 0.5, membership="norm")
-    >>> np.allclose(paper[:, -1], tssa(W, 0.5, membership="norm", causal=False)[:, -1])
+    >>> paper = tssa(W, 0.5, form="norm")
+    >>> np.allclose(paper[:, -1], tssa(W, 0.5, form="norm", causal=False)[:, -1])
     True
     """
-    form = membership, normalize, bias, causal, decay
-    arguments = W, temperature, form, mask, offsets, state, return_state, c, step
-    if return_state or state is not None:  # states are not tensors, so torch does not trace this call
-        return untraced(_answer, *arguments)
-    return _answer(*arguments)
+    return answer(W, temperature, form_of(form), causal, mask, offsets, state, return_state)
 
 
 @reads_numbers
@@ -170,11 +153,8 @@ def memberships(
     temperature: Any = 1.0,
     /,
     *,
-    membership: Membership | Any = "diag_leverage",
-    normalize: Literal["sum", "mean"] = "sum",
-    bias: Any = None,
+    form: TokenForm | Any = "diag_leverage",
     causal: bool = True,
-    decay: Any = 1.0,
     mask: Any = None,
     offsets: Any = None,
     state: TokenState | None = None,
@@ -187,7 +167,7 @@ def memberships(
     ----------
     W : array of float, shape (..., h, T, d)
         Tokens, projected to the heads.
-    temperature, membership, normalize, bias, causal, decay, mask, offsets, state : as in `tssa`
+    temperature, form, causal, mask, offsets, state : as in `tssa`
         Arguments of `tssa` that determine the memberships. A state needs only its `norms`.
 
     Returns
@@ -217,23 +197,31 @@ def memberships(
     >>> np.allclose(memberships(W).sum(axis=0), 1)
     True
     """
-    form = membership, normalize, bias, causal, decay
-    call = entered(checked_call(W, temperature, *form, mask, offsets, state), reads=False)
+    call = entered(checked_call(W, temperature, form_of(form), causal, mask, offsets, state), reads=False)
     x = call.x
     found = kernels_for("tokens", x.W).memberships(x)
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
 
 
-def _answer(
+def answer(
     W: Any,
     temperature: Any,
-    form: tuple[Any, Any, Any, Any, Any],
+    form: Form,
+    causal: Any,
     mask: Any,
-    offsets: Any,
-    state: Any,
-    return_state: bool,
-    c: Any,
-    step: Any,
+    offsets: Any = None,
+    state: Any = None,
+    return_state: bool = False,
+) -> Any:
+    """Return the result of `tssa` for the fields of a form."""
+    arguments = W, temperature, form, causal, mask, offsets, state, return_state
+    if return_state or state is not None:  # states are not tensors, so torch does not trace this call
+        return untraced(_answer, *arguments)
+    return _answer(*arguments)
+
+
+def _answer(
+    W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any, return_state: bool
 ) -> Any:
     membership, normalize, bias, *others = form
     numbers, named = isinstance(temperature, int | float), isinstance(membership, str)
@@ -241,8 +229,8 @@ def _answer(
     if tensors:
         W, bias = found[0], found[3]
         temperature, membership = temperature if numbers else found[1], membership if named else found[2]
-    given = W, temperature, membership, normalize, bias, *others, mask, offsets, state
-    call = entered(checked_call(*given, c=c, step=step))
+    fields = (membership, normalize, bias, *others)
+    call = entered(checked_call(W, temperature, fields, causal, mask, offsets, state))
     Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=return_state)
     Y = as_given(call.given.give_back(Y), tensors)
     return (Y, token_state_after(call, sums)) if return_state else Y
