@@ -127,7 +127,7 @@ def _of_others(kind: Any) -> list[Callable[[], Any]]:
         lambda: attention.tssa(x[None], causal=True, state=_tokens_of(x), return_state=True),
         lambda: attention.pruned_attention(X, X, X, few),
         lambda: attention.causal_pruned_attention(X, X, X, few, return_state=True),
-        lambda: attention.macchiato(X, X, X, X, X, X[..., 0], window=64),
+        lambda: attention.macchiato(X, X, X, (X, X, X[..., 0]), 64),
     ]
 
 

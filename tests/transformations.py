@@ -23,19 +23,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from latent_calls import macchiato, window_attention
 from levattn.attention import (
     Selection,
     TokenForm,
+    Window,
     causal_conv,
     causal_pruned_attention,
     latte,
-    macchiato,
     pruned_attention,
     rates,
     repeated_mass,
     rg_lru,
     rotate_values,
-    window_attention,
 )
 from levattn.nn import RGLRU, CausalConv, Latte, LevAttention, Macchiato, TokenStatistics, set_dense
 from token_calls import memberships, tssa
@@ -222,7 +222,9 @@ def _layers() -> dict[str, Row]:
         "nn.Latte(feature='conv')": of(Latte, latents=5, feature="conv"),
         "nn.Latte(feature='rg_lru', vapor=True)": of(Latte, latents=5, feature="rg_lru", vapor=True),
         "nn.Macchiato": of(Macchiato, latents=5, window=6, kv_heads=1),
-        "nn.Macchiato(overlap='exclusive')": of(Macchiato, latents=5, window=6, overlap="exclusive", vapor=True),
+        "nn.Macchiato(overlap='exclusive')": of(
+            Macchiato, latents=5, window=Window(6, overlap="exclusive"), vapor=True
+        ),
         "nn.TokenStatistics": of(TokenStatistics, cached=False),
         "nn.TokenStatistics(causal=True)": of(TokenStatistics, causal=True, form=TokenForm(normalize="mean")),
         "nn.TokenStatistics(positions=…)": of(TokenStatistics, causal=True, positions=5000),

@@ -57,7 +57,7 @@ CALLS = {
     "states.SoftmaxState": "levattn.states.SoftmaxState(64, 64).update(K[:600], K[:600])",
     "states.TokenState": "levattn.states.TokenState(levattn.states.Moments(64, (1,), diagonal=True).update(X))",
     "attention.latte": "levattn.attention.latte(X, X, X)",
-    "attention.macchiato": "levattn.attention.macchiato(X, X, X, X, X, X[..., 0], window=64)",
+    "attention.macchiato": "levattn.attention.macchiato(X, X, X, (X, X, X[..., 0]), 64)",
     "attention.window_attention": "levattn.attention.window_attention(X, X, X, window=64)",
     "attention.memberships": "levattn.attention.memberships(X[None])",
     "attention.tssa": "levattn.attention.tssa(X[None])",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from levattn.attention import rotate_values
+from levattn.attention import Window, rotate_values
 from levattn.nn import CausalConv, Latte, Macchiato
 
 MIXERS = ("latte", "window", "macchiato-mixture", "macchiato-exclusive", "softmax")
@@ -24,7 +24,7 @@ class Shape:
     hidden: width of the MLP beside a macchiato mixer, which has the most parameters. The MLPs beside others are
         wider, so that all decoders of a shape have the same number of parameters, but for less than a unit's.
     convolution: width of the causal convolution in front of each mixer, added to what it reads.
-    delta: the weight that latents of macchiato begin with, as in `levattn.nn.Macchiato`.
+    delta: the weight that latents of macchiato begin with, as in `levattn.nn.Macchiato.give_latents`.
     """
 
     vocabulary: int
@@ -62,12 +62,16 @@ class Softmax(nn.Module):
 def mixer_of(name: str, shape: Shape) -> nn.Module:
     """Return a mixer (B, T, dim) → (B, T, dim)."""
     latents = {"heads": shape.heads, "latents": shape.latents}
-    beside = latents | {"window": shape.window, "delta": shape.delta}
+
+    def macchiato(overlap: str) -> nn.Module:
+        layer = Macchiato(shape.dim, Window(shape.window, overlap=overlap), **latents)
+        return layer if shape.delta is None else layer.give_latents(shape.delta)
+
     made: dict[str, Callable[[], nn.Module]] = {
         "latte": lambda: Latte(shape.dim, **latents),
         "window": lambda: Softmax(shape.dim, heads=shape.heads, window=shape.window),
-        "macchiato-mixture": lambda: Macchiato(shape.dim, **beside, overlap="mixture"),
-        "macchiato-exclusive": lambda: Macchiato(shape.dim, **beside, overlap="exclusive"),
+        "macchiato-mixture": lambda: macchiato("mixture"),
+        "macchiato-exclusive": lambda: macchiato("exclusive"),
         "softmax": lambda: Softmax(shape.dim, heads=shape.heads),
     }
     return made[name]()

@@ -89,7 +89,7 @@ def latents_of(model: Decoder, tokens: Tensor) -> list[dict[str, float]]:
             gate = mixer.gate(x).transpose(1, 2).double()
             said["window"] = (gate - Q.logsumexp(-1)).sigmoid()[..., mixer.window :].mean().item()
             if mixer.overlap == "mixture":
-                repeated = repeated_mass(Q, K, gate, window=mixer.window)
+                repeated = repeated_mass(Q, K, gate, window=mixer.window.size)
                 said["repeated"] = repeated[..., mixer.window :].mean().item()
         found.append(said)
     return found

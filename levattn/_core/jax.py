@@ -58,7 +58,7 @@ def to_jax(like: Any) -> Callable[[Any], Any]:
 
 
 def has_jax(args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Tell whether there is an array of JAX among the arguments of a call, or in a record of options."""
+    """Tell whether there is an array of JAX among the arguments of a call, or in a tuple or a record of them."""
     return any(any(map(is_jax, _held(value).values())) for value in (*args, *options.values()))
 
 
@@ -75,15 +75,19 @@ def called_by_numpy(function: Callable[..., Any], args: tuple[Any, ...], options
 
 
 def _numpy_of(value: Any, name: str) -> Any:
-    """Return an argument with numpy arrays in place of arrays of JAX, also within a record of options."""
+    """Return an argument with numpy arrays in place of arrays of JAX, also within a tuple or a record of options."""
     if is_jax(value):
         return from_jax(value, name)
     changed = {label: from_jax(part, f"{name}.{label}") for label, part in _held(value).items() if is_jax(part)}
+    if changed and type(value) is tuple:
+        return tuple(changed.get(place, part) for place, part in enumerate(value))
     return replace(value, **changed) if changed else value
 
 
-def _held(value: Any) -> dict[str, Any]:
-    """Return the fields of a record of options by their names, or a value that is no record by no name."""
+def _held(value: Any) -> dict[Any, Any]:
+    """Return the parts of a tuple or a record of options by their names, or another value by no name."""
+    if type(value) is tuple:
+        return dict(enumerate(value))
     if not is_dataclass(value) or isinstance(value, type):
         return {"": value}
     return {field.name: getattr(value, field.name) for field in fields(value) if field.init}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from levattn.attention.latent.features import causal_conv, rg_lru, rotate_values
 from levattn.attention.latent.latte import latte
 from levattn.attention.latent.macchiato import MacchiatoState, macchiato, repeated_mass
-from levattn.attention.latent.window import window_attention
+from levattn.attention.latent.window import Window, window_attention
 from levattn.attention.pruned.certificate import PrunedCertificate
 from levattn.attention.pruned.coverage import PrunedCoverage, pruned_coverage
 from levattn.attention.pruned.pruned import causal_pruned_attention, pruned_attention
@@ -22,6 +22,7 @@ __all__ = [
     "Selection",
     "Slots",
     "TokenForm",
+    "Window",
     "causal_conv",
     "causal_pruned_attention",
     "latte",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from levattn._core.checks import check_type, fraction, positive_number, whole_number
-from levattn.attention import latte, macchiato, rotate_values
-from levattn.attention.latent.macchiato import check_overlap
-from levattn.attention.latent.window import check_softcap
+from levattn.attention import Window, latte, macchiato, rotate_values
+from levattn.attention.latent.window import window_of
 from levattn.nn.base import RGLRU, Cache, CausalConv, Recurrent, projection, split_in_heads
 
 _NAMED: dict[str, Any] = {"conv": CausalConv, "rg_lru": RGLRU}
@@ -58,28 +57,36 @@ def run_feature(feature: Any, x: Any, offsets: Any, state: Any, mask: Any = None
 CacheType = TypeVar("CacheType", bound=Cache)
 
 
+_BASE = 10000.0  # of the angles of rotations
+
+
+def _base(name: str, given: Any) -> bool | float:
+    """Return whether to rotate, or the base of the angles."""
+    return given if isinstance(given, bool) else positive_number(name, given)
+
+
 class LatentLayer(Recurrent[CacheType]):
     """A layer with `latents` latents in each head, whose logits read a `feature` of the input."""
 
     heads: int
     head_dim: int
-    rope: bool = False
+    rope: bool | float = False
 
-    def _take_options(self, latents: Any, vapor: bool, base: Any, feature: Any, factory: dict[str, Any]) -> None:
+    def _take_options(self, latents: Any, vapor: bool | float, feature: Any, factory: dict[str, Any]) -> None:
         """Check and store the options that layers with latents share."""
         self.latents = whole_number("latents", latents)
         if (vapor or self.rope) and self.head_dim % 2:
             raise ValueError(
                 f"dim / heads is {self.head_dim}; expected an even number, as rotations act on pairs of channels"
             )
-        self.vapor, self.base = bool(vapor), positive_number("base", base)
+        self.vapor = _base("vapor", vapor)
         self.feature = feature_map(feature, self.dim, **factory)
 
     def _state_size(self) -> int:
         return self.heads * self.latents * (self.head_dim + 2) + feature_size(self.feature)
 
     def _reads_positions(self) -> bool:
-        return self.vapor or self.rope
+        return bool(self.vapor or self.rope)
 
     def _attended(self, x: Any, mask: Any, offsets: Any, cache: CacheType | None, positions: Any) -> Any:
         T, before, memory = x.shape[1], 0, None
@@ -95,7 +102,7 @@ class LatentLayer(Recurrent[CacheType]):
         if cache is not None:
             cache._taken_part = before + (T if mask is None else mask.sum(1, keepdim=True))
             cache.feature = None if memory is None else memory.detach()
-        return self._rotated(Y, positions) if self.vapor else Y
+        return self._rotated(Y, positions, self.vapor) if self.vapor else Y
 
     @abstractmethod
     def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
@@ -103,14 +110,15 @@ class LatentLayer(Recurrent[CacheType]):
 
     def _values(self, x: Any, positions: Any) -> Any:
         V = self._in_heads(self.Wv(x), self.head_dim)
-        return self._rotated(V, positions, inverse=True) if self.vapor else V
+        return self._rotated(V, positions, self.vapor, inverse=True) if self.vapor else V
 
     def _combined(self, Y: Any) -> Any:
         return self.Wo(Y)
 
-    def _rotated(self, X: Any, positions: Any, *, inverse: bool = False) -> Any:
+    @staticmethod
+    def _rotated(X: Any, positions: Any, base: bool | float, *, inverse: bool = False) -> Any:
         places = positions if positions.ndim == 1 else positions[:, None, :]
-        return rotate_values(X, places, base=self.base, inverse=inverse)
+        return rotate_values(X, places, base=_BASE if base is True else base, inverse=inverse)
 
     @staticmethod
     def _in_heads(X: Any, width: int) -> Any:
@@ -165,11 +173,9 @@ class Latte(LatentLayer[LatteCache]):
         Number of latents L of each head. The reference implementation counts the latents of all heads, H · L.
     causal : bool
         True if a position sees itself and earlier positions, False if it sees all.
-    vapor : bool
-        True to rotate values by the distance of row and position (`levattn.attention.rotate_values`). ``dim / heads``
-        must then be even.
-    base : float
-        Base of the rotation angles.
+    vapor : bool or float
+        True, or the base of the angles, to rotate values by the distance of row and position
+        (`levattn.attention.rotate_values`). ``dim / heads`` must then be even. True stands for a base of 10000.
     feature : str or torch.nn.Module, optional
         The map f before the projections to logits: "conv" or "rg_lru" for a short memory, your own module on
         (B, T, C), or None. Modules with a state have ``state_size()`` and ``forward(x, *, offsets, state)``, which
@@ -182,7 +188,7 @@ class Latte(LatentLayer[LatteCache]):
     TypeError
         If a size is not a whole number, or `feature` is neither a string nor a module.
     ValueError
-        If a size or `base` is out of range, or `dim` is not a multiple of `heads`. Also if ``dim / heads`` is odd
+        If a size or a base is out of range, or `dim` is not a multiple of `heads`. Also if ``dim / heads`` is odd
         with `vapor`, or `feature` is an unknown string.
 
     Notes
@@ -219,8 +225,7 @@ class Latte(LatentLayer[LatteCache]):
         heads: int = 8,
         latents: int = 64,
         causal: bool = True,
-        vapor: bool = False,
-        base: float = 10000.0,
+        vapor: bool | float = False,
         feature: Any = None,
         device: Any = None,
         dtype: Any = None,
@@ -229,7 +234,7 @@ class Latte(LatentLayer[LatteCache]):
         self.dim, self.heads, _ = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)
         factory = {"device": device, "dtype": dtype}
-        self._take_options(latents, vapor, base, feature, factory)
+        self._take_options(latents, vapor, feature, factory)
         self.Wq, self.Wk = (projection(self.dim, self.heads * self.latents, **factory) for _ in range(2))
         self.Wv, self.Wo = (projection(self.dim, self.dim, **factory) for _ in range(2))
 
@@ -257,7 +262,7 @@ class MacchiatoCache(Cache):
     --------
     >>> import torch
     >>> from levattn.nn import Macchiato
-    >>> layer = Macchiato(16, heads=2, latents=4, window=8)
+    >>> layer = Macchiato(16, 8, heads=2, latents=4)
     >>> cache = layer.new_cache()
     >>> _ = layer(torch.zeros(3, 20, 16), cache=cache)
     >>> cache.position, cache.numbers() == 3 * layer.state_size()
@@ -280,37 +285,27 @@ class Macchiato(LatentLayer[MacchiatoCache]):
     ----------
     dim : int
         Number of channels C of the input and of the output.
+    window : Window or int
+        A `levattn.attention.Window`, or its size W with overlap "mixture".
     heads : int
         Number of query heads H, a divisor of `dim`.
     kv_heads : int, optional
         Number of key and value heads, a divisor of `heads`; None for as many as `heads`.
     latents : int
         Number of latents L of each head.
-    window : int
-        Number of positions W that a row sees in its window, including its own.
-    overlap : {"mixture", "exclusive"}
-        Whether latents see all positions so far, or only positions before the window.
-    rope : bool
-        True to rotate queries and keys by their positions.
-    vapor : bool
-        True to rotate values by the distance of row and position.
-    base : float
-        Base of the angles of both rotations.
+    rope : bool or float
+        True, or the base of the angles, to rotate queries and keys by their positions. True stands for 10000.
+    vapor : bool or float
+        True, or the base of the angles, to rotate values by the distance of row and position.
     feature : str or torch.nn.Module, optional
         The map f before the logits of the latents, as in `Latte`.
-    softcap : float, optional
-        Logits x of the window become c tanh(x/c) with this c > 0.
-    delta : float in (0, 1), optional
-        The initial weight of the latents: the gate is initially constant, so that the window has a weight of about
-        1 − δ. For a layer added to trained weights, use 0.05 to 0.1. Gradients of the latents are proportional to δ,
-        so with a much smaller δ training may never use the latents. None for a gate with random initial weights.
     device, dtype : torch.device or str, torch.dtype, optional
         Device and dtype of the parameters, as in torch's own layers.
 
     Raises
     ------
     TypeError
-        If a size or `delta` is not a number, or `feature` is neither a string nor a module.
+        If a size is not a number, or `feature` is neither a string nor a module.
     ValueError
         If a size is below 1, `dim` is not a multiple of `heads`, or `heads` is not a multiple of `kv_heads`. Also if
         ``dim / heads`` is odd with `rope` or `vapor`, or an option is out of range.
@@ -332,7 +327,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
     --------
     >>> import torch
     >>> from levattn.nn import Macchiato
-    >>> layer = Macchiato(32, heads=4, kv_heads=2, latents=8, window=4, feature="conv")
+    >>> layer = Macchiato(32, 4, heads=4, kv_heads=2, latents=8, feature="conv")
     >>> X = torch.randn(2, 10, 32)
     >>> Y = layer(X)
     >>> cache = layer.new_cache()
@@ -342,57 +337,84 @@ class Macchiato(LatentLayer[MacchiatoCache]):
     """
 
     _cache_class = MacchiatoCache
-    _shown = ("dim", "heads", "kv_heads", "latents", "window", "overlap", "rope", "vapor")
+    _shown = ("dim", "heads", "kv_heads", "latents", "rope", "vapor")
 
     def __init__(
         self,
         dim: int,
+        window: Window | int = 128,
         *,
         heads: int = 8,
         kv_heads: int | None = None,
         latents: int = 64,
-        window: int = 128,
-        overlap: str = "mixture",
-        rope: bool = True,
-        vapor: bool = False,
-        base: float = 10000.0,
+        rope: bool | float = True,
+        vapor: bool | float = False,
         feature: Any = None,
-        softcap: float | None = None,
-        delta: float | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.kv_heads = split_in_heads(dim, heads, kv_heads)
-        self.window = whole_number("window", window)
-        self.head_dim, self.rope = self.dim // self.heads, bool(rope)
-        check_overlap(overlap)
-        delta = None if delta is None else fraction("delta", delta)
-        self.overlap, self.softcap = overlap, check_softcap(softcap)
+        self.window = window_of(window)
+        self.head_dim, self.rope = self.dim // self.heads, _base("rope", rope)
         factory = {"device": device, "dtype": dtype}
-        self._take_options(latents, vapor, base, feature, factory)
+        self._take_options(latents, vapor, feature, factory)
         self.Wq, self.Wo = (projection(self.dim, self.dim, **factory) for _ in range(2))
         self.Wk, self.Wv = (projection(self.dim, self.kv_heads * self.head_dim, **factory) for _ in range(2))
         self.latent_q, self.latent_k = (projection(self.dim, self.heads * self.latents, **factory) for _ in range(2))
         self.gate = torch.nn.Linear(self.dim, self.heads, **factory)
         with torch.no_grad():
             self.gate.bias.zero_()
-            if delta is None:
-                self.gate.weight.normal_(std=self.dim**-0.5)
-            else:
-                self.gate.weight.zero_()
-                # initial logits of latents are normal, so their log-sum-exp is about log L + 1/2
-                self.gate.bias.fill_(math.log((1 - delta) / delta) + math.log(self.latents) + 0.5)
+            self.gate.weight.normal_(std=self.dim**-0.5)
+
+    def _options(self) -> dict[str, Any]:
+        shown = super()._options() | {"window": self.window.size, "overlap": self.window.overlap}
+        return shown | ({} if self.window.softcap is None else {"softcap": self.window.softcap})
+
+    def give_latents(self, weight: float) -> Self:
+        """Make the gate constant, so that the latents of a new layer have about a given weight.
+
+        For a layer added to trained weights, use 0.05 to 0.1. Gradients of the latents are proportional to the weight,
+        so with a much smaller one training may never use the latents.
+
+        Parameters
+        ----------
+        weight : float in (0, 1)
+            The weight δ of the latents; the window has a weight of about 1 − δ.
+
+        Returns
+        -------
+        Macchiato
+            The layer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the weight is not a number, or out of range.
+
+        Examples
+        --------
+        >>> from levattn.nn import Macchiato
+        >>> layer = Macchiato(32, window=4).give_latents(0.1)
+        >>> bool(layer.gate.weight.any())
+        False
+        """
+        weight = fraction("weight", weight)
+        with torch.no_grad():
+            self.gate.weight.zero_()
+            # initial logits of latents are normal, so their log-sum-exp is about log L + 1/2
+            self.gate.bias.fill_(math.log((1 - weight) / weight) + math.log(self.latents) + 0.5)
+        return self
 
     def _state_size(self) -> int:
-        ring = 2 * self.kv_heads * self.head_dim + (self.heads * self.latents if self.overlap == "exclusive" else 0)
-        return (self.window - 1) * ring + super()._state_size()
+        exclusive = self.window.overlap == "exclusive"
+        ring = 2 * self.kv_heads * self.head_dim + (self.heads * self.latents if exclusive else 0)
+        return (self.window.size - 1) * ring + super()._state_size()
 
     def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
         q, k = (self._in_heads(W(x), self.head_dim) for W in (self.Wq, self.Wk))
         V = self._values(x, positions)
         if self.rope:
-            q, k = (self._rotated(X, positions) for X in (q, k))
+            q, k = (self._rotated(X, positions, self.rope) for X in (q, k))
         Q, K = (self._in_heads(W(h), self.latents) for W in (self.latent_q, self.latent_k))
-        options: dict[str, Any] = {"window": self.window, "overlap": self.overlap, "softcap": self.softcap}
-        return partial(macchiato, q, k, V, Q, K, self.gate(x).transpose(1, 2), **options)
+        return partial(macchiato, q, k, V, (Q, K, self.gate(x).transpose(1, 2)), self.window)

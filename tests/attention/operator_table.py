@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import levattn
-from levattn.attention import causal_conv, latte, macchiato, rg_lru, window_attention
+from latent_calls import macchiato, window_attention
+from levattn.attention import causal_conv, latte, rg_lru
 from pruned_calls import attend, walk
 from token_calls import tssa
 

@@ -12,7 +12,7 @@ from operator_table import MEMORIES, MIXTURES, WINDOWS, Operator
 
 import naive_attention as naive
 from differences import assert_gradients
-from levattn.attention import latte, repeated_mass, rg_lru, rotate_values, window_attention
+from levattn.attention import latte, repeated_mass, rg_lru, rotate_values
 from levattn.attention.arguments import latent_attention
 from levattn.attention.latent import window as latent_window
 
@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 from torch.autograd import grad, gradcheck, gradgradcheck  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
+from latent_calls import window_attention  # noqa: E402
 from levattn._kernels import LatentArguments  # noqa: E402
 from levattn._kernels.latent import torch as operators  # noqa: E402
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import naive_attention as naive
-from levattn.attention import latte, macchiato, repeated_mass, window_attention
+from latent_calls import macchiato, window_attention
+from levattn.attention import latte, repeated_mass
 from libraries import over_storages, stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import naive_attention as naive
-from levattn.attention import latte, macchiato, rotate_values
+from latent_calls import macchiato
+from levattn.attention import latte, rotate_values
 from libraries import STORAGES, stored
 
 

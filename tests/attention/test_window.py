@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import naive_attention as naive
-from levattn.attention import window_attention
+from latent_calls import window_attention
 from levattn.attention.latent import window as latent_window
 from libraries import over_storages, stored
 

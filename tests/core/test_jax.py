@@ -83,7 +83,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "rates.head_rate": (rates.head_rate, [W]),
     "latte": (latte, [X, X, X]),
     "latte, mask": (lambda Q, K, V, mask: latte(Q, K, V, mask=mask), [X, X, X, MASK[:30]]),
-    "macchiato": (lambda *given: macchiato(*given, window=4), [W, X[:, None], X[:, None], W, W, GATE]),
+    "macchiato": (lambda q, k, V, *logits: macchiato(q, k, V, logits, 4), [W, X[:, None], X[:, None], W, W, GATE]),
     "window_attention": (lambda *given: window_attention(*given, window=4), [W, W, W]),
     "repeated_mass": (lambda *given: repeated_mass(*given, window=4), [W, W, GATE]),
     "rotate_values": (rotate_values, [X, np.arange(30)]),

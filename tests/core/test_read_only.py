@@ -60,7 +60,7 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "window_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.window_attention(*x, window=5)),
     "macchiato": (
         ((2, N, D), (1, N, D), (1, N, 3), (2, N, D), (2, N, D), (2, N)),
-        lambda *x: attention.macchiato(*x, window=6),
+        lambda *x: attention.macchiato(*x[:3], x[3:], window=6),
     ),
     "tssa": (((3, N, 2), (3,)), attention.tssa),
     "memberships": (((3, N, 2), (3,)), attention.memberships),

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from levattn.attention import Selection, TokenForm  # noqa: E402
+from levattn.attention import Selection, TokenForm, Window  # noqa: E402
 from levattn.nn import Latte, LevAttention, Macchiato, TokenStatistics  # noqa: E402
 
 T, C = 17, 12
@@ -48,10 +48,10 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "latte, rg_lru": {"feature": "rg_lru", "vapor": True},
     "latte, map": {"feature": torch.nn.LayerNorm(C), "vapor": True},
     "macchiato": {},
-    "macchiato, exclusive": {"overlap": "exclusive"},
+    "macchiato, exclusive": {"window": Window(6, overlap="exclusive")},
     "macchiato, rotated": {"rope": True, "vapor": True, "kv_heads": 1},
-    "macchiato, conv": {"feature": "conv", "overlap": "exclusive", "rope": True},
-    "macchiato, rg_lru": {"feature": "rg_lru", "softcap": 5.0, "kv_heads": 1},
+    "macchiato, conv": {"feature": "conv", "window": Window(6, overlap="exclusive"), "rope": True},
+    "macchiato, rg_lru": {"feature": "rg_lru", "window": Window(6, softcap=5.0), "kv_heads": 1},
     "macchiato, map": {"feature": torch.nn.LayerNorm(C), "window": 40},
     "tokens": {},
     "tokens, mean": {"form": TokenForm(normalize="mean"), "bias": True},

@@ -13,6 +13,7 @@ import naive_attention
 
 torch = pytest.importorskip("torch")
 
+from levattn.attention import Window  # noqa: E402
 from levattn.nn import RGLRU, CausalConv, Latte, Macchiato  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,13 +47,13 @@ def test_parameters_are_those_that_are_stated() -> None:
     for projection in (layer.Wq, layer.Wk, layer.Wv, layer.Wo):
         assert abs(float(projection.weight.detach().std()) * math.sqrt(64) - 1) < 0.05
     assert "dim=64, heads=4, latents=32, causal=True, vapor=False" in repr(layer)
-    assert "window=4, overlap='mixture', rope=True, vapor=False" in repr(Macchiato(8, heads=2, window=4))
+    assert "rope=True, vapor=500.0, window=4, overlap='mixture'" in repr(Macchiato(8, 4, heads=2, vapor=500))
 
 
 @pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_layer_is_the_mixture_of_its_projections(overlap: str, rotated: bool) -> None:
-    layer, X = layer_and_input(C=24, kv_heads=1, overlap=overlap, rope=rotated, vapor=rotated)
+    layer, X = layer_and_input(C=24, kv_heads=1, window=Window(6, overlap=overlap), rope=rotated, vapor=rotated)
     weights = {name: p.detach().numpy().T for name, p in layer.named_parameters()}
     places = np.arange(19)
     for b, x in enumerate(X.numpy()):
@@ -74,11 +75,21 @@ def test_a_layer_is_the_mixture_of_its_projections(overlap: str, rotated: bool) 
 
 @pytest.mark.parametrize("delta", [0.05, 0.3])
 def test_latents_begin_with_the_weight_that_is_asked_for(delta: float) -> None:
-    layer, X = layer_and_input(4, 500, 64, heads=4, latents=32, delta=delta)
+    layer, X = layer_and_input(4, 500, 64, heads=4, latents=32)
+    layer.give_latents(delta)
     Q = layer.latent_q(X).unflatten(-1, (4, 32))
     weight = torch.sigmoid(Q.logsumexp(-1) - layer.gate(X)).detach()
     assert abs(float(weight.mean()) - delta) < 0.1 * delta
     assert float(weight.std()) < 0.4 * delta
+
+
+@pytest.mark.parametrize(("weight", "error"), [(1.0, ValueError), (math.nan, ValueError), ("0.1", TypeError)])
+def test_a_weight_of_latents_out_of_range_is_named(weight: Any, error: type[Exception]) -> None:
+    layer, _ = layer_and_input()
+    before = layer.gate.weight.clone()
+    with pytest.raises(error, match=f"weight is {weight!r}; expected"):
+        layer.give_latents(weight)
+    assert torch.equal(layer.gate.weight, before)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +102,9 @@ def test_latents_begin_with_the_weight_that_is_asked_for(delta: float) -> None:
         (Latte, {"feature": "con"}, ValueError, "feature is 'con'; expected 'conv', 'rg_lru'"),
         (Latte, {"feature": 3}, TypeError, "feature is of type int; expected"),
         (Latte, {"feature": ["conv"]}, TypeError, "feature is of type list; expected"),
-        (Latte, {"base": math.nan}, ValueError, "base is nan; expected"),
-        (Latte, {"base": -1}, ValueError, "base is -1; expected"),
-        (Latte, {"base": "1"}, TypeError, "base is '1'; expected"),
+        (Latte, {"vapor": math.nan}, ValueError, "vapor is nan; expected"),
+        (Latte, {"vapor": -1}, ValueError, "vapor is -1; expected"),
+        (Latte, {"vapor": "1"}, TypeError, "vapor is '1'; expected"),
         (Macchiato, {"dim": 10, "heads": 4}, ValueError, "dim is 10 and heads is 4; expected a multiple"),
         (
             Macchiato,
@@ -103,12 +114,7 @@ def test_latents_begin_with_the_weight_that_is_asked_for(delta: float) -> None:
         ),
         (Macchiato, {"dim": 6}, ValueError, "dim / heads is 3; expected an even number"),
         (Macchiato, {"window": 0}, ValueError, "window is 0; expected at least 1"),
-        (Macchiato, {"overlap": "both"}, ValueError, "overlap is 'both'; expected"),
-        (Macchiato, {"delta": 1.0}, ValueError, "delta is 1.0; expected"),
-        (Macchiato, {"delta": math.nan}, ValueError, "delta is nan; expected"),
-        (Macchiato, {"delta": "0.1"}, TypeError, "delta is '0.1'; expected"),
-        (Macchiato, {"base": math.inf}, ValueError, "base is inf; expected"),
-        (Macchiato, {"softcap": -2}, ValueError, "softcap is -2; expected"),
+        (Macchiato, {"rope": math.inf}, ValueError, "rope is inf; expected"),
     ],
 )
 def test_wrong_options_are_named(cls: Any, options: Any, error: type[Exception], message: str) -> None:

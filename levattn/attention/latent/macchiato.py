@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,8 @@ from levattn.attention.arguments import (
     state_stacks,
     without_gradient,
 )
-from levattn.attention.latent.window import check_scale, check_softcap, windowed
+from levattn.attention.latent.window import Overlap, Window, window_of, windowed
 from levattn.states import SoftmaxState
-
-Overlap = Literal["mixture", "exclusive"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +78,7 @@ class MacchiatoState:
     >>> from levattn.attention import macchiato
     >>> rng = np.random.default_rng(0)
     >>> q, k, V, Q, K = rng.standard_normal((5, 300, 8))
-    >>> _, state = macchiato(q, k, V, Q, K, np.zeros(300), window=32, return_state=True)
+    >>> _, state = macchiato(q, k, V, (Q, K, np.zeros(300)), 32, return_state=True)
     >>> state.size  # 31 keys and values, and 8 latents
     576
     """
@@ -112,15 +110,10 @@ def macchiato(
     q: Any,
     k: Any,
     V: Any,
-    q_logits: Any,
-    k_logits: Any,
-    gate: Any,
+    logits: tuple[Any, Any, Any],
     /,
+    window: Window | int,
     *,
-    window: int,
-    overlap: Overlap = "mixture",
-    scale: float | None = None,
-    softcap: float | None = None,
     mask: Any = None,
     offsets: Any = None,
     state: MacchiatoState | None = None,
@@ -143,7 +136,7 @@ def macchiato(
 
     A component that sees no position takes no part in the softmax. If no component is left, the row is zero. Masked
     positions have no place: other rows equal the rows of the sequence without masked positions, and rows of masked
-    positions are zero. A logit of −inf in `gate` leaves the window out of a row. With +inf only the window counts, and
+    positions are zero. A gate of −inf leaves the window out of a row. With +inf only the window counts, and
     the row equals the row of `window_attention` exactly.
 
     Parameters
@@ -154,21 +147,13 @@ def macchiato(
         Keys of the window; H is a multiple of G, and query head h reads head ``h // (H / G)``.
     V : array of shape (..., G, T, D)
         Values of both parts.
-    q_logits : array of shape (..., H, T, L)
-        Logits of the latents for each row.
-    k_logits : array of shape (..., H, T, L) or (..., G, T, L)
-        Logits of the positions for each latent; −inf for a position that a latent does not see.
-    gate : array of shape (..., H, T)
-        Logit of the window for each row. All arrays are of one library (numpy, CuPy, torch or another namespace of the
-        array-API standard) and on one device. Each is float64, float32, float16 or bfloat16.
-    window : int
-        W, at least 1: the number of positions in the window, including the row's own.
-    overlap : {"mixture", "exclusive"}
-        Whether latents see the positions of the window, too.
-    scale : float, optional
-        Factor of the products of queries and keys; 1/√d if it is None.
-    softcap : float, optional
-        Products x of queries and keys, scaled, become c tanh(x/c) with this c > 0.
+    logits : tuple of three arrays
+        Q of shape (..., H, T, L), the logits of the latents for each row. K of shape (..., H, T, L) or (..., G, T, L),
+        the logits of the positions for each latent; −inf for a position that a latent does not see. And the gate g of
+        shape (..., H, T), the logit of the window for each row. All arrays are of one library (numpy, CuPy, torch or
+        another namespace of the array-API standard) and on one device. Each is float64, float32, float16 or bfloat16.
+    window : Window or int
+        The `Window`, or its size with overlap "mixture".
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part; leading axes are broadcast. Nothing of the others is used.
     offsets : array of int, shape (n + 1,), optional
@@ -211,18 +196,20 @@ def macchiato(
     Examples
     --------
     >>> import numpy as np
-    >>> from levattn.attention import macchiato
+    >>> from levattn.attention import Window, macchiato
     >>> rng = np.random.default_rng(0)
     >>> q, k, V, Q, K = rng.standard_normal((5, 300, 8))
     >>> gate = rng.standard_normal(300)
-    >>> Y = macchiato(q, k, V, Q, K, gate, window=32, overlap="exclusive")
+    >>> window = Window(32, overlap="exclusive")
+    >>> Y = macchiato(q, k, V, (Q, K, gate), window)
     >>> head, tail = ([x[rows] for x in (q, k, V, Q, K, gate)] for rows in (slice(0, 299), slice(299, 300)))
-    >>> _, state = macchiato(*head, window=32, overlap="exclusive", return_state=True)
-    >>> np.allclose(macchiato(*tail, window=32, overlap="exclusive", state=state), Y[299:])
+    >>> _, state = macchiato(*head[:3], head[3:], window, return_state=True)
+    >>> np.allclose(macchiato(*tail[:3], tail[3:], window, state=state), Y[299:])
     True
     """
-    window, softcap = whole_number("window", window), check_softcap(softcap)
-    check_overlap(overlap)
+    window = window_of(window)
+    size, overlap = window.size, window.overlap
+    q_logits, k_logits, gate = _three(logits)
     q, k, V, q_logits, k_logits, gate = dense_arrays(
         {"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")}
         | {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, "TL"), "gate": (gate, "T")}
@@ -233,18 +220,17 @@ def macchiato(
     bounds = cumulative(offsets, q.shape[-2])
     refuse_packed(bounds, state, return_state)
     order = None if given.mask is None else masked_first(given.mask, bounds)
-    queries, *logits, keys, values = (x if order is None else rows_of_items(x, order) for x in given.stacks)
+    queries, *of_latents, keys, values = (x if order is None else rows_of_items(x, order) for x in given.stacks)
     present = None if order is None else rows_of_items(given.mask[..., None], order)[..., 0]
-    Q, K, gates = (_spread(x, heads.group) for x in logits)
+    Q, K, gates = (_spread(x, heads.group) for x in of_latents)
     seen = new = _Positions(keys, values, K, present)
     latents, batch = None, heads.leading(given.batch)
     if state is not None:
-        _check_state(state, window, overlap, given.batch, new)
+        _check_state(state, size, overlap, given.batch, new)
         seen, latents = _followed(state, new), state.latents
-    weights: dict[str, Any] = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
-    near, some = windowed(queries, seen.k, seen.V, **weights, mask=seen.mask, offsets=bounds)
+    near, some = windowed(queries, seen.k, seen.V, **window.options(q.shape[-1]), mask=seen.mask, offsets=bounds)
     read = (seen if overlap == "exclusive" else new).for_queries(heads.group)
-    ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
+    ahead = read.V.shape[1] - Q.shape[1] - size if overlap == "exclusive" else 0
     before = state_stacks(latents, batch, None, K, values)
     Y = _mixed(Q, read, gates[..., 0], near, some, ahead=ahead, offsets=bounds, state=before)
     result = heads.joined(given.give_back(Y if order is None else _in_place(Y, present, order)))
@@ -253,12 +239,21 @@ def macchiato(
     if latents is None:
         latents = SoftmaxState(K.shape[2], values.shape[2], batch)
     return result, MacchiatoState(
-        **_ring_and_latents(seen, read, latents, window, overlap, (k.dtype, V.dtype, k_logits.dtype)),
+        **_ring_and_latents(seen, read, latents, size, overlap, (k.dtype, V.dtype, k_logits.dtype)),
         batch=given.batch,
-        window=window,
+        window=size,
         overlap=overlap,
         positions=q.shape[-2] + (0 if state is None else state.positions),
     )
+
+
+def _three(logits: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(logits, tuple | list) or len(logits) != 3:
+        raise TypeError(
+            f"logits is of type {type(logits).__name__}; expected a tuple of three arrays: the logits of the latents "
+            "for rows, the logits of the positions, and the gate"
+        )
+    return logits[0], logits[1], logits[2]
 
 
 def _in_place(Y: Any, present: Any, order: Any) -> Any:
@@ -266,12 +261,6 @@ def _in_place(Y: Any, present: Any, order: Any) -> Any:
     xp = namespace_of(Y)
     Y = xp.where(present[:, None, :, None], Y, xp.zeros_like(Y))
     return rows_of_items(Y, xp.argsort(order, axis=1))
-
-
-def check_overlap(overlap: Any) -> None:
-    """Raise unless `overlap` is one of its two values."""
-    if overlap not in get_args(Overlap):
-        raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
 
 
 @dataclass(frozen=True, eq=False)

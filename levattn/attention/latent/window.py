@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -33,6 +34,63 @@ _MANY_PAIRS = 1 << 24  # the same if logits are not written, or on a device, whi
 _LEAST = 32  # rows of a block: the products of smaller blocks cost more than the pairs that they save
 
 
+Overlap = Literal["mixture", "exclusive"]
+
+
+@dataclass(frozen=True)
+class Window:
+    r"""The window of positions that a row sees by softmax attention, and how its logits are formed.
+
+    Where a function takes a window, a whole number stands for a window of this size.
+
+    Parameters
+    ----------
+    size : int
+        W, at least 1: the number of positions that a row sees, including its own.
+    overlap : {"mixture", "exclusive"}
+        Whether the latents of `macchiato` see the positions of the window, too.
+    scale : float, optional
+        Factor of the products of queries and keys; :math:`1/\sqrt d` if it is None.
+    softcap : float, optional
+        Logits x of the window become :math:`c \tanh(x/c)` with this c > 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option has a wrong type or is out of range.
+
+    Examples
+    --------
+    >>> from levattn.attention import Window
+    >>> Window(128, overlap="exclusive")
+    Window(size=128, overlap='exclusive', scale=None, softcap=None)
+    """
+
+    size: int
+    _: KW_ONLY
+    overlap: Overlap = "mixture"
+    scale: float | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        whole_number("window", self.size)
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f"overlap is {self.overlap!r}; expected 'mixture' or 'exclusive'")
+        check_scale(self.scale, 1)
+        if self.softcap is not None:
+            positive_number("softcap", self.softcap, what="a finite number above 0, or None for no bound")
+
+    def options(self, d: int) -> dict[str, Any]:
+        """Return the arguments of the kernels, for keys of d columns."""
+        return {"window": int(self.size), "scale": check_scale(self.scale, d), "softcap": self.softcap}
+
+
+def window_of(given: Any) -> Window:
+    """Return a window, or the window of a given size."""
+    return given if isinstance(given, Window) else Window(given)
+
+
 @where_arrays_are
 @by_numpy
 def window_attention(
@@ -40,10 +98,8 @@ def window_attention(
     k: Any,
     V: Any,
     /,
+    window: Window | int,
     *,
-    window: int,
-    scale: float | None = None,
-    softcap: float | None = None,
     mask: Any = None,
     offsets: Any = None,
 ) -> Any:
@@ -68,12 +124,8 @@ def window_attention(
         G)``.
     V : array of shape (..., G, T, D)
         Values.
-    window : int
-        W, at least 1: the number of positions that a row sees, including its own.
-    scale : float, optional
-        Factor of the products of queries and keys; 1/√d if it is None.
-    softcap : float, optional
-        The bound c > 0 of the logits.
+    window : Window or int
+        A `Window`, whose overlap has no meaning here, or its size W.
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part; leading axes are broadcast. Nothing of the others is used.
     offsets : array of int, shape (n + 1,), optional
@@ -115,17 +167,17 @@ def window_attention(
     >>> import numpy as np
     >>> from levattn.attention import window_attention
     >>> q, k, V = np.random.default_rng(0).standard_normal((3, 100, 8))
-    >>> Y = window_attention(q, k, V, window=16)
+    >>> Y = window_attention(q, k, V, 16)
     >>> p = np.exp(k[50 - 15 : 50 + 1] @ q[50] / np.sqrt(8))
     >>> np.allclose(Y[50], p / p.sum() @ V[50 - 15 : 50 + 1])
     True
     """
-    window, softcap = whole_number("window", window), check_softcap(softcap)
+    window = window_of(window)
     q, k, V = dense_arrays({"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")})
     heads = heads_of(q, k, V)
     given = stack_arguments(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, q.shape[-2])
-    options: dict[str, Any] = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
+    options = window.options(q.shape[-1])
     if given.mask is None:
         Y, _ = windowed(*given.stacks, **options, offsets=bounds)
         return heads.joined(given.give_back(Y))
@@ -145,13 +197,6 @@ def check_scale(scale: Any, d: int) -> float:
     if not math.isfinite(number):
         raise ValueError(f"scale is {scale!r}; expected a finite number, or None for 1/√d")
     return number
-
-
-def check_softcap(softcap: Any) -> float | None:
-    """Return the bound of the logits, or raise."""
-    if softcap is None:
-        return None
-    return positive_number("softcap", softcap, what="a finite number above 0, or None for no bound")
 
 
 def windowed(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from levattn._core.checks import fraction, whole_number
-from levattn.attention import macchiato
+from levattn.attention import Window, macchiato
 from levattn.integrations.transformers.calls import (
     causal_padding,
     layer_of,
@@ -449,8 +449,8 @@ def _attention(
     state, feature = (None, None) if held is None else (held.state, held.feature)
     *logits, feature = part(call.hidden, mask, feature)
     mask = None if mask is None else mask[:, None, :]
-    options = {"window": window, "overlap": part.overlap, "scale": scale, "softcap": softcap, "mask": mask}
-    Y = macchiato(query, key, value, *logits, **options, state=state, return_state=held is not None)
+    near = Window(window, overlap=part.overlap, scale=scale, softcap=softcap)
+    Y = macchiato(query, key, value, logits, near, mask=mask, state=state, return_state=held is not None)
     if held is not None:
         Y, state = Y
         held.advance(state, feature, held.positions + query.shape[2])
