@@ -306,6 +306,9 @@ class Planted:
         )
 
 
+_QUERY_NOISE = 0.1  # the length of the noise of a query, about
+
+
 def planted(
     n: int,
     d: int,
@@ -317,7 +320,6 @@ def planted(
     background_rank: int | None = None,
     copies: int | None = None,
     n_queries: int | None = None,
-    query_noise: float = 0.1,
     rng: RNGLike | None = None,
 ) -> Planted:
     r"""Draw keys of which a known few have a large leverage score.
@@ -362,9 +364,8 @@ def planted(
         Number c of copies, at least 2, with s c at most n; only for *duplicated*. Default: n / d, rounded up
         and fitted to that range, which makes a copy score like an average key.
     n_queries : int, optional
-        Number of queries, at least 0; they ask for the directions in turn. Default: s.
-    query_noise : float
-        :math:`\nu \ge 0`: a query is :math:`b_i + \nu g / \sqrt d`, noise of about that length.
+        Number of queries, at least 0; they ask for the directions in turn. A query is :math:`b_i + 0.1 g / \sqrt d`,
+        with noise of a length of about 0.1. Default: s.
     rng : int, SeedSequence, BitGenerator, Generator or None
         Passed to `numpy.random.default_rng`; None draws fresh entropy.
 
@@ -407,8 +408,6 @@ def planted(
     m = whole_number("n_queries", s if n_queries is None else n_queries, 0, None)
     positive_number("strength", strength)
     positive_number("noise", noise)
-    if query_noise != 0:
-        positive_number("query_noise", query_noise, what="0 or a finite number above 0")
     rank = _background_rank(variant, background_rank, d, s)
     c = _copies(variant, copies, n, d, s)
 
@@ -422,7 +421,7 @@ def planted(
     background[indices] = strength * basis[groups]
     keys = background + noise * generator.standard_normal((n, d))
     targets = np.arange(m) % s
-    queries = basis[targets] + query_noise / math.sqrt(d) * generator.standard_normal((m, d))
+    queries = basis[targets] + _QUERY_NOISE / math.sqrt(d) * generator.standard_normal((m, d))
     return Planted(
         keys=keys,
         queries=queries,

@@ -293,8 +293,8 @@ def share_blocks(
 
     Products are in float64. Their rounding may change a score of at least `level`, or scores that reach it `together`,
     by more than `_SURE`, relative. Then they are computed as in twice the precision. The error is 0 unless such scores
-    remain uncertain: then it bounds their relative error, and is infinite if nothing is known. If `safe`, shares that
-    rounding may hide, and those of powers below 1 whose products may vanish, are bounds.
+    remain uncertain: then it bounds their relative error, and is infinite if nothing is known. If `safe`, there are
+    bounds in place of shares below the rounding, and of powers below 1 whose products may vanish.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
@@ -508,7 +508,7 @@ class _Attention:
         return np.flatnonzero(few)
 
     def above_rounding(self, A: Float64, Q: Float64, noise: Float64, rows: Float64, D: Float64) -> Float64:
-        """Return shares, with bounds for the queries whose largest share here is not above what rounding may hide.
+        """Return shares, with bounds for the queries whose largest share here is within the rounding of products.
 
         An exact product of 0 has the share 0. All others have at least the least positive number.
         """

@@ -245,7 +245,6 @@ class TestPlanted:
             ({"strength": 0.0}, r"strength is 0\.0; expected a finite number above 0"),
             ({"strength": float("nan")}, "strength is nan; expected a finite number above 0"),
             ({"noise": -1.0}, r"noise is -1\.0; expected a finite number above 0"),
-            ({"query_noise": float("inf")}, "query_noise is inf; expected 0 or a finite number above 0"),
             ({"n_queries": -1}, "n_queries is -1; expected at least 0"),
             ({"background_rank": 13}, "background_rank is 13; expected 1 <= background_rank <= 12"),
             ({"background_rank": 3, "variant": "isotropic"}, "background_rank is not for variant"),

@@ -149,8 +149,8 @@ def macchiato(
         Values of both parts.
     logits : tuple of three arrays
         Q of shape (..., H, T, L), the logits of the latents for each row. K of shape (..., H, T, L) or (..., G, T, L),
-        the logits of the positions for each latent; −inf for a position that a latent does not see. And the gate g of
-        shape (..., H, T), the logit of the window for each row. All arrays are of one library (numpy, CuPy, torch or
+        the logits of the positions for each latent. It is −inf for a position that a latent does not see. And the gate
+        g of shape (..., H, T), the logit of the window for each row. All arrays are of one library (numpy, CuPy, torch or
         another namespace of the array-API standard) and on one device. Each is float64, float32, float16 or bfloat16.
     window : Window or int
         The `Window`, or its size with overlap "mixture".
@@ -250,8 +250,8 @@ def macchiato(
 def _three(logits: Any) -> tuple[Any, Any, Any]:
     if not isinstance(logits, tuple | list) or len(logits) != 3:
         raise TypeError(
-            f"logits is of type {type(logits).__name__}; expected a tuple of three arrays: the logits of the latents "
-            "for rows, the logits of the positions, and the gate"
+            f"logits is of type {type(logits).__name__}; expected a tuple of three arrays: the logits of rows for "
+            "latents, the logits of positions, and the gate"
         )
     return logits[0], logits[1], logits[2]
 
