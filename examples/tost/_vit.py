@@ -71,9 +71,9 @@ class Nothing(nn.Module):
         return torch.zeros_like(x)
 
 
-def _statistics(form: TokenForm | str = "diag_leverage") -> Callable[[Shape], nn.Module]:
+def _statistics(form: TokenForm | str = "diag_leverage", *, output: str = "untied") -> Callable[[Shape], nn.Module]:
     def make(shape: Shape) -> nn.Module:
-        layer = TokenStatistics(shape.dim, form, heads=shape.heads)
+        layer = TokenStatistics(shape.dim, form, heads=shape.heads, output=output)
         # The layer begins as the released models do, with 0.02, which suits some hundred channels.
         for linear in filter(None, (layer.project, layer.out)):
             nn.init.normal_(linear.weight, std=shape.dim**-0.5)

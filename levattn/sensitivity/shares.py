@@ -514,8 +514,8 @@ class _Attention:
         """
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             hides = ~(A.max(axis=1, initial=0.0) > self.f(noise) / D)
-            hidden = np.flatnonzero(hides & (D > 0)) if A.shape[1] else []
-            if len(hidden):
+            hidden = np.flatnonzero(hides & (D > 0))
+            if len(hidden) and A.shape[1]:
                 Z, error = certain_products(Q[hidden], rows)
                 size = np.abs(Z) + error
                 bound = np.clip(self.f(size) / D[hidden, None], LEAST_POSITIVE, 1.0)

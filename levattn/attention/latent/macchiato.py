@@ -32,7 +32,7 @@ from levattn.attention.arguments import (
     state_stacks,
     without_gradient,
 )
-from levattn.attention.latent.window import Overlap, Window, window_of, windowed
+from levattn.attention.latent.window import Overlap, Window, window_of, window_options, windowed
 from levattn.states import SoftmaxState
 
 
@@ -150,8 +150,9 @@ def macchiato(
     logits : tuple of three arrays
         Q of shape (..., H, T, L), the logits of the latents for each row. K of shape (..., H, T, L) or (..., G, T, L),
         the logits of the positions for each latent. It is −inf for a position that a latent does not see. And the gate
-        g of shape (..., H, T), the logit of the window for each row. All arrays are of one library (numpy, CuPy, torch or
-        another namespace of the array-API standard) and on one device. Each is float64, float32, float16 or bfloat16.
+        g of shape (..., H, T), the logit of the window for each row. All arrays are of one library (numpy, CuPy, torch
+        or another namespace of the array-API standard) and on one device. Each is float64, float32, float16 or
+        bfloat16.
     window : Window or int
         The `Window`, or its size with overlap "mixture".
     mask : array of bool, shape (..., G, T), optional
@@ -228,7 +229,9 @@ def macchiato(
     if state is not None:
         _check_state(state, size, overlap, given.batch, new)
         seen, latents = _followed(state, new), state.latents
-    near, some = windowed(queries, seen.k, seen.V, **window.options(q.shape[-1]), mask=seen.mask, offsets=bounds)
+    near, some = windowed(
+        queries, seen.k, seen.V, **window_options(window, q.shape[-1]), mask=seen.mask, offsets=bounds
+    )
     read = (seen if overlap == "exclusive" else new).for_queries(heads.group)
     ahead = read.V.shape[1] - Q.shape[1] - size if overlap == "exclusive" else 0
     before = state_stacks(latents, batch, None, K, values)

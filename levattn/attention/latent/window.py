@@ -59,6 +59,18 @@ class Window:
     TypeError, ValueError
         If an option has a wrong type or is out of range.
 
+    See Also
+    --------
+    levattn.attention.macchiato : A mixture of a window and latents.
+
+    Notes
+    -----
+    A record of options: time and memory O(1).
+
+    References
+    ----------
+    Dolga et al., arXiv:2402.17512v5, Latte-Macchiato. The overlap "exclusive" is ours.
+
     Examples
     --------
     >>> from levattn.attention import Window
@@ -80,10 +92,6 @@ class Window:
         check_scale(self.scale, 1)
         if self.softcap is not None:
             positive_number("softcap", self.softcap, what="a finite number above 0, or None for no bound")
-
-    def options(self, d: int) -> dict[str, Any]:
-        """Return the arguments of the kernels, for keys of d columns."""
-        return {"window": int(self.size), "scale": check_scale(self.scale, d), "softcap": self.softcap}
 
 
 def window_of(given: Any) -> Window:
@@ -177,7 +185,7 @@ def window_attention(
     heads = heads_of(q, k, V)
     given = stack_arguments(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, q.shape[-2])
-    options = window.options(q.shape[-1])
+    options = window_options(window, q.shape[-1])
     if given.mask is None:
         Y, _ = windowed(*given.stacks, **options, offsets=bounds)
         return heads.joined(given.give_back(Y))
@@ -187,6 +195,11 @@ def window_attention(
     Y, _ = windowed(*stacks, **options, mask=mask, offsets=bounds)
     back = namespace_of(order).argsort(order, axis=1)
     return heads.joined(given.give_back(rows_of_items(Y, back)))
+
+
+def window_options(window: Window, d: int) -> dict[str, Any]:
+    """Return the arguments of `windowed`, for keys of d columns."""
+    return {"window": int(window.size), "scale": check_scale(window.scale, d), "softcap": window.softcap}
 
 
 def check_scale(scale: Any, d: int) -> float:

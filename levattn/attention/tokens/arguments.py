@@ -67,7 +67,12 @@ class TokenForm:
 
     Notes
     -----
-    Functions check a form when they read it, as its limits depend on the tokens.
+    A record of options: time and memory O(1). Functions check it when they read it, as its limits depend on the
+    tokens.
+
+    References
+    ----------
+    Wu et al., "Token Statistics Transformer", arXiv:2412.17810, section 3 and Algorithm 1.
 
     Examples
     --------
