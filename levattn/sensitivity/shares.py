@@ -343,11 +343,16 @@ def share_blocks(
                 A = _above_zero(A, faint[part], asked[part], _read(given, places), f)
             yield part, places, A, error
     for again in later:
-        g = _of_tiny_products(f, Q[again], largest)
-        for part, places, A, error in share_blocks(
-            Q[again], keys, present, g, order, level=level, together=together, safe=safe
-        ):
-            yield again[part], places, A, error
+        yield from _of_tiny_sums(Q, again, keys, present, f, order, largest, level=level, together=together, safe=safe)
+
+
+def _of_tiny_sums(
+    Q: Float64, some: Int64, keys: Matrices, present: Flags, f: Any, order: Int64, largest: Float64, **options: Any
+) -> Iterator[tuple[slice | Int64, Int64, Float64, Float64]]:
+    """Yield the blocks of queries whose values of f vanish."""
+    g = _of_tiny_products(f, Q[some], largest)
+    for part, places, A, error in share_blocks(Q[some], keys, present, g, order, **options):
+        yield some[part], places, A, error
 
 
 def _sizes(
