@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
@@ -263,7 +263,7 @@ def universal_set(
         raise ValueError(
             "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
         )
-    asked = _Asked(epsilon, size, method, center, mask)
+    asked = _Asked(epsilon, size, method, center)
     source = as_source(K)
     if source is not None:
         if square and method in _SCANNED and not center and mask is None:
@@ -274,7 +274,7 @@ def universal_set(
                 "For other options give keys in an array or a file"
             )
     with whole_keys(K) as keys:
-        matrices = as_matrices(keys, "K", sparse=square)
+        matrices = as_matrices(keys, "K", sparse=square).masked(mask)
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
         asked = asked.checked(matrices.n)
         if approximate:
@@ -412,7 +412,6 @@ class _Asked:
     size: int | None = None
     method: Any = "auto"
     center: bool = False
-    mask: Any = None
 
     def __post_init__(self) -> None:
         """Raise unless one of them is given."""
@@ -424,24 +423,24 @@ class _Asked:
         """Return the options with checked numbers, for n keys if n is known."""
         epsilon = None if self.epsilon is None else check_epsilon(self.epsilon)
         size = None if self.size is None else whole_number("size", self.size, 0, n, what="a whole number of keys")
-        return _Asked(epsilon, size, self.method, self.center, self.mask)
+        return _Asked(epsilon, size, self.method, self.center)
 
 
 def set_of(
-    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any = None, *, center: bool = False
+    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, *, center: bool = False
 ) -> UniversalSet:
     """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
-    asked = _Asked(epsilon, center=center, mask=mask)
+    asked = _Asked(epsilon, center=center)
     return _exact(matrices, asked) if is_square(f) else _bounded(matrices, f, asked)
 
 
 def _exact(matrices: Matrices, asked: _Asked) -> UniversalSet:
     """Return the set by exact leverage scores."""
     epsilon = asked.epsilon
-    factor = factorize(matrices, method=asked.method, center=asked.center, mask=asked.mask, single="scores")
+    factor = factorize(matrices, method=asked.method, center=asked.center, single="scores")
     found, counted = factor.scores()
-    scores, present = SELECT.held(found), as_mask(asked.mask, matrices)
-    present = None if present is None else SELECT.held(present)
+    scores = SELECT.held(found)
+    present = None if matrices.mask is None else SELECT.held(matrices.mask)
     rescore = partial(rescored_all, factor, matrices)
     left = None
     if epsilon is not None:
@@ -517,7 +516,7 @@ def _total(factor: Factor, scores: Any, counted: npt.NDArray[np.bool_]) -> Float
 def _from_sketch(matrices: Matrices, asked: _Asked) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
     left, right = sketches_of(asked.method, matrices.n, matrices.d)
-    screened = screen(rows_of(matrices, asked.center, asked.mask), left, right)
+    screened = screen(rows_of(matrices, asked.center), left, right)
     ranks = screened.factor.rank.astype(np.float64)
     bounds = Bounds(screened.upper, (name_of(asked.method),), ranks, screened.factor, screened.upper.copy(), None)
     guarantee: Guarantee = "none" if asked.center else "superset"
@@ -527,7 +526,7 @@ def _from_sketch(matrices: Matrices, asked: _Asked) -> UniversalSet:
 def _bounded(matrices: Matrices, f: AttentionFunction | Softmax, asked: _Asked) -> UniversalSet:
     """Return the set by certified bounds of f."""
     epsilon = _BLOCK_EPSILON if asked.epsilon is None else asked.epsilon
-    bounds = certify(matrices, f, method=asked.method, mask=asked.mask, epsilon=epsilon)
+    bounds = certify(matrices, f, method=asked.method, epsilon=epsilon)
     return _certified(matrices, f, asked, bounds, "superset")
 
 
@@ -540,9 +539,8 @@ def _certified(
     exact_factor: bool = True,
 ) -> UniversalSet:
     """Return the set of the keys with the largest certified bounds."""
-    b, n = bounds.upper.shape
-    given = as_mask(asked.mask, matrices)
-    present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
+    present = matrices.present
+    b, n = present.shape
     left = None
     if asked.epsilon is not None:
         chosen = reaches(bounds.upper, asked.epsilon) & present
@@ -562,7 +560,7 @@ def _certified(
         epsilon=asked.epsilon,
         left=left,
         guarantee=guarantee,
-        present=given,
+        present=matrices.mask,
         f=f.p if isinstance(f, Power) else f,
         certificate=bounds.names,
         total_bound=bounds.total_bound,
