@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
@@ -81,10 +81,17 @@ def _by_argument(task: Any, contract: type) -> Any:
     return SimpleNamespace(**{name: named(name) for name in dir(contract) if not name.startswith("_")})
 
 
+class _Precise:
+    """The precise kernels, which are for arrays of NumPy alone; not all of them take an array first."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_HERE.precise_cpu, name)
+
+
 FACTOR: FactorKernels = _by_argument("factor", FactorKernels)
 GRAM: GramKernels = _by_argument("gram", GramKernels)
 HEAVY: HeavyKernels = _by_argument("heavy", HeavyKernels)
-PRECISE: PreciseKernels = _by_argument("precise", PreciseKernels)
+PRECISE: PreciseKernels = cast(PreciseKernels, _Precise())
 PRUNED: PrunedKernels = _by_argument("pruned", PrunedKernels)
 KEYS: RowKernels = _by_argument("rows", RowKernels)
 SELECT: SelectKernels = _by_argument("select", SelectKernels)

@@ -41,22 +41,10 @@ def factorize(
     single: Literal["no", "scores", "yes"] = "yes",
     scores_only: bool = False,
 ) -> Factor:
-    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto".
+    """Factor keys by a method that was checked; `single` limits the use of float32 by "auto".
 
     With `scores_only`, the factor of sparse rows that are proven to be independent has nothing but their scores.
     """
-    check_method(method)
-    ridge = real_number("ridge", ridge)
-    if not 0 <= ridge < math.inf:
-        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
-    if rtol is not None:
-        rtol = real_number("rtol", rtol)
-        least = rank_tolerance(matrices.d)
-        if not least <= rtol < 1:
-            raise ValueError(
-                f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
-                "to 1, relative to the largest singular value"
-            )
     sparse = isinstance(matrices.data, Csr)
     if sparse and method == "svd":
         raise ValueError(
@@ -67,12 +55,9 @@ def factorize(
         keys, places = matrices.data.without_zero_columns(matrices.mask, least)
         if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
             made = replace(matrices, data=keys)
-            options: dict[str, Any] = {
-                "ridge": ridge * made.d / matrices.d,
-                "center": center,
-                "rtol": rtol,
-            }
-            factor = factorize(made, method=method, single=single, scores_only=scores_only, **options)
+            share = ridge * made.d / matrices.d
+            options: dict[str, Any] = {"method": method, "center": center, "rtol": rtol, "single": single}
+            factor = factorize(made, ridge=share, scores_only=scores_only, **options)
             return factor if ridge or scores_only else _among(factor, matrices, places)
     rows, wide = rows_of(matrices, center), None
     b, n, d = rows.shape
@@ -265,6 +250,16 @@ def leverage_scores(
         if ridge or rtol is not None:
             raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
         return matrices.wrap(_approximated(matrices, method, center))
+    ridge = real_number("ridge", ridge)
+    if not 0 <= ridge < math.inf:
+        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
+    if rtol is not None:
+        rtol, least = real_number("rtol", rtol), rank_tolerance(matrices.d)
+        if not least <= rtol < 1:
+            raise ValueError(
+                f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
+                "to 1, relative to the largest singular value"
+            )
     options: dict[str, Any] = {"ridge": ridge, "center": center, "rtol": rtol}
     factor = factorize(matrices, method=str(method), scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)

@@ -71,19 +71,19 @@ def selected_anew(
         there=there,
     )
     leverage = partial(_prefix_leverage, part.keys, spectrum, still, rule.center, checks)
-    found = choice.selected(rule, rows, leverage, checks, _ROUNDS)
-    kept, kept_values, kept_places = choice.rows_of_each((own, values, places), found.order)
+    chosen = choice.selected(rule, rows, leverage, checks, _ROUNDS)
+    kept, kept_values, kept_places = choice.rows_of_each((own, values, places), chosen.order)
     return replace(
         part,
         kept=kept,
         kept_values=kept_values,
-        kept_scores=None if given is None else choice.rows_at(given, found.order),
+        kept_scores=None if given is None else choice.rows_at(given, chosen.order),
         kept_places=kept_places,
-        kept_count=found.count,
+        kept_count=chosen.count,
         recent=part.recent[:, leaving:, :],
         recent_values=part.recent_values[:, leaving:, :],
         recent_scores=None if given is None else part.recent_scores[:, leaving:],
-        **({} if rows.items is None else _summarized(rule, part, rows.items, found, bounded)),
+        **({} if rows.items is None else _summarized(rule, part, rows.items, chosen, bounded)),
     )
 
 
@@ -244,7 +244,8 @@ class _Walk:
             return 1
         most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # with a threshold any number
         numbers = b * (most * (g * length + d + V.shape[2]) + d * d)
-        return max(1, min(left // length, PRUNED.at_once(q, rule.power) // max(1, numbers)))
+        fit: int = PRUNED.at_once(q, rule.power) // max(1, numbers)
+        return max(1, min(left // length, fit))
 
 
 def causal_attention(
