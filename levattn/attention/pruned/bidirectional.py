@@ -109,23 +109,12 @@ def _planned(
     else:
         rule = replace(rule, slots=replace(rule.slots, summaries=min(rule.slots.summaries, n)))
         R, ones = rule.slots.summaries, xp.ones((b, n), dtype=K.dtype, device=device)
-        X = along = None
+        sinks, measure = rule.slots.sinks, None
         if R or rule.kind in ("expected", "residual"):
             queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
-            keys = choice.Sums.of(still, second=False)
-            X, along = choice.measured(queries, keys, rule.power, K.dtype, checks).places(still)
-        sinks = rule.slots.sinks
-        rows = choice.Candidates(
-            keys=own,
-            values=V,
-            given=scores,
-            X=X,
-            along=along,
-            weight=ones,
-            items=choice.items_of(ones, K, V) if R else None,
-            first=xp.broadcast_to(place < sinks, (b, n)),
-            sure=min(sinks, n),
-        )
+            measure = choice.measured(queries, choice.Sums.of(still, second=False), rule.power, K.dtype, checks)
+        items, first = choice.items_of(ones, K, V) if R else None, xp.broadcast_to(place < sinks, (b, n))
+        rows = choice.Candidates(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)
         found = choice.selected(rule, rows, partial(_leverage, rule, still, ones), checks, _ROUNDS)
         checks.settle()
     role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))

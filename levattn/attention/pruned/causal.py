@@ -56,20 +56,11 @@ def selected_anew(
     if rule.power is not None:
         keys = choice.one_sided(own, spectrum)
         held = None if held is None else replace(held, keys=choice.one_sided(held.keys, spectrum))
-    still = without_gradient(keys)
-    X, along, weight = _placed(measure, held, still, there)
-    rows = choice.Candidates(
-        keys=own,
-        values=values,
-        given=given,
-        X=X,
-        along=along,
-        weight=weight,
-        items=_members(held, keys, values) if slots.summaries else None,
-        first=places < slots.sinks,
-        sure=min(slots.sinks, part.positions - part.recent.shape[1] + leaving),
-        there=there,
-    )
+    still, first = without_gradient(keys), places < slots.sinks
+    sure = min(slots.sinks, part.positions - part.recent.shape[1] + leaving)
+    weight = xp.ones_like(still[..., 0]) if there is None else xp.astype(there, own.dtype)
+    items = _members(held, keys, values) if slots.summaries else None
+    rows = choice.Candidates(own, values, still, measure, weight, items, first, sure, given, held, there)
     leverage = partial(_prefix_leverage, part.keys, spectrum, still, rule.center, checks)
     chosen = choice.selected(rule, rows, leverage, checks, _ROUNDS)
     kept, kept_values, kept_places = choice.rows_of_each((own, values, places), chosen.order)
@@ -83,7 +74,7 @@ def selected_anew(
         recent=part.recent[:, leaving:, :],
         recent_values=part.recent_values[:, leaving:, :],
         recent_scores=None if given is None else part.recent_scores[:, leaving:],
-        **({} if rows.items is None else _summarized(rule, part, rows.items, chosen, bounded)),
+        **({} if items is None else _summarized(rule, part, items, chosen, bounded)),
     )
 
 
@@ -96,20 +87,6 @@ def known_after(
         return [(measure, None) for measure in measures]
     spectra = choice.spectra(keys, rule.kind == "leverage" and rule.center, checks)
     return list(zip(measures, spectra, strict=True))
-
-
-def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[Any, Any, Any]:
-    """Return places, log masses and counts of the summaries, if there are any, and of the keys behind them."""
-    xp = namespace_of(keys)
-    X, along = measure.places(keys)
-    weight = xp.ones_like(along) if there is None else xp.astype(there, keys.dtype)
-    if held is None:
-        return X, along, weight
-    X_held, along_held = measure.places_of(held)
-    counts = xp.astype(held.count, keys.dtype)
-    both = ((X_held, X), (along_held, along), (counts, weight))
-    X, along, weight = (xp.concat(pair, axis=1) for pair in both)
-    return X, along, weight
 
 
 def _renewed_at_once(

@@ -210,24 +210,37 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
 class Candidates:
     """The rows among which a selection chooses, behind the summaries of earlier rows, if there are any.
 
-    `keys`, `values`: (b, n, d) and (b, n, D), the rows. `given`: (b, n), their scores, if they were given.
-    `X`, `along`: places (b, r + n, d) of r summaries and the rows, and their log masses (b, r + n) at the mean query,
-    for each unit of weight. None if neither scores nor new summaries need them.
-    `weight`: (b, r + n), in clusters. `items`: the r + n members of new summaries; None without new summaries.
+    `own`, `values`: (b, n, d) and (b, n, D), keys and values as they were given.
+    `keys`: (b, n, d), without a gradient, for powers on one side of the origin.
+    `measure`: None if neither scores nor new summaries need places.
+    `weight`: (b, n), of rows in clusters. `items`: the members of new summaries, `held` ahead of rows; None for none.
     `first`: (b, n), flags of rows that are chosen whatever their scores. `sure`: how many these are, for each item.
-    `there`: (b, n), False for absent rows, or None if all are there.
+    `given`: (b, n), scores, if they were given. `held`: earlier summaries. `there`: (b, n), False for absent rows.
     """
 
-    keys: Any
+    own: Any
     values: Any
-    given: Any
-    X: Any
-    along: Any
+    keys: Any
+    measure: Measure | None
     weight: Any
     items: Summaries | None
     first: Any
     sure: int
+    given: Any = None
+    held: Summaries | None = None
     there: Any = None
+
+    def places(self) -> tuple[Any, Any, Any]:
+        """Return places, log masses for each unit of weight, and weights in clusters, of summaries and rows."""
+        if self.measure is None:
+            return None, None, self.weight
+        ours = (*self.measure.places(self.keys), self.weight)
+        if self.held is None:
+            return ours
+        xp = namespace_of(self.keys)
+        ahead = (*self.measure.places_of(self.held), xp.astype(self.held.count, self.keys.dtype))
+        X, along, weight = (xp.concat(pair, axis=1) for pair in zip(ahead, ours, strict=True))
+        return X, along, weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,30 +266,30 @@ def selected(
 
     `leverage`: returns leverage scores (b, n), for a rule that selects by them. `rounds`: of Lloyd's algorithm.
     """
-    xp, n, R = namespace_of(rows.weight), rows.first.shape[1], rule.slots.summaries
+    xp, R, (X, along, weight) = namespace_of(rows.weight), rule.slots.summaries, rows.places()
+    ahead = weight.shape[1] - rows.weight.shape[1]
     epsilon, clusters, first, there = rule.epsilon, None, rows.first, rows.there
     if rule.kind == "given":
         scores = without_gradient(rows.given)
     elif rule.function is not None:
-        scores = rule.function(without_gradient(rows.keys), without_gradient(rows.values))
+        scores = rule.function(without_gradient(rows.own), without_gradient(rows.values))
     elif rule.kind == "leverage":
         scores = leverage()
         if epsilon is not None:  # selects scores that tie with it
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     else:
-        scores, clusters = scored(rule.kind, rows.X, rows.along, rows.weight, R, rule.power, checks, rounds)
-        scores = scores[:, rows.X.shape[1] - n :]
+        scores, clusters = scored(rule.kind, X, along, weight, R, rule.power, checks, rounds)
+        scores = scores[:, ahead:]
     if there is not None:
         scores, first = xp.where(there, scores, xp.full_like(scores, -math.inf)), there & first
     sure = None if rule.own or there is not None else rows.sure  # a score of a user's own may be −∞
     order, count, flags = chosen(scores, rule.slots.selected, epsilon, first, sure, checks)
     if rows.items is None:
         return Selected(order, count, flags)
-    held = rows.weight.shape[1] - n
-    left = xp.where(flags, xp.zeros_like(rows.weight[:, held:]), rows.weight[:, held:])
-    if held:
-        left = xp.concat([rows.weight[:, :held], left], axis=1)
-    groups = grouped(rows.X, rows.along, rows.items, left, R, rule.power, clusters, rounds)
+    left = xp.where(flags, xp.zeros_like(rows.weight), rows.weight)
+    if ahead:
+        left = xp.concat([weight[:, :ahead], left], axis=1)
+    groups = grouped(X, along, rows.items, left, R, rule.power, clusters, rounds)
     return Selected(order, count, flags, *groups)
 
 

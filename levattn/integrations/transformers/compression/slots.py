@@ -201,19 +201,10 @@ def slots_of(
         K, V, mass, place = (xp.concat(pair, axis=1) for pair in pairs)  # a summary is a key with a mass
     rule, checks = split.rule(count), Checks()
     sinks, window = rule.slots.sinks, rule.slots.window
-    X, along = choice.measured(seen.queries, seen.keys, None, K.dtype, checks).places(K)
-    rows = choice.Candidates(
-        keys=K,
-        values=V,
-        given=None,
-        X=X,
-        along=along,
-        weight=mass,
-        items=_members(K, V, mass) if rule.slots.summaries else None,
-        first=(place < sinks) | (place >= end - window),
-        sure=sinks + window,
-        there=None if held is None else place >= 0,
-    )
+    measure = choice.measured(seen.queries, seen.keys, None, K.dtype, checks)
+    first, there = (place < sinks) | (place >= end - window), None if held is None else place >= 0
+    items = _members(K, V, mass) if rule.slots.summaries else None
+    rows = choice.Candidates(K, V, K, measure, mass, items, first, sinks + window, there=there)
     found = choice.selected(rule, rows, partial(_leverage, K, mass, rule.center), checks, _ROUNDS)
     checks.settle()
     kept, values, places = choice.rows_of_each((K, V, place), found.order)
