@@ -85,6 +85,8 @@ class _Precise:
     """The precise kernels, which are for arrays of NumPy alone; not all of them take an array first."""
 
     def __getattr__(self, name: str) -> Any:
+        if name not in vars(PreciseKernels):
+            raise AttributeError(name)
         return getattr(_HERE.precise_cpu, name)
 
 
@@ -92,7 +94,7 @@ FACTOR: FactorKernels = _by_argument("factor", FactorKernels)
 GRAM: GramKernels = _by_argument("gram", GramKernels)
 HEAVY: HeavyKernels = _by_argument("heavy", HeavyKernels)
 PRECISE: PreciseKernels = cast(PreciseKernels, _Precise())
-PRUNED: PrunedKernels = _by_argument("pruned", PrunedKernels)
+PRUNING: PrunedKernels = _by_argument("pruned", PrunedKernels)
 KEYS: RowKernels = _by_argument("rows", RowKernels)
 SELECT: SelectKernels = _by_argument("select", SelectKernels)
 SKETCH: SketchKernels = _by_argument("sketch", SketchKernels)

@@ -46,7 +46,7 @@ class Rows:
 
     @classmethod
     def of(cls, matrices: Matrices) -> Rows:
-        """Return the rows of matrices, less those that their mask leaves out."""
+        """Return matrices as rows, some of which a mask leaves out."""
         return cls(matrices.data, matrices.format, matrices.mask)
 
     def scaled(self, scale: Float64) -> Rows:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import as_matrices
-from levattn._kernels import PRUNED
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, mapped
 from levattn.attention.arguments import device_of, namespace_of, reshaped, without_gradient
 from levattn.attention.pruned import choice
@@ -68,7 +68,7 @@ def _spread(
             scores = scores if scores is None else scores[items, ...]
         x, flags = _planned(rule, q * factor, K, V, scores, sample * factor, near)
         x = x if narrow is None else replace(x, narrow=(narrow, factor))
-        y, rest = PRUNED.mixture(x, None, Y if Y is None else Y[items])
+        y, rest = PRUNING.mixture(x, None, Y if Y is None else Y[items])
         if not certified:
             return (y,), flags
         still = mapped(x, without_gradient)
@@ -114,7 +114,7 @@ def _planned(
             queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
             measure = choice.measured(queries, choice.Sums.of(still, second=False), rule.power, K.dtype, checks)
         items, first = choice.items_of(ones, K, V) if R else None, xp.broadcast_to(place < sinks, (b, n))
-        rows = choice.Candidates(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)
+        rows = choice.Contenders(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)
         found = choice.selected(rule, rows, partial(_leverage, rule, still, ones), checks, _ROUNDS)
         checks.settle()
     role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))
@@ -154,11 +154,11 @@ def _bounds(x: PrunedArguments, rest: Any, value_radius: Any) -> tuple[Any, Any,
         labels = xp.where(labels == -1, xp.zeros_like(labels), xp.full_like(labels, -1))
         if not bool(xp.any(labels == 0)):
             return bounded(x, None, rest, value_radius)
-        summaries = PRUNED.merged(labels, xp.zeros_like(ones), items, 1)
+        summaries = PRUNING.merged(labels, xp.zeros_like(ones), items, 1)
         x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
-        _, rest = PRUNED.mixture(x)
+        _, rest = PRUNING.mixture(x)
     labels, none = xp.where(labels >= 0, labels, xp.full_like(labels, -1)), xp.zeros_like(ones, dtype=xp.float64)
-    return bounded(x, PRUNED.radii(labels, items, none, summaries), rest, value_radius)
+    return bounded(x, PRUNING.radii(labels, items, none, summaries), rest, value_radius)
 
 
 def _value_radius(rule: SelectionRule, V: Any) -> Any:

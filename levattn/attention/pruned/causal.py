@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch
-from levattn._kernels import PRUNED
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, as_one_batch, mapped
 from levattn.attention.arguments import device_of, empty_output, namespace_of, without_gradient
 from levattn.attention.pruned import choice
@@ -60,7 +60,7 @@ def selected_anew(
     sure = min(slots.sinks, part.positions - part.recent.shape[1] + leaving)
     weight = xp.ones_like(still[..., 0]) if there is None else xp.astype(there, own.dtype)
     items = _members(held, keys, values) if slots.summaries else None
-    rows = choice.Candidates(own, values, still, measure, weight, items, first, sure, given, held, there)
+    rows = choice.Contenders(own, values, still, measure, weight, items, first, sure, given, held, there)
     leverage = partial(_prefix_leverage, part.keys, spectrum, still, rule.center, checks)
     chosen = choice.selected(rule, rows, leverage, checks, _ROUNDS)
     kept, kept_values, kept_places = choice.rows_of_each((own, values, places), chosen.order)
@@ -94,7 +94,7 @@ def _renewed_at_once(
 ) -> PrunedPart | None:
     """Return the part after a selection by one kernel; None without one, or for numbers that need an error."""
     xp = namespace_of(part.recent)
-    found = PRUNED.renewed(
+    found = PRUNING.renewed(
         RenewalArguments(
             kept=part.kept,
             kept_values=part.kept_values,
@@ -167,7 +167,7 @@ def _summarized(
         known = xp.full_like(held.weight, math.inf) if part.radius is None else part.radius  # if no call computed it
         item_radii = xp.concat([known, item_radii[:, held.weight.shape[1] :]], axis=1)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
-    return {"summaries": summaries, "radius": PRUNED.radii(found.labels, *still)}
+    return {"summaries": summaries, "radius": PRUNING.radii(found.labels, *still)}
 
 
 def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool, checks: Checks) -> Any:
@@ -221,7 +221,7 @@ class _Walk:
             return 1
         most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # with a threshold any number
         numbers = b * (most * (g * length + d + V.shape[2]) + d * d)
-        fit: int = PRUNED.at_once(q, rule.power) // max(1, numbers)
+        fit: int = PRUNING.at_once(q, rule.power) // max(1, numbers)
         return max(1, min(left // length, fit))
 
 
@@ -422,7 +422,7 @@ def _run(
     x = as_one_batch(calls)
     if rule.power is not None:
         x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))
-    Y, rest = PRUNED.mixture(x, room, into)
+    Y, rest = PRUNING.mixture(x, room, into)
     found: tuple[Any, ...] = (Y,)
     if walk.certified:
         radii, most = zip(*bounds, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.checks import TIE
-from levattn._kernels import PRUNED
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.selection import Checks, SelectionRule
@@ -33,12 +33,12 @@ class Sums:
     def of(cls, X: Any, *, second: bool = True, centered: bool = False) -> Sums:
         """Return the sums over the rows of X (b, n, d), with second moments only if `second`."""
         if not centered:
-            return cls(*PRUNED.row_moments(X, second), X.shape[1])
+            return cls(*PRUNING.row_moments(X, second), X.shape[1])
         xp, count = namespace_of(X), X.shape[1]
         X = xp.astype(X, xp.float64)
         origin = X[:, 0, :] if count else xp.sum(X, axis=1)
         total = xp.sum(X - origin[:, None, :], axis=1)
-        _, squares = PRUNED.row_moments(X - origin[:, None, :] - total[:, None, :] / max(count, 1), True)
+        _, squares = PRUNING.row_moments(X - origin[:, None, :] - total[:, None, :] / max(count, 1), True)
         return cls(total, squares, count, origin)
 
     def plus(self, other: Sums) -> Sums:
@@ -91,7 +91,7 @@ class Measure:
 
     def places(self, K: Any) -> tuple[Any, Any]:
         """Return the places of keys (b, n, d), whose distances are the measure, and ⟨mean query, k⟩ (b, n)."""
-        return PRUNED.places(K, self.origin, self.root, self.query)
+        return PRUNING.places(K, self.origin, self.root, self.query)
 
     def places_of(self, held: Summaries) -> tuple[Any, Any]:
         """Return the places of the means of summaries, and the log mass at the mean query for each unit of weight."""
@@ -207,7 +207,7 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
+class Contenders:
     """The rows among which a selection chooses, behind the summaries of earlier rows, if there are any.
 
     `own`, `values`: (b, n, d) and (b, n, D), keys and values as they were given.
@@ -260,7 +260,7 @@ class Selected:
 
 
 def selected(
-    rule: SelectionRule, rows: Candidates, leverage: Callable[[], Any], checks: Checks, rounds: int
+    rule: SelectionRule, rows: Contenders, leverage: Callable[[], Any], checks: Checks, rounds: int
 ) -> Selected:
     """Score the rows, choose some and group the others, as a rule says.
 
@@ -325,7 +325,7 @@ def scored(
         return expected, None
     labels, distance = None, squares
     if R:
-        labels, distance = PRUNED.cluster(X, weight, R, rounds)
+        labels, distance = PRUNING.cluster(X, weight, R, rounds)
     # a distance below this is rounding, and must not decide which keys are chosen
     return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
 
@@ -391,16 +391,16 @@ def grouped(
     """
     xp = namespace_of(X)
     if labels is None:
-        labels, _ = PRUNED.cluster(X, weight, R, rounds)
+        labels, _ = PRUNING.cluster(X, weight, R, rounds)
     here = weight > 0
     labels = xp.where(here, labels, xp.full_like(labels, -1))
     if power is None:
-        level = PRUNED.levels(labels, along, weight, R)
+        level = PRUNING.levels(labels, along, weight, R)
         own = rows_at(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0]
         tilt = xp.clip(along - xp.where(here, own, along), -TILT, TILT)
     else:
         tilt = xp.zeros_like(along)
-    return labels, tilt, PRUNED.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
+    return labels, tilt, PRUNING.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
 
 
 def items_of(ones: Any, keys: Any, values: Any) -> Summaries:

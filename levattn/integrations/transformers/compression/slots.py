@@ -204,7 +204,7 @@ def slots_of(
     measure = choice.measured(seen.queries, seen.keys, None, K.dtype, checks)
     first, there = (place < sinks) | (place >= end - window), None if held is None else place >= 0
     items = _members(K, V, mass) if rule.slots.summaries else None
-    rows = choice.Candidates(K, V, K, measure, mass, items, first, sinks + window, there=there)
+    rows = choice.Contenders(K, V, K, measure, mass, items, first, sinks + window, there=there)
     found = choice.selected(rule, rows, partial(_leverage, K, mass, rule.center), checks, _ROUNDS)
     checks.settle()
     kept, values, places = choice.rows_of_each((K, V, place), found.order)
