@@ -207,12 +207,15 @@ class Matrices:
     format: of the numbers ("float64", "float32", "float16", "bfloat16").
 
     give_back: a function. It turns a numpy array (or an array of the namespace) into the caller's kind, on its device.
+
+    mask: (b, n) bool where the data are, True for rows that take part; None for all.
     """
 
     data: Any
     batch: tuple[int, ...]
     format: Any
     give_back: Callable[[Any], Any]
+    mask: Any = None
 
     @property
     def n(self) -> int:
@@ -226,7 +229,17 @@ class Matrices:
 
     def item(self, index: int) -> Matrices:
         """Return one matrix as a batch of one, without a copy."""
-        return replace(self, data=self.data[index : index + 1, :, :], batch=())
+        mask = None if self.mask is None else self.mask[index : index + 1, :]
+        return replace(self, data=self.data[index : index + 1, :, :], batch=(), mask=mask)
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Flags (b, n) of the rows that take part, in main memory."""
+        return np.ones(self.data.shape[:2], np.bool_) if self.mask is None else to_numpy(self.mask)
+
+    def masked(self, mask: Any) -> Matrices:
+        """Return the matrices with a caller's mask (..., n) of the rows that take part, or raise; None is no mask."""
+        return self if mask is None else replace(self, mask=_flags_of(mask, self))
 
     def wrap(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's kind."""
@@ -456,10 +469,8 @@ def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) 
         raise TypeError(f"{name} has dtype {flags.dtype}; expected bool, True for {meaning}")
 
 
-def as_mask(mask: Any, matrices: Matrices) -> Any | None:
-    """Check a (..., n) boolean mask of `matrices` and return it as (b, n), or None for None."""
-    if mask is None:
-        return None
+def _flags_of(mask: Any, matrices: Matrices) -> Any:
+    """Check a (..., n) boolean mask of `matrices` and return it as (b, n)."""
     if is_torch(mask):
         mask = plain_tensor(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):

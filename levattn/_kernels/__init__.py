@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from levattn._core.types import Float64
-from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, KEYS, PRECISE, SKETCH, kernels_for
+from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, KEYS, PRECISE, PRUNING, SELECT, SKETCH, kernels_for
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
@@ -16,6 +16,8 @@ __all__ = [
     "HEAVY",
     "KEYS",
     "PRECISE",
+    "PRUNING",
+    "SELECT",
     "SKETCH",
     "Arithmetic",
     "Float64",

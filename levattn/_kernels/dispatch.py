@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from levattn._kernels.factor import FactorKernels
 from levattn._kernels.gram import GramKernels
 from levattn._kernels.heavy import HeavyKernels
 from levattn._kernels.precise import PreciseKernels
-from levattn._kernels.rows import RowKernels, Rows
+from levattn._kernels.pruned import PrunedKernels
+from levattn._kernels.rows import RowKernels
+from levattn._kernels.select import SelectKernels
 from levattn._kernels.sketch import SketchKernels
 
 if TYPE_CHECKING:
     from levattn._kernels.latent import LatentKernels
-    from levattn._kernels.pruned import PrunedKernels
-    from levattn._kernels.select import SelectKernels
     from levattn._kernels.tokens import TokenKernels
 
 _HERE = sys.modules[__name__]
@@ -70,23 +70,33 @@ def kernels_for(task: str, array: Any, /) -> Any:
 
 
 def _by_argument(task: Any, contract: type) -> Any:
-    """Return the kernels of a contract, each looked up by its first argument: an array, or rows of keys."""
+    """Return the kernels of a contract, each looked up by its first argument: an array, or a record with keys."""
 
     def named(name: str) -> Any:
         def kernel(first: Any, /, *others: Any, **options: Any) -> Any:
-            array = first.keys if isinstance(first, Rows) else first
-            return getattr(kernels_for(task, array), name)(first, *others, **options)
+            return getattr(kernels_for(task, getattr(first, "keys", first)), name)(first, *others, **options)
 
         return kernel
 
-    return SimpleNamespace(**{name: named(name) for name in vars(contract) if not name.startswith("_")})
+    return SimpleNamespace(**{name: named(name) for name in dir(contract) if not name.startswith("_")})
+
+
+class _Precise:
+    """The precise kernels, which are for arrays of NumPy alone; not all of them take an array first."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(PreciseKernels):
+            raise AttributeError(name)
+        return getattr(_HERE.precise_cpu, name)
 
 
 FACTOR: FactorKernels = _by_argument("factor", FactorKernels)
 GRAM: GramKernels = _by_argument("gram", GramKernels)
 HEAVY: HeavyKernels = _by_argument("heavy", HeavyKernels)
-PRECISE: PreciseKernels = _by_argument("precise", PreciseKernels)
+PRECISE: PreciseKernels = cast(PreciseKernels, _Precise())
+PRUNING: PrunedKernels = _by_argument("pruned", PrunedKernels)
 KEYS: RowKernels = _by_argument("rows", RowKernels)
+SELECT: SelectKernels = _by_argument("select", SelectKernels)
 SKETCH: SketchKernels = _by_argument("sketch", SketchKernels)
 
 

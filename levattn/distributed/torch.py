@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import as_mask, as_matrices, to_float64
+from levattn._core.arrays import as_matrices, to_float64
 from levattn._core.checks import check_type, needing
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import pack, unpack
@@ -337,8 +337,7 @@ def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
     """Check the arguments of a rank, without reading its keys, and describe them."""
     state = StreamingUniversalSet(epsilon, f=f)
     state.parts()  # raises for functions whose states cannot be sent
-    matrices = as_matrices(K, "K_local")
-    as_mask(mask, matrices)
+    matrices = as_matrices(K, "K_local").masked(mask)
     shape, width = (*matrices.batch, matrices.n), _WIDTHS[matrices.format]
     fields: _Fields = {"epsilon": state.epsilon, "f": repr(state.f), "batch": list(matrices.batch), "d": matrices.d}
     fields |= {"dtype": matrices.format, "V": None, "n": matrices.n, "bytes": math.prod(shape) * matrices.d * width}

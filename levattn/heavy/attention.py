@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, float64_beside, take_rows, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, float64_beside, take_rows, to_numpy
 from levattn._core.checks import TIE, check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels import KEYS
@@ -202,7 +202,7 @@ def causal_heavy_attention(Q: Any, K: Any, /, epsilon: float, *, mask: Any = Non
         raise ValueError(
             f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys for causal attention"
         )
-    return _of_heads(queries, keys, partial(_causal_attention, keys, as_mask(mask, keys), epsilon))
+    return _of_heads(queries, keys, partial(_causal_attention, keys.masked(mask), epsilon))
 
 
 def _checked(Q: Any, K: Any) -> tuple[Matrices, Matrices]:
@@ -233,7 +233,7 @@ def _sets_of(
 ) -> UniversalSet:
     """Return the universal sets of all heads of keys: new sets, or the given sets after a check."""
     if universal is None:
-        return set_of(keys, f, epsilon, mask)
+        return set_of(keys.masked(mask), f, epsilon)
     if mask is not None:
         raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
     _check_universal(keys, universal, epsilon, f)
@@ -257,10 +257,10 @@ def _by_set(
     return of_other_function(Q64, selected, mine, universal, epsilon, f)
 
 
-def _causal_attention(keys: Matrices, present: Any, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:
+def _causal_attention(keys: Matrices, epsilon: float, queries: Matrices, head: int) -> HeavyAttention:
     """Return the result for one head of keys where each query attends to the keys up to its own."""
-    _, queried = matrices_in_memory(queries, None, "Q")
-    _, rows = matrices_in_memory(keys.item(head), None if present is None else present[head : head + 1], "K")
+    _, queried = matrices_in_memory(queries, "Q")
+    _, rows = matrices_in_memory(keys.item(head), "K")
     if not np.isfinite(KEYS.column_figures(rows, largest=True)).all():
         bad = KEYS.nonfinite_rows(rows, 0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")

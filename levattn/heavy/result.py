@@ -14,7 +14,6 @@ import numpy.typing as npt
 from levattn._core.arrays import (
     Matrices,
     array_namespace,
-    as_mask,
     as_matrices,
     lengths,
     take_rows,
@@ -191,9 +190,9 @@ class HeavyAttention:
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
         products = self._products
         if isinstance(products, Causal):
-            everything = matrices_in_memory(values, as_mask(products.present, values), "V")[1]
+            everything = matrices_in_memory(values.masked(products.present), "V")[1]
         else:
-            everything = Rows(values.data, values.format, as_mask(products.universal._present, values))
+            everything = Rows.of(values.masked(products.universal._present))
         largest = KEYS.column_figures(everything, largest=True).max(initial=0.0)
         if not np.isfinite(largest):
             bad = KEYS.nonfinite_rows(everything, 0, 5)
@@ -224,7 +223,7 @@ class HeavyAttention:
         """Return the output, its bound, and the relative error of the scores, for values scaled to a tame range."""
         universal, residual = products.universal, self._figures.residual
         xp = array_namespace(residual)
-        light = _Light.of(replace(scaled, mask=as_mask(universal._left, values)))
+        light = _Light.of(replace(scaled, mask=values.masked(universal._left).mask))
         inside = replace(scaled, keys=take_rows(scaled.keys, universal.indices), mask=None)
         chosen = to_device(float64_rows(inside, 0, inside.shape[1]), residual)
         output = xp.empty((len(residual), values.d))

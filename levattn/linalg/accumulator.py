@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_devi
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, PRECISE, Arithmetic, PairwiseSum, Pieces, Rows
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
@@ -167,9 +167,8 @@ class DoubleDouble:
     def in_basis(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
         parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
-        multiply = kernels_for("precise", B).twofold_product
-        Y = multiply([(part, B) for part in parts], len(B), symmetric=False)
-        high, low = multiply([(B, part) for part in Y], len(B), symmetric=True)
+        Y = PRECISE.twofold_product([(part, B) for part in parts], len(B), symmetric=False)
+        high, low = PRECISE.twofold_product([(B, part) for part in Y], len(B), symmetric=True)
         return np.asarray(high + low)
 
     def errors(self, items: Flags) -> Float64:
@@ -410,9 +409,8 @@ class GramAccumulator:
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
         for item, one in each_in_memory(self.scaled(run), np.flatnonzero(items)):
-            pieces = read_in_pieces(one)
-            multiply = kernels_for("precise", high).twofold_product
-            high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
+            pairs = ((X, X) for X in read_in_pieces(one))
+            high[item], low[item] = PRECISE.twofold_product(pairs, run.shape[2], symmetric=True)
         return DoubleDouble(high, low, term.double_double | items)
 
     def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:

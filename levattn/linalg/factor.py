@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy, where
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
-from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows, kernels_for
+from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
@@ -501,7 +501,7 @@ def _left_inverse(W: Float64) -> Float64:
     X = np.linalg.pinv(W, rcond=0.0)
     for _ in range(2):  # Newton steps, each of which squares the error
         pair = np.ascontiguousarray(X.T), np.ascontiguousarray(W)
-        high, low = kernels_for("precise", W).twofold_product([pair], W.shape[1], symmetric=False)
+        high, low = PRECISE.twofold_product([pair], W.shape[1], symmetric=False)
         X = X - ((high - np.eye(len(high))) + low) @ X
     return np.asarray(X)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.types import Flags, Float64
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import PRECISE, Rows
 from levattn.linalg.reading import as_read
 
 _NUMBERS = 1 << 18  # numbers widened to float64 at a time
@@ -78,10 +78,9 @@ class Span:
         """Tell which rows of a batch of one lie outside the space, (n,); a masked row does not."""
         out = np.zeros(rows.shape[1], np.bool_)
         if not self.whole:
-            kernels = kernels_for("precise", self.basis)
             basis, pivots, rank = self._room(0)
             for part, X in _stored(rows):
-                kernels.mark_outside(kernels.field(), X, basis, pivots, rank, self.units, out[part])
+                PRECISE.mark_outside(PRECISE.field(), X, basis, pivots, rank, self.units, out[part])
         return out
 
     def extended(self, rows: Rows) -> Span:
@@ -103,10 +102,9 @@ class Span:
 
     def _with(self, X: Float64) -> Span:
         """Return the sum of the space and the span of the rows X."""
-        kernels = kernels_for("precise", X)
         basis, pivots, rank = self._room(len(X))
         chosen = np.zeros(len(basis), np.int64)
-        found = int(kernels.insert_rows(kernels.field(), X, basis, pivots, rank, self.units, chosen))
+        found = int(PRECISE.insert_rows(PRECISE.field(), X, basis, pivots, rank, self.units, chosen))
         if found == rank:
             return self
         return replace(self, rows=np.concatenate([self.rows, X[chosen[rank:found]]]), basis=basis[:found].copy())
@@ -123,8 +121,7 @@ class Span:
 def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
     """Tell which doubtful products, given by indices of queries and of keys, are exactly zero, (m, n)."""
     nothing, (rows, columns) = np.zeros((len(Q), len(K)), np.bool_), doubtful
-    kernels = kernels_for("precise", Q)
-    kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), rows, columns, nothing)
+    PRECISE.mark_zeros(PRECISE.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), rows, columns, nothing)
     return nothing
 
 

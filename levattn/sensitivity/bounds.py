@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
@@ -140,8 +140,8 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     function = as_function(p)
     if not isinstance(function, Power):
         raise TypeError(f"p is {p!r}; expected a number, the exponent")
-    matrices = as_matrices(K, "K")
-    factor = factorize(matrices, method="auto", mask=mask)
+    matrices = as_matrices(K, "K").masked(mask)
+    factor = factorize(matrices, method="auto")
     rows, exponent, tau = replace(factor.rows, scale=None), function.p, raised_scores(factor)
     if exponent != 2:
         v, tau, _, scale = iterated(rows, tau, factor.rank, exponent, whole_number("iterations", iterations, 0))
@@ -232,8 +232,8 @@ def sensitivities(
     (0, True)
     """
     function = as_function(f)
-    matrices = as_matrices(K, "K")
-    bounds = certify(matrices, function, method=method, mask=mask, epsilon=epsilon, iterations=iterations, rng=rng)
+    matrices = as_matrices(K, "K").masked(mask)
+    bounds = certify(matrices, function, method=method, epsilon=epsilon, iterations=iterations, rng=rng)
     batch = matrices.batch
     total, total_bound = (
         x.reshape(batch) if batch else float(x[0]) for x in (bounds.upper.sum(axis=1), bounds.total_bound)
@@ -247,7 +247,6 @@ def certify(
     f: AttentionFunction | Softmax,
     *,
     method: str = "auto",
-    mask: Any = None,
     epsilon: float = 0.05,
     iterations: int = _ITERATIONS,
     rng: int | np.random.Generator | None = None,
@@ -262,9 +261,9 @@ def certify(
         )
     epsilon = check_epsilon(epsilon)
     iterations = whole_number("iterations", iterations, 0)
-    factor = factorize(matrices, method="gram" if is_square(f) else "auto", mask=mask)
+    factor = factorize(matrices, method="gram" if is_square(f) else "auto")
     # bounds depend only on the column space of the keys, except for softmax, which depends on their norms
-    rows = factor.rows if not isinstance(f, Softmax) else Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+    rows = factor.rows if not isinstance(f, Softmax) else Rows.of(matrices)
     rows = replace(rows, scale=None)  # the scale fits this factor only; blocks and weighted rows find their own
     alone = np.zeros(rows.shape[0], np.bool_)  # matrices of independent keys: some query attends to one key alone
     if factor.wide is not None and not isinstance(f, Softmax):

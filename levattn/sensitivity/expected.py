@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, as_matrices, as_numbers, take_rows, to_device, to_float64, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, as_numbers, take_rows, to_device, to_float64, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
@@ -414,7 +414,7 @@ def expected_scores(
     if method not in get_args(ExpectedMethod):
         raise ValueError(f"method is {method!r}; expected 'auto', 'normal' or 'mean'")
     square = is_square(function)
-    matrices = as_matrices(K, "K", sparse=square and method != "mean")
+    matrices = as_matrices(K, "K", sparse=square and method != "mean").masked(mask)
     known = as_queries(queries, matrices, rotary)
     if method == "auto":
         method = "normal" if square or known.sample is None else "mean"
@@ -422,10 +422,10 @@ def expected_scores(
     if not draws and (samples is not None or rng is not None):
         raise ValueError("samples or rng is given, but no queries are drawn; leave them out")
     if square and method == "normal":
-        return matrices.wrap(_of_squares(matrices, known, mask))
+        return matrices.wrap(_of_squares(matrices, known))
     require_sample(known, function, draws=draws)
     count = _SAMPLES if samples is None else whole_number("samples", samples)
-    seed, present = as_seed(rng), _presence(mask, matrices)
+    seed, present = as_seed(rng), matrices.present
     out = np.zeros(present.shape)
     for item in range(len(out)):
         parts = (known.normal_draws(item, count, seed),) if draws else known.turned_samples(item)
@@ -472,9 +472,9 @@ def mean_shares(
     return total / max(len(Q), 1)
 
 
-def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
+def _of_squares(matrices: Matrices, known: Queries) -> Any:
     """Return the scores of x² for centered normal queries, (b, n)."""
-    factor = factorize(matrices, method="auto", mask=mask)
+    factor = factorize(matrices, method="auto")
     rows, out = factor.all_columns, factor.all_columns.zeros()
     kernels = kernels_for("gram", rows.keys)
     b, d = int(matrices.data.shape[0]), matrices.d
@@ -484,7 +484,7 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     for item in range(b):
         W[item], cancellation = _weighted_basis(factor, item, known.root(item), known.powers)
         if UNIT * cancellation > _CANCELLED and known.sample is not None and known.positions == 1:
-            again[item] = _of_products(known.sample[item], matrices.item(item), _presence(mask, matrices)[item])
+            again[item] = _of_products(known.sample[item], matrices.item(item), matrices.present[item])
         quick = factor.arithmetic[item] == "single" and kernels.SINGLE_UNIT * cancellation <= _SINGLE_PRODUCTS
         arithmetic.append("single" if quick else "double")
     for one in dict.fromkeys(arithmetic):
@@ -493,12 +493,6 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     for item, scores in again.items():
         out[item, :] = to_device(scores.astype(str(out.dtype).rpartition(".")[2]), out)
     return out
-
-
-def _presence(mask: Any, matrices: Matrices) -> Flags:
-    """Return flags (b, n) of the keys that take part, in main memory."""
-    given = as_mask(mask, matrices)
-    return np.ones(matrices.data.shape[:2], np.bool_) if given is None else to_numpy(given)
 
 
 def _of_products(Q: Float64, keys: Matrices, present: Flags) -> Float64:

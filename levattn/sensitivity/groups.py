@@ -100,9 +100,9 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     >>> levattn.group_leverage(K, levattn.near_duplicates(K)).round(2)
     array([0.52])
     """
-    matrices = as_matrices(K, "K")
+    matrices = as_matrices(K, "K").masked(mask)
     groups = as_labels(labels, matrices)
-    scores = group_scores(factorize(matrices, method="auto", mask=mask, single="no"), groups)
+    scores = group_scores(factorize(matrices, method="auto", single="no"), groups)
     return matrices.wrap(to_device(scores, matrices.data))
 
 
@@ -279,8 +279,8 @@ def near_duplicates(
     """
     angle = check_angle(angle)
     seed = as_seed(rng)
-    matrices = as_matrices(K, "K")
-    factor = factorize(matrices, method="auto", mask=mask, single="no")
+    matrices = as_matrices(K, "K").masked(mask)
+    factor = factorize(matrices, method="auto", single="no")
     labels: Int64 = np.full((factor.rows.shape[0], matrices.n), -1)
     alone = np.zeros(len(labels), np.bool_) if factor.wide is None else factor.wide.independent  # orthogonal keys
     for item in np.flatnonzero(~alone).tolist():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_mask, as_matrices
+from levattn._core.arrays import Matrices, as_matrices
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
@@ -37,27 +37,14 @@ def factorize(
     method: str,
     ridge: float = 0.0,
     center: bool = False,
-    mask: Any = None,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
     scores_only: bool = False,
 ) -> Factor:
-    """Check the options and factor the keys by the method; `single` limits the use of float32 by "auto".
+    """Factor keys by a method that was checked; `single` limits the use of float32 by "auto".
 
     With `scores_only`, the factor of sparse rows that are proven to be independent has nothing but their scores.
     """
-    check_method(method)
-    ridge = real_number("ridge", ridge)
-    if not 0 <= ridge < math.inf:
-        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
-    if rtol is not None:
-        rtol = real_number("rtol", rtol)
-        least = rank_tolerance(matrices.d)
-        if not least <= rtol < 1:
-            raise ValueError(
-                f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
-                "to 1, relative to the largest singular value"
-            )
     sparse = isinstance(matrices.data, Csr)
     if sparse and method == "svd":
         raise ValueError(
@@ -65,18 +52,14 @@ def factorize(
         )
     if sparse and matrices.n < 2 * matrices.d:
         least = matrices.n + 1 if matrices.n < matrices.d else 1  # wide keys stay wide
-        keys, places = matrices.data.without_zero_columns(as_mask(mask, matrices), least)
+        keys, places = matrices.data.without_zero_columns(matrices.mask, least)
         if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
             made = replace(matrices, data=keys)
-            options: dict[str, Any] = {
-                "ridge": ridge * made.d / matrices.d,
-                "center": center,
-                "mask": mask,
-                "rtol": rtol,
-            }
-            factor = factorize(made, method=method, single=single, scores_only=scores_only, **options)
-            return factor if ridge or scores_only else _among(factor, matrices, mask, places)
-    rows, wide = rows_of(matrices, center, mask), None
+            share = ridge * made.d / matrices.d
+            options: dict[str, Any] = {"method": method, "center": center, "rtol": rtol, "single": single}
+            factor = factorize(made, ridge=share, scores_only=scores_only, **options)
+            return factor if ridge or scores_only else _among(factor, matrices, places)
+    rows, wide = rows_of(matrices, center), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space
     if b and n < d and rtol is None and (ridge == 0 or (sparse and n)):
@@ -104,7 +87,7 @@ def _narrowed(rows: Rows, *, ridge: bool, scores_only: bool) -> tuple[Rows, Wide
     return wide.picked(rows), wide
 
 
-def _among(factor: Factor, matrices: Matrices, mask: Any, places: npt.NDArray[np.int64]) -> Factor:
+def _among(factor: Factor, matrices: Matrices, places: npt.NDArray[np.int64]) -> Factor:
     """Return the factor of sparse keys from the factor of their columns that are not zero."""
     found, shift, scale = factor.all_columns, None, None
     if found.shift is not None:
@@ -113,17 +96,17 @@ def _among(factor: Factor, matrices: Matrices, mask: Any, places: npt.NDArray[np
     if found.scale is not None:
         scale = np.ones((len(found.scale), matrices.d))
         scale[:, places] = found.scale
-    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices), shift, scale)
+    rows = replace(Rows.of(matrices), shift=shift, scale=scale)
     no = np.zeros(1, np.bool_)
     wide = Wide(rows, np.arange(len(places))[None], no, no) if factor.wide is None else factor.wide
     return replace(factor, wide=wide.among(rows, places))
 
 
-def rows_of(matrices: Matrices, center: Any, mask: Any) -> Rows:
+def rows_of(matrices: Matrices, center: Any) -> Rows:
     """Return the keys that take part, minus their mean if `center`."""
     if not isinstance(center, bool | np.bool_):
         raise TypeError(f"center is {center!r}; expected True or False")
-    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+    rows = Rows.of(matrices)
     return centered(rows) if center else rows
 
 
@@ -262,12 +245,22 @@ def leverage_scores(
     array([1. , 1. , 0.5, 0.5])
     """
     approximate = check_method(method)
-    matrices = as_matrices(K, "K", sparse=True)
+    matrices = as_matrices(K, "K", sparse=True).masked(mask)
     if approximate:
         if ridge or rtol is not None:
             raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
-        return matrices.wrap(_approximated(matrices, method, center, mask))
-    options: dict[str, Any] = {"ridge": ridge, "center": center, "mask": mask, "rtol": rtol}
+        return matrices.wrap(_approximated(matrices, method, center))
+    ridge = real_number("ridge", ridge)
+    if not 0 <= ridge < math.inf:
+        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
+    if rtol is not None:
+        rtol, least = real_number("rtol", rtol), rank_tolerance(matrices.d)
+        if not least <= rtol < 1:
+            raise ValueError(
+                f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
+                "to 1, relative to the largest singular value"
+            )
+    options: dict[str, Any] = {"ridge": ridge, "center": center, "rtol": rtol}
     factor = factorize(matrices, method=str(method), scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
@@ -275,10 +268,10 @@ def leverage_scores(
     return matrices.wrap(scores)
 
 
-def _approximated(matrices: Matrices, method: Any, center: Any, mask: Any) -> Any:
+def _approximated(matrices: Matrices, method: Any, center: Any) -> Any:
     """Return approximate scores, (b, n)."""
     left, right = sketches_of(method, matrices.n, matrices.d)
-    rows = rows_of(matrices, center, mask)
+    rows = rows_of(matrices, center)
     factor = factor_moments(rows) if left is None else sketched_factor(rows, Sketch(left))
     return (factor if right is None else projected(factor, right)).scores()[0]
 

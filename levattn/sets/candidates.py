@@ -15,7 +15,7 @@ from levattn._core.device import on_a_device, where_arrays_are
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.threads import Background, num_threads
 from levattn._core.types import Float64, Int64
-from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels import BLOCK, SELECT, Rows, kernels_for
 from levattn.functions import AttentionFunction, Softmax
 from levattn.sets.prefix_bounds import (
     Judged,
@@ -153,7 +153,7 @@ class HeldCandidates:
         items, coming = self._held
         parts = [(np.cumsum([0, *map(len, items)]), Candidates.joined(items)), *coming]
         parts = [(starts, part) for starts, part in parts if starts[-1]]
-        select, xp = kernels_for("select", like), array_namespace(like)
+        xp = array_namespace(like)
         whole = [
             xp.concat([array if on_cuda(array) else to_device(array, like) for array in each])
             for each in zip(*(part.arrays for _, part in parts), strict=True)
@@ -163,12 +163,12 @@ class HeldCandidates:
         lengths, starts = np.diff(edges, axis=1).T.reshape(-1), np.cumsum([0, *self.counts])
         order = np.arange(starts[-1]) + np.repeat(edges[:, :-1].T.reshape(-1) - np.cumsum(lengths) + lengths, lengths)
         places = to_device(order, like)
-        keys, there = select.stacked(whole[1][None], starts, places)
-        kept, found = select.reaching(score(keys, there), there, least)
+        keys, there = SELECT.stacked(whole[1][None], starts, places)
+        kept, found = SELECT.reaching(score(keys, there), there, least)
         found = found + to_device(np.repeat(starts[:-1], np.diff(kept)), like)
         alone = kept[[0, -1]]
-        found = select.gathered(places[None], alone, found)
-        new = Candidates.of([select.gathered(array[None], alone, found) for array in whole])
+        found = SELECT.gathered(places[None], alone, found)
+        new = Candidates.of([SELECT.gathered(array[None], alone, found) for array in whole])
         empty = [item.take(slice(0)) for item in items]
         self._held, self.counts = (empty, [(kept, new)]), np.diff(kept)
 

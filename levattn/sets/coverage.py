@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, as_matrices, as_numbers, to_device, to_float64, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, as_numbers, to_device, to_float64, to_numpy
 from levattn._core.checks import TIE, check_type, fraction, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import SharedState, lock_of, locked, twin
@@ -220,8 +220,8 @@ def covering_set(
     if not isinstance(K, KeySource) and as_source(K) is not None:
         raise ValueError("K gives chunks; expected keys in one dense array or in files")
     with whole_keys(K) as keys:
-        matrices = as_matrices(keys, "K")
-        return _covering_set(matrices, function, wish, queries, elsewhere=elsewhere, scores=scores, mask=mask)
+        matrices = as_matrices(keys, "K").masked(mask)
+        return _covering_set(matrices, function, wish, queries, elsewhere=elsewhere, scores=scores)
 
 
 def _covering_set(
@@ -232,7 +232,6 @@ def _covering_set(
     *,
     elsewhere: Any,
     scores: Any,
-    mask: Any,
 ) -> UniversalSet:
     """Return the set of keys for queries like the given ones; see `covering_set`."""
     if wish.size is not None:
@@ -240,9 +239,8 @@ def _covering_set(
     known = as_queries(queries, matrices)
     if known.sample is None:
         raise ValueError("queries are moments; expected a sample, (..., m, d), of which some set the threshold")
-    given = as_mask(mask, matrices)
-    b, n = int(matrices.data.shape[0]), matrices.n
-    present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
+    present = matrices.present
+    b, n = present.shape
     ordered_by = None if scores is None else _scores(scores, matrices)
     g, m = known.group, known.sample.shape[1] // known.group
     rest = None
@@ -250,7 +248,7 @@ def _covering_set(
         rest = logarithms(elsewhere, f, known.sample.shape[:2], np.shape(queries)[:-1], (*matrices.batch, m))
     parts = split_queries(m, wish.coverage, 0, whole=scores is not None)
     fit, test = (np.arange(g)[:, None] * m + part for part in parts)  # of all heads
-    factor = factorize(matrices, method="auto", mask=mask)
+    factor = factorize(matrices, method="auto")
     kind = np.float64 if matrices.format == "float64" else np.float32
     found, chosen, leverage = np.zeros((b, n), kind), np.zeros((b, n), np.bool_), np.zeros((b, n))
     needs: list[Float64] = []
@@ -276,7 +274,7 @@ def _covering_set(
         epsilon=wish.epsilon,
         left=None if wish.size is None else np.array([conformal_quantile(of, wish.coverage) for of in needs]),
         guarantee="coverage",
-        present=given,
+        present=matrices.mask,
         f=f.p if isinstance(f, Power) else f,
         certificate=("conformal",),
         total_bound=np.full(b, np.inf),

@@ -19,7 +19,7 @@ from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64
 from levattn._core.checks import TIE
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, KEYS, Arithmetic, Rows, kernels_for
+from levattn._kernels import BLOCK, KEYS, SELECT, Arithmetic, Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.accumulator import (
     LARGEST_EXPONENT,
@@ -71,7 +71,7 @@ class Screen:
 
     def reached(self, scores: Any, present: Any, member: bool) -> tuple[Int64, Any]:
         """List the scores (b, m) that are not surely too small; `member` if the keys are among the screen's."""
-        return kernels_for("select", scores).reaching(scores, present, self._least[int(member)])
+        return SELECT.reaching(scores, present, self._least[int(member)])
 
 
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
@@ -353,7 +353,7 @@ class RunningBlocks:
             self._screen = tuple(factor_of_sum(*frozen, _no_rows(rows)) for frozen in self.frozen)
         sums = self._sums(self._screen, rows, labels, member)
         most = np.full(len(sums), -1.0)  # of negated sums, so that sums of at most 1 / ε are listed
-        return kernels_for("select", sums).reaching(sums * (-epsilon * (1 - TIE)), rows.mask, most)
+        return SELECT.reaching(sums * (-epsilon * (1 - TIE)), rows.mask, most)
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, None]:
         """List the keys outside the screen that may have a bound of at least ε; `add` then computes all sums."""

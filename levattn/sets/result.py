@@ -16,7 +16,6 @@ import numpy.typing as npt
 from levattn._core.arrays import (
     Matrices,
     array_namespace,
-    as_mask,
     as_matrices,
     take_entries,
     take_rows,
@@ -386,7 +385,7 @@ class UniversalSet(ListedKeys):
         with whole_keys(K) as keys:
             (matrices, read), factor = _read_again(keys, self), self.factor
             if not self.exact_factor:
-                factor = factor_moments(rows_of(matrices, self.guarantee == "none", self._present), single="scores")
+                factor = factor_moments(rows_of(matrices, self.guarantee == "none"), single="scores")
             shape = matrices.data.shape[:2]
             chosen, upper, leverage = (
                 np.array(to_numpy(array)).reshape(shape) for array in (self.mask, self.scores, self._leverage)
@@ -588,9 +587,9 @@ def rescore_known(matrices: Matrices, factor: Factor, chosen: Any, present: Any,
 
 def _read_again(K: Any, universal: UniversalSet) -> tuple[Matrices, Rows]:
     """Return the keys of a set, and which of them take part; raise for other keys, and for NaN or infinity."""
-    matrices = as_matrices(K, "K", sparse=True)
+    matrices = as_matrices(K, "K", sparse=True).masked(universal._present)
     require_set_of(matrices, universal, "this set")
-    rows = Rows(matrices.data, matrices.format, as_mask(universal._present, matrices))
+    rows = Rows.of(matrices)
     require_finite(rows, KEYS.column_figures(rows, largest=True))  # also of keys that are not compared
     return matrices, rows
 

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
-from levattn._kernels import Rows, kernels_for
-from levattn._kernels.select import SelectKernels
+from levattn._kernels import SELECT, Rows
 from levattn.exceptions import AxesWarning, RankWarning
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
@@ -34,27 +33,25 @@ _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of 
 _SMALL_SCORE = 2.0**-100  # smaller float32 scores may have underflowed
 
 
-def at_least(
-    select: SelectKernels, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore
-) -> tuple[Any, bool]:
+def at_least(factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore) -> tuple[Any, bool]:
     """Tell which scores are at least ε, and whether a doubtful score counted as such.
 
     Scores too close to ε for their precision are computed again in float64.
     """
     margin = _margin(factor)
     least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else np.zeros(len(margin))
-    chosen, starts, near = select.threshold(scores, present, least, epsilon * (1 + margin))
+    chosen, starts, near = SELECT.threshold(scores, present, least, epsilon * (1 + margin))
     doubt = False
     if len(near):
         slack, again = np.repeat(np.maximum(TIE, 4 * factor.error), np.diff(starts)), rescore(starts, near)
         taken = ~(again < epsilon * (1 - slack))
-        select.include(chosen, starts, near, taken)
+        SELECT.include(chosen, starts, near, taken)
         doubt = bool((taken & (slack > 2 * TIE) & ~(again >= epsilon * (1 + slack))).any())
     return chosen, doubt
 
 
 def largest_scores(
-    select: SelectKernels, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
+    factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
 ) -> tuple[Any, Float64, bool]:
     """Choose by score descending, then index ascending; return the largest score of each matrix left out, too.
 
@@ -62,17 +59,17 @@ def largest_scores(
     out, and the last result tells whether chosen scores may then lie below it.
     """
     margin = _margin(factor)
-    chosen, starts, close = select.largest(scores, present, size, margin)
+    chosen, starts, close = SELECT.largest(scores, present, size, margin)
     if len(close):
         again, taken = rescore(starts, close), np.zeros(len(close), np.bool_)
         missing = np.maximum(size - flag_counts(chosen), 0)
         for item, start in enumerate(starts[:-1].tolist()):
             order = np.argsort(-again[start : starts[item + 1]], kind="stable")
             taken[start + order[: missing[item]]] = True
-        select.include(chosen, starts, close, taken)
+        SELECT.include(chosen, starts, close, taken)
     among = ~chosen if present is None else present & ~chosen
-    top = select.maxima(scores, among) * (1 - margin)
-    _, starts, rows = select.threshold(scores, among, top, np.full(len(top), np.inf))
+    top = SELECT.maxima(scores, among) * (1 - margin)
+    _, starts, rows = SELECT.threshold(scores, among, top, np.full(len(top), np.inf))
     left, some = np.zeros(len(top)), np.flatnonzero(np.diff(starts))
     if len(some):
         left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
@@ -83,15 +80,13 @@ def largest_scores(
     if not unsure.any():
         return chosen, left, False
     with np.errstate(divide="ignore", over="ignore"):
-        reciprocal = select.maxima(1 / scores, chosen)  # of the smallest chosen score
+        reciprocal = SELECT.maxima(1 / scores, chosen)  # of the smallest chosen score
     return chosen, left, bool((unsure & (reciprocal * left * (1 + margin) > 1)).any())
 
 
-def rescored_all(
-    select: SelectKernels, factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any
-) -> Float64:
+def rescored_all(factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any) -> Float64:
     """Return the scores of the listed keys of every matrix, computed in float64, one after the other."""
-    keys, there = select.stacked(matrices.data, starts, rows)
+    keys, there = SELECT.stacked(matrices.data, starts, rows)
     found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(as_float64=True)
     scores = to_numpy(found)
     return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
@@ -268,7 +263,7 @@ def universal_set(
         raise ValueError(
             "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
         )
-    asked = _Asked(epsilon, size, method, center, mask)
+    asked = _Asked(epsilon, size, method, center)
     source = as_source(K)
     if source is not None:
         if square and method in _SCANNED and not center and mask is None:
@@ -279,7 +274,7 @@ def universal_set(
                 "For other options give keys in an array or a file"
             )
     with whole_keys(K) as keys:
-        matrices = as_matrices(keys, "K", sparse=square)
+        matrices = as_matrices(keys, "K", sparse=square).masked(mask)
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
         asked = asked.checked(matrices.n)
         if approximate:
@@ -417,7 +412,6 @@ class _Asked:
     size: int | None = None
     method: Any = "auto"
     center: bool = False
-    mask: Any = None
 
     def __post_init__(self) -> None:
         """Raise unless one of them is given."""
@@ -429,31 +423,30 @@ class _Asked:
         """Return the options with checked numbers, for n keys if n is known."""
         epsilon = None if self.epsilon is None else check_epsilon(self.epsilon)
         size = None if self.size is None else whole_number("size", self.size, 0, n, what="a whole number of keys")
-        return _Asked(epsilon, size, self.method, self.center, self.mask)
+        return _Asked(epsilon, size, self.method, self.center)
 
 
 def set_of(
-    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any = None, *, center: bool = False
+    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, *, center: bool = False
 ) -> UniversalSet:
     """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
-    asked = _Asked(epsilon, center=center, mask=mask)
+    asked = _Asked(epsilon, center=center)
     return _exact(matrices, asked) if is_square(f) else _bounded(matrices, f, asked)
 
 
 def _exact(matrices: Matrices, asked: _Asked) -> UniversalSet:
     """Return the set by exact leverage scores."""
     epsilon = asked.epsilon
-    factor = factorize(matrices, method=asked.method, center=asked.center, mask=asked.mask, single="scores")
+    factor = factorize(matrices, method=asked.method, center=asked.center, single="scores")
     found, counted = factor.scores()
-    select = kernels_for("select", matrices.data)
-    scores, present = select.held(found), as_mask(asked.mask, matrices)
-    present = None if present is None else select.held(present)
-    rescore = partial(rescored_all, select, factor, matrices)
+    scores = SELECT.held(found)
+    present = None if matrices.mask is None else SELECT.held(matrices.mask)
+    rescore = partial(rescored_all, factor, matrices)
     left = None
     if epsilon is not None:
-        chosen, doubt = at_least(select, factor, scores, present, epsilon, rescore)
+        chosen, doubt = at_least(factor, scores, present, epsilon, rescore)
     else:
-        chosen, left, doubt = largest_scores(select, factor, scores, present, asked.size or 0, rescore)
+        chosen, left, doubt = largest_scores(factor, scores, present, asked.size or 0, rescore)
     return result_of(
         matrices,
         chosen,
@@ -479,9 +472,8 @@ def _of_chunks(
     def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
         if epsilon is None:
             return np.zeros(scores.shape, np.bool_), False
-        select = kernels_for("select", matrices.data)
-        rescore = partial(rescored_all, select, factor, matrices)
-        chosen, doubt = at_least(select, factor, select.held(scores), None, epsilon, rescore)
+        rescore = partial(rescored_all, factor, matrices)
+        chosen, doubt = at_least(factor, SELECT.held(scores), None, epsilon, rescore)
         return np.asarray(chosen), doubt
 
     found = two_passes(source, choose, progress, checkpoint, single=asked.method == "auto")
@@ -496,7 +488,7 @@ def _of_chunks(
                 again[part] = rescored(factor, item, found.rows(item, rows[part]))[0]
             return again
 
-        chosen, left, doubt = largest_scores(kernels_for("select", scores), factor, scores, None, size, rescore)
+        chosen, left, doubt = largest_scores(factor, scores, None, size, rescore)
     checkpoint.remove()
     guarantee: Guarantee = "superset" if found.counted.any() or doubt else "exact"
     total = _total(factor, scores, found.counted)
@@ -524,7 +516,7 @@ def _total(factor: Factor, scores: Any, counted: npt.NDArray[np.bool_]) -> Float
 def _from_sketch(matrices: Matrices, asked: _Asked) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
     left, right = sketches_of(asked.method, matrices.n, matrices.d)
-    screened = screen(rows_of(matrices, asked.center, asked.mask), left, right)
+    screened = screen(rows_of(matrices, asked.center), left, right)
     ranks = screened.factor.rank.astype(np.float64)
     bounds = Bounds(screened.upper, (name_of(asked.method),), ranks, screened.factor, screened.upper.copy(), None)
     guarantee: Guarantee = "none" if asked.center else "superset"
@@ -534,7 +526,7 @@ def _from_sketch(matrices: Matrices, asked: _Asked) -> UniversalSet:
 def _bounded(matrices: Matrices, f: AttentionFunction | Softmax, asked: _Asked) -> UniversalSet:
     """Return the set by certified bounds of f."""
     epsilon = _BLOCK_EPSILON if asked.epsilon is None else asked.epsilon
-    bounds = certify(matrices, f, method=asked.method, mask=asked.mask, epsilon=epsilon)
+    bounds = certify(matrices, f, method=asked.method, epsilon=epsilon)
     return _certified(matrices, f, asked, bounds, "superset")
 
 
@@ -547,9 +539,8 @@ def _certified(
     exact_factor: bool = True,
 ) -> UniversalSet:
     """Return the set of the keys with the largest certified bounds."""
-    b, n = bounds.upper.shape
-    given = as_mask(asked.mask, matrices)
-    present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
+    present = matrices.present
+    b, n = present.shape
     left = None
     if asked.epsilon is not None:
         chosen = reaches(bounds.upper, asked.epsilon) & present
@@ -569,7 +560,7 @@ def _certified(
         epsilon=asked.epsilon,
         left=left,
         guarantee=guarantee,
-        present=given,
+        present=matrices.mask,
         f=f.p if isinstance(f, Power) else f,
         certificate=bounds.names,
         total_bound=bounds.total_bound,

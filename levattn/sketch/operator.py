@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
+from levattn._core.arrays import as_matrices, to_device, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
@@ -121,13 +121,13 @@ class Sketch:
         NonFiniteError
             If the rows hold NaN or infinity outside the mask.
         """
-        matrices = as_matrices(K, "K", sparse=True)
+        matrices = as_matrices(K, "K", sparse=True).masked(mask)
         kind = np.dtype(dtype)
         if kind not in (np.float64, np.float32) or (kind == np.float32 and matrices.format == "float64"):
             raise ValueError(
                 f"dtype is {kind} for {matrices.format} keys; expected float64, or float32 for narrower keys"
             )
-        rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+        rows = Rows.of(matrices)
         out = unscaled_sketch(self, rows, row_start, kind)
         return matrices.wrap((out * self.distribution.scale).astype(kind, copy=False))
 
@@ -233,13 +233,13 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         NonFiniteError
             If the rows hold NaN or infinity outside the mask. The state is as it was.
         """
-        matrices = as_matrices(K, "K", sparse=True)
+        matrices = as_matrices(K, "K", sparse=True).masked(mask)
         if matrices.d != self.d or matrices.batch != self.batch:
             raise ValueError(
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
                 f"and d = {self.d}"
             )
-        rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+        rows = Rows.of(matrices)
         with lock_of(self):
             start = self.next_row if row_start is None else row_start
             sums = unscaled_sketch(self.sketch, rows, start)

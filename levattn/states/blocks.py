@@ -15,7 +15,6 @@ from levattn._core.arrays import (
     Matrices,
     array_namespace,
     as_cupy,
-    as_mask,
     as_matrices,
     named_numpy,
     on_cuda,
@@ -76,30 +75,27 @@ _TOGETHER = 16  # at most this many blocks of them
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
     """Return a chunk of keys of any kind where compiled code can read it: on a CUDA device, or in main memory."""
-    matrices = as_matrices(K, "K")
-    if on_cuda(matrices.data):
-        return matrices, Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-    return matrices_in_memory(matrices, as_mask(mask, matrices), "K")
+    matrices = as_matrices(K, "K").masked(mask)
+    return (matrices, Rows.of(matrices)) if on_cuda(matrices.data) else matrices_in_memory(matrices, "K")
 
 
 @where_arrays_are
 def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
     """Return a chunk of keys of any kind in main memory."""
-    matrices = as_matrices(K, name)
-    return matrices_in_memory(matrices, as_mask(mask, matrices), name)
+    return matrices_in_memory(as_matrices(K, name).masked(mask), name)
 
 
-def matrices_in_memory(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices, Rows]:
-    """Return matrices and their mask in main memory."""
+def matrices_in_memory(matrices: Matrices, name: str) -> tuple[Matrices, Rows]:
+    """Return matrices in main memory, and their rows."""
+    if matrices.mask is not None:
+        matrices = replace(matrices, mask=to_numpy(matrices.mask))
     if on_cuda(matrices.data):
         matrices = replace(matrices, data=to_numpy(matrices.data), give_back=np.asarray)
     if not isinstance(matrices.data, np.ndarray):
-        batch, data = matrices.batch, matrices.data
+        batch, data, mask = matrices.batch, matrices.data, matrices.mask
         data = data.cpu() if array_api_compat.is_torch_array(data) else to_numpy(data)
-        matrices = replace(as_matrices(data, name), batch=batch)
-    if present is not None:
-        present = to_numpy(present)
-    return matrices, Rows(matrices.data, matrices.format, present)
+        matrices = replace(as_matrices(data, name), batch=batch, mask=mask)
+    return matrices, Rows.of(matrices)
 
 
 def rows_in_memory(rows: Rows) -> Rows:

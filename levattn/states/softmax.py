@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, on_cuda, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, on_cuda, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, locked, locked_with, shaped, twin, whole
@@ -166,7 +166,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         ValueError
             If a shape does not match the state.
         """
-        K, values = as_matrices(logits, "logits"), as_matrices(V, "V")
+        K, values = as_matrices(logits, "logits").masked(mask), as_matrices(V, "V")
         if (K.batch, K.d) != (self.batch, self.latents) or (values.batch, values.d) != (self.batch, self.d):
             raise ValueError(
                 f"logits and V have shapes {(*K.batch, K.n, K.d)} and {(*values.batch, values.n, values.d)}; expected "
@@ -174,10 +174,9 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
             )
         if values.n != K.n:
             raise ValueError(f"V has {values.n} positions and logits have {K.n}; expected as many")
-        present = as_mask(mask, K)
         double = "float64" in (K.format, values.format)
         L, X = (_as_computed(array, double) for array in (K, values))
-        parts = kernels_for("latent", K.data).summary(L, X, present, np.array([0, K.n]))
+        parts = kernels_for("latent", K.data).summary(L, X, K.mask, np.array([0, K.n]))
         xp = array_namespace(parts[2])
         m, s, S = (xp.reshape(part, (*self.batch, *part.shape[2:])) for part in parts)
         return self._join((m, s, S))

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, on_cuda
+from levattn._core.arrays import Matrices, array_namespace, on_cuda
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 
@@ -43,6 +43,11 @@ class Rows:
     scale: Float64 | None = None
     weights: Float64 | None = None
     digest: Any | None = None
+
+    @classmethod
+    def of(cls, matrices: Matrices) -> Rows:
+        """Return matrices as rows, some of which a mask leaves out."""
+        return cls(matrices.data, matrices.format, matrices.mask)
 
     def scaled(self, scale: Float64) -> Rows:
         """Return the rows with columns multiplied by further powers of two (b, d)."""

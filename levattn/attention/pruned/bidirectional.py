@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from levattn._core.arrays import as_matrices
-from levattn._kernels import kernels_for
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, mapped
 from levattn.attention.arguments import device_of, namespace_of, reshaped, without_gradient
 from levattn.attention.pruned import choice
@@ -67,7 +68,7 @@ def _spread(
             scores = scores if scores is None else scores[items, ...]
         x, flags = _planned(rule, q * factor, K, V, scores, sample * factor, near)
         x = x if narrow is None else replace(x, narrow=(narrow, factor))
-        y, rest = kernels_for("pruned", q).mixture(x, None, Y if Y is None else Y[items])
+        y, rest = PRUNING.mixture(x, None, Y if Y is None else Y[items])
         if not certified:
             return (y,), flags
         still = mapped(x, without_gradient)
@@ -96,59 +97,42 @@ def _planned(
     rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, sample: Any, near: tuple[list[int], list[int]]
 ) -> tuple[PrunedArguments, Any]:
     """Return the mixture of some items, selected for the queries of the sample, and flags of kept keys (b, n)."""
-    xp = namespace_of(q)
-    b, d = q.shape[0], q.shape[3]
-    n, slots, device = K.shape[1], rule.slots, device_of(q)
+    xp, (b, n, d), device = namespace_of(q), K.shape, device_of(q)
     checks, own = Checks(), without_gradient(K)
     if rule.power is not None:
-        K = choice.one_sided(K, *choice.spectra([choice.Sums.of(without_gradient(K))], False, checks))
-    still = without_gradient(K)
-    ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
-    selects = slots.selected < n or rule.epsilon is not None
-    R = min(slots.summaries, n) if selects else 0
-    X = along = clusters = None
-    if selects and (R or rule.kind in ("expected", "residual")):
-        queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
-        keys = choice.Sums.of(still, second=False)
-        X, along = choice.measured(queries, keys, rule.power, K.dtype, checks).places(still)
-    if not selects:
-        found = xp.zeros_like(ones)
-    elif scores is not None:
-        found = without_gradient(scores)
-    elif rule.function is not None:
-        found = rule.function(own, without_gradient(V))
-    elif rule.kind == "leverage":
-        found = _leverage(rule, still, ones)
+        K = choice.one_sided(K, *choice.spectra([choice.Sums.of(own)], False, checks))
+    still, place = without_gradient(K), xp.arange(n, device=device)
+    if rule.slots.selected >= n and rule.epsilon is None:
+        checks.settle()
+        all_there = xp.broadcast_to(place, (b, n))
+        found = choice.Selected(all_there, None, all_there >= 0)
     else:
-        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power, checks, _ROUNDS)
-    place = xp.arange(n, device=device)
-    first = xp.broadcast_to(place < slots.sinks, (b, n))
-    forced = None if rule.own else min(slots.sinks, n)
-    order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first, forced, checks)
-    checks.settle()
-    role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))
-    log_weight = summaries = None
-    if R:
-        left = xp.astype(~flags, K.dtype)
-        labels, log_weight, summaries = choice.grouped(
-            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters, _ROUNDS
-        )
-        role = xp.where(flags, role, labels)
+        rule = replace(rule, slots=replace(rule.slots, summaries=min(rule.slots.summaries, n)))
+        R, ones = rule.slots.summaries, xp.ones((b, n), dtype=K.dtype, device=device)
+        sinks, measure = rule.slots.sinks, None
+        if R or rule.kind in ("expected", "residual"):
+            queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
+            measure = choice.measured(queries, choice.Sums.of(still, second=False), rule.power, K.dtype, checks)
+        items, first = choice.items_of(ones, K, V) if R else None, xp.broadcast_to(place < sinks, (b, n))
+        rows = choice.Contenders(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)
+        found = choice.selected(rule, rows, partial(_leverage, rule, still, ones), checks, _ROUNDS)
+        checks.settle()
+    role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))
     x = PrunedArguments(
         q=q if rule.power is None else choice.in_range(q, K),
-        kept_keys=choice.rows_at(K, order),
-        kept_values=choice.rows_at(V, order),
-        kept_count=count,
-        summaries=summaries,
+        kept_keys=choice.rows_at(K, found.order),
+        kept_values=choice.rows_at(V, found.order),
+        kept_count=found.count,
+        summaries=found.summaries,
         keys=K,
         values=V,
         first=near[0],
         last=near[1],
-        role=role,
-        log_weight=log_weight,
+        role=role if found.labels is None else xp.where(found.flags, role, found.labels),
+        log_weight=found.log_weight,
         power=rule.power,
     )
-    return x, flags
+    return x, found.flags
 
 
 def _leverage(rule: SelectionRule, K: Any, ones: Any) -> Any:
@@ -164,18 +148,17 @@ def _leverage(rule: SelectionRule, K: Any, ones: Any) -> Any:
 def _bounds(x: PrunedArguments, rest: Any, value_radius: Any) -> tuple[Any, Any, Any]:
     """Return the bounds of `bounded` for keys in memory; dropped keys are summarized to bound their mass."""
     xp = namespace_of(x.q)
-    kernels = kernels_for("pruned", x.q)
     labels, ones = x.role, xp.ones_like(x.keys[..., 0])
     items, summaries = choice.items_of(ones, x.keys, x.values), x.summaries
     if summaries is None:
         labels = xp.where(labels == -1, xp.zeros_like(labels), xp.full_like(labels, -1))
         if not bool(xp.any(labels == 0)):
             return bounded(x, None, rest, value_radius)
-        summaries = kernels.merged(labels, xp.zeros_like(ones), items, 1)
+        summaries = PRUNING.merged(labels, xp.zeros_like(ones), items, 1)
         x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
-        _, rest = kernels.mixture(x)
+        _, rest = PRUNING.mixture(x)
     labels, none = xp.where(labels >= 0, labels, xp.full_like(labels, -1)), xp.zeros_like(ones, dtype=xp.float64)
-    return bounded(x, kernels.radii(labels, items, none, summaries), rest, value_radius)
+    return bounded(x, PRUNING.radii(labels, items, none, summaries), rest, value_radius)
 
 
 def _value_radius(rule: SelectionRule, V: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
 from levattn._core.arrays import is_torch
-from levattn._core.checks import TIE
-from levattn._kernels import kernels_for
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, as_one_batch, mapped
 from levattn.attention.arguments import device_of, empty_output, namespace_of, without_gradient
 from levattn.attention.pruned import choice
@@ -41,54 +41,40 @@ def selected_anew(
         found = _renewed_at_once(rule, part, leaving, room, bounded)
         if found is not None:
             return found
-    xp = namespace_of(part.recent)
-    keys = xp.concat([part.kept, part.recent[:, :leaving, :]], axis=1)
-    values = xp.concat([part.kept_values, part.recent_values[:, :leaving, :]], axis=1)
-    places, there = _candidates(part, leaving)
-    given: Any = None
-    held = part.summaries
+    xp, slots, held = namespace_of(part.recent), rule.slots, part.summaries
+    own, values = (
+        xp.concat([kept, recent[:, :leaving, :]], axis=1)
+        for kept, recent in ((part.kept, part.recent), (part.kept_values, part.recent_values))
+    )
+    given = None
     if part.kept_scores is not None:
         given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
+    places, there = _candidates(part, leaving)
     if known is None:
-        (known,) = known_after(rule, [part.queries], [part.keys], keys.dtype, checks)
-    (measure, spectrum), own = known, keys
+        (known,) = known_after(rule, [part.queries], [part.keys], own.dtype, checks)
+    (measure, spectrum), keys = known, own
     if rule.power is not None:
-        keys = choice.one_sided(keys, spectrum)
+        keys = choice.one_sided(own, spectrum)
         held = None if held is None else replace(held, keys=choice.one_sided(held.keys, spectrum))
-    X, along, weight = _placed(measure, held, without_gradient(keys), there)
-    scores, epsilon, clusters = given, rule.epsilon, None
-    if rule.function is not None:
-        scores = rule.function(without_gradient(own), without_gradient(values))
-    elif rule.kind == "leverage":
-        scores = _prefix_leverage(part.keys, spectrum, without_gradient(keys), rule.center, checks)
-        if epsilon is not None:  # selects scores that tie with it
-            epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
-    elif given is None:
-        R = rule.slots.summaries
-        scores, clusters = choice.scored(rule.kind, X, along, weight, R, rule.power, checks, _ROUNDS)
-        scores = scores[:, X.shape[1] - keys.shape[1] :]
-    forced = None
-    if part.kept_count is None and not rule.own:
-        forced = min(rule.slots.sinks, part.positions - part.recent.shape[1] + leaving)
-    else:
-        scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
-    first = there & (places < rule.slots.sinks)
-    order, count, flags = choice.chosen(scores, rule.slots.selected, epsilon, first, forced, checks)
-    if rule.slots.summaries:
-        rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
-        left = xp.astype(there & ~flags, keys.dtype)
-        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters, bounded)
-    kept, kept_values, kept_places = choice.rows_of_each((own, values, places), order)
+    still, first = without_gradient(keys), places < slots.sinks
+    sure = min(slots.sinks, part.positions - part.recent.shape[1] + leaving)
+    weight = xp.ones_like(still[..., 0]) if there is None else xp.astype(there, own.dtype)
+    items = _members(held, keys, values) if slots.summaries else None
+    rows = choice.Contenders(own, values, still, measure, weight, items, first, sure, given, held, there)
+    leverage = partial(_prefix_leverage, part.keys, spectrum, still, rule.center, checks)
+    chosen = choice.selected(rule, rows, leverage, checks, _ROUNDS)
+    kept, kept_values, kept_places = choice.rows_of_each((own, values, places), chosen.order)
     return replace(
         part,
         kept=kept,
         kept_values=kept_values,
-        kept_scores=None if given is None else choice.rows_at(given, order),
+        kept_scores=None if given is None else choice.rows_at(given, chosen.order),
         kept_places=kept_places,
-        kept_count=count,
+        kept_count=chosen.count,
         recent=part.recent[:, leaving:, :],
         recent_values=part.recent_values[:, leaving:, :],
         recent_scores=None if given is None else part.recent_scores[:, leaving:],
+        **({} if items is None else _summarized(rule, part, items, chosen, bounded)),
     )
 
 
@@ -103,26 +89,12 @@ def known_after(
     return list(zip(measures, spectra, strict=True))
 
 
-def _placed(measure: choice.Measure, held: Any, keys: Any, there: Any) -> tuple[Any, Any, Any]:
-    """Return places, log masses and counts of the summaries, if there are any, and of the keys behind them."""
-    xp = namespace_of(keys)
-    X, along = measure.places(keys)
-    weight = xp.astype(there, keys.dtype)
-    if held is None:
-        return X, along, weight
-    X_held, along_held = measure.places_of(held)
-    counts = xp.astype(held.count, keys.dtype)
-    both = ((X_held, X), (along_held, along), (counts, weight))
-    X, along, weight = (xp.concat(pair, axis=1) for pair in both)
-    return X, along, weight
-
-
 def _renewed_at_once(
     rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
 ) -> PrunedPart | None:
     """Return the part after a selection by one kernel; None without one, or for numbers that need an error."""
     xp = namespace_of(part.recent)
-    found = kernels_for("pruned", part.recent).renewed(
+    found = PRUNING.renewed(
         RenewalArguments(
             kept=part.kept,
             kept_values=part.kept_values,
@@ -160,52 +132,42 @@ def _renewed_at_once(
 
 
 def _candidates(part: PrunedPart, leaving: int) -> tuple[Any, Any]:
-    """Return the positions (b, n) of kept keys and of the first recent keys, and flags of those present."""
+    """Return the positions (b, n) of kept keys and of the first recent keys, and flags of those present, or None."""
     xp = namespace_of(part.recent)
     device, b = device_of(part.recent), part.recent.shape[0]
     oldest = part.positions - part.recent.shape[1]
     fresh = xp.broadcast_to(xp.arange(oldest, oldest + leaving, dtype=xp.int64, device=device), (b, leaving))
     places = xp.concat([part.kept_places, fresh], axis=1)
-    there = xp.ones(places.shape, dtype=xp.bool, device=device)
-    if part.kept_count is not None:
-        row = xp.arange(places.shape[1], device=device)
-        there = (row < part.kept_count[:, None]) | (row >= part.kept.shape[1])
-    return places, there
+    if part.kept_count is None:
+        return places, None
+    row = xp.arange(places.shape[1], device=device)
+    return places, (row < part.kept_count[:, None]) | (row >= part.kept.shape[1])
+
+
+def _members(held: Summaries | None, keys: Any, values: Any) -> Summaries:
+    """Return the members of new summaries: the old ones, if there are any, and rows; in float64, as summaries are."""
+    xp = namespace_of(keys)
+    items = choice.items_of(xp.ones(keys.shape[:2], dtype=xp.float64, device=device_of(keys)), keys, values)
+    if held is None:
+        return mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))  # type: ignore[no-any-return]
+    return Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
 
 
 def _summarized(
-    rule: SelectionRule,
-    part: PrunedPart,
-    X: Any,
-    along: Any,
-    items: Summaries,
-    left: Any,
-    weight: Any,
-    clusters: Any,
-    bounded: bool,
-) -> PrunedPart:
-    """Return the part with new summaries of its old ones and of the rows that are left.
-
-    `X`, `along`, `weight`: of the old summaries, if there are any, and of the rows behind them.
-    """
-    xp, held, new = namespace_of(X), part.summaries, items
-    if held is None:
-        items = mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))
-    else:  # summaries are in float64
-        items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
-        left = xp.concat([weight[:, : held.weight.shape[1]], left], axis=1)
-    labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters, _ROUNDS)
-    if rule.power is None:  # for powers all weights are 1
-        summaries = choice.balanced(summaries)
-    part = replace(part, summaries=summaries, radius=part.radius if bounded else None)
+    rule: SelectionRule, part: PrunedPart, items: Summaries, found: choice.Selected, bounded: bool
+) -> dict[str, Any]:
+    """Return the summaries of a selection among `items`, and their radii if `bounded`."""
+    # for powers all weights are 1
+    summaries = found.summaries if rule.power is not None else choice.balanced(found.summaries)
     if not bounded:
-        return part
-    item_radii = xp.zeros_like(new.weight)
+        return {"summaries": summaries, "radius": None}
+    xp, held = namespace_of(items.weight), part.summaries
+    item_radii = xp.zeros_like(items.weight)
     if held is not None:
         known = xp.full_like(held.weight, math.inf) if part.radius is None else part.radius  # if no call computed it
-        item_radii = xp.concat([known, item_radii], axis=1)
+        item_radii = xp.concat([known, item_radii[:, held.weight.shape[1] :]], axis=1)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
-    return replace(part, radius=kernels_for("pruned", item_radii).radii(labels, *still))
+    return {"summaries": summaries, "radius": PRUNING.radii(found.labels, *still)}
 
 
 def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, center: bool, checks: Checks) -> Any:
@@ -259,8 +221,8 @@ class _Walk:
             return 1
         most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # with a threshold any number
         numbers = b * (most * (g * length + d + V.shape[2]) + d * d)
-        found: int = min(left // length, kernels_for("pruned", q).at_once(q, rule.power) // max(1, numbers))
-        return max(1, found)
+        fit: int = PRUNING.at_once(q, rule.power) // max(1, numbers)
+        return max(1, min(left // length, fit))
 
 
 def causal_attention(
@@ -460,7 +422,7 @@ def _run(
     x = as_one_batch(calls)
     if rule.power is not None:
         x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))
-    Y, rest = kernels_for("pruned", q).mixture(x, room, into)
+    Y, rest = PRUNING.mixture(x, room, into)
     found: tuple[Any, ...] = (Y,)
     if walk.certified:
         radii, most = zip(*bounds, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import lengths
-from levattn._kernels import kernels_for
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import TILT, PrunedArguments, Summaries
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned.choice import means_of
@@ -93,7 +93,7 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tu
         summaries=most,
         role=role,
     )
-    _, most_rest = kernels_for("pruned", x.q).mixture(upper)
+    _, most_rest = PRUNING.mixture(upper)
     # The relative error of sums is a few units, and of exponentials as many units as their logits are large. Where
     # members are taken out, heavy members may leave light ones.
     farthest = xp.astype(longest_of(means) + xp.max(radius, axis=1), x.q.dtype)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from levattn._kernels import kernels_for
+from levattn._core.checks import TIE
+from levattn._kernels import PRUNING
 from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
-from levattn.attention.pruned.selection import Checks
-
-_ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
+from levattn.attention.pruned.selection import Checks, SelectionRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +32,13 @@ class Sums:
     @classmethod
     def of(cls, X: Any, *, second: bool = True, centered: bool = False) -> Sums:
         """Return the sums over the rows of X (b, n, d), with second moments only if `second`."""
-        row_moments = kernels_for("pruned", X).row_moments
         if not centered:
-            return cls(*row_moments(X, second), X.shape[1])
+            return cls(*PRUNING.row_moments(X, second), X.shape[1])
         xp, count = namespace_of(X), X.shape[1]
         X = xp.astype(X, xp.float64)
         origin = X[:, 0, :] if count else xp.sum(X, axis=1)
         total = xp.sum(X - origin[:, None, :], axis=1)
-        _, squares = row_moments(X - origin[:, None, :] - total[:, None, :] / max(count, 1), True)
+        _, squares = PRUNING.row_moments(X - origin[:, None, :] - total[:, None, :] / max(count, 1), True)
         return cls(total, squares, count, origin)
 
     def plus(self, other: Sums) -> Sums:
@@ -92,8 +91,7 @@ class Measure:
 
     def places(self, K: Any) -> tuple[Any, Any]:
         """Return the places of keys (b, n, d), whose distances are the measure, and ⟨mean query, k⟩ (b, n)."""
-        found: tuple[Any, Any] = kernels_for("pruned", K).places(K, self.origin, self.root, self.query)
-        return found
+        return PRUNING.places(K, self.origin, self.root, self.query)
 
     def places_of(self, held: Summaries) -> tuple[Any, Any]:
         """Return the places of the means of summaries, and the log mass at the mean query for each unit of weight."""
@@ -208,6 +206,93 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
     return q * 2.0**steps
 
 
+@dataclass(frozen=True, eq=False)
+class Contenders:
+    """The rows among which a selection chooses, behind the summaries of earlier rows, if there are any.
+
+    `own`, `values`: (b, n, d) and (b, n, D), keys and values as they were given.
+    `keys`: (b, n, d), without a gradient, for powers on one side of the origin.
+    `measure`: None if neither scores nor new summaries need places.
+    `weight`: (b, n), of rows in clusters. `items`: the members of new summaries, `held` ahead of rows; None for none.
+    `first`: (b, n), flags of rows that are chosen whatever their scores. `sure`: how many these are, for each item.
+    `given`: (b, n), scores, if they were given. `held`: earlier summaries. `there`: (b, n), False for absent rows.
+    """
+
+    own: Any
+    values: Any
+    keys: Any
+    measure: Measure | None
+    weight: Any
+    items: Summaries | None
+    first: Any
+    sure: int
+    given: Any = None
+    held: Summaries | None = None
+    there: Any = None
+
+    def places(self) -> tuple[Any, Any, Any]:
+        """Return places, log masses for each unit of weight, and weights in clusters, of summaries and rows."""
+        if self.measure is None:
+            return None, None, self.weight
+        ours = (*self.measure.places(self.keys), self.weight)
+        if self.held is None:
+            return ours
+        xp = namespace_of(self.keys)
+        ahead = (*self.measure.places_of(self.held), xp.astype(self.held.count, self.keys.dtype))
+        X, along, weight = (xp.concat(pair, axis=1) for pair in zip(ahead, ours, strict=True))
+        return X, along, weight
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """The result of a selection.
+
+    `order`, `count`, `flags`: of rows, as `chosen` returns them.
+    `labels`, `log_weight`, `summaries`: of the others, as `grouped` returns them; None without new summaries.
+    """
+
+    order: Any
+    count: Any
+    flags: Any
+    labels: Any = None
+    log_weight: Any = None
+    summaries: Any = None
+
+
+def selected(
+    rule: SelectionRule, rows: Contenders, leverage: Callable[[], Any], checks: Checks, rounds: int
+) -> Selected:
+    """Score the rows, choose some and group the others, as a rule says.
+
+    `leverage`: returns leverage scores (b, n), for a rule that selects by them. `rounds`: of Lloyd's algorithm.
+    """
+    xp, R, (X, along, weight) = namespace_of(rows.weight), rule.slots.summaries, rows.places()
+    ahead = weight.shape[1] - rows.weight.shape[1]
+    epsilon, clusters, first, there = rule.epsilon, None, rows.first, rows.there
+    if rule.kind == "given":
+        scores = without_gradient(rows.given)
+    elif rule.function is not None:
+        scores = rule.function(without_gradient(rows.own), without_gradient(rows.values))
+    elif rule.kind == "leverage":
+        scores = leverage()
+        if epsilon is not None:  # selects scores that tie with it
+            epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
+    else:
+        scores, clusters = scored(rule.kind, X, along, weight, R, rule.power, checks, rounds)
+        scores = scores[:, ahead:]
+    if there is not None:
+        scores, first = xp.where(there, scores, xp.full_like(scores, -math.inf)), there & first
+    sure = None if rule.own or there is not None else rows.sure  # a score of a user's own may be −∞
+    order, count, flags = chosen(scores, rule.slots.selected, epsilon, first, sure, checks)
+    if rows.items is None:
+        return Selected(order, count, flags)
+    left = xp.where(flags, xp.zeros_like(rows.weight), rows.weight)
+    if ahead:
+        left = xp.concat([weight[:, :ahead], left], axis=1)
+    groups = grouped(X, along, rows.items, left, R, rule.power, clusters, rounds)
+    return Selected(order, count, flags, *groups)
+
+
 def scored(
     kind: str,
     X: Any,
@@ -216,7 +301,7 @@ def scored(
     R: int,
     power: float | None,
     checks: Checks,
-    rounds: int = _ROUNDS,
+    rounds: int,
 ) -> tuple[Any, Any]:
     """Return the scores (b, n) of keys, "expected" or "residual", from their places and ⟨mean query, k⟩.
 
@@ -240,7 +325,7 @@ def scored(
         return expected, None
     labels, distance = None, squares
     if R:
-        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, rounds)
+        labels, distance = PRUNING.cluster(X, weight, R, rounds)
     # a distance below this is rounding, and must not decide which keys are chosen
     return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
 
@@ -297,7 +382,7 @@ def grouped(
     R: int,
     power: float | None,
     labels: Any,
-    rounds: int = _ROUNDS,
+    rounds: int,
 ) -> tuple[Any, Any, Summaries]:
     """Return the cluster of each item (b, n), -1 where its weight is 0, log weights (b, n), and the R summaries.
 
@@ -305,18 +390,17 @@ def grouped(
     the residuals, which lose only the items of weight 0; or None to find clusters.
     """
     xp = namespace_of(X)
-    kernels = kernels_for("pruned", X)
     if labels is None:
-        labels, _ = kernels.cluster(X, weight, R, rounds)
+        labels, _ = PRUNING.cluster(X, weight, R, rounds)
     here = weight > 0
     labels = xp.where(here, labels, xp.full_like(labels, -1))
     if power is None:
-        level = kernels.levels(labels, along, weight, R)
+        level = PRUNING.levels(labels, along, weight, R)
         own = rows_at(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0]
         tilt = xp.clip(along - xp.where(here, own, along), -TILT, TILT)
     else:
         tilt = xp.zeros_like(along)
-    return labels, tilt, kernels.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
+    return labels, tilt, PRUNING.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
 
 
 def items_of(ones: Any, keys: Any, values: Any) -> Summaries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any, Literal
 
 from levattn._core.device import where_arrays_are
@@ -11,7 +12,7 @@ from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall
 from levattn.attention.pruned.causal import causal_attention
-from levattn.attention.pruned.selection import SelectionRule, as_selection, exponent_of, rule_of
+from levattn.attention.pruned.selection import as_selection, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 
@@ -139,11 +140,8 @@ def pruned_attention(
     selection = as_selection(selection)
     power = exponent_of(f)
     Q, K, V, heads = _sized(Q, K, V)
-    m = Q.shape[-2]
-
-    def rule_for(keys: int) -> SelectionRule:
-        return rule_of(selection, keys, power=power, causal=False, aligned=m == K.shape[-2])
-
+    aligned = Q.shape[-2] == K.shape[-2]
+    rule_for = cache(partial(rule_of, selection, power=power, causal=False, aligned=aligned))
     rule = rule_for(K.shape[-2])
     if queries is not None:
         queries = dense_array("queries", queries)

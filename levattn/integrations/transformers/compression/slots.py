@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import own_scores
-from levattn.attention.pruned.selection import Checks, Selection, share_of
+from levattn.attention.pruned.selection import Checks, Selection, SelectionRule, Slots, share_of
 from levattn.sensitivity.leverage import leverage_scores
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
 _SINKS, _WINDOW, _SHARE_OF_SUMMARIES = 4, 0.25, 0.5  # of a budget
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
+_ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 _LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
 _ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or torch copies the mask
 
@@ -65,13 +67,20 @@ class Split:
         center = figures["center"] if figures["scores"] == "leverage" else None
         return cls.of(Selection(0.5, **{**figures, "center": center}))
 
-    def counts(self, slots: int) -> tuple[int, int, int, int]:
-        """Return the numbers of sinks, selected positions, last positions and summaries."""
+    def rule(self, slots: int) -> SelectionRule:
+        """Return the rule that fills this many slots; its `window` counts last positions."""
         sinks = min(_part(self.sinks, slots), slots)
         left = slots - sinks
         window = min(_part(self.window, left), left)
         summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
-        return sinks, left - window - summaries, window, summaries
+        counts = Slots(left - window - summaries, summaries, window, sinks)
+        if callable(self.scores):
+            return SelectionRule(counts, "function", None, False, None, self._own_scores)
+        kind = "expected" if self.scores == "residual" and not summaries else self.scores
+        return SelectionRule(counts, kind, None, self.center, None)
+
+    def _own_scores(self, K: Any, V: Any) -> Any:
+        return memory_of(own_scores(self.scores, tensor_of(K), tensor_of(V)))
 
     def of_chunk(self, chunk: range, of: int) -> Split:
         """Return the split of a chunk of a context of `of` keys: its part of each count, and the first sinks."""
@@ -190,25 +199,21 @@ def slots_of(
         old = xp.ones_like(keys[..., 0]) if weight is None else xp.exp(xp.astype(weight, K.dtype))
         pairs = (keys, K), (values, V), (old, mass), (xp.astype(places, place.dtype), place)
         K, V, mass, place = (xp.concat(pair, axis=1) for pair in pairs)  # a summary is a key with a mass
-    sinks, size, window, R = split.counts(count)
-    checks = Checks()
-    X, along = choice.measured(seen.queries, seen.keys, None, K.dtype, checks).places(K)
-    scores, clusters = _scored(split, X, along, K, V, mass, R, checks)
-    scores = xp.where(place >= 0, scores, xp.full_like(scores, -xp.inf))
-    forced = (place >= 0) & ((place < sinks) | (place >= end - window))
-    sure = None if held is not None or callable(split.scores) else sinks + window  # a score may be −∞
-    order, counts, flags = choice.chosen(scores, size, None, forced, sure, checks)
+    rule, checks = split.rule(count), Checks()
+    sinks, window = rule.slots.sinks, rule.slots.window
+    measure = choice.measured(seen.queries, seen.keys, None, K.dtype, checks)
+    first, there = (place < sinks) | (place >= end - window), None if held is None else place >= 0
+    items = _members(K, V, mass) if rule.slots.summaries else None
+    rows = choice.Contenders(K, V, K, measure, mass, items, first, sinks + window, there=there)
+    found = choice.selected(rule, rows, partial(_leverage, K, mass, rule.center), checks, _ROUNDS)
     checks.settle()
-    kept, values, places = (choice.rows_at(array, order) for array in (K, V, place))
-    weight, logs = None, xp.zeros_like(scores[:, : order.shape[1]])
-    if counts is not None:  # of a head with fewer keys, the other rows are none
-        there = xp.arange(order.shape[1], device=device_of(K)) < counts[:, None]
+    kept, values, places = choice.rows_of_each((K, V, place), found.order)
+    weight, logs = None, xp.zeros_like(mass[:, : kept.shape[1]])
+    if found.count is not None:  # of a head with fewer keys, the other rows are none
+        there = xp.arange(kept.shape[1], device=device_of(K)) < found.count[:, None]
         weight = logs = xp.where(there, logs, xp.full_like(logs, -xp.inf))
         places = xp.where(there, places, xp.full_like(places, -1))
-    if R:
-        left = xp.where(flags, xp.zeros_like(mass), mass)
-        items = Summaries(mass, mass[..., None] * K, mass[..., None] * V, xp.zeros_like(mass), xp.ones_like(mass))
-        _, _, sums = choice.grouped(X, along, items, left, R, None, clusters)
+    if (sums := found.summaries) is not None:
         means, total = choice.means_of(sums)
         heavy = xp.where(sums.count > 0, xp.log(total) - sums.offset / total, xp.full_like(total, -xp.inf))
         kept = xp.concat([kept, means], axis=1)
@@ -220,15 +225,17 @@ def slots_of(
     return kept.to(device, dtype), values.to(device, of_values), weights, places.to(device, torch.int32)
 
 
-def _scored(split: Split, X: Any, along: Any, K: Any, V: Any, mass: Any, R: int, checks: Checks) -> tuple[Any, Any]:
-    """Return scores of keys of some masses, and clusters that the scores found, or None."""
-    xp, kind = namespace_of(K), split.scores
-    if callable(kind):
-        return memory_of(own_scores(kind, tensor_of(K), tensor_of(V))), None
-    if kind == "leverage":
-        rows = K - xp.sum(mass[..., None] * K, axis=1, keepdims=True) / xp.sum(mass, axis=1)[:, None, None]
-        return leverage_scores(xp.sqrt(mass)[..., None] * (rows if split.center else K)), None
-    return choice.scored(kind if R else "expected", X, along, mass, R, None, checks)
+def _members(K: Any, V: Any, mass: Any) -> Summaries:
+    """Return keys of some masses as members of summaries."""
+    zeros, ones = (namespace_of(mass).full_like(mass, value) for value in (0.0, 1.0))
+    return Summaries(mass, mass[..., None] * K, mass[..., None] * V, zeros, ones)
+
+
+def _leverage(K: Any, mass: Any, center: bool) -> Any:
+    """Return the leverage scores of keys of some masses."""
+    xp = namespace_of(K)
+    rows = K - xp.sum(mass[..., None] * K, axis=1, keepdims=True) / xp.sum(mass, axis=1)[:, None, None]
+    return leverage_scores(xp.sqrt(mass)[..., None] * (rows if center else K))
 
 
 def slot_counts(group: HeadSlots) -> Any:
