@@ -16,9 +16,9 @@ import pytest
 import levattn
 from emulator import device
 from levattn._core import arrays
-from levattn._kernels import BLOCK
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL
 from strategies import as_float64
+from streams import BLOCK
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
 

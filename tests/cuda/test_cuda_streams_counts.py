@@ -12,8 +12,8 @@ from counting import Case, measured
 
 import levattn
 from emulator import device
-from levattn._kernels import BLOCK
 from levattn.states import Moments
+from streams import BLOCK
 
 pytestmark = pytest.mark.skipif(
     not device.AVAILABLE or device.DEVICES > 0, reason="calls are counted on the emulator, which needs g++ and no card"

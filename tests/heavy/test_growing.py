@@ -11,12 +11,11 @@ import pytest
 
 import naive
 from levattn import CausalUniversalSet, NonFiniteError, StreamingUniversalSet
-from levattn._kernels import BLOCK
 from levattn.functions import Huber
 from levattn.sets.prefix_bounds import RunningSquares
 from levattn.states import blocks
 from strategies import Float
-from streams import check_error, heavy_tailed, in_chunks, named_rng
+from streams import BLOCK, check_error, heavy_tailed, in_chunks, named_rng
 
 N, D = 3 * BLOCK + 356, 3
 GOOD = np.random.default_rng(0).standard_normal((12, D))

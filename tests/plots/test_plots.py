@@ -17,6 +17,7 @@ from matplotlib import style as style_sheets  # noqa: E402
 from matplotlib.collections import LineCollection, PathCollection, PolyCollection  # noqa: E402
 from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 
+from levattn import universal_set  # noqa: E402
 from levattn.plots import (  # noqa: E402
     CapturedMassDisplay,
     HeavyMapDisplay,
@@ -26,7 +27,6 @@ from levattn.plots import (  # noqa: E402
     figure_bytes,
     new_figure,
 )
-from levattn.sets.universal import universal_set  # noqa: E402
 
 Array = npt.NDArray[Any]
 

@@ -14,8 +14,6 @@ import pytest
 
 import levattn
 from levattn.exceptions import KeyFileError
-from levattn.io import source as io_source
-from levattn.sets import two_pass, universal
 
 N, EPSILON = 6500, 0.3
 ROW = 2700  # which no sample of rows would take
@@ -120,15 +118,6 @@ def file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-@pytest.fixture(params=["new", "old"])
-def age(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times of a file that is older than a tick of the clock tell every change; a digest those of a newer one."""
-    if request.param == "new":
-        monkeypatch.setattr(two_pass, "record_of", lambda *_, **__: None)
-    else:
-        monkeypatch.setattr(io_source, "_TICK", 0)
-
-
 def between_the_passes(act: Callable[[], None]) -> Callable[[int, int | None], None]:
     """A progress callback that acts once, at the end of the first pass."""
     acted: list[int] = []
@@ -155,25 +144,6 @@ def test_a_file_that_changes_between_the_passes(file: Path, change: Any, way: An
         levattn.scan_set(source, EPSILON, progress=act)
 
 
-@every_change
-@pytest.mark.usefixtures("age")
-def test_a_file_that_changes_within_a_pass(tmp_path: Path, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_pass, "_TOGETHER", 0)  # chunk by chunk
-    file = tmp_path / "keys.npy"
-    for moment in (700, 4000, N + 700):  # before its rows are read, after, and before they are read again
-        save(file, K0)
-        source, acted = levattn.open_keys(file, chunk_rows=700), []
-
-        def act(done: int, _: int | None, moment: int = moment, acted: list[int] = acted) -> None:
-            if done >= moment and not acted:
-                acted.append(done)
-                time.sleep(0.02)
-                rewritten(file, changed(change))
-
-        with pytest.raises(KeyFileError, match=r"keys\.npy"):
-            levattn.scan_set(source, EPSILON, progress=act)
-
-
 def test_a_shard_that_changes(tmp_path: Path) -> None:
     for name, part in zip("abc", np.array_split(K0, 3), strict=True):
         save(tmp_path / f"{name}.npy", part)
@@ -194,32 +164,6 @@ def test_a_zarr_store_that_changes(tmp_path: Path) -> None:
 
     with pytest.raises(KeyFileError, match="rows 2048 to 4095"):
         levattn.scan_set(levattn.open_keys(path), EPSILON, progress=between_the_passes(act))
-
-
-def test_scores_that_do_not_add_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What neither the times of a file nor a digest told, as of a page that another process had open to write."""
-    monkeypatch.setattr(two_pass, "record_of", lambda *_, **__: ["the same"])
-    save(tmp_path / "keys.npy", K0)
-    source = levattn.open_keys(tmp_path / "keys.npy")
-    act = between_the_passes(lambda: restored(tmp_path / "keys.npy", changed(one_row)))
-    with pytest.raises(KeyFileError, match=r"add up to [\d.]+, not to the rank 4"):
-        levattn.scan_set(source, EPSILON, progress=act)
-
-
-def test_keys_that_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods that load the file read its pages more than once."""
-    certify = universal.certify
-
-    def late(*args: Any, **options: Any) -> Any:
-        replaced(tmp_path / "keys.npy", changed(one_row))
-        return certify(*args, **options)
-
-    save(tmp_path / "keys.npy", K0)
-    source = levattn.open_keys(tmp_path / "keys.npy")
-    assert len(levattn.expected_scores(source, K0[:50])) == N
-    monkeypatch.setattr(universal, "certify", late)
-    with pytest.raises(KeyFileError, match="another file took its place"):
-        levattn.universal_set(source, EPSILON, f=levattn.Huber())
 
 
 # -- functions and iterables ----------------------------------------------------------------------

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levattn._kernels import BLOCK, Rows
+from levattn._kernels import Rows
 from levattn.states.blocks import BlockBuffer, RowNumbers
 from strategies import Float, examples
+from streams import BLOCK
 
 WAITING = 9 << 20  # bytes
 

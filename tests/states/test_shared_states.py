@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import BLOCK
 from levattn.sketch import CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState, TokenState
 from strategies import Float
+from streams import BLOCK
 
 MOMENT = 0.01  # seconds for a call that may have to wait for the stopped one
 PATIENCE = 30.0
