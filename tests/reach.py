@@ -1,7 +1,7 @@
 """How far tests reach into the library: `python -m tests.sizes tests` prints it.
 
-A test is public if a user could have written it. Such a test survives each change inside the library, and fails where a
-user would miss something. A file of tests is inside if it does one of these:
+A test is public if a user could have written it. Such a test survives each change inside the library, and fails where
+a user would miss something. A file of tests is inside if it does one of these:
 
 - it imports a module or a name of levattn that is not public. Public are the names in `__all__` of modules without
   underscore, and what `levattn.__all__` names in the homes of functions and errors (`HOMES`);

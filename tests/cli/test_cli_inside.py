@@ -5,11 +5,17 @@ Inside: failures and interrupts are planted where no command line reaches.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import errno
+import io
+import itertools
 import json
 import os
+import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +28,22 @@ safetensors_numpy = pytest.importorskip("safetensors.numpy")
 pytest.importorskip("matplotlib")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from test_cli import OUTPUTS, Array, refused, run  # noqa: E402
-from test_cli_contexts import Tags  # noqa: E402
-from test_cli_models import kind_of_encoder  # noqa: E402
+from test_cli import Array, assert_columns_explained, file, keys, queries, refused, run  # noqa: E402
+from test_cli_contexts import Tags, decoder, text  # noqa: E402
+from test_cli_models import encoder, kind_of_encoder  # noqa: E402
+from test_streams import COMMANDS, HOME, check_made  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn import plots  # noqa: E402
 from levattn._core.serialize import pack  # noqa: E402
 from levattn.cli import contexts, output  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
-from levattn.cli.output import of_system  # noqa: E402
+from levattn.cli.output import IN_LETTERS, encodable, of_system  # noqa: E402
 from levattn.cli.program import _errors_in_one_line  # noqa: E402
+
+__all__ = ["decoder", "encoder", "file", "keys", "queries", "text"]  # fixtures
+
+OUTPUTS = {"--output": "out.npz", "--plot": "out.png", "--checkpoint": "state"}
 
 
 @pytest.mark.parametrize(
@@ -333,3 +344,165 @@ def test_a_model_that_cannot_be_run_is_refused_in_one_line(encoder, text, comman
         f"levattn: {encoder} cannot be run on 90 tokens ({error.__name__}: index 66 is out of bounds); "
         "give fewer --tokens, or another model\n"
     )
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused is refused before the work starts."""
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has started")
+
+    for name in ("universal_set", "scan_set", "covering_set", "heavy_attention"):
+        monkeypatch.setattr(levattn, name, work)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("how", ["by name", "by another name", "by symbolic link", "by hard link"])
+def test_the_keys_are_not_overwritten(tmp_path: Path, keys: Array, how: str) -> None:
+    own, other = tmp_path / "own.npz", tmp_path / "other.npz"
+    np.savez(own, K=keys)
+    before = own.read_bytes()
+    if how == "by name":
+        other = own
+    elif how == "by another name":
+        (tmp_path / "sub").mkdir()
+        other = tmp_path / "sub" / ".." / "own.npz"
+    elif how == "by symbolic link":
+        other.symlink_to(own)
+    else:
+        other.hardlink_to(own)
+    for source, target in ((own, other), (other, own)):
+        line = refused("universal-set", source, "--epsilon", "0.3", "-o", target)
+        assert f"{target} is the file of the keys, which --output would overwrite; name another" in line
+    picture = tmp_path / "a.png"
+    picture.symlink_to(own)
+    assert "--plot would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--plot", picture)
+    assert "--checkpoint would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--checkpoint", own)
+    assert own.read_bytes() == before
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(("--plot", "--output", "--checkpoint"), 2)])
+def test_outputs_that_are_one_file(tmp_path: Path, file: Path, one: str, other: str) -> None:
+    first, second = tmp_path / OUTPUTS[one], tmp_path / OUTPUTS[other]
+    first.symlink_to(second)  # which does not exist yet
+    line = refused("universal-set", file, "--epsilon", "0.3", one, first, other, second)
+    assert f"are the same file; name two with {one} and {other}" in line
+
+
+@pytest.fixture
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the heads of two layers alone, and draw nothing, which is faster."""
+    monkeypatch.setattr(plots, "figure_bytes", lambda *_: b"")
+    encoder = levattn.datasets.minilm()
+    few = dataclasses.replace(encoder, **{name: getattr(encoder, name)[:2] for name in ("queries", "keys", "values")})
+    monkeypatch.setattr(levattn.datasets, "minilm", lambda: few)
+
+
+@pytest.mark.usefixtures("two_layers")
+def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> None:
+    result = run("demo", "--epsilon", "0.05", "--out", tmp_path)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert_columns_explained("demo", result.stdout)
+    rows = [line.split() for line in lines if line.rstrip().endswith("%") and "yes" in line]
+    assert len(rows) == 24
+    assert {len(row) for row in rows} == {14}
+    assert {row[10] for row in rows} == {"0"}
+    assert max(len(line) for line in lines[: lines.index("")]) <= 80
+    text = " ".join(lines)
+    assert "does not cover softmax" in text
+    assert "vacuous: the bound rank/ε is not below n" in text
+    assert "missed: 0" in text
+    assert re.search(r"real queries: C, the set with coverage 0\.9 for softmax, .* it holds [\d.]+% of the keys", text)
+    assert str(tmp_path / "demo.png") in text
+
+
+@pytest.mark.usefixtures("two_layers")
+def test_demo_prints_on_every_standard_output(program: Any) -> None:
+    found = program("demo", "--out", "drawn", encoding="ascii")
+    assert (found.status, found.stderr) == (0, "")
+    assert b"epsilon = 0.1" in found.stdout
+    found = program("demo", "--out", "drawn", out=None)
+    assert (found.status, found.stderr.count("\n")) == (1, 1)
+    assert sorted(path.name for path in Path("drawn").iterdir()) == ["demo.png", "demo.svg"]
+
+
+ENCODINGS = {"cp1252": "strict", "latin-1": "strict", "ascii": "strict", "POSIX": "surrogateescape"}
+
+
+BLANK = dict.fromkeys(map(ord, "-\n"), " ")  # lines of tables are as wide as their headings
+
+
+def check_encodings(program: Any, arguments: list[str], files: tuple[str, ...]) -> None:
+    """Compare what a command prints in each encoding with what it prints in UTF-8."""
+    expected = program(*arguments)
+    assert (expected.status, expected.stderr) == (0, "")
+    check_made(files)
+    for name, errors in ENCODINGS.items():
+        encoding = "ascii" if name == "POSIX" else name
+        found = program(*arguments, encoding=encoding, errors=errors)
+        assert (found.status, found.stderr) == (0, "")
+        check_made(files)
+        shown, said = found.stdout.decode(encoding), expected.stdout.decode("utf-8")
+        if "--json" in arguments:
+            assert json.loads(shown).keys() == json.loads(said).keys()
+            continue
+        held = bytes(range(256)).decode(encoding, "ignore")
+        for character, plain in IN_LETTERS.items():
+            said = said if character in held else said.replace(character, plain)
+        lines = [text for text in zip(shown.splitlines(), said.splitlines(), strict=True) if "seconds" not in text[0]]
+        words = (" ".join(text).translate(BLANK).split() for text in zip(*lines, strict=True))
+        assert next(words) == next(words)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_prints_in_every_encoding(command: str, program: Any) -> None:
+    check_encodings(program, command.split(), COMMANDS[command])
+
+
+def test_errors_are_readable_in_every_encoding(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("ε is −∞ ≥ κ² for é")
+
+    monkeypatch.setattr(levattn, "open_keys", refuse)
+    found = program("universal-set", "keys.npy", encoding="ascii")
+    assert found == (1, b"", "levattn: epsilon is -inf >= kappa^2 for \\xe9\n")
+
+
+def test_replacements_are_aligned_and_cover_what_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert encodable("ε          a\nκ  b\n² c") == "epsilon    a\nkappa  b\n^2 c"
+    assert all(plain.isascii() and plain for plain in IN_LETTERS.values())
+    package = HOME / "levattn"
+    drawn = {"plots.py", "data", "_kernels", "datasets.py"}  # pictures are no text
+    said = {
+        character
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in drawn and path != package / "cli" / "output.py"  # the table
+        for text in texts_of(path.read_text(encoding="utf-8"))
+        for character in text
+        if not character.isascii()
+    }
+    assert said <= IN_LETTERS.keys()
+
+
+def texts_of(source: str) -> Iterator[str]:
+    """All texts of a module but its docstrings."""
+    tree = ast.parse(source)
+    lonely = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lonely:
+            yield node.value
+
+
+def test_help_of_a_program_within_another_is_readable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import typer
+
+    from levattn.cli import build_app
+
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        typer.main.get_command(build_app()).main(["universal-set", "--help"], standalone_mode=False)
+        assert "epsilon" in (out.flush(), (tmp_path / "out").read_text("ascii"))[1]

@@ -14,13 +14,19 @@ import pytest
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
-from test_dask import keys  # noqa: E402
+from test_dask import (  # noqa: E402
+    client,
+    cluster,
+    keys,
+)
 
 import levattn  # noqa: E402
 from levattn.distributed.dask import (  # noqa: E402
     _merge,
 )
 from levattn.states import Moments  # noqa: E402
+
+__all__ = ["client", "cluster"]  # fixtures
 
 
 @pytest.mark.parametrize("new", [lambda: levattn.StreamingUniversalSet(0.1), lambda: Moments(6)], ids=["set", "sums"])

@@ -10,11 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
-from test_torch_distributed import generator, heads, row_numbers  # noqa: E402
+from test_torch_distributed import (  # noqa: E402
+    alone,
+    generator,
+    heads,
+    row_numbers,
+)
 
 import levattn  # noqa: E402
 from levattn.distributed.torch import _compact, _expanded, universal_set  # noqa: E402
 from strategies import conditioned  # noqa: E402
+
+__all__ = ["alone"]  # fixtures
 
 
 @pytest.mark.parametrize("condition", [1, 1e10])

@@ -36,7 +36,12 @@ from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD 
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::levattn.RecallWarning")]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, softcap: float | None) -> Any:

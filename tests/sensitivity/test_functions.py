@@ -170,12 +170,16 @@ def test_rounding_relative_to_the_largest_entry_is_no_negative_eigenvalue() -> N
         ("tukey:2", levattn.Tukey(2)),
         ("fair", levattn.Fair()),
         ("l1l2", levattn.L1L2()),
-        ("softmax", levattn.Softmax()),
         ("softmax:4", levattn.Softmax(4)),
     ],
 )
 def test_a_name_stands_for_a_function(name: str, f: Any) -> None:
     assert levattn.sensitivities(np.eye(3), name).f == f
+
+
+def test_softmax_by_name_has_no_radius() -> None:
+    with pytest.raises(ValueError, match=r"f is Softmax\(\) without a radius"):
+        levattn.sensitivities(np.eye(3), "softmax")
 
 
 @pytest.mark.parametrize(
