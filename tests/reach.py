@@ -38,6 +38,11 @@ STAND_INS = {
 }
 _PRIVATE = re.compile(r"\blevattn(\.\w+)*\._(?!_)\w+")
 _FROM = re.compile(r"\bfrom (levattn[\w.]*) import (\w+(?:, \w+)*)")
+# a function, a class, or what is assigned or has a type
+_DEFINED = re.compile(
+    r"(?:\bdef |\bclass |\bself\.|^ *)(_[a-z]\w*[a-z0-9])\b(?= *(?:[(:=]|\[[^]]*\] *=)|, )",
+    re.MULTILINE | re.IGNORECASE,
+)
 _PATCHES = {"setattr", "delattr", "setitem", "delitem"}
 
 
@@ -63,24 +68,15 @@ def is_public_module(name: str) -> bool:
 
 
 @cache
+def _definitions(path: Path) -> frozenset[str]:
+    """Return the names with an underscore that a file defines."""
+    return frozenset(_DEFINED.findall(path.read_text("utf-8")))
+
+
+@cache
 def private_attributes() -> frozenset[str]:
     """Return the names with an underscore that the library defines."""
-    names: set[str] = set()
-    for path in LIBRARY.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            names |= _defined(node)
-    return frozenset(names)
-
-
-def _defined(node: ast.AST) -> set[str]:
-    """Return the names with an underscore that a node of source defines."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        names = {node.name}
-    elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-        names = {node.id if isinstance(node, ast.Name) else node.attr}
-    else:
-        return set()
-    return {name for name in names if name.startswith("_") and not name.endswith("_")}
+    return frozenset[str]().union(*map(_definitions, LIBRARY.rglob("*.py")))
 
 
 def of_import(module: str, names: list[str]) -> Iterator[str]:
@@ -98,7 +94,7 @@ def of_text(text: str) -> Iterator[str]:
         yield from of_import(module, names.split(", "))
 
 
-def of_node(node: ast.AST, own: set[str]) -> Iterator[str]:
+def of_node(node: ast.AST, own: frozenset[str]) -> Iterator[str]:
     """Yield what a node of source takes that is not public; what the file itself defines is its own."""
     match node:
         case ast.Import():
@@ -125,29 +121,38 @@ def _hides_a_package(node: ast.AST) -> bool:
 
 
 @cache
-def reasons(path: Path) -> tuple[str, ...]:
-    """Return what a file takes that is not public, in order; a file that it uses stands as its name."""
-    tree = ast.parse(path.read_text("utf-8"))
-    nodes, own = list(ast.walk(tree)), set[str]()
-    for node in nodes:
-        own |= _defined(node)
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
+@cache
+def _own_reasons(path: Path) -> tuple[str, ...]:
+    """Return what a file itself takes that is not public."""
+    nodes, own = _nodes(path), frozenset[str]().union(*map(_definitions, {path, *_used(path)}))
     documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     hiding = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _hides_a_package(node)}
-    found: list[str] = []
-    for node in nodes:
-        if id(node) not in documents | hiding:
-            found += of_node(node, own)
-    for used in sorted(_used(nodes, path)):
-        name = used.relative_to(TESTS).with_suffix("").as_posix().removesuffix("/__init__")
-        if not {name, name.partition("/")[0]} & set(STAND_INS) and reasons(used):
-            found.append(name)
+    skipped = documents | hiding
+    return tuple(reason for node in nodes if id(node) not in skipped for reason in of_node(node, own))
+
+
+def reasons(path: Path) -> tuple[str, ...]:
+    """Return what a file takes that is not public, in order; a file that it uses stands as its name."""
+    found, seen, left = [*_own_reasons(path)], {path}, [path]
+    while left:
+        for used in sorted(_used(left.pop()) - seen):
+            seen.add(used)
+            name = used.relative_to(TESTS).with_suffix("").as_posix().removesuffix("/__init__")
+            if not {name, name.partition("/")[0]} & set(STAND_INS):
+                left.append(used)
+                found += [name] if _own_reasons(used) else []
     return tuple(dict.fromkeys(found))
 
 
-def _used(nodes: list[ast.AST], path: Path) -> set[Path]:
+@cache
+def _used(path: Path) -> set[Path]:
     """Return the files of the tests that a file imports."""
     names: set[str] = set()
-    for node in nodes:
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -341,7 +341,7 @@ def test_a_model_that_cannot_be_run_is_refused_in_one_line(encoder, text, comman
     result = run(command, encoder, "--text", text)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        f"levattn: {encoder} cannot be run on 90 tokens ({error.__name__}: index 66 is out of bounds); "
+        f"levattn: {encoder} cannot be run on 93 tokens ({error.__name__}: index 66 is out of bounds); "
         "give fewer --tokens, or another model\n"
     )
 

@@ -1,6 +1,8 @@
 """What the public functions do with keys on a CUDA device: the results of main memory, and keys that stay there.
 
 Scores, sets and heavy entries for x², streams and sketches have CuPy arrays among the storages of their own tests.
+
+Inside: it watches which arrays come to main memory.
 """
 
 from __future__ import annotations

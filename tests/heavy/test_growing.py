@@ -1,4 +1,7 @@
-"""One table of states that take keys in chunks × properties of all of them: what errors leave, payloads, batches."""
+"""One table of states that take keys in chunks × properties of all of them: what errors leave, payloads, batches.
+
+Inside: a failure is planted half way through a chunk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tables of kernels by the names of a task and of a kind of array, and no others."""
+"""Tables of kernels by the names of a task and of a kind of array, and no others.
+
+Inside: it is about which kernels an array gets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pruned attention by torch's fused attention, as tensors of a device have it, on tensors in main memory."""
+"""Pruned attention by torch's fused attention, as tensors of a device have it, on tensors in main memory.
+
+Inside: kernels are compared with their definition, in blocks that are made small.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows on their way to sums: whole blocks in order, no row lost, few that wait, and copies that keep theirs."""
+"""Rows on their way to sums: whole blocks in order, no row lost, few that wait, and copies that keep theirs.
+
+Inside: which rows wait shows in no result.
+"""
 
 from __future__ import annotations
 

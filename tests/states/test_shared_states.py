@@ -2,6 +2,8 @@
 
 A thread is stopped before one of the lines of a call while another thread makes its own call on the same state. Every
 call then has the result of some order of the two.
+
+Inside: figures of a state are compared that only its next steps show.
 """
 
 from __future__ import annotations
