@@ -43,6 +43,7 @@ _DEFINED = re.compile(
     r"(?:\bdef |\bclass |\bself\.|^ *)(_[a-z]\w*[a-z0-9])\b(?= *(?:[(:=]|\[[^]]*\] *=)|, )",
     re.MULTILINE | re.IGNORECASE,
 )
+_ALL = re.compile(r"^__all__ = \[(.*?)\]", re.MULTILINE | re.DOTALL)
 _PATCHES = {"setattr", "delattr", "setitem", "delitem"}
 
 
@@ -53,12 +54,10 @@ def public_names(module: str) -> frozenset[str]:
     path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     if re.search(r"\._(?!_)", module) or not path.is_file():
         return frozenset()
-    names: set[str] = set()
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-        elif module in HOMES and isinstance(node, ast.ClassDef):
-            names |= {node.name} & set(levattn.__all__)
+    text = path.read_text("utf-8")
+    names = {name for found in _ALL.findall(text) for name in re.findall(r'"(\w+)"', found)}
+    if module in HOMES:
+        names |= {*re.findall(r"^class (\w+)", text, re.MULTILINE)} & {*levattn.__all__}
     return frozenset(names)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_pruned_schedule import BUDGET, OPTIONS, arrays
+from test_pruned_schedule import BUDGET, arrays
 
 import naive_attention
 import strategies
@@ -43,22 +43,6 @@ def test_how_many_are_chosen_may_be_known(size: int) -> None:
     assert known[1] is unknown[1] is None
     np.testing.assert_array_equal(known[0], unknown[0])
     np.testing.assert_array_equal(known[2], unknown[2])
-
-
-@pytest.mark.parametrize("name", ["budget", "expected"])
-def test_a_renewal_at_once_is_that_in_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    X = arrays(4, 200)
-    Y, state, certificate = walk(*X, **OPTIONS[name], return_certificate=True)
-    monkeypatch.setattr(kernels_for("pruned", X[0]), "renewed", lambda *_: None)
-    expected, other, theirs = walk(*X, **OPTIONS[name], return_certificate=True)
-    np.testing.assert_allclose(Y, expected, atol=1e-11)
-    np.testing.assert_allclose(certificate.error_bound, theirs.error_bound, rtol=1e-9)
-    mine, right = state.parts[0], other.parts[0]
-    np.testing.assert_array_equal(mine.kept_places, right.kept_places)
-    np.testing.assert_array_equal(mine.kept, right.kept)
-    np.testing.assert_allclose(mine.radius, right.radius, rtol=1e-9, atol=1e-12)
-    for name, array in vars(mine.summaries).items():
-        np.testing.assert_allclose(array, getattr(right.summaries, name), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("causal", [False, True])

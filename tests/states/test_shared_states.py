@@ -2,8 +2,6 @@
 
 A thread is stopped before one of the lines of a call while another thread makes its own call on the same state. Every
 call then has the result of some order of the two.
-
-Inside: figures of a state are compared that only its next steps show.
 """
 
 from __future__ import annotations
@@ -61,6 +59,12 @@ def coverage_of(seed: int) -> levattn.AdaptiveCoverage:
     K, Q = rng.standard_normal((50, D)), rng.standard_normal((60, D))
     found = levattn.covering_set(K, Q, 0.2, f=levattn.Softmax(), coverage=0.8)
     return levattn.AdaptiveCoverage(K, found, rate=0.1)
+
+
+def next_of(state: Any) -> Any:
+    """What the next queries would find, and the size that they would leave: that tells what was found before."""
+    branch = copy.copy(state)
+    return branch.update(10 * np.eye(D)).tolist(), branch.size
 
 
 def tokens_of(number: int) -> TokenState:
@@ -132,7 +136,7 @@ KINDS: dict[str, Kind] = {
     "adaptive": Kind(
         lambda: coverage_of(0),
         lambda state, number: state.update(np.random.default_rng(number).standard_normal((1, D)) * 3),
-        lambda state: (state.seen, state.missed, state.size, state.indices.tolist(), state._level, len(state._needs)),
+        lambda state: (state.seen, state.missed, state.size, state.indices.tolist(), next_of(state)),
         lambda state: state.seen,
         1,
     ),
