@@ -57,10 +57,11 @@ def of_chunks(first: int, more: int, kind: str = "set", *, dtype: Any = np.float
         state = levattn.StreamingUniversalSet(0.05) if kind == "set" else Moments(8, (heads,))
         options = [{"payload": cupy.asarray(np.zeros(part.shape[:2]))} if payload else {} for part in parts]
         state.update(parts[0], **options[0])
-        before = dict(vars(state))
+        held = vars(state if kind == "set" else state._sums)
+        before = dict(held)
 
         def call() -> Any:
-            vars(state).update(before)
+            held.update(before)
             return state.update(parts[1], **options[1])
 
         return call

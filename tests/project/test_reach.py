@@ -20,6 +20,12 @@ UNSTATED = {
 }
 
 
+def reasons_of(source: str, folder: Path) -> tuple[str, ...]:
+    path = folder / f"test_{abs(hash(source))}.py"  # what is found is kept by the name of the file
+    path.write_text(source)
+    return reasons(path)
+
+
 def test_most_lines_of_tests_are_public_and_the_others_say_why() -> None:
     files = found()
     inside = {path: count for path, (count, why) in files.items() if why}
@@ -42,8 +48,7 @@ def test_most_lines_of_tests_are_public_and_the_others_say_why() -> None:
     ],
 )
 def test_what_reaches_inside(tmp_path: Path, source: str, reason: str) -> None:
-    (tmp_path / "test_it.py").write_text(source)
-    assert reason in reasons(tmp_path / "test_it.py")
+    assert reason in reasons_of(source, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -58,5 +63,4 @@ def test_what_reaches_inside(tmp_path: Path, source: str, reason: str) -> None:
     ],
 )
 def test_what_is_public(tmp_path: Path, source: str) -> None:
-    (tmp_path / "test_it.py").write_text(source)
-    assert reasons(tmp_path / "test_it.py") == ()
+    assert reasons_of(source, tmp_path) == ()
