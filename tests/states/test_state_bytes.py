@@ -666,6 +666,11 @@ def header_of(state: State) -> Any:
     return json.loads(data[16 : 16 + int.from_bytes(data[8:16], "little")])
 
 
+def by_blocks(header: Any) -> bool:
+    """Whether the keys are divided into blocks at random, each with sums of its own."""
+    return any(name.startswith("group") for name, *_ in header["arrays"])
+
+
 def grow(state: StreamingUniversalSet, n: int) -> None:
     """Add rows like those that the state holds, and then those of another state."""
     header = header_of(state)
@@ -673,9 +678,11 @@ def grow(state: StreamingUniversalSet, n: int) -> None:
     if fields["format"] == "bfloat16" or fields["next_row"] > 2**61:
         return
     K = np.ones((*fields["batch"], n, fields["d"]), fields["format"])
-    payload = [(dtype, shape[2:]) for name, dtype, shape in header["arrays"] if name.endswith("tail.beside1")]
+    last = f"tail.beside{2 if by_blocks(header) else 1}"  # before it, the numbers of rows, and of blocks
+    payload = [(dtype, shape[2:]) for name, dtype, shape in header["arrays"] if name == last]
     beside = [np.zeros((*fields["batch"], n, *shape), dtype) for dtype, shape in payload]
     state.update(K, payload=beside[0] if beside else None)
+    fields = header_of(state)["fields"]
     other = StreamingUniversalSet(state.epsilon, f=state.f, row_start=fields["next_row"] if fields["placed"] else None)
     state.merge(other.update(K[..., :3, :], payload=beside[0][..., :3] if beside and beside[0].ndim < 3 else None))
 
@@ -700,8 +707,7 @@ def use(state: State) -> None:
         header = header_of(state)
         if header["fields"]["begun"]:
             state.result()
-            by_blocks = any(name.startswith("group") for name, *_ in header["arrays"])
-            grow(state, BLOCK if by_blocks else 3)
+            grow(state, BLOCK if by_blocks(header) else 3)
         else:
             state.update(gaussian(3))
         state.result()
