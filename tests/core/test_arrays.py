@@ -292,29 +292,6 @@ def test_generic_and_compiled_agree(name: str, dtype: Any) -> None:
 
 
 @needs_torch
-@pytest.mark.usefixtures("elsewhere")
-def test_gradients_are_not_followed_by_the_definitions() -> None:
-    import torch
-
-    Q, K, V = (torch.from_numpy(keys(seed, shape)) for seed, shape in ((5, (6, 4)), (4, (40, 4)), (6, (40, 3))))
-    expected = levattn.heavy_attention(Q.numpy(), K.numpy(), 0.05)
-    for tensor in (Q, K, V):
-        tensor.requires_grad_(True)
-    scores = levattn.leverage_scores(K)
-    assert not scores.requires_grad
-    np.testing.assert_allclose(scores, naive.leverage_exact(K.detach().numpy()), atol=1e-10)
-    found = levattn.universal_set(K, 0.1, mask=torch.arange(40) % 2 == 0)
-    assert not found.scores.requires_grad
-    heavy = levattn.heavy_attention(Q, K, 0.05)
-    np.testing.assert_allclose(heavy.entries.toarray(), expected.entries.toarray(), atol=1e-10)
-    output, bound = heavy.apply(V, compensate="mean")
-    assert isinstance(output, torch.Tensor)
-    assert not output.requires_grad
-    for one, other in zip((output, bound), expected.apply(V.detach().numpy(), compensate="mean"), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-10)
-
-
-@needs_torch
 @pytest.mark.parametrize("kind", ["wrapper", "zeros"])
 def test_tensors_without_memory_of_their_own_are_refused(kind: str) -> None:
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,40 +83,6 @@ def restored(path: Path, K: Any) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def replaced(path: Path, K: Any) -> None:
-    """Another file in its place, of the same time."""
-    other = path.with_name(f"other{path.suffix}")
-    save(other, K)
-    shutil.copystat(path, other)
-    other.replace(path)
-
-
-def appended(path: Path, K: Any) -> None:
-    """More rows."""
-    rewritten(path, np.concatenate([K, K[:1]]))
-
-
-def cut(path: Path, K: Any) -> None:
-    """Fewer rows."""
-    rewritten(path, K[:-1])
-
-
-def truncated(path: Path, _: Any) -> None:
-    """Fewer bytes."""
-    os.truncate(path, path.stat().st_size - 5)
-
-
-WAYS = (rewritten, restored, replaced, appended, cut, truncated)
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-
-
-@pytest.fixture(params=["keys.npy", "keys.safetensors", "keys.npz"])
-def file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    path = tmp_path / request.param
-    save(path, K0)
-    return path
-
-
 def between_the_passes(act: Callable[[], None]) -> Callable[[int, int | None], None]:
     """A progress callback that acts once, at the end of the first pass."""
     acted: list[int] = []
@@ -132,16 +97,6 @@ def between_the_passes(act: Callable[[], None]) -> Callable[[int, int | None], N
 
 
 # -- from one pass to the other -------------------------------------------------------------------
-
-
-@every_change
-@every_way
-@pytest.mark.usefixtures("age")
-def test_a_file_that_changes_between_the_passes(file: Path, change: Any, way: Any) -> None:
-    source = levattn.open_keys(file, chunk_rows=700)
-    act = between_the_passes(lambda: way(file, changed(change)))
-    with pytest.raises(KeyFileError, match=file.name):
-        levattn.scan_set(source, EPSILON, progress=act)
 
 
 def test_a_shard_that_changes(tmp_path: Path) -> None:
@@ -232,22 +187,6 @@ def left_at(rows: int, K: Any, checkpoint: Path) -> None:
 
 @in_each_pass
 @every_change
-@every_way
-@pytest.mark.usefixtures("age")
-def test_a_file_that_changes_between_the_runs(tmp_path: Path, rows: int, change: Any, way: Any) -> None:
-    file, checkpoint = tmp_path / "keys.npy", tmp_path / "checkpoint"
-    save(file, K0)
-    left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
-    before = checkpoint.read_bytes()
-    time.sleep(0.02)
-    way(file, changed(change))
-    with pytest.raises(ValueError, match="truncated" if way is truncated else "other keys|rows in the first pass"):
-        levattn.scan_set(levattn.open_keys(file), EPSILON, checkpoint=checkpoint)
-    assert way in (appended, cut) or checkpoint.read_bytes() == before
-
-
-@in_each_pass
-@every_change
 def test_other_keys_of_a_function_between_the_runs(tmp_path: Path, rows: int, change: Any) -> None:
     def given(K: Any) -> Callable[[], Iterator[Any]]:
         return lambda: (K[at : at + 700] for at in range(0, N, 700))
@@ -255,28 +194,3 @@ def test_other_keys_of_a_function_between_the_runs(tmp_path: Path, rows: int, ch
     left_at(rows, given(K0), tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"K has changed: rows 2048 to .* hold other keys"):
         levattn.scan_set(given(changed(change)), EPSILON, checkpoint=tmp_path / "checkpoint")
-
-
-@in_each_pass
-@pytest.mark.usefixtures("age")
-def test_the_same_keys_in_another_file(tmp_path: Path, rows: int) -> None:
-    file, checkpoint = tmp_path / "keys.npy", tmp_path / "checkpoint"
-    save(file, K0)
-    expected = levattn.universal_set(levattn.open_keys(file), EPSILON)
-
-    def moved() -> Path:
-        return Path(shutil.copy(file, tmp_path / "copy.npy"))
-
-    def touched() -> Path:
-        os.utime(file)
-        return file
-
-    def linked() -> Path:
-        os.link(file, tmp_path / "link.npy")
-        return file
-
-    for other in (moved, touched, linked, lambda: file):
-        left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
-        found = levattn.scan_set(levattn.open_keys(other()), EPSILON, checkpoint=checkpoint)
-        assert np.array_equal(found.scores, expected.scores)
-        assert not checkpoint.exists()

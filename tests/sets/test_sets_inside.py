@@ -6,6 +6,8 @@ Inside: sizes of blocks are made small, and changes and failures are planted wit
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -20,8 +22,9 @@ from test_changed_keys import (
     between_the_passes,
     changed,
     every_change,
+    in_each_pass,
+    left_at,
     one_row,
-    replaced,
     restored,
     rewritten,
     save,
@@ -126,3 +129,90 @@ def test_keys_that_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(universal, "certify", late)
     with pytest.raises(KeyFileError, match="another file took its place"):
         levattn.universal_set(source, EPSILON, f=levattn.Huber())
+
+
+def replaced(path: Path, K: Any) -> None:
+    """Another file in its place, of the same time."""
+    other = path.with_name(f"other{path.suffix}")
+    save(other, K)
+    shutil.copystat(path, other)
+    other.replace(path)
+
+
+def appended(path: Path, K: Any) -> None:
+    """More rows."""
+    rewritten(path, np.concatenate([K, K[:1]]))
+
+
+def cut(path: Path, K: Any) -> None:
+    """Fewer rows."""
+    rewritten(path, K[:-1])
+
+
+def truncated(path: Path, _: Any) -> None:
+    """Fewer bytes."""
+    os.truncate(path, path.stat().st_size - 5)
+
+
+WAYS = (rewritten, restored, replaced, appended, cut, truncated)
+
+
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+@pytest.fixture(params=["keys.npy", "keys.safetensors", "keys.npz"])
+def file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path / request.param
+    save(path, K0)
+    return path
+
+
+@every_change
+@every_way
+@pytest.mark.usefixtures("age")
+def test_a_file_that_changes_between_the_passes(file: Path, change: Any, way: Any) -> None:
+    source = levattn.open_keys(file, chunk_rows=700)
+    act = between_the_passes(lambda: way(file, changed(change)))
+    with pytest.raises(KeyFileError, match=file.name):
+        levattn.scan_set(source, EPSILON, progress=act)
+
+
+@in_each_pass
+@every_change
+@every_way
+@pytest.mark.usefixtures("age")
+def test_a_file_that_changes_between_the_runs(tmp_path: Path, rows: int, change: Any, way: Any) -> None:
+    file, checkpoint = tmp_path / "keys.npy", tmp_path / "checkpoint"
+    save(file, K0)
+    left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
+    before = checkpoint.read_bytes()
+    time.sleep(0.02)
+    way(file, changed(change))
+    with pytest.raises(ValueError, match="truncated" if way is truncated else "other keys|rows in the first pass"):
+        levattn.scan_set(levattn.open_keys(file), EPSILON, checkpoint=checkpoint)
+    assert way in (appended, cut) or checkpoint.read_bytes() == before
+
+
+@in_each_pass
+@pytest.mark.usefixtures("age")
+def test_the_same_keys_in_another_file(tmp_path: Path, rows: int) -> None:
+    file, checkpoint = tmp_path / "keys.npy", tmp_path / "checkpoint"
+    save(file, K0)
+    expected = levattn.universal_set(levattn.open_keys(file), EPSILON)
+
+    def moved() -> Path:
+        return Path(shutil.copy(file, tmp_path / "copy.npy"))
+
+    def touched() -> Path:
+        os.utime(file)
+        return file
+
+    def linked() -> Path:
+        os.link(file, tmp_path / "link.npy")
+        return file
+
+    for other in (moved, touched, linked, lambda: file):
+        left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
+        found = levattn.scan_set(levattn.open_keys(other()), EPSILON, checkpoint=checkpoint)
+        assert np.array_equal(found.scores, expected.scores)
+        assert not checkpoint.exists()
