@@ -371,6 +371,10 @@ def test_bad_queries_are_named_with_their_file(tmp_path: Path, file: Path, queri
 # -- how it says no --------------------------------------------------------------------------------------
 
 
+ALLOWED = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax[:radius]"
+ALLOWED += " (without a radius only with --queries)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -385,7 +389,7 @@ def test_bad_queries_are_named_with_their_file(tmp_path: Path, file: Path, queri
         (("--size", "3", "--plot", "a.jpg"), "a.jpg ends in '.jpg', expected .png or .svg or .pdf"),
         (("--size", "3", "-o", "a.npy"), "a.npy ends in '.npy', expected .npz"),
         (("--unknown",), "--unknown"),
-        (("--size", "3", "--function", "gauss"), "'gauss': there is no such function. Allowed are a number p"),
+        (("--size", "3", "--function", "gauss"), f"'gauss': there is no such function. Allowed are {ALLOWED}"),
         (("--size", "3", "--function", ""), "'': there is no such function. Allowed are"),
         (("--size", "3", "--function", "0"), "'0': the number is 0.0; expected a finite number above 0. Allowed are"),
         (("--size", "3", "--function", "nan"), "the number is nan; expected a finite number above 0"),
