@@ -2,7 +2,7 @@
 
 ``python -m tests.sizes`` prints lines of Python without docstrings, comments and blanks, lines of CUDA as they are,
 and files. It lists all public functions and classes with more than seven parameters. A folder as argument counts that
-folder alone.
+folder alone; of `tests` it says how far they reach into the library (`reach.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import levattn
+from tests import reach
 
 ROOT = Path(levattn.__file__).parent
 PACKAGES = ("", "attention", "attention.rates", "definitions", "nn", "sketch", "states", "plots", "datasets", "linalg")
@@ -67,8 +68,11 @@ def public_calls() -> Iterator[tuple[str, int]]:
 
 
 if __name__ == "__main__":
-    for what, number in counted(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT).items():
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    for what, number in counted(folder).items():
         print(f"{number:7d} {what}")
+    if folder.resolve() == Path(__file__).parent:
+        print("\n".join(reach.table()))
     if len(sys.argv) == 1:
         calls = sorted(public_calls(), key=lambda pair: (-pair[1], pair[0]))
         print(f"{len(calls):7d} public functions and classes; those with more than {MANY} parameters:")

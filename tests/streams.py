@@ -12,6 +12,8 @@ import numpy as np
 
 from strategies import Float, integer_deficient
 
+BLOCK = 2048  # rows that the library sums at a time, from the first key on
+
 
 def named_rng(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import Rows
 from levattn.attention import rates
 from levattn.states import Moments
 from libraries import needs_torch
@@ -41,7 +40,8 @@ def softmax_over_heads(logits: Any) -> Any:
 
 def read(state: Moments, W: Any) -> Any:
     """The scores of tokens by the factor of a state, with what the state is not asked to have seen itself."""
-    return state.factor().on(Rows(W, "float64")).scores(member=False)[0]
+    factor, heads = state.factor(), np.asarray(W, np.float64)
+    return np.stack([(factor.item(h).whitened(rows) ** 2).sum(-1) for h, rows in enumerate(heads)])
 
 
 # -- the diagonal of the moment ----------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Causality to the bit: row i of a causal operator depends on the positions up to i alone, whatever comes after."""
+"""Causality to the bit: row i of a causal operator depends on the positions up to i alone, whatever comes after.
+
+Inside: runs of positions are made short, since the emulated device takes its time.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ SETTINGS = strategies.examples(15)
 # are computed in float32 and rounded once.
 TOLERANCE = {name: 32 * float(np.finfo(name).eps) for name in ("float64", "float32")}
 TOLERANCE |= {"float16": 1e-3, "bfloat16": 8e-3}
-HAS_CUDA_TABLE = find_spec("levattn._kernels.latent.cuda") is not None
-STORAGES = tuple(name for name in strategies.ALL_STORAGE if HAS_CUDA_TABLE or not name.startswith("cupy"))
+STORAGES = strategies.ALL_STORAGE
 WIDE = tuple(name for name in STORAGES if name.endswith(("64", "32")))
 
 

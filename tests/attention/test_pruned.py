@@ -19,10 +19,7 @@ import naive
 import naive_attention
 import strategies
 from differences import assert_gradients
-from levattn._kernels import kernels_for
 from levattn.attention import PrunedCertificate, Selection, Slots, causal_pruned_attention, pruned_attention
-from levattn.attention.pruned.choice import chosen
-from levattn.attention.pruned.selection import Checks
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
 from pruned_calls import attend, walk
@@ -147,22 +144,6 @@ def test_queries_at_other_places_than_keys() -> None:
     assert certificate.slots.tolist() == [12] * 9
     assert certificate.kept.sum(axis=-1).tolist() == [5, 5]
     assert certificate.kept.shape == (2, 20)
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "duplicated", "one-column", "zero-rows", "planted"])
-def test_clusters_are_those_of_k_means(kind: str) -> None:
-    X = strategies.case(kind)[:150]
-    n, R = len(X), 7
-    weight = np.random.default_rng(0).integers(0, 4, n).astype(float)
-    kernels = kernels_for("pruned", X)
-    labels, distance = kernels.cluster(X[None], weight[None], R, 2)
-    mine, squared = naive_attention.k_means(X, weight, R)
-    np.testing.assert_allclose(distance[0], squared, atol=1e-9 * max(1.0, squared.max()))
-    if kind not in ("duplicated", "zero-rows"):  # whose equal distances are decided by rounding
-        np.testing.assert_array_equal(labels[0], mine)
-    inside = np.eye(R)[labels[0]] * weight[:, None]
-    levels = kernels.levels(labels, X[None, :, 0], weight[None], R)
-    np.testing.assert_allclose(levels[0], inside.T @ X[:, 0] / np.maximum(inside.sum(axis=0), 1), atol=1e-12)
 
 
 # -- what is certain ------------------------------------------------------------------------------
@@ -474,10 +455,6 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
             assert {*np.flatnonzero(certificate.kept[0])} == {*range(sinks), *others[:size]}, size
     _, certificate = pruned_attention(Q, K, V, Selection(epsilon=2.0, scores=scores), return_certificate=True)
     assert {*np.flatnonzero(certificate.kept[0])} == {*order[:7]}
-    places, count, flags = chosen(np.stack([scores, -scores]), 20, 2.0, np.zeros((2, 12), bool), None, Checks())
-    assert count.tolist() == [7, 2]
-    assert places[1, :2].tolist() == [6, 11]
-    assert flags.sum(axis=1).tolist() == [7, 2]
 
 
 @over_storages
@@ -556,17 +533,6 @@ def test_a_function_without_a_score_for_each_key_is_named(storage: str) -> None:
         own = pruned_attention(Q, K, V, Selection(size=4, scores=lambda K, V: jax.numpy.asarray(products(K, V))))
         expected = pruned_attention(Q, K, V, Selection(size=4, scores=products))
         np.testing.assert_array_equal(own, expected)
-
-
-@pytest.mark.parametrize("size", [0, 1, 5, 40, 60])
-def test_how_many_are_chosen_may_be_known(size: int) -> None:
-    rng = np.random.default_rng(size)
-    scores = rng.integers(-2, 3, (3, 40)).astype(float)
-    first = rng.permuted(np.arange(120).reshape(3, 40) % 40 < 4, axis=1)
-    known, unknown = (chosen(scores, size, None, first, forced, Checks()) for forced in (4, None))
-    assert known[1] is unknown[1] is None
-    np.testing.assert_array_equal(known[0], unknown[0])
-    np.testing.assert_array_equal(known[2], unknown[2])
 
 
 @pytest.mark.parametrize("causal", [False, True])

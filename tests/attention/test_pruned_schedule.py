@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import naive_attention
 import strategies
 from levattn import thread_limit
-from levattn._kernels import kernels_for, tasks
 from levattn.attention import Selection, causal_pruned_attention
 from pruned_calls import attend, walk
 
@@ -95,36 +94,6 @@ def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_argume
         assert not any(np.shares_memory(part.recent, x) for x in X)
         sizes.append(state.nbytes)
     assert max(sizes) < 40_000
-
-
-@pytest.mark.parametrize("name", ["budget", "expected"])
-def test_a_renewal_at_once_is_that_in_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    X = arrays(4, 200)
-    Y, state, certificate = walk(*X, **OPTIONS[name], return_certificate=True)
-    monkeypatch.setattr(kernels_for("pruned", X[0]), "renewed", lambda *_: None)
-    expected, other, theirs = walk(*X, **OPTIONS[name], return_certificate=True)
-    np.testing.assert_allclose(Y, expected, atol=1e-11)
-    np.testing.assert_allclose(certificate.error_bound, theirs.error_bound, rtol=1e-9)
-    mine, right = state.parts[0], other.parts[0]
-    np.testing.assert_array_equal(mine.kept_places, right.kept_places)
-    np.testing.assert_array_equal(mine.kept, right.kept)
-    np.testing.assert_allclose(mine.radius, right.radius, rtol=1e-9, atol=1e-12)
-    for name, array in vars(mine.summaries).items():
-        np.testing.assert_allclose(array, getattr(right.summaries, name), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_items_on_threads_of_their_own_have_the_same_bits(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_THREAD_WORK", 0)
-    X = arrays(5, 300, heads=7)
-    results = []
-    for threads in (1, 2, 3):
-        with thread_limit(threads):
-            answer = (walk if causal else attend)(*X, budget=BUDGET, return_certificate=True)
-            results.append((answer[0], answer[-1].error_bound, *([answer[1].parts[0].kept] if causal else [])))
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(one, two)
 
 
 def test_what_is_not_finite_is_named_from_a_thread_as_well() -> None:

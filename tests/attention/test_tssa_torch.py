@@ -1,4 +1,7 @@
-"""Token statistics attention on tensors of torch: gradients, layouts, the compiler, devices without numbers."""
+"""Token statistics attention on tensors of torch: gradients, layouts, the compiler, devices without numbers.
+
+Inside: operators keep rules of torch that no call of a user reaches.
+"""
 
 from __future__ import annotations
 

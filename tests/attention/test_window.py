@@ -1,4 +1,7 @@
-"""Softmax attention in a sliding window: against loops, in slices, with groups of queries."""
+"""Softmax attention in a sliding window: against loops, in slices, with groups of queries.
+
+Inside: slices of a window are made small.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -19,7 +18,6 @@ from test_cli import assert_as_documented, assert_columns_explained, refused, ru
 from test_cli_models import SIZES, WORDS, saved  # noqa: E402
 from test_streams import check_once  # noqa: E402
 
-from levattn.cli import contexts, output  # noqa: E402
 from levattn.integrations import transformers as ours  # noqa: E402
 
 CHAT = "{% for m in messages %}head {{ m['role'] }} of {{ m['content'] }} keys{% endfor %} are"
@@ -138,14 +136,6 @@ def assert_facts_explained(printed):
     assert re.findall(r"^    (\S.*?)  +", block, flags=re.MULTILINE) == names
 
 
-def test_text_beyond_the_positions_of_the_model_is_said(decoder, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(contexts, "most_tokens", lambda *_: 64)
-    result = run("compress", decoder, "--text", text, "-o", tmp_path / "a.safetensors", "--budget", "1")
-    assert result.exit_code == 0, result.output
-    assert "positions: 56\n" in result.stdout
-    assert "tokens and the model 64 positions: the first 56 tokens are read" in result.stderr
-
-
 def test_ask_answers_as_the_model_does_that_reads_the_whole_text(decoder, context, text):
     result = run("ask", decoder, context, "the head", "--max-tokens", "5", "--json")
     assert result.exit_code == 0, result.output
@@ -203,24 +193,6 @@ def test_what_cannot_be_asked_is_refused_in_one_line(decoder, context, text, tmp
     refused("profile", decoder, "-o", "a.json", "--share", "1", status=2)
 
 
-def test_gguf_files(decoder, text, tmp_path, monkeypatch):
-    file = tmp_path / "a.gguf"
-    assert "no such file; models are read from disk" in refused("inspect", file, "--text", text)
-    file.write_bytes(b"no such thing")
-    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda _: None)
-    assert "gguf and accelerate are not installed: pip install gguf" in refused("inspect", file, "--text", text)
-    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda _: sys)
-    assert "is no GGUF file; download it again" in refused("inspect", file, "--text", text)
-    assert "is a file; give the folder" in refused("inspect", text, "--text", text)
-    file.write_bytes(b"GGUF and no more")
-    assert "transformers cannot load this model" in refused("inspect", file, "--text", text)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(decoder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(decoder)
-    for kind, part in ((transformers.AutoModelForCausalLM, loaded), (transformers.AutoTokenizer, tokenizer)):
-        monkeypatch.setattr(kind, "from_pretrained", lambda *_, part=part, **__: part)
-    assert run("inspect", file, "--text", text).exit_code == 0
-
-
 def test_a_profile_splits_the_budget(decoder, text, tmp_path):
     heads, html, picture = (tmp_path / name for name in ("heads.json", "heads.html", "heads.png"))
     small = ("profile", decoder, "-o", heads, "--tasks", "2", "--positions", "256")
@@ -249,21 +221,3 @@ def test_the_page_of_prune_report(decoder, text, tmp_path):
         f"layer {layer}, head {head}" for layer in range(2) for head in range(2)
     ]
     refused("prune-report", decoder, "--text", text, "--html", "a.txt", status=2)
-
-
-def test_a_page_escapes_what_it_shows_and_marks_what_is_missing(tmp_path):
-    path = tmp_path / "a.html"
-    values = {(0, 0): None, (0, 1): 2.0, (3, 1): float("nan")}
-    heat = output.HeatMap("<i>", values, ".1f")
-    kept = output.KeptText(["<b>", "&", "a", "\U0001f642"], [0, 0, 0, 2], 2)
-    output.write_page(path, "</title>", {"<dt>": "&"}, [heat], [{"x": None}], {"<td>": "x:.1f"}, kept)
-    shown = Tags(path)
-    assert "".join(shown.words) == "<b>&a\U0001f642"
-    assert shown.titles == [
-        "layer 0, head 0: -",
-        "layer 0, head 1: 2.0",
-        "layer 3, head 0: -",
-        "layer 3, head 1: -",
-        "tokens 0 to 2: kept by 0 of 2 cut heads",
-        "token 3: kept by 2 of 2 cut heads",
-    ]

@@ -112,21 +112,6 @@ def test_positions_that_begin_after_padding_are_fewer(roberta, tmp_path):
     assert json.loads(result.stdout)["tokens"] == 64
 
 
-@pytest.mark.parametrize("command", ["inspect", "prune-report"])
-@pytest.mark.parametrize("error", [RuntimeError, IndexError])
-def test_a_model_that_cannot_be_run_is_refused_in_one_line(encoder, text, command, error, monkeypatch):
-    def fail(*_, **__):
-        raise error("index 66 is out of bounds\nand more")
-
-    monkeypatch.setattr(kind_of_encoder(), "forward", fail)
-    result = run(command, encoder, "--text", text)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == (
-        f"levattn: {encoder} cannot be run on 90 tokens ({error.__name__}: index 66 is out of bounds); "
-        "give fewer --tokens, or another model\n"
-    )
-
-
 @pytest.mark.parametrize("budget", ["0.3", "1", "24"])
 def test_prune_report_of_an_encoder(encoder, text, budget):
     result = run("prune-report", encoder, "--text", text, "--budget", budget, "--json")

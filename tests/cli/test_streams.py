@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import levattn
-from levattn.cli.output import IN_LETTERS, encodable
 
 HOME = Path(__file__).parents[2]
 DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
@@ -40,30 +36,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "universal-set two.npz --tensor a --tensor b --epsilon 0.1": (),
     "universal-set keys.npy --epsilon 0.1 --function softmax:1": (),
 }
-ENCODINGS = {"cp1252": "strict", "latin-1": "strict", "ascii": "strict", "POSIX": "surrogateescape"}
-BLANK = dict.fromkeys(map(ord, "-\n"), " ")  # lines of tables are as wide as their headings
-
-
-def check_encodings(program: Any, arguments: list[str], files: tuple[str, ...]) -> None:
-    """Compare what a command prints in each encoding with what it prints in UTF-8."""
-    expected = program(*arguments)
-    assert (expected.status, expected.stderr) == (0, "")
-    check_made(files)
-    for name, errors in ENCODINGS.items():
-        encoding = "ascii" if name == "POSIX" else name
-        found = program(*arguments, encoding=encoding, errors=errors)
-        assert (found.status, found.stderr) == (0, "")
-        check_made(files)
-        shown, said = found.stdout.decode(encoding), expected.stdout.decode("utf-8")
-        if "--json" in arguments:
-            assert json.loads(shown).keys() == json.loads(said).keys()
-            continue
-        held = bytes(range(256)).decode(encoding, "ignore")
-        for character, plain in IN_LETTERS.items():
-            said = said if character in held else said.replace(character, plain)
-        lines = [text for text in zip(shown.splitlines(), said.splitlines(), strict=True) if "seconds" not in text[0]]
-        words = (" ".join(text).translate(BLANK).split() for text in zip(*lines, strict=True))
-        assert next(words) == next(words)
 
 
 def check_ends(program: Any, arguments: list[str], files: tuple[str, ...], errors: tuple[Any, ...] = ("err",)) -> None:
@@ -96,11 +68,6 @@ def check_made(files: tuple[str, ...]) -> None:
         Path(name).unlink()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_prints_in_every_encoding(command: str, program: Any) -> None:
-    check_encodings(program, command.split(), COMMANDS[command])
-
-
 @DEVICE
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_where_standard_output_takes_nothing(command: str, program: Any) -> None:
@@ -116,15 +83,6 @@ def test_standard_error_that_takes_nothing_does_not_change_the_status(program: A
         assert program("universal-set", "--size", "x", err=err).status == 2
 
 
-def test_errors_are_readable_in_every_encoding(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise ValueError("ε is −∞ ≥ κ² for é")
-
-    monkeypatch.setattr(levattn, "open_keys", refuse)
-    found = program("universal-set", "keys.npy", encoding="ascii")
-    assert found == (1, b"", "levattn: epsilon is -inf >= kappa^2 for \\xe9\n")
-
-
 def test_names_of_files_that_no_encoding_holds(program: Any) -> None:
     name = os.fsdecode(b"\xe9\xff.npz")
     try:
@@ -137,32 +95,6 @@ def test_names_of_files_that_no_encoding_holds(program: Any) -> None:
         assert rb"\udce9" in found.stdout
         found = program("universal-set", name, "--tensor", "a", "--json", encoding=encoding)
         assert json.loads(found.stdout)["file"] == name
-
-
-def test_replacements_are_aligned_and_cover_what_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    assert encodable("ε          a\nκ  b\n² c") == "epsilon    a\nkappa  b\n^2 c"
-    assert all(plain.isascii() and plain for plain in IN_LETTERS.values())
-    package = HOME / "levattn"
-    drawn = {"plots.py", "data", "_kernels", "datasets.py"}  # pictures are no text
-    said = {
-        character
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] not in drawn and path != package / "cli" / "output.py"  # the table
-        for text in texts_of(path.read_text(encoding="utf-8"))
-        for character in text
-        if not character.isascii()
-    }
-    assert said <= IN_LETTERS.keys()
-
-
-def texts_of(source: str) -> Iterator[str]:
-    """All texts of a module but its docstrings."""
-    tree = ast.parse(source)
-    lonely = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lonely:
-            yield node.value
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the shell of POSIX")
@@ -184,14 +116,3 @@ def test_processes_with_closed_streams_and_a_posix_locale(tmp_path: Path) -> Non
         with np.load(tmp_path / "set.npz") as found:
             assert found["mask"].all()
         (tmp_path / "set.npz").unlink()
-
-
-def test_help_of_a_program_within_another_is_readable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import typer
-
-    from levattn.cli import build_app
-
-    with (tmp_path / "out").open("w", encoding="ascii") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        typer.main.get_command(build_app()).main(["universal-set", "--help"], standalone_mode=False)
-        assert "epsilon" in (out.flush(), (tmp_path / "out").read_text("ascii"))[1]

@@ -1,4 +1,7 @@
-"""`levattn warmup`, and the line that says why a first call takes long."""
+"""`levattn warmup`, and the line that says why a first call takes long.
+
+Inside: the list of calls that are compiled is replaced, and a cache is looked into.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ import pytest
 import levattn
 import strategies
 from levattn import exceptions
-from levattn._core.threads import num_threads
 from levattn.sketch import OSNAP, SignJL, Sketch
 from strategies import STORAGE, as_bool, as_float64, stores
 
@@ -371,21 +370,6 @@ def test_thread_limit_out_of_range(limit: Any) -> None:
     shown = str(limit) if whole else repr(limit)
     with pytest.raises(expected, match=f"n is {re.escape(shown)}; .*{text}"), levattn.thread_limit(limit):
         pass
-
-
-@pytest.mark.parametrize("limit", [1, np.int64(1), np.uint8(3)])
-def test_whole_numbers_of_numpy_limit_threads(limit: Any) -> None:
-    with levattn.thread_limit(limit):
-        assert num_threads() == int(limit)
-        assert type(num_threads()) is int
-
-
-@pytest.mark.parametrize("value", ["", " "])
-def test_an_empty_number_of_threads_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LEVATTN_NUM_THREADS", raising=False)
-    all_cores = num_threads()
-    monkeypatch.setenv("LEVATTN_NUM_THREADS", value)
-    assert num_threads() == all_cores
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])

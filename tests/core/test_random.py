@@ -1,4 +1,7 @@
-"""Counter-based randomness: known answers, pure functions of seed and row, and the distributions that come of it."""
+"""Counter-based randomness: known answers, pure functions of seed and row, and the distributions that come of it.
+
+Inside: random words have a published definition, and a sketch does not show which words it took.
+"""
 
 from __future__ import annotations
 

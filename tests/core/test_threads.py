@@ -1,4 +1,7 @@
-"""The loop that shares work between threads: every index once, and an end soon after an error or Ctrl-C."""
+"""The loop that shares work between threads: every index once, and an end soon after an error or Ctrl-C.
+
+Inside: interrupts, forks and waits of threads are planted where no call of the library waits long enough.
+"""
 
 from __future__ import annotations
 

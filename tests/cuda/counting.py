@@ -6,7 +6,7 @@ reads: `get`, a number of an array, and wherever CuPy must know a size (`nonzero
 numpy that goes to the device is a copy. CuPy needs more launches for some functions (sorts, scans), and none of this
 is time: a launch takes a host some microseconds, and a wait as long as what is waited for.
 
-``PYTHONPATH=tests python tests/cuda/counting.py`` prints the table that the tests hold.
+``PYTHONPATH=tests python tests/cuda/counting.py`` prints what the calls of `test_cuda_costs.py` take.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import array_api_compat
@@ -26,7 +24,7 @@ import pytest
 
 from emulator import device
 
-__all__ = ["Case", "Counts", "counted", "measured"]
+__all__ = ["Counts", "counted", "measured"]
 
 # Where CuPy must know how many flags are set before it can make the result
 _SIZED = ("nonzero", "flatnonzero", "argwhere", "unique", "unique_values", "compress")
@@ -59,16 +57,6 @@ class Counts:
         """Return what was launched most often first."""
         often = ", ".join(f"{name} ({times})" for name, times in Counter(self.launches).most_common())
         return f"launches, waits, copies: {self.figures}\nlaunched: {often}\nwaited: {', '.join(self.waits)}"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call that is counted: what makes it of CuPy, and how many launches, waits and copies it takes."""
-
-    make: Callable[[Any], Callable[[], Any]]
-    launches: int
-    waits: int
-    copies: int
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
@@ -175,11 +163,11 @@ def _start(array: Any, key: Any) -> int | None:
 
 
 @contextmanager
-def measured(case: Case) -> Iterator[Counts]:
-    """Give what a case takes when it is called for the second time, as the first one may prepare things."""
+def measured(make: Callable[[Any], Callable[[], Any]]) -> Iterator[Counts]:
+    """Give what a call takes the second time, as the first one may prepare things; `make` makes it of CuPy."""
     with pytest.MonkeyPatch.context() as patch:
         cupy = device.library_on_device(patch)
-        call = case.make(cupy)
+        call = make(cupy)
         counts = counted(patch)
         call()
         counts.clear()
@@ -188,15 +176,16 @@ def measured(case: Case) -> Iterator[Counts]:
 
 
 def main() -> None:
-    """Print the cases of the test modules beside this file."""
+    """Print the figures of all forms of the operators."""
+    from test_cuda_costs import FORMS
+
     lines = [
         "| call | launches | waits | copies to the device | bytes to main memory |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for path in sorted(Path(__file__).parent.glob("test_cuda*counts*.py")):
-        for name, case in import_module(path.stem).CASES.items():
-            with measured(case) as counts:
-                lines.append(f"| {name} | {' | '.join(map(str, (*counts.figures, counts.fetched)))} |")
+    for name, make in FORMS.items():
+        with measured(make) as counts:
+            lines.append(f"| {name} | {' | '.join(map(str, (*counts.figures, counts.fetched)))} |")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -1,4 +1,7 @@
-"""The tests of kernels on a card: what is sent there, what comes back, and what is reported; on a stand-in for one."""
+"""The tests of kernels on a card: what is sent there, what comes back, and what is reported; on a stand-in for one.
+
+Inside: it is about the stand-in for a card, and about its launches.
+"""
 
 from __future__ import annotations
 

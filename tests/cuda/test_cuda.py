@@ -1,4 +1,7 @@
-"""The CUDA kernels of moments, products and scans, run on the CPU, against their definitions."""
+"""The CUDA kernels of moments, products and scans, run on the CPU, against their definitions.
+
+Inside: kernels are compared with those of main memory, in blocks that are made small.
+"""
 
 from __future__ import annotations
 

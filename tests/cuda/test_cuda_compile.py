@@ -1,4 +1,7 @@
-"""The CUDA sources compile, for what the table says and within what a device can hold. No device is needed."""
+"""The CUDA sources compile, for what the table says and within what a device can hold. No device is needed.
+
+Inside: sources are compiled for cards that are not there.
+"""
 
 from __future__ import annotations
 

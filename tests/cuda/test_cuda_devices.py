@@ -1,4 +1,7 @@
-"""Arrays on a CUDA device that is not the current one, and tensors of torch on its stream and in its memory."""
+"""Arrays on a CUDA device that is not the current one, and tensors of torch on its stream and in its memory.
+
+Inside: tensors and devices are planted that the machine lacks.
+"""
 
 from __future__ import annotations
 

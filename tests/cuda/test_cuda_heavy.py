@@ -1,4 +1,7 @@
-"""Heavy attention on a CUDA device, run on the CPU, against its definitions."""
+"""Heavy attention on a CUDA device, run on the CPU, against its definitions.
+
+Inside: kernels are compared with those of main memory.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The definitions are compared with loops elsewhere. Sequences are cut into runs of few positions here, so that
 short ones have many.
+
+Inside: kernels are compared with their definition, in runs that are made short.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Steps of decoding by latent attention on a CUDA device, run on the CPU, against the loops over rows and latents."""
+"""Steps of decoding by latent attention on a CUDA device, run on the CPU, against the loops over rows and latents.
+
+Inside: the kernel of a step is compared with the one of many rows, at the limits of its memory.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What the public functions do with keys on a CUDA device: the results of main memory, and keys that stay there.
 
 Scores, sets and heavy entries for x², streams and sketches have CuPy arrays among the storages of their own tests.
+
+Inside: it watches which arrays come to main memory.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import pytest
 import levattn
 from emulator import device
 from levattn._core import arrays
-from levattn._kernels import BLOCK
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL
 from strategies import as_float64
+from streams import BLOCK
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
 

@@ -1,4 +1,7 @@
-"""From a source to a kernel on a device: options, files that are kept, errors. All is real but for the driver."""
+"""From a source to a kernel on a device: options, files that are kept, errors. All is real but for the driver.
+
+Inside: failures of files and of the compiler are planted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where clusters begin on a CUDA device, run on the CPU, against the definition and loops."""
+"""Where clusters begin on a CUDA device, run on the CPU, against the definition and loops.
+
+Inside: the kernel is compared with its definition, at the limits of its memory.
+"""
 
 from __future__ import annotations
 

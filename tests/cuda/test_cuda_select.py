@@ -1,4 +1,7 @@
-"""Selection on a CUDA device, run on the CPU, against its definitions in numpy."""
+"""Selection on a CUDA device, run on the CPU, against its definitions in numpy.
+
+Inside: the kernel is compared with its definition, and copies to main memory are watched.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Keys of small integers have exact sums: they tell what must not matter. Keys of real numbers tell in which order rows
 are added up.
+
+Inside: kernels are compared with the random words they take, in tiles that are made small.
 """
 
 from __future__ import annotations

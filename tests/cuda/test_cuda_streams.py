@@ -1,4 +1,7 @@
-"""Streams of keys on a CUDA device: what they hold there, and how it comes to main memory."""
+"""Streams of keys on a CUDA device: what they hold there, and how it comes to main memory.
+
+Inside: margins of a screen show in no result.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Compilers of CUDA can be told to do so (``-ftz=true``), and some are without being asked; a CPU shows nothing of it.
 Sums in float64 of these keys are normal, so that what is expected is what the keys give once they are scaled up.
+
+Inside: each kernel gets numbers that reach it in no other way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Token statistics attention on a CUDA device, run on the CPU, against the definitions and their gradients by torch.
 
 The definitions are compared with loops elsewhere. A run has 16 tokens, so short sequences have several.
+
+Inside: kernels are compared with their definition, at the limits of their memory.
 """
 
 from __future__ import annotations

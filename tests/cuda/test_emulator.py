@@ -1,4 +1,7 @@
-"""The emulator of CUDA kernels shows what a device does, and finds what would go wrong there."""
+"""The emulator of CUDA kernels shows what a device does, and finds what would go wrong there.
+
+Inside: it is about the emulator, which runs the sources of kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The program behind `make gpu`: its records, what it goes on with and refuses, and a run on the emulator."""
+"""The program behind `make gpu`: its records, what it goes on with and refuses, and a run on the emulator.
+
+Inside: steps of the program for a card are replaced, as there is no card.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
 from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
-    _merge,
     from_keys,
     leverage_scores,
     query_moments,
@@ -34,7 +33,7 @@ from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
     universal_set,
     universal_set_of_files,
 )
-from levattn.states import Moments, SoftmaxState  # noqa: E402
+from levattn.states import SoftmaxState  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -172,15 +171,6 @@ def test_the_same_chunks_give_the_same_bits() -> None:
     for found, scores in results[1:]:
         assert np.array_equal(found.member_scores, results[0][0].member_scores)
         assert np.array_equal(scores, results[0][1])
-
-
-@pytest.mark.parametrize("new", [lambda: levattn.StreamingUniversalSet(0.1), lambda: Moments(6)], ids=["set", "sums"])
-def test_merging_leaves_the_states_as_they_are(new: Callable[[], Any]) -> None:
-    states = [new().update(part) for part in np.split(keys(), 3)]
-    before = [state.to_bytes() for state in states]
-    first, second = (_merge([states], new).to_bytes() for _ in range(2))
-    assert first == second
-    assert [state.to_bytes() for state in states] == before
 
 
 def counted(tasks: list[tuple[str, int]], name: str, value: Any) -> Any:
@@ -391,20 +381,6 @@ def test_errors_come_to_the_client(client: Any) -> None:
     K[17] = np.nan
     with pytest.raises(NonFiniteError, match="chunk 0"):
         universal_set(da.from_array(K, chunks=(3000, 6)), 0.1).compute()
-
-
-def test_kernels_have_the_threads_of_their_worker(client: Any) -> None:
-    def threads() -> tuple[int, int]:
-        from levattn._core.threads import num_threads
-        from levattn.distributed.dask import _threads_of_worker
-
-        with levattn.thread_limit(2):
-            before = num_threads()
-            with _threads_of_worker():
-                return before, num_threads()
-
-    assert client.submit(threads).result() == (2, 1)
-    assert threads() == (2, 2)
 
 
 @pytest.mark.thorough

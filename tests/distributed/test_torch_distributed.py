@@ -29,8 +29,6 @@ if not dist.is_available():
 
 from levattn.distributed.torch import (  # noqa: E402 (no use without torch)
     Traffic,
-    _compact,
-    _expanded,
     softmax_state,
     universal_set,
 )
@@ -355,33 +353,11 @@ def test_others_are_no_members(answers: list[dict[str, Any]]) -> None:
     assert "outsider" not in answers[RANKS - 1]
 
 
-@pytest.mark.parametrize("condition", [1, 1e10])
-def test_states_travel_without_loss(condition: float) -> None:
-    K = conditioned(generator(0), 5000, 7, condition)
-    state = levattn.StreamingUniversalSet(0.02, row_start=3).update(np.stack([K, 3 * K]))
-    for sent in (state, levattn.StreamingUniversalSet(0.02, row_start=0).merge(state)):
-        fields, arrays = _compact(*sent.parts())
-        assert _expanded(fields, arrays).to_bytes() == sent.to_bytes()
-    assert {"merged.high", "merged.low"} - fields["zeros"].keys() <= fields["triangles"].keys()
-
-
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def test_keys_come_in_chunks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"V": row_numbers(heads()), "mask": heads()[..., 1] < 1}
-    whole = universal_set(heads(), 0.05, **given)
-    monkeypatch.setattr("levattn.distributed.torch._CHUNK_BYTES", 1)  # so blocks of 2048 rows
-    parts = universal_set(heads(), epsilon=0.05, **given)
-    assert parts[1] == whole[1]
-    for one, other in zip(parts[0].items, whole[0].items, strict=True):
-        for name in ("indices", "scores", "keys", "payload"):
-            assert len(getattr(one, name))
-            assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
 @pytest.mark.parametrize("f", [levattn.Huber(), 1.5])

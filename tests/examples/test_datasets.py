@@ -1,4 +1,7 @@
-"""Data that the package carries, worst-case queries and planted models, against float64 SVDs."""
+"""Data that the package carries, worst-case queries and planted models, against float64 SVDs.
+
+Inside: the parts of planted keys have no public name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The example of a service: many clients at once get the answers that each would get alone."""
+"""The example of a service: many clients at once get the answers that each would get alone.
+
+Inside: gates are planted in the server of the example, so that two calls meet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The example of a pretrained sentence encoder: its parts are what they say, and pruning beats what is simple."""
+"""The example of a pretrained sentence encoder: its parts are what they say, and pruning beats what is simple.
+
+Inside: parts of the example are replaced by small ones.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "latte, bidirectional": (partial(latte, causal=False), [(2, 3, 300, 16), (2, 3, 300, 16), (2, 3, 300, 24)]),
     "tssa": (tssa, [(2, 3, 300, 16), (3,)]),
     "tssa, bidirectional": (partial(tssa, causal=False), [(2, 3, 300, 16), (3,)]),
-    "tssa, norm": (partial(tssa, membership="norm"), [(2, 3, 300, 16), (3,)]),
+    "tssa, norm": (partial(tssa, form="norm"), [(2, 3, 300, 16), (3,)]),
 }
 
 

@@ -1,4 +1,7 @@
-"""One table of states that take keys in chunks × properties of all of them: what errors leave, payloads, batches."""
+"""One table of states that take keys in chunks × properties of all of them: what errors leave, payloads, batches.
+
+Inside: a failure is planted half way through a chunk.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,11 @@ import pytest
 
 import naive
 from levattn import CausalUniversalSet, NonFiniteError, StreamingUniversalSet
-from levattn._kernels import BLOCK
 from levattn.functions import Huber
 from levattn.sets.prefix_bounds import RunningSquares
 from levattn.states import blocks
 from strategies import Float
-from streams import check_error, heavy_tailed, in_chunks, named_rng
+from streams import BLOCK, check_error, heavy_tailed, in_chunks, named_rng
 
 N, D = 3 * BLOCK + 356, 3
 GOOD = np.random.default_rng(0).standard_normal((12, D))

@@ -1,4 +1,7 @@
-"""Heavy attention against exact arithmetic: ill-conditioned keys, any scale, sets that do not fit, error bounds."""
+"""Heavy attention against exact arithmetic: ill-conditioned keys, any scale, sets that do not fit, error bounds.
+
+Inside: one test watches that no sum over all keys is taken.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Heavy attention by CountSketch and with projected normalizers, against the exact route."""
+"""Heavy attention by CountSketch and with projected normalizers, against the exact route.
+
+Inside: the size that a method takes by itself is given to it with a seed.
+"""
 
 from __future__ import annotations
 

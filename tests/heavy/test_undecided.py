@@ -1,4 +1,7 @@
-"""Queries of which float64, or twice its precision, knows next to nothing: entries are returned with their error."""
+"""Queries of which float64, or twice its precision, knows next to nothing: entries are returned with their error.
+
+Inside: bounds of rounding are judged that results only add up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Budgets at a risk: the tests of it against sums written out here, and what is tested, text by text."""
+"""Budgets at a risk: the tests of it against sums written out here, and what is tested, text by text.
+
+Inside: p-values and their order are judged, of which a result shows the last.
+"""
 
 from __future__ import annotations
 

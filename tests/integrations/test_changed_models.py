@@ -22,7 +22,6 @@ from levattn.integrations.transformers import (  # noqa: E402
     register,
     remove,
 )
-from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
 
 SPLIT = Selection(size=4, summaries=3, window=3, sinks=1, renew_every=5)  # fewer slots than keys
 LATENTS = {"window": 6, "latents": 3}
@@ -233,55 +232,6 @@ def test_a_model_that_is_refused_is_as_it_was(form: str) -> None:
     with pytest.raises(ValueError, match=r"GptOssAttention 0 passes s_aux to its attention .attention sinks"):
         change(model, form)
     assert looks(model) == before
-
-
-@both
-def test_a_change_that_is_interrupted_is_undone(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = base().train()
-    before = looks(model)
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(model.model.layers[1].self_attn, "register_forward_hook", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            change(model, form)
-    assert looks(model) == before
-    assert torch.isfinite(output(change(model, form))).all()
-
-
-@both
-@pytest.mark.parametrize("method", ["__setattr__", "__delattr__"])
-def test_a_change_and_its_removal_can_be_interrupted_at_each_attribute(
-    method: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, own, interrupted = base().train(), getattr(torch.nn.Module, method), 0
-    before = looks(model)
-    for number in range(100):
-        left = number
-
-        def counted(module: Any, name: str, *value: Any) -> None:
-            nonlocal left
-            left -= name == RECORD or (hasattr(model, RECORD) and name in (PART, EXTENSION, "config"))
-            if left == -1:
-                left = -2
-                raise KeyboardInterrupt
-            own(module, name, *value)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.nn.Module, method, counted)
-            try:
-                change(model, form)
-                remove(model)
-            except KeyboardInterrupt:
-                interrupted += 1
-        if hasattr(model, RECORD):
-            remove(model)
-        assert looks(model) == before
-        if left >= 0:
-            break
-    assert interrupted == number > 2
 
 
 @both

@@ -8,7 +8,6 @@ import json
 import math
 import threading
 from collections.abc import Callable
-from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,6 @@ from levattn.integrations.transformers import (  # noqa: E402
     head_profile,
     prune,
 )
-from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
-from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
-from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
-from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,97 +76,6 @@ def test_whole_heads_answer_as_a_dense_cache(family: str, implementation: str, c
     cache.ask(model, question(), **GREEDY)
     further = cache.ask(model, again, **GREEDY)
     assert torch.equal(further, model.generate(torch.cat([dense, again], 1), **GREEDY)[:, dense.shape[1] :])
-
-
-def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, softcap: float | None) -> Any:
-    """Attention to slots and to what came after them, query by query in float64."""
-    (B, H, T, _), t = q.shape, tail[0].shape[2]
-    each = H // tail[0].shape[1]
-    Y = np.zeros((B, H, T, tail[1].shape[-1]))
-    for group in groups:
-        for place, head in enumerate(group.heads):
-            for b in range(B):
-                keys = torch.cat([group.keys[b, place], tail[0][b, head]]).double().numpy()
-                values = torch.cat([group.values[b, place], tail[1][b, head]]).double().numpy()
-                weights = np.zeros(len(keys))
-                if group.log_weight is not None:
-                    weights[: group.keys.shape[2]] = group.log_weight[b, place]
-                for h in range(head * each, (head + 1) * each):
-                    for i in range(T):
-                        z = keys @ q[b, h, i].double().numpy() * scale
-                        z = z if softcap is None else softcap * np.tanh(z / softcap)
-                        z = z + weights
-                        for j in range(t):
-                            if j > t - T + i or (present is not None and not present[b, j]):
-                                z[group.keys.shape[2] + j] = -math.inf
-                        p = np.exp(z - z.max())
-                        Y[b, h, i] = p @ values / p.sum()
-    return Y
-
-
-ROUTES = {  # by which slots are attended: width of the values, softcap, whether gradients are asked for
-    "parts": (8, None, False),
-    "device": (8, None, False),
-    "device, gradients": (8, None, True),
-    "device, narrow": (5, None, False),
-    "bounded": (8, 1.5, False),
-    "gradients": (8, None, True),
-    "narrow": (5, None, False),
-}
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("block", [1, 1 << 24])
-def test_attention_to_slots_is_the_softmax_of_all(
-    T: int, padded: bool, route: str, dtype: Any, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    D, softcap, graded = ROUTES[route]
-    monkeypatch.setattr(attended_module, "_LOGITS", block)
-    called: list[str] = []
-    if "device" in route:  # tensors of which have routes of their own
-        monkeypatch.setattr(attended_module, "_on_device", lambda _: True)
-    for name in ("_by_one_call", "_by_parts", "_by_products", "_causal"):
-        real = getattr(attended_module, name)
-        monkeypatch.setattr(
-            attended_module, name, lambda *args, name=name, real=real: (called.append(name), real(*args))[1]
-        )
-    B, heads, each, d, t = 2, 4, 2, 8, 20
-
-    def group(which: tuple[int, ...], s: int, weighted: bool) -> HeadSlots:
-        shape = (B, len(which), s)
-        weight = torch.randn(shape) if weighted else None
-        if weight is not None:
-            weight[0, 0, -1] = -math.inf
-        keys, values = torch.randn(*shape, d, dtype=dtype), torch.randn(*shape, D, dtype=dtype)
-        return HeadSlots(which, keys, values, weight, torch.zeros(shape))
-
-    groups = (group((0, 3), 41, True), group((1, 2), 70, False))
-    q = torch.randn(B, heads * each, T, d, dtype=dtype, requires_grad=graded)
-    tail = torch.randn(B, heads, t, d, dtype=dtype), torch.randn(B, heads, t, D, dtype=dtype)
-    present = None
-    if padded:
-        present = torch.ones(B, t, dtype=torch.bool)
-        present[1, :2] = False
-    expected = written_out(q.detach(), groups, tail, present, 0.4, softcap)
-    found = attended(q, groups, tail, present, 0.4, softcap)
-    assert found.requires_grad == graded
-    if "device" in route and T > 1 and not padded:
-        assert set(called) == {"_causal"}
-    elif route in ("device", "device, gradients"):
-        assert set(called) == {"_by_one_call"}
-    else:
-        assert set(called) == {"_by_parts" if route == "parts" else "_by_products"}
-    bar = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 0.05}[dtype]
-    assert np.abs(found.detach().double().numpy() - expected).max() < bar
-
-
-def test_padding_in_a_question_stays_finite() -> None:
-    group = HeadSlots((0,), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8), None, torch.zeros(1, 1, 5))
-    tail, present = (torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)), torch.tensor([[False, True, True, False]])
-    assert attended(torch.randn(1, 1, 4, 8), (group,), tail, present, 1.0, None).isfinite().all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -656,40 +560,11 @@ def test_calibration_takes_how_heads_share_a_budget_from_the_profile() -> None:
         calibrate(model, inputs, target=1.0, layers=[0], heads=profile())
 
 
-@pytest.mark.parametrize("budget", [0.005, 0.05, 0.3, 0.77, 1.0])
-def test_bytes_are_split_within_the_budget_and_where_they_count(budget: float) -> None:
-    rng = np.random.default_rng(0)
-    drawn = rng.exponential(size=(5, 4)) ** 3
-    costs = {(layer, head): float(cost) for (layer, head), cost in np.ndenumerate(drawn)}
-    for a, b in ((1.0, 0.1), (0.0, 1.0)):
-        check_split({head: (a * cost, b * cost) for head, cost in costs.items()}, budget)
-
-
 @pytest.mark.parametrize("heads", [256, 1000, 4096])
 def test_the_whole_budget_leaves_all_of_many_heads_whole(heads: int) -> None:
     costs = np.random.default_rng(0).exponential(size=heads) ** 3
     found = profile({(0, head): float(cost) for head, cost in enumerate(costs)})
     assert set(found.shares(1.0).values()) == {1.0}
-
-
-def check_split(costs: dict[tuple[int, int], tuple[float, float]], budget: float) -> None:
-    def loss(head: tuple[int, int], share: float) -> float:
-        a, b = costs[head]
-        return a * (1 - math.sqrt(share)) + b * math.log(1 / share)
-
-    shares = split_bytes(costs, budget)
-    assert sum(shares.values()) <= budget * len(costs) * (1 + 1e-9)
-    order = sorted(costs, key=costs.__getitem__)
-    assert all(shares[low] <= shares[high] for low, high in pairwise(order))
-    assert sum(loss(*pair) for pair in shares.items()) <= sum(loss(head, budget) for head in costs) + 1e-12
-    # no pair of heads gains by what one level of the first would give the second
-    steps = [1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0]
-    for giver, taker in permutations((head for head in costs if shares[head] in steps), 2):
-        lower, higher = steps.index(shares[giver]) - 1, steps.index(shares[taker]) + 1
-        if lower < 0 or higher == len(steps) or steps[higher] - shares[taker] > shares[giver] - steps[lower]:
-            continue
-        before = loss(giver, shares[giver]) + loss(taker, shares[taker])
-        assert loss(giver, steps[lower]) + loss(taker, steps[higher]) >= before - 1e-12
 
 
 def test_profile_is_written_down_and_read(tmp_path: Path) -> None:
@@ -741,29 +616,6 @@ def test_profile_measures_every_head(texts: list[str] | None) -> None:
     assert all(math.isfinite(row[name]) for row in found.table() for name in ("recall", "text", "recall_error"))
     assert done[-1] == (3 * 2 * 4, 3 * 2 * 4)
     assert dict(levattn_profile(model, texts=texts)) == dict(found)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPTNeoX", "Phi"])
-@torch.no_grad()
-def test_passes_that_begin_at_a_layer_are_those_of_the_whole(family: str) -> None:
-    model = base(family, num_hidden_layers=3)
-    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    cache, replay = compress(model, context(), 1.0), Replay(model)
-    layers[0].forward = own = layers[0].forward  # as accelerate has it, which moves what comes in
-    with replay.recorded():
-        whole = model(question(), **{CACHE: cache.copy()}).logits
-    for layer in range(3):
-        with replay.begun_at(layer):
-            assert torch.equal(model(question(), **{CACHE: cache.copy()}).logits, whole)
-        hidden = layers[layer].register_forward_hook(lambda _m, _a, out: changed(out))
-        expected = model(question(), **{CACHE: cache.copy()}).logits
-        with replay.begun_at(layer):
-            found = model(question(), **{CACHE: cache.copy()}).logits
-        hidden.remove()
-        assert torch.equal(found, expected)
-        assert not torch.equal(found, whole)
-        assert layers[0].forward is own
-    assert torch.equal(model(question(), **{CACHE: cache.copy()}).logits, whole)
 
 
 def changed(output: Any) -> Any:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 from decoders import base, of_heads, tokens  # noqa: E402
 
 from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
-from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -413,21 +411,3 @@ def test_a_conversation_goes_on_from_its_file(family: str, batch: int, tmp_path:
 
 
 # -- devices --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_slots_go_where_each_layer_computes(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, file = base(family), tmp_path / "context"
-    cache = compress(model, tokens(1, CONTEXT), {(1, 1): 0.5})
-    cache.ask(model, QUESTION, **GREEDY)
-    cache.save(file)
-    block = model.model.layers[1].to("meta")  # as if accelerate brought its weights to a device
-    block.self_attn.k_proj._hf_hook = SimpleNamespace(execution_device="meta")
-    monkeypatch.setattr(Origin, "check_file", lambda *_: None)  # the weights are gone
-    loaded = CompressedCache.load(file, model)
-    assert loaded.tokens.device.type == "cpu"
-    for number, layer in enumerate(loaded.layers):
-        arrays = [layer.keys, layer.values] if layer.is_sliding else list(layer.tail.arrays)
-        for group in () if layer.is_sliding else layer.groups:
-            arrays += [group.keys, group.values, group.places]
-        assert {array.device.type for array in arrays} == {"meta" if number == 1 else "cpu"}

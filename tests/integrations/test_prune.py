@@ -16,14 +16,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, output, tokens, written_out  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
 from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
-from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
-from levattn.integrations.transformers.pruned import _attention  # noqa: E402
-from levattn.integrations.transformers.pruning import observed  # noqa: E402
 from tests.pruned_calls import attend  # noqa: E402
 
 DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
@@ -356,8 +352,6 @@ def test_the_report_of_decoding_and_padding() -> None:
 
 def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from levattn.plots import new_figure
-
     model = base(num_hidden_layers=3)
     with prune(model, Selection(16, renew_every=4), layers=[0, 2], heads=[1]) as report:
         assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
@@ -383,12 +377,11 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     assert loaded == json.loads(json.dumps(report.to_dict()))
     assert loaded["options"]["selection"]["budget"] == 16
     assert loaded["heads"] == report.table()
-    _, axes = new_figure()
-    display = report.plot(ax=axes[0, 0])
+    display = report.plot()
     assert display.values.shape == (2, 2)
     assert np.isnan(display.values[:, 0]).all()
     assert display.values[:, 1].tolist() == [row["captured"] for row in report.table()]
-    assert [label.get_text() for label in axes[0, 0].get_yticklabels()] == ["0", "2"]
+    assert [label.get_text() for label in display.ax_.get_yticklabels()] == ["0", "2"]
     with pytest.raises(ValueError, match="value is 'seconds'; expected one of slots"):
         report.plot("seconds")
 
@@ -409,39 +402,11 @@ def test_options_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     assert report.options["selection"] == [[0, vars(Selection(1.0))], [1, 1, vars(Selection(16))]]
 
 
-def test_layers_can_be_looked_at_while_they_are_dense() -> None:
-    model = base()
-    wanted = output(model, attention_mask=LEFT)
-    outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda *called: outputs.append(called[-1].logits))
-    ((layer, (arrays,)),) = observed(model, {"input_ids": tokens(), "attention_mask": LEFT}, layers=[1]).items()
-    hook.remove()
-    assert torch.equal(outputs[-1], wanted)
-    prune(model, 8).remove()
-    assert (layer, arrays.q.shape, arrays.k.shape, arrays.causal) == (1, (2, 4, T, 8), (2, 2, T, 8), True)
-    assert torch.equal(arrays.present, LEFT.bool())
-    P = arrays.dense_weights([T - 1]) @ arrays.v.repeat_interleave(2, 1)
-    assert P.shape == (2, 4, 1, 8)
-
-
 def test_measuring_can_be_left_out() -> None:
     model = base()
     with prune(model, Selection(12, renew_every=4), measure=False) as report:
         output(model)
     assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1, "measured": 0}
-
-
-def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
-    model, prompt = base(), torch.arange(T)[None]
-
-    def measured(measure: bool | None) -> float:
-        with prune(model, Selection(12, renew_every=4), measure=measure) as report:
-            model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
-        (tally, _), *_ = report._tallies.values()
-        assert [(row["calls"], row["measured"]) for row in report.table()] == [(3, 3 if measure else 1)] * 4
-        return float(tally.sums["queries"].sum())
-
-    assert 0 < measured(None) < measured(True)
 
 
 def test_a_report_without_figures_says_why() -> None:
@@ -482,14 +447,6 @@ def test_an_inspection_is_a_table_with_the_means_of_its_columns() -> None:
     assert last == f"mean over heads: {share:.0%} of the keys hold {mass:.0%} of the softmax mass"
     rows[0]["n"] = 0
     assert found.table() == found.rows != rows
-
-
-def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = base()
-    monkeypatch.setattr(type(model), "forward", None)  # would be called
-    for budget in (0, -0.5, 1.5):
-        with pytest.raises(ValueError, match=r"budget|size"):
-            prune(model, budget)
 
 
 # Coming and going
@@ -674,30 +631,3 @@ def test_windows_that_slide_are_refused_when_they_do() -> None:
 def test_a_mask_that_is_not_causal_is_refused_where_there_is_a_cache() -> None:
     with pytest.raises(ValueError, match="has a cache and is not causal"):
         output(pruned(base()), attention_mask=torch.ones(1, 1, T, T).bool(), use_cache=True)
-
-
-class Operations(TorchDispatchMode):  # type: ignore[misc]
-    """The names of the operations that torch computes meanwhile."""
-
-    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names = [*getattr(self, "names", []), operation.name()]
-        return operation(*args, **(kwargs or {}))
-
-
-def test_a_mask_that_is_what_the_layer_expects_is_compared_with_nothing_else() -> None:
-    full = torch.ones(2, 1, 6, 6, dtype=torch.bool)
-    for mask, expected, causal in ((full, False, False), (full.tril(), True, True), (full, True, False)):
-        with Operations() as computed:
-            assert padding_and_kind("a layer", mask, 6, 6, expected) == (None, causal)
-        assert ("aten::arange" in computed.names) == expected  # of a causal mask
-        assert computed.names.count("aten::eq.Tensor") == (1 if expected == causal else 2)
-    with pytest.raises(ValueError, match="neither full nor causal with padding"):
-        padding_and_kind("a layer", full.triu(), 6, 6, True)
-
-
-def test_keys_of_another_sequence_are_refused() -> None:
-    model = pruned(base())
-    attention = model.model.layers[0].self_attn
-    q = torch.zeros(1, 4, 3, 8)
-    with pytest.raises(ValueError, match="LlamaAttention 0 has 3 queries and 5 keys; expected 3 keys"):
-        _attention(attention, q, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), None)

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pytest
 
 from key_files import ALL, INDEX, WRITERS, lists_of, write, write_index, write_zarr
-from levattn._kernels import BLOCK
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, open_keys, replace_file
+from streams import BLOCK
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pa = pytest.importorskip("pyarrow")

@@ -1,6 +1,8 @@
 """The cache of compiled code: used again while the sources of the kernels are as they were, and only then.
 
 And where it cannot be written or is damaged, code is compiled anew and does the same.
+
+Inside: it is about caches of compiled code, and plants failures of files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tables of kernels by the names of a task and of a kind of array, and no others."""
+"""Tables of kernels by the names of a task and of a kind of array, and no others.
+
+Inside: it is about which kernels an array gets.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import pickle
 import numpy as np
 import pytest
 
-from levattn._kernels import GRAM, HEAVY, Rows, dispatch, kernels_for
+import streams
+from levattn._kernels import BLOCK, GRAM, HEAVY, Rows, dispatch, kernels_for
 
 
 def found_by_pickle(name: str) -> None:
@@ -46,3 +50,7 @@ def test_a_kernel_is_that_of_its_first_argument(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels_for("heavy", X), "query_norms", lambda *given: given)
     assert GRAM.longest_run(rows, 7) == (rows, 7)
     assert HEAVY.query_norms(X, 5) == (X, 5)
+
+
+def test_blocks_are_as_long_as_tests_take_them() -> None:
+    assert streams.BLOCK == BLOCK

@@ -1,4 +1,7 @@
-"""The kernels of pruned attention on the CPU against their definitions, and the same bits on any number of threads."""
+"""The kernels of pruned attention on the CPU against their definitions, and the same bits on any number of threads.
+
+Inside: kernels are compared with their definition.
+"""
 
 from __future__ import annotations
 

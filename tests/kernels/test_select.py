@@ -1,4 +1,7 @@
-"""Thresholds of scores: what they decide does not depend on the precision in which scores are held."""
+"""Thresholds of scores: what they decide does not depend on the precision in which scores are held.
+
+Inside: the kernel is judged for counts that no call asks for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The compiled kernels of token statistics attention, against their definitions."""
+"""The compiled kernels of token statistics attention, against their definitions.
+
+Inside: kernels are compared with their definition.
+"""
 
 from __future__ import annotations
 

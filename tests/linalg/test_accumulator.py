@@ -1,4 +1,7 @@
-"""Sums of blocks: what is found of rows in one reading is what is found of them apart."""
+"""Sums of blocks: what is found of rows in one reading is what is found of them apart.
+
+Inside: two ways of one sum have to agree to the last bit.
+"""
 
 from __future__ import annotations
 

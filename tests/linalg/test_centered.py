@@ -1,4 +1,7 @@
-"""Centered keys score what exact arithmetic gives, whatever their mean, rank, format, library and method."""
+"""Centered keys score what exact arithmetic gives, whatever their mean, rank, format, library and method.
+
+Inside: parts of a mean are judged beyond float64.
+"""
 
 from __future__ import annotations
 

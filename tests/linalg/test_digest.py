@@ -1,4 +1,7 @@
-"""Digests of rows: of their bytes and places, whatever the chunks in which they come."""
+"""Digests of rows: of their bytes and places, whatever the chunks in which they come.
+
+Inside: a digest is no result; files only compare two of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The factor as an object: scores of other rows, normalizers and witness queries for any keys."""
+"""The factor as an object: scores of other rows, normalizers and witness queries for any keys.
+
+Inside: routes are taken that a call would not choose for the keys, and errors they claim are judged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exact row spaces, and what is decided by them: directions that float64 does not see."""
+"""Exact row spaces, and what is decided by them: directions that float64 does not see.
+
+Inside: exact row spaces are judged alone; in a result only their rank shows.
+"""
 
 from __future__ import annotations
 

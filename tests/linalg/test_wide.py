@@ -13,10 +13,8 @@ import scipy.sparse
 import levattn
 import naive
 import strategies
+from levattn import exact_sensitivities
 from levattn.functions import L1L2, Huber, Softmax, Tukey
-from levattn.linalg import reading
-from levattn.sensitivity.exact import exact_sensitivities
-from levattn.states import Moments
 
 # a score of float64 keys has this relative error at any condition number, as `leverage_scores` says
 DOUBLE = 1e-9
@@ -545,20 +543,3 @@ def test_memory_of_sparse_keys_is_that_of_the_rows(repeated: int) -> None:
     megabytes = {name: peak(call) / 1e6 for name, call in calls.items()}
     assert {name: many for name, many in megabytes.items() if many > 24} == {}
     np.testing.assert_allclose(levattn.leverage_scores(K), 1 / repeated, rtol=DOUBLE)
-
-
-def test_states_refuse_sums_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_memory", lambda: 10**6)
-    with pytest.raises(ValueError, match=r"d = 354 .* 1002528 bytes.*transposed"):
-        Moments(354)
-    with pytest.raises(ValueError, match="transposed"):
-        Moments(354, decay=0.5)
-    assert Moments(353).d == 353
-    assert Moments(354, diagonal=True).d == 354
-    K = np.ones((2, 354))
-    for state in (levattn.StreamingUniversalSet(0.5), levattn.CausalUniversalSet(0.5)):
-        with pytest.raises(ValueError, match="transposed"):
-            state.update(K)
-        state.update(K[:, :100])  # it is as it was
-    monkeypatch.setattr(reading, "_memory", lambda: None)
-    assert Moments(10**6).d == 10**6

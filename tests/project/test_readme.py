@@ -3,6 +3,8 @@
 The ``python`` blocks of a file share one namespace and one empty folder; a block with ``>>>`` prompts is
 checked against the output that it shows. In a ``console`` block the lines that begin with ``$ levattn`` are
 run, in the same folder, so that a command may read the file that a block before it wrote.
+
+Inside: pictures and heads are replaced by small ones, for time.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Imports are read from the source with ``ast``, lazy ones included, so that a rule is checked on a machine
 without the package in question too. The rules are tables; each check yields what is wrong as text, and is
 itself tested on small packages with a planted fault.
+
+Inside: it is about the inside: layers, homes and sizes.
 """
 
 from __future__ import annotations

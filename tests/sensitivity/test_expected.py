@@ -14,10 +14,7 @@ import levattn
 import naive
 import strategies
 from adversary import oracle
-from levattn._core.arrays import as_matrices
 from levattn.exceptions import NonFiniteError
-from levattn.sensitivity import shares
-from levattn.sensitivity.expected import as_queries, quadratic_weights
 from levattn.states import Moments
 from libraries import over_storages, stored
 from strategies import STORAGE, as_float64, stores
@@ -122,26 +119,6 @@ def test_a_sample_loses_no_more_than_its_condition_number(kappa: float) -> None:
         np.testing.assert_allclose(scores, expected, rtol=1e-16 * kappa**2 + 1e-12)
 
 
-SPECTRA: dict[str, Callable[[int], naive.Float]] = {
-    "random": lambda d: rng_of(3, d).exponential(size=d),
-    "geometric": lambda d: np.geomspace(1, 1e-20, d),
-    "equal": np.ones,
-    "spike": lambda d: np.r_[1.0, np.full(d - 1, 1e-12)],
-}
-
-
-@pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.parametrize("d", [1, 2, 3, 16, 128, 512])
-@pytest.mark.crossed
-def test_weights_are_those_of_adaptive_quadrature(name: str, d: int) -> None:
-    eigenvalues = SPECTRA[name](d)
-    eigenvalues /= eigenvalues.sum()
-    w = quadratic_weights(eigenvalues)
-    for i in sorted({0, 1 % d, d // 2, d - 1}):
-        assert w[i] == pytest.approx(naive.weight_by_quadrature(eigenvalues, i), rel=1e-10)
-    assert math.fsum(w * eigenvalues) == pytest.approx(1, rel=1e-13)
-
-
 def drawn_mean(K: naive.Float, mean: Any, L: naive.Float, f: Any, count: int) -> naive.Float:
     total, step = np.zeros(len(K)), 50_000
     for block in range(count // step):
@@ -227,20 +204,6 @@ def test_plain_means_are_those_of_loops(name: str, case: str) -> None:
     np.testing.assert_allclose(scores, expected, rtol=1e-12, atol=1e-15)
     if f != 2:
         assert np.array_equal(scores, levattn.expected_scores(K, Q, f=f, mask=mask, rotary=rotary))
-
-
-@pytest.mark.parametrize("name", ["|x|³", "huber", "softmax"])
-@pytest.mark.parametrize(("entries", "queries"), [(1, 1), (7, 3), (64, 256), (200, 16)])
-def test_plain_means_do_not_depend_on_blocks(
-    name: str, entries: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    K, Q = rng_of(13).standard_normal((53, 4)), rng_of(14).standard_normal((37, 4))
-    mask = rng_of(15).random(53) < 0.8
-    expected = naive.shares(Q, K, FUNCTIONS[name][1], mask).mean(axis=0)
-    monkeypatch.setattr(shares, "BLOCK_ENTRIES", entries)
-    monkeypatch.setattr(shares, "_QUERIES", queries)
-    scores = levattn.expected_scores(K, Q, f=FUNCTIONS[name][0], mask=mask)
-    np.testing.assert_allclose(scores, expected, rtol=1e-12, atol=1e-16)
 
 
 # by a parameter, for functions that have one
@@ -608,38 +571,6 @@ def test_normal_scores_of_products_that_cancel_are_those_of_the_exact_products(s
     found = levattn.expected_scores(K, Q, mask=mask)
     np.testing.assert_allclose(found, expected, rtol=1e-6 if storage == "float32" else 1e-9, atol=1e-12)
     assert found.sum() == pytest.approx(1, rel=1e-6)
-
-
-def test_moments_far_from_zero_keep_the_covariance() -> None:
-    """The moment of queries and ones has the covariance of the queries, however far their mean is from zero."""
-    rng = np.random.default_rng(5)
-    Q = np.rint(8 * rng.standard_normal((400, 3)) @ rng.standard_normal((3, 3)))
-    exact = np.cov(Q.T, bias=True)
-    K = as_matrices(rng.standard_normal((5, 3)), "K")
-    for offset in (0.0, 1e4, 1e8):  # sums of 96 bits hold no more
-        ones = np.hstack([Q + offset, np.ones((400, 1))])
-        found = as_queries(Moments(4).update(ones[:100]).update(ones[100:]), K)
-        np.testing.assert_allclose(found.covariance[0], exact, rtol=1e-9, atol=1e-9)
-        np.testing.assert_allclose(found.mean[0], Q.mean(axis=0) + offset, rtol=1e-12)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, 1e7, 1e9])
-def test_decaying_moments_have_the_covariance_or_are_refused(offset: float) -> None:
-    rng = np.random.default_rng(6)
-    X = rng.integers(-9, 10, (400, 3)).astype(np.float64)
-    weights = 0.99 ** np.arange(399, -1, -1.0)
-    weights /= weights.sum()
-    apart = X - weights @ X
-    K = as_matrices(rng.standard_normal((5, 3)), "K")
-    moments = Moments(4, decay=0.99).update(np.hstack([X + offset, np.ones((400, 1))]))
-    if offset > 3e6:
-        with pytest.raises(ValueError, match=r"queries are Moments that decay.*expected Moments without decay"):
-            as_queries(moments, K)
-        return
-    exact = (apart * weights[:, None]).T @ apart
-    found = as_queries(moments, K).covariance
-    assert found is not None
-    np.testing.assert_allclose(found[0], exact, atol=1e-3 * np.trace(exact))
 
 
 def test_decaying_moments_of_equal_queries_and_of_constant_columns_are_taken() -> None:

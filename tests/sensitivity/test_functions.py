@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn.functions import as_function
 
 FUNCTIONS = [
     *(levattn.Power(p) for p in (0.5, 1, 2, 3, 6)),
@@ -76,13 +75,13 @@ class Given:
 )
 def test_functions_that_the_theory_does_not_admit(f: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        as_function(f)
+        levattn.sensitivities(np.eye(3), f)
 
 
 @pytest.mark.parametrize("f", [None, True, np.ones(3), lambda x: x, [2]])
 def test_what_is_no_function(f: Any) -> None:
     with pytest.raises(TypeError, match=r"\bf\b"):
-        as_function(f)
+        levattn.sensitivities(np.eye(3), f)
 
 
 WITH_PARAMETERS = (levattn.Power, levattn.Huber, levattn.Tukey, levattn.Fair, levattn.Softmax)
@@ -171,12 +170,16 @@ def test_rounding_relative_to_the_largest_entry_is_no_negative_eigenvalue() -> N
         ("tukey:2", levattn.Tukey(2)),
         ("fair", levattn.Fair()),
         ("l1l2", levattn.L1L2()),
-        ("softmax", levattn.Softmax()),
         ("softmax:4", levattn.Softmax(4)),
     ],
 )
 def test_a_name_stands_for_a_function(name: str, f: Any) -> None:
-    assert as_function(name) == f
+    assert levattn.sensitivities(np.eye(3), name).f == f
+
+
+def test_softmax_by_name_has_no_radius() -> None:
+    with pytest.raises(ValueError, match=r"f is Softmax\(\) without a radius"):
+        levattn.sensitivities(np.eye(3), "softmax")
 
 
 @pytest.mark.parametrize(

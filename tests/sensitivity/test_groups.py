@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 import levattn
 import naive
 import strategies
+from levattn import group_leverage, near_duplicates
 from levattn.datasets import planted
 from levattn.exceptions import NonFiniteError
-from levattn.sensitivity import groups
-from levattn.sensitivity.groups import group_leverage, near_duplicates
 from strategies import STORAGE, as_float64, examples, integer_keys, real_keys, seeds, stores
 
 needs_torch = pytest.mark.skipif(not strategies.HAS_TORCH, reason="no torch")
@@ -87,18 +86,6 @@ def test_scores_of_every_storage_type(storage: str) -> None:
     assert as_float64(found).max() >= 0
     np.testing.assert_array_equal(as_float64(found), near_duplicates(as_float64(K), angle=0.3))
     assert tuple(group_leverage(K, found).shape) == (int(as_float64(found).max()) + 1,)
-
-
-@pytest.mark.parametrize("storage", ["float64", "float32"])
-@pytest.mark.parametrize("chunk", [5, 1 << 11])
-@pytest.mark.parametrize("size", [2, 15, 16, 17, 2500])
-def test_scores_of_many_and_of_large_groups(size: int, chunk: int, storage: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(groups, "_CHUNK", chunk)
-    K = STORAGE[storage](np.random.default_rng(size).standard_normal((5000, 16)))
-    labels = np.random.default_rng(0).permutation(5000) // size
-    U = naive.whitened(as_float64(K))
-    expected = [np.linalg.norm(U[labels == label], 2) ** 2 for label in range(labels.max() + 1)]
-    np.testing.assert_allclose(group_leverage(K, labels), expected, rtol=1e-10)
 
 
 @examples(40)
@@ -309,48 +296,6 @@ def pairs_at(angle: float, count: int, d: int, seed: int) -> Any:
     return np.vstack([K, np.linalg.cholesky(fill).T])
 
 
-@pytest.mark.parametrize(("angle", "miss"), [(0.1, 0.5), (0.1, 0.1), (0.3, 0.2), (0.6, 0.05)])
-def test_pairs_at_half_the_angle_are_missed_as_often_as_stated(angle: float, miss: float, monkeypatch: Any) -> None:
-    """With the probability of a miss set high enough to be seen; the rounds bring it to at most that."""
-    monkeypatch.setattr(groups, "_MISS", miss)
-    monkeypatch.setattr(groups, "_signature_plan", unfloored(groups._signature_plan))
-    count, d = 4000, 32
-    bits, rounds = groups._signature_plan(2 * count + d, angle)
-    stated = (1 - (1 - angle / (2 * math.pi)) ** bits) ** rounds
-    assert stated <= miss < stated ** ((rounds - 1) / rounds)
-    missed = 0
-    for seed in range(3):
-        K = pairs_at(angle / 2, count, d, seed)
-        X = naive.whitened(K)[: 2 * count].reshape(count, 2, d)
-        cosines = np.sum(X[:, 0] * X[:, 1], axis=1) / np.prod(np.linalg.norm(X, axis=2), axis=1)
-        np.testing.assert_allclose(np.arccos(cosines), angle / 2, rtol=1e-6)
-        found = near_duplicates(K, angle=angle, rng=seed)[: 2 * count].reshape(count, 2)
-        missed += np.count_nonzero((found[:, 0] < 0) | (found[:, 0] != found[:, 1]))
-    spread = math.sqrt(3 * count * stated * (1 - stated))
-    # signatures that agree because all sides differ, and shared planes, are within the spread; four sigma
-    assert abs(missed - 3 * count * stated) <= 4 * spread + 0.02 * 3 * count * stated
-
-
-def unfloored(plan: Any) -> Any:
-    """The plan without its least number of rounds, which would hide the probability that is asked for."""
-
-    def replaced(n: int, angle: float) -> tuple[int, int]:
-        bits, _ = plan(n, angle)
-        missed = 1 - (1 - angle / (2 * math.pi)) ** bits
-        return bits, math.ceil(math.log(groups._MISS) / math.log(missed))
-
-    return replaced
-
-
-@pytest.mark.parametrize("angle", [1e-3, 0.1, 0.5])
-@pytest.mark.parametrize("n", [2, 100, 10**5, 10**9])
-def test_the_plan_keeps_what_is_stated(n: int, angle: float) -> None:
-    bits, rounds = groups._signature_plan(n, angle)
-    assert (1 - (1 - angle / (2 * math.pi)) ** bits) ** rounds <= 1e-4
-    assert min(32, math.log2(n) + 4) <= bits <= 32
-    assert bits + n.bit_length() <= 64
-
-
 @pytest.mark.parametrize("angle", [3e-8, 1e-6, 1e-3, 0.1])
 def test_the_edge_of_the_angle_is_decided_in_float64(angle: float) -> None:
     """Pairs just within are linked, pairs just beyond are not, however coarse float32 is."""
@@ -360,29 +305,6 @@ def test_the_edge_of_the_angle_is_decided_in_float64(angle: float) -> None:
     assert np.mean((inside[:, 0] >= 0) & (inside[:, 0] == inside[:, 1])) > 0.9
     if angle < 0.01:  # elsewhere other keys link them
         assert np.all(beyond == -1)
-
-
-def test_unrelated_keys_before_a_pair_do_not_hide_it() -> None:
-    """With one signature for all, four keys far from each other come before it, or five."""
-    K = np.vstack([np.eye(8)[:3], np.zeros((1, 8)), np.eye(8)[[7, 7]], np.eye(8)[3:7]])
-    directions = groups._directions(factor_of(K))
-    codes = np.zeros(len(directions.rows), np.uint32)
-    alone = np.arange(len(codes))
-    a, b = groups._links(directions, codes, alone, 0.1)
-    assert {*a.tolist(), *b.tolist()} == {3, 4}
-    late = groups._directions(factor_of(np.vstack([np.eye(8)[:4], np.eye(8)[[7, 7]], np.eye(8)[4:7]])))
-    a, b = groups._links(late, np.zeros(9, np.uint32), np.arange(9), 0.1)
-    assert len(a) == 0
-    twins = groups._directions(factor_of(np.repeat(np.eye(8)[[0, 1, 2, 7]], 2, axis=0)))
-    a, b = groups._links(twins, np.zeros(8, np.uint32), np.arange(8), 0.1)
-    assert sorted(zip(a.tolist(), b.tolist(), strict=True)) == [(1, 0), (3, 2), (5, 4), (7, 6)]
-
-
-def factor_of(K: Any) -> Any:
-    from levattn._core.arrays import as_matrices
-    from levattn.sensitivity.leverage import factorize
-
-    return factorize(as_matrices(K, "K"), method="auto", single="no").item(0)
 
 
 def test_seeds_and_generators() -> None:

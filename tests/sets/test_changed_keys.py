@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 
 import levattn
 from levattn.exceptions import KeyFileError
-from levattn.io import source as io_source
-from levattn.sets import two_pass, universal
 
 N, EPSILON = 6500, 0.3
 ROW = 2700  # which no sample of rows would take
@@ -86,49 +83,6 @@ def restored(path: Path, K: Any) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def replaced(path: Path, K: Any) -> None:
-    """Another file in its place, of the same time."""
-    other = path.with_name(f"other{path.suffix}")
-    save(other, K)
-    shutil.copystat(path, other)
-    other.replace(path)
-
-
-def appended(path: Path, K: Any) -> None:
-    """More rows."""
-    rewritten(path, np.concatenate([K, K[:1]]))
-
-
-def cut(path: Path, K: Any) -> None:
-    """Fewer rows."""
-    rewritten(path, K[:-1])
-
-
-def truncated(path: Path, _: Any) -> None:
-    """Fewer bytes."""
-    os.truncate(path, path.stat().st_size - 5)
-
-
-WAYS = (rewritten, restored, replaced, appended, cut, truncated)
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-
-
-@pytest.fixture(params=["keys.npy", "keys.safetensors", "keys.npz"])
-def file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    path = tmp_path / request.param
-    save(path, K0)
-    return path
-
-
-@pytest.fixture(params=["new", "old"])
-def age(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times of a file that is older than a tick of the clock tell every change; a digest those of a newer one."""
-    if request.param == "new":
-        monkeypatch.setattr(two_pass, "record_of", lambda *_, **__: None)
-    else:
-        monkeypatch.setattr(io_source, "_TICK", 0)
-
-
 def between_the_passes(act: Callable[[], None]) -> Callable[[int, int | None], None]:
     """A progress callback that acts once, at the end of the first pass."""
     acted: list[int] = []
@@ -143,35 +97,6 @@ def between_the_passes(act: Callable[[], None]) -> Callable[[int, int | None], N
 
 
 # -- from one pass to the other -------------------------------------------------------------------
-
-
-@every_change
-@every_way
-@pytest.mark.usefixtures("age")
-def test_a_file_that_changes_between_the_passes(file: Path, change: Any, way: Any) -> None:
-    source = levattn.open_keys(file, chunk_rows=700)
-    act = between_the_passes(lambda: way(file, changed(change)))
-    with pytest.raises(KeyFileError, match=file.name):
-        levattn.scan_set(source, EPSILON, progress=act)
-
-
-@every_change
-@pytest.mark.usefixtures("age")
-def test_a_file_that_changes_within_a_pass(tmp_path: Path, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_pass, "_TOGETHER", 0)  # chunk by chunk
-    file = tmp_path / "keys.npy"
-    for moment in (700, 4000, N + 700):  # before its rows are read, after, and before they are read again
-        save(file, K0)
-        source, acted = levattn.open_keys(file, chunk_rows=700), []
-
-        def act(done: int, _: int | None, moment: int = moment, acted: list[int] = acted) -> None:
-            if done >= moment and not acted:
-                acted.append(done)
-                time.sleep(0.02)
-                rewritten(file, changed(change))
-
-        with pytest.raises(KeyFileError, match=r"keys\.npy"):
-            levattn.scan_set(source, EPSILON, progress=act)
 
 
 def test_a_shard_that_changes(tmp_path: Path) -> None:
@@ -194,32 +119,6 @@ def test_a_zarr_store_that_changes(tmp_path: Path) -> None:
 
     with pytest.raises(KeyFileError, match="rows 2048 to 4095"):
         levattn.scan_set(levattn.open_keys(path), EPSILON, progress=between_the_passes(act))
-
-
-def test_scores_that_do_not_add_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What neither the times of a file nor a digest told, as of a page that another process had open to write."""
-    monkeypatch.setattr(two_pass, "record_of", lambda *_, **__: ["the same"])
-    save(tmp_path / "keys.npy", K0)
-    source = levattn.open_keys(tmp_path / "keys.npy")
-    act = between_the_passes(lambda: restored(tmp_path / "keys.npy", changed(one_row)))
-    with pytest.raises(KeyFileError, match=r"add up to [\d.]+, not to the rank 4"):
-        levattn.scan_set(source, EPSILON, progress=act)
-
-
-def test_keys_that_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods that load the file read its pages more than once."""
-    certify = universal.certify
-
-    def late(*args: Any, **options: Any) -> Any:
-        replaced(tmp_path / "keys.npy", changed(one_row))
-        return certify(*args, **options)
-
-    save(tmp_path / "keys.npy", K0)
-    source = levattn.open_keys(tmp_path / "keys.npy")
-    assert len(levattn.expected_scores(source, K0[:50])) == N
-    monkeypatch.setattr(universal, "certify", late)
-    with pytest.raises(KeyFileError, match="another file took its place"):
-        levattn.universal_set(source, EPSILON, f=levattn.Huber())
 
 
 # -- functions and iterables ----------------------------------------------------------------------
@@ -288,22 +187,6 @@ def left_at(rows: int, K: Any, checkpoint: Path) -> None:
 
 @in_each_pass
 @every_change
-@every_way
-@pytest.mark.usefixtures("age")
-def test_a_file_that_changes_between_the_runs(tmp_path: Path, rows: int, change: Any, way: Any) -> None:
-    file, checkpoint = tmp_path / "keys.npy", tmp_path / "checkpoint"
-    save(file, K0)
-    left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
-    before = checkpoint.read_bytes()
-    time.sleep(0.02)
-    way(file, changed(change))
-    with pytest.raises(ValueError, match="truncated" if way is truncated else "other keys|rows in the first pass"):
-        levattn.scan_set(levattn.open_keys(file), EPSILON, checkpoint=checkpoint)
-    assert way in (appended, cut) or checkpoint.read_bytes() == before
-
-
-@in_each_pass
-@every_change
 def test_other_keys_of_a_function_between_the_runs(tmp_path: Path, rows: int, change: Any) -> None:
     def given(K: Any) -> Callable[[], Iterator[Any]]:
         return lambda: (K[at : at + 700] for at in range(0, N, 700))
@@ -311,28 +194,3 @@ def test_other_keys_of_a_function_between_the_runs(tmp_path: Path, rows: int, ch
     left_at(rows, given(K0), tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"K has changed: rows 2048 to .* hold other keys"):
         levattn.scan_set(given(changed(change)), EPSILON, checkpoint=tmp_path / "checkpoint")
-
-
-@in_each_pass
-@pytest.mark.usefixtures("age")
-def test_the_same_keys_in_another_file(tmp_path: Path, rows: int) -> None:
-    file, checkpoint = tmp_path / "keys.npy", tmp_path / "checkpoint"
-    save(file, K0)
-    expected = levattn.universal_set(levattn.open_keys(file), EPSILON)
-
-    def moved() -> Path:
-        return Path(shutil.copy(file, tmp_path / "copy.npy"))
-
-    def touched() -> Path:
-        os.utime(file)
-        return file
-
-    def linked() -> Path:
-        os.link(file, tmp_path / "link.npy")
-        return file
-
-    for other in (moved, touched, linked, lambda: file):
-        left_at(rows, levattn.open_keys(file, chunk_rows=700), checkpoint)
-        found = levattn.scan_set(levattn.open_keys(other()), EPSILON, checkpoint=checkpoint)
-        assert np.array_equal(found.scores, expected.scores)
-        assert not checkpoint.exists()

@@ -16,8 +16,6 @@ import naive
 import strategies
 from levattn.datasets import minilm
 from levattn.exceptions import NonFiniteError
-from levattn.sensitivity import shares
-from levattn.sets.coverage import conformal_quantile, least_queries
 from levattn.states import Moments
 from libraries import over_storages, stored
 from strategies import as_bool, as_float64
@@ -59,27 +57,6 @@ def needs_of(A: naive.Float, order: list[int], wish: dict[str, Any]) -> list[flo
 
 
 # -- conformal prediction by itself ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("percent", [1, 7, 29, 50, 55, 58, 80, 90, 95, 99])
-def test_the_quantile_and_the_least_number_are_those_of_fractions(percent: int) -> None:
-    exact, coverage = Fraction(percent, 100), percent / 100
-    least = next(m for m in range(1, 200) if math.ceil((m + 1) * exact) <= m)
-    assert least_queries(coverage) == least
-    for m in (least, least + 1, 99, 199, 1000):
-        values = np.sort(rng_of(percent, m).standard_normal(m).round(1))
-        if m >= least:
-            assert conformal_quantile(values, coverage) == naive.conformal(values, exact)
-    K, Q = rng_of(1).standard_normal((5, 2)), rng_of(2).standard_normal((2 * least + 1, 2))
-    enough = max(2, 2 * least - 1)
-    assert len(covering(K, Q[:enough], epsilon=0.3, coverage=coverage).needs) == enough - enough // 2
-    assert len(covering(K, Q[:least], epsilon=0.3, coverage=coverage, scores=np.zeros(5)).needs) == least
-    for count, options, named in ((enough - 1, {}, enough), (least - 1, {"scores": np.zeros(5)}, least)):
-        if count:
-            with pytest.raises(
-                ValueError, match=rf"queries are {count} for each.*\b{named}\b.*for coverage {coverage:g}"
-            ):
-                covering(K, Q[:count], epsilon=0.3, coverage=coverage, **options)
 
 
 # -- the set ----------------------------------------------------------------------------------
@@ -130,22 +107,6 @@ def test_the_set_by_a_split_is_a_prefix_for_some_of_the_queries(name: str, wish:
     assert len(set(found.needs.tolist())) > 3
     if wish != "epsilon":  # scores are mean attention
         assert found.scores.sum() == pytest.approx(1, abs=1e-9)
-
-
-@pytest.mark.parametrize("entries", [1, 50, 400])
-@pytest.mark.parametrize(
-    ("name", "wish"), [("x²", "mass"), ("softmax", "epsilon"), ("softmax", "mass"), ("|x|", "size")]
-)
-def test_sets_do_not_depend_on_blocks(name: str, wish: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    f, _ = FUNCTIONS[name]
-    K, Q = keys_of(9, 60), rng_of(10).standard_normal((50, 4))
-    expected = covering(K, Q, f=f, **WISHES[wish])
-    monkeypatch.setattr(shares, "BLOCK_ENTRIES", entries)
-    monkeypatch.setattr(shares, "_QUERIES", 7)
-    found = covering(K, Q, f=f, **WISHES[wish])
-    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-11, atol=1e-18)
-    np.testing.assert_allclose(found.needs, expected.needs, rtol=1e-11)
-    assert np.array_equal(found.mask, expected.mask)
 
 
 # -- the coverage that is reached ----------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Two passes over keys in chunks: the sets of the keys in memory, whatever the chunks, and checkpoints on the way."""
+"""Two passes over keys in chunks: the sets of the keys in memory, whatever the chunks, and checkpoints on the way.
+
+Inside: chunks are made small, and failures are planted within a pass.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,9 @@ from hypothesis import given
 import levattn
 import naive
 import strategies
-from levattn._kernels import BLOCK
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL, Sketch, SketchedRows
 from strategies import Float, csr
-from streams import named_rng
+from streams import BLOCK, named_rng
 
 SETTINGS = strategies.examples(25)
 FORMATS = ("float64", "float32")

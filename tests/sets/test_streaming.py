@@ -19,9 +19,8 @@ import levattn
 import naive
 import strategies
 from levattn import StreamedSet, StreamingUniversalSet
-from levattn._kernels import BLOCK
 from strategies import CASES, STORAGE, Cauchy, Float, Floor, as_float64, case, examples, stores
-from streams import check_error, heavy_tailed, in_chunks, named_rng, near_deficient, turned
+from streams import BLOCK, check_error, heavy_tailed, in_chunks, named_rng, near_deficient, turned
 
 pytestmark = pytest.mark.filterwarnings("ignore::levattn.RankWarning")  # some keys here have such ranks
 

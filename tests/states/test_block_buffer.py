@@ -1,4 +1,7 @@
-"""Rows on their way to sums: whole blocks in order, no row lost, few that wait, and copies that keep theirs."""
+"""Rows on their way to sums: whole blocks in order, no row lost, few that wait, and copies that keep theirs.
+
+Inside: which rows wait shows in no result.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levattn._kernels import BLOCK, Rows
+from levattn._kernels import Rows
 from levattn.states.blocks import BlockBuffer, RowNumbers
 from strategies import Float, examples
+from streams import BLOCK
 
 WAITING = 9 << 20  # bytes
 

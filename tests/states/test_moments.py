@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn import NonFiniteError, leverage_scores
-from levattn._kernels import PairwiseSum, Rows
 from levattn.states import Moments
 from naive import leverage_exact, leverage_svd
 from strategies import STORAGE, Float, as_float64
@@ -53,7 +52,9 @@ def of(K: Any, form: str = "full", **given: Any) -> Moments:
 
 def scores_of(state: Moments, K: Float) -> Float:
     """Scores of keys by the factor of a state."""
-    found: Float = state.factor().on(Rows(K[None], "float64")).scores(member=False)[0][0]
+    factor = state.factor()
+    scale = factor.rows.scale
+    found: Float = (factor.whitened(K if scale is None else K * scale[0]) ** 2).sum(axis=-1)
     return found
 
 
@@ -236,21 +237,6 @@ def test_a_state_is_made_of_arrays_and_goes_on() -> None:
     head = Moments(3, (2,), diagonal=True, decay=0.9).update(K[:, :20])
     state = Moments.from_arrays(head.read(), head.weight, head.count, decay=0.9)
     assert state.update(K[:, 20:]).to_bytes() == straight.to_bytes()
-
-
-def test_pairwise_sums_are_one_tree() -> None:
-    terms = np.random.default_rng(9).standard_normal(11)
-    singly, jointly = PairwiseSum(), PairwiseSum()
-    for term in terms:
-        singly.add(term)
-    jointly.add((terms[0] + terms[1]) + (terms[2] + terms[3]), 2)
-    jointly.add((terms[4] + terms[5]) + (terms[6] + terms[7]), 2)
-    jointly.add(terms[8] + terms[9], 1)
-    jointly.add(terms[10])
-    assert singly.total() == jointly.total()
-    assert PairwiseSum().total() is None
-    with pytest.raises(ValueError, match="cannot begin"):
-        jointly.add(terms[0], 1)
 
 
 # -- factors -----------------------------------------------------------------------------------------------

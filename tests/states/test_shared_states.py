@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import BLOCK
 from levattn.sketch import CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState, TokenState
 from strategies import Float
+from streams import BLOCK
 
 MOMENT = 0.01  # seconds for a call that may have to wait for the stopped one
 PATIENCE = 30.0
@@ -59,6 +59,12 @@ def coverage_of(seed: int) -> levattn.AdaptiveCoverage:
     K, Q = rng.standard_normal((50, D)), rng.standard_normal((60, D))
     found = levattn.covering_set(K, Q, 0.2, f=levattn.Softmax(), coverage=0.8)
     return levattn.AdaptiveCoverage(K, found, rate=0.1)
+
+
+def next_of(state: Any) -> Any:
+    """What the next queries would find, and the size that they would leave: that tells what was found before."""
+    branch = copy.copy(state)
+    return branch.update(10 * np.eye(D)).tolist(), branch.size
 
 
 def tokens_of(number: int) -> TokenState:
@@ -130,7 +136,7 @@ KINDS: dict[str, Kind] = {
     "adaptive": Kind(
         lambda: coverage_of(0),
         lambda state, number: state.update(np.random.default_rng(number).standard_normal((1, D)) * 3),
-        lambda state: (state.seen, state.missed, state.size, state.indices.tolist(), state._level, len(state._needs)),
+        lambda state: (state.seen, state.missed, state.size, state.indices.tolist(), next_of(state)),
         lambda state: state.seen,
         1,
     ),

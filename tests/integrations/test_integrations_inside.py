@@ -1,0 +1,317 @@
+"""Adapters of models, their parts.
+
+Inside: failures have to be planted, and of parts that split, replay and attend only some show in results.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+safetensors = pytest.importorskip("safetensors.torch")
+from decoders import CACHE, LEFT, T, base, output, tokens  # noqa: E402
+from test_changed_models import both, change, looks  # noqa: E402
+from test_compress import changed, context, question  # noqa: E402
+from test_context_files import CONTEXT, GREEDY, QUESTION  # noqa: E402
+from test_prune import pruned  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from levattn.attention import Selection  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, compress, prune, remove  # noqa: E402
+from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
+from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
+from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
+from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
+from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
+from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
+from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
+from levattn.integrations.transformers.pruned import _attention  # noqa: E402
+from levattn.integrations.transformers.pruning import observed  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::levattn.RecallWarning")]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, softcap: float | None) -> Any:
+    """Attention to slots and to what came after them, query by query in float64."""
+    (B, H, T, _), t = q.shape, tail[0].shape[2]
+    each = H // tail[0].shape[1]
+    Y = np.zeros((B, H, T, tail[1].shape[-1]))
+    for group in groups:
+        for place, head in enumerate(group.heads):
+            for b in range(B):
+                keys = torch.cat([group.keys[b, place], tail[0][b, head]]).double().numpy()
+                values = torch.cat([group.values[b, place], tail[1][b, head]]).double().numpy()
+                weights = np.zeros(len(keys))
+                if group.log_weight is not None:
+                    weights[: group.keys.shape[2]] = group.log_weight[b, place]
+                for h in range(head * each, (head + 1) * each):
+                    for i in range(T):
+                        z = keys @ q[b, h, i].double().numpy() * scale
+                        z = z if softcap is None else softcap * np.tanh(z / softcap)
+                        z = z + weights
+                        for j in range(t):
+                            if j > t - T + i or (present is not None and not present[b, j]):
+                                z[group.keys.shape[2] + j] = -math.inf
+                        p = np.exp(z - z.max())
+                        Y[b, h, i] = p @ values / p.sum()
+    return Y
+
+
+ROUTES = {  # by which slots are attended: width of the values, softcap, whether gradients are asked for
+    "parts": (8, None, False),
+    "device": (8, None, False),
+    "device, gradients": (8, None, True),
+    "device, narrow": (5, None, False),
+    "bounded": (8, 1.5, False),
+    "gradients": (8, None, True),
+    "narrow": (5, None, False),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 1 << 24])
+def test_attention_to_slots_is_the_softmax_of_all(
+    T: int, padded: bool, route: str, dtype: Any, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    D, softcap, graded = ROUTES[route]
+    monkeypatch.setattr(attended_module, "_LOGITS", block)
+    called: list[str] = []
+    if "device" in route:  # tensors of which have routes of their own
+        monkeypatch.setattr(attended_module, "_on_device", lambda _: True)
+    for name in ("_by_one_call", "_by_parts", "_by_products", "_causal"):
+        real = getattr(attended_module, name)
+        monkeypatch.setattr(
+            attended_module, name, lambda *args, name=name, real=real: (called.append(name), real(*args))[1]
+        )
+    B, heads, each, d, t = 2, 4, 2, 8, 20
+
+    def group(which: tuple[int, ...], s: int, weighted: bool) -> HeadSlots:
+        shape = (B, len(which), s)
+        weight = torch.randn(shape) if weighted else None
+        if weight is not None:
+            weight[0, 0, -1] = -math.inf
+        keys, values = torch.randn(*shape, d, dtype=dtype), torch.randn(*shape, D, dtype=dtype)
+        return HeadSlots(which, keys, values, weight, torch.zeros(shape))
+
+    groups = (group((0, 3), 41, True), group((1, 2), 70, False))
+    q = torch.randn(B, heads * each, T, d, dtype=dtype, requires_grad=graded)
+    tail = torch.randn(B, heads, t, d, dtype=dtype), torch.randn(B, heads, t, D, dtype=dtype)
+    present = None
+    if padded:
+        present = torch.ones(B, t, dtype=torch.bool)
+        present[1, :2] = False
+    expected = written_out(q.detach(), groups, tail, present, 0.4, softcap)
+    found = attended(q, groups, tail, present, 0.4, softcap)
+    assert found.requires_grad == graded
+    if "device" in route and T > 1 and not padded:
+        assert set(called) == {"_causal"}
+    elif route in ("device", "device, gradients"):
+        assert set(called) == {"_by_one_call"}
+    else:
+        assert set(called) == {"_by_parts" if route == "parts" else "_by_products"}
+    bar = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 0.05}[dtype]
+    assert np.abs(found.detach().double().numpy() - expected).max() < bar
+
+
+def test_padding_in_a_question_stays_finite() -> None:
+    group = HeadSlots((0,), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8), None, torch.zeros(1, 1, 5))
+    tail, present = (torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)), torch.tensor([[False, True, True, False]])
+    assert attended(torch.randn(1, 1, 4, 8), (group,), tail, present, 1.0, None).isfinite().all()
+
+
+@pytest.mark.parametrize("budget", [0.005, 0.05, 0.3, 0.77, 1.0])
+def test_bytes_are_split_within_the_budget_and_where_they_count(budget: float) -> None:
+    rng = np.random.default_rng(0)
+    drawn = rng.exponential(size=(5, 4)) ** 3
+    costs = {(layer, head): float(cost) for (layer, head), cost in np.ndenumerate(drawn)}
+    for a, b in ((1.0, 0.1), (0.0, 1.0)):
+        check_split({head: (a * cost, b * cost) for head, cost in costs.items()}, budget)
+
+
+def check_split(costs: dict[tuple[int, int], tuple[float, float]], budget: float) -> None:
+    def loss(head: tuple[int, int], share: float) -> float:
+        a, b = costs[head]
+        return a * (1 - math.sqrt(share)) + b * math.log(1 / share)
+
+    shares = split_bytes(costs, budget)
+    assert sum(shares.values()) <= budget * len(costs) * (1 + 1e-9)
+    order = sorted(costs, key=costs.__getitem__)
+    assert all(shares[low] <= shares[high] for low, high in pairwise(order))
+    assert sum(loss(*pair) for pair in shares.items()) <= sum(loss(head, budget) for head in costs) + 1e-12
+    # no pair of heads gains by what one level of the first would give the second
+    steps = [1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0]
+    for giver, taker in permutations((head for head in costs if shares[head] in steps), 2):
+        lower, higher = steps.index(shares[giver]) - 1, steps.index(shares[taker]) + 1
+        if lower < 0 or higher == len(steps) or steps[higher] - shares[taker] > shares[giver] - steps[lower]:
+            continue
+        before = loss(giver, shares[giver]) + loss(taker, shares[taker])
+        assert loss(giver, steps[lower]) + loss(taker, steps[higher]) >= before - 1e-12
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPTNeoX", "Phi"])
+@torch.no_grad()
+def test_passes_that_begin_at_a_layer_are_those_of_the_whole(family: str) -> None:
+    model = base(family, num_hidden_layers=3)
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    cache, replay = compress(model, context(), 1.0), Replay(model)
+    layers[0].forward = own = layers[0].forward  # as accelerate has it, which moves what comes in
+    with replay.recorded():
+        whole = model(question(), **{CACHE: cache.copy()}).logits
+    for layer in range(3):
+        with replay.begun_at(layer):
+            assert torch.equal(model(question(), **{CACHE: cache.copy()}).logits, whole)
+        hidden = layers[layer].register_forward_hook(lambda _m, _a, out: changed(out))
+        expected = model(question(), **{CACHE: cache.copy()}).logits
+        with replay.begun_at(layer):
+            found = model(question(), **{CACHE: cache.copy()}).logits
+        hidden.remove()
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, whole)
+        assert layers[0].forward is own
+    assert torch.equal(model(question(), **{CACHE: cache.copy()}).logits, whole)
+
+
+def test_layers_can_be_looked_at_while_they_are_dense() -> None:
+    model = base()
+    wanted = output(model, attention_mask=LEFT)
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda *called: outputs.append(called[-1].logits))
+    ((layer, (arrays,)),) = observed(model, {"input_ids": tokens(), "attention_mask": LEFT}, layers=[1]).items()
+    hook.remove()
+    assert torch.equal(outputs[-1], wanted)
+    prune(model, 8).remove()
+    assert (layer, arrays.q.shape, arrays.k.shape, arrays.causal) == (1, (2, 4, T, 8), (2, 2, T, 8), True)
+    assert torch.equal(arrays.present, LEFT.bool())
+    P = arrays.dense_weights([T - 1]) @ arrays.v.repeat_interleave(2, 1)
+    assert P.shape == (2, 4, 1, 8)
+
+
+def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
+    model, prompt = base(), torch.arange(T)[None]
+
+    def measured(measure: bool | None) -> float:
+        with prune(model, Selection(12, renew_every=4), measure=measure) as report:
+            model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        (tally, _), *_ = report._tallies.values()
+        assert [(row["calls"], row["measured"]) for row in report.table()] == [(3, 3 if measure else 1)] * 4
+        return float(tally.sums["queries"].sum())
+
+    assert 0 < measured(None) < measured(True)
+
+
+def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base()
+    monkeypatch.setattr(type(model), "forward", None)  # would be called
+    for budget in (0, -0.5, 1.5):
+        with pytest.raises(ValueError, match=r"budget|size"):
+            prune(model, budget)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]
+    """The names of the operations that torch computes meanwhile."""
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names = [*getattr(self, "names", []), operation.name()]
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_mask_that_is_what_the_layer_expects_is_compared_with_nothing_else() -> None:
+    full = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    for mask, expected, causal in ((full, False, False), (full.tril(), True, True), (full, True, False)):
+        with Operations() as computed:
+            assert padding_and_kind("a layer", mask, 6, 6, expected) == (None, causal)
+        assert ("aten::arange" in computed.names) == expected  # of a causal mask
+        assert computed.names.count("aten::eq.Tensor") == (1 if expected == causal else 2)
+    with pytest.raises(ValueError, match="neither full nor causal with padding"):
+        padding_and_kind("a layer", full.triu(), 6, 6, True)
+
+
+def test_keys_of_another_sequence_are_refused() -> None:
+    model = pruned(base())
+    attention = model.model.layers[0].self_attn
+    q = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="LlamaAttention 0 has 3 queries and 5 keys; expected 3 keys"):
+        _attention(attention, q, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), None)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_slots_go_where_each_layer_computes(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = base(family), tmp_path / "context"
+    cache = compress(model, tokens(1, CONTEXT), {(1, 1): 0.5})
+    cache.ask(model, QUESTION, **GREEDY)
+    cache.save(file)
+    block = model.model.layers[1].to("meta")  # as if accelerate brought its weights to a device
+    block.self_attn.k_proj._hf_hook = SimpleNamespace(execution_device="meta")
+    monkeypatch.setattr(Origin, "check_file", lambda *_: None)  # the weights are gone
+    loaded = CompressedCache.load(file, model)
+    assert loaded.tokens.device.type == "cpu"
+    for number, layer in enumerate(loaded.layers):
+        arrays = [layer.keys, layer.values] if layer.is_sliding else list(layer.tail.arrays)
+        for group in () if layer.is_sliding else layer.groups:
+            arrays += [group.keys, group.values, group.places]
+        assert {array.device.type for array in arrays} == {"meta" if number == 1 else "cpu"}
+
+
+@both
+def test_a_change_that_is_interrupted_is_undone(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base().train()
+    before = looks(model)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[1].self_attn, "register_forward_hook", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            change(model, form)
+    assert looks(model) == before
+    assert torch.isfinite(output(change(model, form))).all()
+
+
+@both
+@pytest.mark.parametrize("method", ["__setattr__", "__delattr__"])
+def test_a_change_and_its_removal_can_be_interrupted_at_each_attribute(
+    method: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own, interrupted = base().train(), getattr(torch.nn.Module, method), 0
+    before = looks(model)
+    for number in range(100):
+        left = number
+
+        def counted(module: Any, name: str, *value: Any) -> None:
+            nonlocal left
+            left -= name == RECORD or (hasattr(model, RECORD) and name in (PART, EXTENSION, "config"))
+            if left == -1:
+                left = -2
+                raise KeyboardInterrupt
+            own(module, name, *value)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.nn.Module, method, counted)
+            try:
+                change(model, form)
+                remove(model)
+            except KeyboardInterrupt:
+                interrupted += 1
+        if hasattr(model, RECORD):
+            remove(model)
+        assert looks(model) == before
+        if left >= 0:
+            break
+    assert interrupted == number > 2
