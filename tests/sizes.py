@@ -55,14 +55,19 @@ def parameters_of(value: Any) -> int:
         return 0
 
 
+def is_result(value: Any) -> bool:
+    """Tell whether functions alone make objects of a class: its docstring has attributes, and no parameters."""
+    return isinstance(value, type) and "Attributes\n" in (text := value.__doc__ or "") and "Parameters\n" not in text
+
+
 def public_calls() -> Iterator[tuple[str, int]]:
-    """Yield all public functions and classes that users make, with the number of their parameters."""
+    """Yield all public functions, and classes whose objects users make, with the number of their parameters."""
     seen: set[int] = set()
     for package in PACKAGES:
         module = importlib.import_module(f"levattn.{package}".rstrip("."))
         for name in module.__all__:
             value = getattr(module, name)
-            if callable(value) and id(value) not in seen:
+            if callable(value) and id(value) not in seen and not is_result(value):
                 seen.add(id(value))
                 yield f"{module.__name__}.{name}", parameters_of(value)
 
@@ -75,5 +80,5 @@ if __name__ == "__main__":
         print("\n".join(reach.table()))
     if len(sys.argv) == 1:
         calls = sorted(public_calls(), key=lambda pair: (-pair[1], pair[0]))
-        print(f"{len(calls):7d} public functions and classes; those with more than {MANY} parameters:")
+        print(f"{len(calls):7d} public functions and classes; calls with more than {MANY} parameters:")
         print("\n".join(f"{number:7d} {name}" for name, number in calls if number > MANY))

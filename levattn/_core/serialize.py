@@ -1,4 +1,4 @@
-"""States: their locks and copies, and their form in files."""
+"""States of streams: they are locked, copied, and written to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of arrays that many modules use, and the formats of their numbers."""
+"""Type aliases of NumPy arrays, and the names of the floating-point dtypes that levattn reads."""
 
 from __future__ import annotations
 

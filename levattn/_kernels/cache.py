@@ -1,4 +1,4 @@
-"""Sources of compiled code: Numba's cache on disk, and archives in the wheel. Numba compiles all other code.
+"""Compiled CPU kernels come from the wheel or from Numba's disk cache; Numba compiles all others.
 
 No other module depends on how Numba keeps its files (`numba.core.caching`, the same from 0.61 on).
 """

@@ -1,4 +1,4 @@
-"""The contracts that files of kernels fulfill, for mypy to check; no code runs this.
+"""Checks for mypy alone: each module of kernels provides the functions of its protocol. No code runs this.
 
 `dispatch` takes all other kernels of a file from the definition.
 """

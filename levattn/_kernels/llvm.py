@@ -1,4 +1,4 @@
-"""Writing LLVM vector code, where the compiler does not vectorize loops by itself, and primitives of all kernels.
+"""Functions that emit LLVM instructions: vector loops that Numba does not vectorize, and primitives of all kernels.
 
 Addresses are integers, in bytes. ``like`` is any array (or pointer) of the dtype to compute in, float32 or float64.
 Sizes such as the rows of a tile are known at compile time, so that a tile is straight-line code.

@@ -1,4 +1,4 @@
-"""Parts of kernels: functions that Numba compiles within each kernel that calls them, and not alone.
+"""Functions that Numba compiles within each kernel that calls them, and not alone, which takes less time.
 
 Numba optimizes a function and makes its machine code before another function may call it, and then repeats that work
 within the caller. For kernels that call many small functions, this is most of the compile time. The module depends on

@@ -1,4 +1,4 @@
-"""One record as the argument of compiled code: numbers and the addresses of arrays, in named fields."""
+"""A `Record` packs numbers and addresses of arrays into one struct, the only argument of a compiled kernel."""
 
 from __future__ import annotations
 

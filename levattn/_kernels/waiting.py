@@ -1,4 +1,4 @@
-"""Waiting for a word in memory to change, without the GIL and without sleep."""
+"""`wait_for_change` watches a word in memory until another thread changes it, without the GIL and without sleep."""
 
 from __future__ import annotations
 

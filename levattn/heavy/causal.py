@@ -255,7 +255,7 @@ class _Prefix:
         return self._may_be_heavy(np.einsum("ij,ij->i", in_basis, in_basis), error)
 
     def _still_by_factor(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Tell the same by a stable factorization of all keys so far."""
+        """Tell which of some keys may be heavy, by a stable factorization of all keys so far."""
         factor = factor_moments(self._all.between(0, self.stop), single="no")
         scores: Float64 = factor.scores(as_float64=True)[0][0][indices]
         return self._may_be_heavy(scores, float(factor.score_error[0]))

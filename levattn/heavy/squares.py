@@ -1,4 +1,4 @@
-"""Heavy entries for f(x) = x², on the device of the keys: by the factor of the keys, or recovered from a sketch."""
+"""Heavy attention for f(x) = x²: normalizers from the factor of the keys, and entries, which a sketch may find."""
 
 from __future__ import annotations
 

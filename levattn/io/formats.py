@@ -1,4 +1,4 @@
-"""Formats of files of keys: .npy and .npz, Parquet, safetensors, Zarr."""
+"""Readers of files of keys: .npy and .npz, Parquet, safetensors, Zarr."""
 
 from __future__ import annotations
 

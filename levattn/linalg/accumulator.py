@@ -27,7 +27,7 @@ Exponents = npt.NDArray[np.int32]
 
 
 def pieces_of(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Split `n` rows into runs of whole powers of two of blocks, of a level of at most `longest`.
+    """Split `n` rows into runs of 2^j blocks each, with j at most `longest`.
 
     Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1.
     """

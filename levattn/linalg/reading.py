@@ -1,4 +1,4 @@
-"""Rows in float64 as the kernels read them, block by block: checks that they are finite and fit, and a digest."""
+"""Rows of K in float64, scaled and shifted: read in blocks, checked for NaN and infinity, and hashed."""
 
 from __future__ import annotations
 

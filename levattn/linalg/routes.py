@@ -1,4 +1,4 @@
-"""How keys are factored: moments summed once, or again in another basis where needed, QR and SVD."""
+"""Ways to factor keys: by their second moment, by the moment in another basis if ill-conditioned, by QR or SVD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Second moments of keys for a factor: in float32 where a sample of rows allows it, in range, and factored."""
+"""Second moments of keys to be factored, in float32 where a sample of rows shows that this is accurate enough."""
 
 from __future__ import annotations
 

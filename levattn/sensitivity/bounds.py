@@ -179,7 +179,7 @@ def sensitivities(
         converged or not. "lift": for even p the leverage scores of all products of p/2 coordinates. "block": for
         every function of the protocol, from leverage scores with respect to the blocks of a random partition. For
         growth above 2 it uses Lewis weights of the blocks. "jensen": for `Softmax` from the distances of the keys to
-        their mean. "ball": the same, and steps of a concave program for the keys whose bound is still at least ε.
+        their mean. "ball": the bound of "jensen", improved by a concave program for keys whose bound is at least ε.
         "auto": the element-wise minimum of the methods that apply and are not too expensive.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.

@@ -169,7 +169,7 @@ def leverage_scores(
         Method "svd" refuses it, and "srht" takes as long as for dense keys.
     method : {"auto", "gram", "qr", "svd"}, or a sketch or its name
         Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
-        loses the precision. "auto": the same, with products in float32 where the error above allows it. "qr":
+        loses the precision. "auto": as "gram", with products in float32 where the error above allows it. "qr":
         Householder QR of row blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory.
         The moments of the whitened keys correct "qr" and "svd" once. The other methods are approximate (see Notes):
         a sketch of the rows, `CountSketch`, `OSNAP` or `SRHT` of `levattn.sketch`, such as ``OSNAP(4096, seed=0)``. Or

@@ -188,7 +188,7 @@ def sums(
 
 
 def small_changes(f: AttentionFunction, size: Float64, noise: Float64, share: float = _SHARE) -> Float64:
-    """Bound the change of ``Σ f(z)``, of the sizes of z, from errors of `noise`, (m,), except for a `share` of it."""
+    """Bound how much errors of `noise`, (m,), in z change ``Σ f(|z|)``, up to a `share` of the sum."""
     few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / share))[:, None])
     at = few // size.shape[1]
     high, low = _high_and_low(f, size.ravel()[few], noise[at])

@@ -1,4 +1,4 @@
-"""Sums of a second moment: over fixed blocks of rows, in as many bits as needed, or running sums, which may decay."""
+"""Second moments Σ w k kᵀ of rows as they come: summed over fixed blocks of rows, or running sums that may decay."""
 
 from __future__ import annotations
 

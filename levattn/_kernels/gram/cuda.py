@@ -1,4 +1,4 @@
-"""Second moments and squared norms on a CUDA device: cuts work into launches of compiled code.
+"""Launches of the CUDA kernels that compute second moments KᵀK and squared norms ‖k W‖².
 
 Keys are CuPy arrays, with 16-bit floats as uint16 words. Results, matrices of d by d, stay on the device. Such
 matrices in numpy are copied there.

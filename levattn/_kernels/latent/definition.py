@@ -1,4 +1,4 @@
-"""Latent attention in the array-API standard: the definitions, with which tests compare the compiled kernels.
+"""Formulas of latent attention for any array library, with which tests compare the compiled kernels.
 
 There is no backward here, because torch differentiates the definitions itself.
 """

@@ -1,4 +1,4 @@
-"""Online leverage scores: Givens rotations add each row to the triangle R of the rows before it, four at a time.
+"""Online leverage scores: Givens rotations update the triangular factor R, with four rows of keys at a time.
 
 The rotations, with cosines c and sines s, also give the score of the row, ``1 − Π c²``. It is summed up as
 ``Σ_j (s_j Π_{i<j} c_i)²``, in which nothing cancels. Each row rounds R once more, so that many copies of a row would

@@ -195,7 +195,7 @@ class PrunedKernels(PrunedOperators, Protocol):
     ) -> tuple[Any, Any, Any, Summaries, Any] | None:
         """Return kept keys, values and places, summaries, and radii or None; or None if the caller must take steps.
 
-        `room`: as above. With it results are valid until the call after the next.
+        `room`: arrays that calls reuse. With it results are valid until the call after the next.
         """
 
 

@@ -1,4 +1,4 @@
-"""The mixtures of pruned attention, compiled.
+"""Compiled pruned attention: one softmax, or power, over selected keys, summaries of clusters and near keys.
 
 A row of logits has the kept keys first, in whole vectors, then the summaries, up to whole panels, then the near keys.
 The kernel adds `bias` to it. For a softmax it is −inf at an empty place, and log Σ w − Σ w log w / Σ w at a summary.

@@ -1,4 +1,4 @@
-"""Sparse keys on the CPU: their entries, blocks of dense rows, and sums and maxima of columns."""
+"""Sparse keys on the CPU: CSR arrays for compiled code, dense blocks of rows, sums and maxima of columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definitions in the array-API standard, in any namespace: rows as kernels read them, and figures of columns."""
+"""Formulas for any array library: scaled, shifted and masked rows of K, and sums and maxima of their columns."""
 
 from __future__ import annotations
 

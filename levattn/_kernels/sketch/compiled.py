@@ -1,4 +1,4 @@
-"""Sketches of tall matrices: rows added with signs to a few places, Hadamard transforms of blocks, dense products."""
+"""Compiled sketches S K: sparse (CountSketch, OSNAP), subsampled Hadamard (SRHT), and dense matrices."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
 
 @helper
 def _combine_groups(X, group, vectors):
-    """Finish the Hadamard transform of the rows of X, of which each `group` of neighbors is transformed already."""
+    """Finish the Hadamard transform of the rows of X; each `group` of neighbors is transformed already."""
     row_bytes = X.strides[0]
     half = group
     while half < X.shape[0]:

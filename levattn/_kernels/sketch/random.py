@@ -1,4 +1,4 @@
-"""The words, signs and normals of `levattn._core.random` in compiled code."""
+"""The compiled Philox generator: random words, signs and normal numbers, as `levattn._core.random` defines them."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def _score_gradients_causal(like, p, g, i, k):
 
 @helper
 def _score_gradients_everywhere(like, p, g, i, k):
-    """As `_score_gradients_causal`, but with the same row in the scores of all tokens."""
+    """Write the gradients of scores where all tokens share one row of factors."""
     scores_at, factors_at, slopes_at, ones_at = table(p, 0), table(p, 1), table(p, 2), table(p, 3)
     w, out, (low, high) = head_rows(p.W, g, k), head_rows(p.D_W, g, k), bounds(p, i)
     count, at = begin_sums(like, p, g, i, k, False, p.sums, scores_at), low

@@ -1,4 +1,4 @@
-"""Token statistics attention on the CPU: passes addresses of arrays, and shares tasks out over threads.
+"""Token statistics attention on the CPU: splits sequences and heads over threads, and calls the compiled kernels.
 
 With many sequences, a task is one whole sequence. Otherwise each step is shared out by itself, head by head. Both
 compute the same results.

@@ -239,7 +239,7 @@ def _causal_sequence(like, p, g, i, reads):
 
 @helper
 def _even_sequence(like, p, g, i, reads):
-    """The same for a sequence whose tokens all see the same sums, which are formed first."""
+    """Write the outputs of a sequence that is not causal: sum over all tokens first, then process each."""
     heads, deep, step, row = p.heads, p.width * 8, RUN * p.size, p.width * p.size
     counts, totals = as_pointer(p.totals, 0.0), as_pointer(p.totals + 8 * heads, 0.0)
     alone, (low, high) = p.A != 0, bounds(p, i)

@@ -1,4 +1,4 @@
-"""Token statistics attention on tensors of torch; see `latent.torch`."""
+"""Token statistics attention as an operator of torch, with gradients."""
 
 from __future__ import annotations
 

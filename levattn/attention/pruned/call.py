@@ -1,4 +1,4 @@
-"""A call of pruned attention: its arrays as stacks, which items go together, and results for the caller."""
+"""Checked arguments of pruned attention as stacks of matrices, and results in the caller's shape and library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact leverage scores of tensors, with gradients."""
+"""Leverage scores of torch tensors with gradients, for the membership "leverage" of token statistics attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables with a row for each layer and head of a model, to draw, and mappings from (layer, head), to save."""
+"""Tables with one row for each layer and head of a model, to plot, or to save as JSON."""
 
 from __future__ import annotations
 

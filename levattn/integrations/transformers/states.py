@@ -1,4 +1,4 @@
-"""Layers of a transformers cache that hold states of attention: of pruned layers, and of layers with latents."""
+"""Layers of a transformers cache that hold states: of pruned attention, or of latents beside a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slots of a compressed head, and attention to them and to later tokens.
+"""Compressed heads: selected keys and weighted means of clusters (slots), and attention to them and later tokens.
 
 Slots are chosen keys of a context, and summaries of the others with their weights.
 """
@@ -250,7 +250,7 @@ def together(parts: list[SlotArrays]) -> SlotArrays:
 
 
 def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
-    """Join the slots of the same heads from two parts of a context."""
+    """Join the arrays of slots of two parts of a context."""
     if first[2] is not None or second[2] is not None:
         first, second = _weighted(first), _weighted(second)
     pairs, axis = zip(first, second, strict=True), first[0].ndim - 2
@@ -259,7 +259,7 @@ def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
 
 
 def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
-    """Join the slots of the same heads from two parts of a context."""
+    """Return the slots of some heads from two consecutive parts of a context."""
     return HeadSlots(first.heads, *both_slots(first.arrays, second.arrays))
 
 
