@@ -185,9 +185,13 @@ def _operators() -> dict[str, Row]:
         "latte": of(latte, latent),
         "latte(causal=False)": of(partial(latte, causal=False), latent),
         "window_attention": of(partial(window_attention, window=6), window, heads=True),
-        "window_attention(softcap=…)": of(partial(window_attention, window=6, softcap=1.5), window, heads=True),
+        "window_attention(Window(6, softcap=…))": of(
+            partial(window_attention, window=6, softcap=1.5), window, heads=True
+        ),
         "macchiato": of(partial(macchiato, window=6), mixture, heads=True),
-        "macchiato(overlap='exclusive')": of(partial(macchiato, window=6, overlap="exclusive"), mixture, heads=True),
+        "macchiato(window=Window(6, overlap='exclusive'))": of(
+            partial(macchiato, window=6, overlap="exclusive"), mixture, heads=True
+        ),
         "rg_lru": of(rg_lru, ((T, 4),) * 3, (4,)),
         "causal_conv": of(causal_conv, ((T, 4),), (4, 3), (4,)),
         "rotate_values": of(_rotated, ((T, 4),), has_mask=False),
@@ -222,7 +226,7 @@ def _layers() -> dict[str, Row]:
         "nn.Latte(feature='conv')": of(Latte, latents=5, feature="conv"),
         "nn.Latte(feature='rg_lru', vapor=True)": of(Latte, latents=5, feature="rg_lru", vapor=True),
         "nn.Macchiato": of(Macchiato, latents=5, window=6, kv_heads=1),
-        "nn.Macchiato(overlap='exclusive')": of(
+        "nn.Macchiato(window=Window(6, overlap='exclusive'))": of(
             Macchiato, latents=5, window=Window(6, overlap="exclusive"), vapor=True
         ),
         "nn.TokenStatistics": of(TokenStatistics, cached=False),

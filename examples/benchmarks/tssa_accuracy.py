@@ -22,7 +22,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "released": {},
     "paper": {"form": "norm"},
     "mean": {"form": TokenForm(normalize="mean")},
-    "decayed": {"decay": 0.999},
+    "decayed": {"form": TokenForm(decay=0.999)},
     "released, not causal": {"causal": False},
 }
 

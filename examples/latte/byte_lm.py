@@ -86,11 +86,10 @@ def latents_of(model: Decoder, tokens: Tensor) -> list[dict[str, float]]:
         p = Q.softmax(-1)
         said = {"read": _entropy(p).exp().mean().item(), "used": _entropy(p.mean((0, 2))).exp().mean().item()}
         if window:
-            gate = mixer.gate(x).transpose(1, 2).double()
-            said["window"] = (gate - Q.logsumexp(-1)).sigmoid()[..., mixer.window :].mean().item()
-            if mixer.overlap == "mixture":
-                repeated = repeated_mass(Q, K, gate, window=mixer.window.size)
-                said["repeated"] = repeated[..., mixer.window :].mean().item()
+            gate, near = mixer.gate(x).transpose(1, 2).double(), mixer.window
+            said["window"] = (gate - Q.logsumexp(-1)).sigmoid()[..., near.size :].mean().item()
+            if near.overlap == "mixture":
+                said["repeated"] = repeated_mass(Q, K, gate, near)[..., near.size :].mean().item()
         found.append(said)
     return found
 

@@ -34,7 +34,7 @@ STYLES: dict[str, tuple[str, Any]] = {
 
 
 def options(channels: int) -> dict[str, dict[str, Any]]:
-    """Return what each form gives `levattn.attention.memberships`, and what its logits are made of."""
+    """Return the temperature and the fields of each `levattn.attention.TokenForm`, and what its logits are made of."""
     return {
         "released": {"temperature": 1.0},
         "mean, θ = 1": {"temperature": 1.0, "normalize": "mean"},

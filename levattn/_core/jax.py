@@ -79,14 +79,14 @@ def _numpy_of(value: Any, name: str) -> Any:
     if is_jax(value):
         return from_jax(value, name)
     changed = {label: from_jax(part, f"{name}.{label}") for label, part in _held(value).items() if is_jax(part)}
-    if changed and type(value) is tuple:
-        return tuple(changed.get(place, part) for place, part in enumerate(value))
+    if changed and type(value) in (tuple, list):
+        return type(value)(changed.get(place, part) for place, part in enumerate(value))
     return replace(value, **changed) if changed else value
 
 
 def _held(value: Any) -> dict[Any, Any]:
     """Return the parts of a tuple or a record of options by their names, or another value by no name."""
-    if type(value) is tuple:
+    if type(value) in (tuple, list):
         return dict(enumerate(value))
     if not is_dataclass(value) or isinstance(value, type):
         return {"": value}

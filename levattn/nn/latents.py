@@ -7,6 +7,7 @@ from abc import abstractmethod
 from functools import partial
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from levattn._core.checks import check_type, fraction, positive_number, whole_number
@@ -62,7 +63,14 @@ _BASE = 10000.0  # of the angles of rotations
 
 def _base(name: str, given: Any) -> bool | float:
     """Return whether to rotate, or the base of the angles."""
-    return given if isinstance(given, bool) else positive_number(name, given)
+    if isinstance(given, bool | np.bool_):
+        return bool(given)
+    base = positive_number(name, given, what="True, False, or the base of the angles, such as 10000.0")
+    if base <= 1:
+        raise ValueError(
+            f"{name} is {given!r}; expected True, False, or a base of the angles above 1, such as 10000.0"
+        )
+    return base
 
 
 class LatentLayer(Recurrent[CacheType]):
@@ -143,7 +151,8 @@ class LatteCache(Cache):
 
     Examples
     --------
-    >>> import torch
+    >>> import numpy as np
+    import torch
     >>> from levattn.nn import Latte
     >>> layer = Latte(16, heads=2, latents=4)
     >>> cache = layer.new_cache()
@@ -204,7 +213,8 @@ class Latte(LatentLayer[LatteCache]):
 
     Examples
     --------
-    >>> import torch
+    >>> import numpy as np
+    import torch
     >>> from levattn.nn import Latte
     >>> layer = Latte(32, heads=4, latents=8)
     >>> X = torch.randn(2, 10, 32)
@@ -260,7 +270,8 @@ class MacchiatoCache(Cache):
 
     Examples
     --------
-    >>> import torch
+    >>> import numpy as np
+    import torch
     >>> from levattn.nn import Macchiato
     >>> layer = Macchiato(16, 8, heads=2, latents=4)
     >>> cache = layer.new_cache()
@@ -325,7 +336,8 @@ class Macchiato(LatentLayer[MacchiatoCache]):
 
     Examples
     --------
-    >>> import torch
+    >>> import numpy as np
+    import torch
     >>> from levattn.nn import Macchiato
     >>> layer = Macchiato(32, 4, heads=4, kv_heads=2, latents=8, feature="conv")
     >>> X = torch.randn(2, 10, 32)

@@ -520,7 +520,9 @@ class _Attention:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             hides = ~(A.max(axis=1, initial=0.0) > self.f(noise) / D)
             hidden = np.flatnonzero(hides & (D > 0))
-            if len(hidden) and A.shape[1]:
+            meets = (Q[hidden] != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T
+            hidden = hidden[meets.any(axis=1)]  # the others have exact zeros alone
+            if len(hidden):
                 Z, error = certain_products(Q[hidden], rows)
                 size = np.abs(Z) + error
                 bound = np.clip(self.f(size) / D[hidden, None], LEAST_POSITIVE, 1.0)

@@ -13,6 +13,8 @@ from operator_table import TSSA_FORMS as FORMS
 import naive
 import naive_attention
 import strategies
+from levattn import attention
+from levattn.attention import TokenForm
 from levattn.states import Moments, TokenState
 from libraries import over_storages, stored
 from strategies import ALL_STORAGE, STORAGE, Float, as_float64
@@ -435,3 +437,14 @@ def test_bad_states_are_named() -> None:
         TokenState(Moments(2, diagonal=True)).merge(TokenState())
     with pytest.raises(TypeError, match="other is of type Moments"):
         TokenState().merge(Moments(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "form", [None, ("norm", "sum"), {"membership": "norm"}, TokenForm, TokenForm(None), [0.5, 1.0]]
+)
+def test_what_is_no_form_is_named(form: Any) -> None:
+    for call in (attention.tssa, attention.memberships):
+        with pytest.raises(
+            TypeError, match=r"form is, or has a membership, of type .*; expected a TokenForm, one of 'diag"
+        ):
+            call(tokens(0), form=form)

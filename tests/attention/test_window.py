@@ -13,6 +13,8 @@ import pytest
 
 import naive_attention as naive
 from latent_calls import window_attention
+from levattn import attention
+from levattn.attention import Window
 from levattn.attention.latent import window as latent_window
 from libraries import over_storages, stored
 
@@ -129,3 +131,31 @@ def test_wrong_arguments_are_named() -> None:
     for arrays, options, error, message in refused:
         with pytest.raises(error, match=message):
             window_attention(*arrays, **{"window": 3} | options)
+
+
+def test_a_window_holds_numbers_of_python() -> None:
+    """Sizes of few bits would overflow, and a softcap of float64 would give logits of float32 another dtype."""
+    window = Window(np.uint8(200), overlap="exclusive", scale=np.float32(0.5), softcap=np.float64(3))
+    assert [type(x) for x in (window.size, window.scale, window.softcap)] == [int, float, float]
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((3, 400, 4), dtype=np.float32)
+    logits = (*rng.standard_normal((2, 400, 3), dtype=np.float32), np.zeros(400, np.float32))
+    same = Window(200, overlap="exclusive", scale=0.5, softcap=3.0)
+    np.testing.assert_array_equal(
+        attention.macchiato(*arrays, logits, window), attention.macchiato(*arrays, logits, same)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"size": 0}, ValueError, "window is 0; expected at least 1"),
+        ({"size": 2.0}, TypeError, "window is 2.0; expected a whole number"),
+        ({"overlap": "both"}, ValueError, "overlap is 'both'; expected 'mixture' or 'exclusive'"),
+        ({"scale": math.inf}, ValueError, "scale is inf; expected a finite number"),
+        ({"softcap": -2}, ValueError, "softcap is -2; expected a finite number above 0"),
+    ],
+)
+def test_wrong_options_of_a_window_are_named(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Window(**{"size": 8} | options)

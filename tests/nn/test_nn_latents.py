@@ -115,6 +115,8 @@ def test_a_weight_of_latents_out_of_range_is_named(weight: Any, error: type[Exce
         (Macchiato, {"dim": 6}, ValueError, "dim / heads is 3; expected an even number"),
         (Macchiato, {"window": 0}, ValueError, "window is 0; expected at least 1"),
         (Macchiato, {"rope": math.inf}, ValueError, "rope is inf; expected"),
+        (Macchiato, {"rope": 1}, ValueError, "rope is 1; expected True, False, or a base"),
+        (Macchiato, {"vapor": 0}, ValueError, "vapor is 0; expected True, False, or the base"),
     ],
 )
 def test_wrong_options_are_named(cls: Any, options: Any, error: type[Exception], message: str) -> None:

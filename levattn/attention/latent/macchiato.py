@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_numpy
-from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.types import Float64
@@ -384,8 +383,8 @@ def repeated_mass(
     k_logits: Any,
     gate: Any,
     /,
+    window: Window | int,
     *,
-    window: int,
     mask: Any = None,
     offsets: Any = None,
 ) -> Any:
@@ -405,8 +404,8 @@ def repeated_mass(
         Logits of the positions.
     gate : array of shape (..., H, T)
         Logits of the window.
-    window : int
-        W, at least 1.
+    window : Window or int
+        The `Window`, or its size W.
     mask : array of bool, shape (..., G, T), optional
         True for a position that takes part. The others have no place, and their rows are zero.
     offsets : array of int, shape (n + 1,), optional
@@ -442,7 +441,7 @@ def repeated_mass(
     >>> r[[9, 99, 999]]  # the window has 1/5 of the weight, as each latent
     array([0.8  , 0.08 , 0.008])
     """
-    window = whole_number("window", window)
+    window = window_of(window).size
     q_logits, k_logits, gate = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, "TL"), "gate": (gate, "T")}
     )

@@ -86,12 +86,14 @@ class Window:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        whole_number("window", self.size)
+        object.__setattr__(self, "size", whole_number("window", self.size))  # numbers of Python, not of NumPy
         if self.overlap not in get_args(Overlap):
             raise ValueError(f"overlap is {self.overlap!r}; expected 'mixture' or 'exclusive'")
-        check_scale(self.scale, 1)
+        if self.scale is not None:
+            object.__setattr__(self, "scale", check_scale(self.scale, 1))
         if self.softcap is not None:
-            positive_number("softcap", self.softcap, what="a finite number above 0, or None for no bound")
+            softcap = positive_number("softcap", self.softcap, what="a finite number above 0, or None for no bound")
+            object.__setattr__(self, "softcap", softcap)
 
 
 def window_of(given: Any) -> Window:
@@ -199,7 +201,7 @@ def window_attention(
 
 def window_options(window: Window, d: int) -> dict[str, Any]:
     """Return the arguments of `windowed`, for keys of d columns."""
-    return {"window": int(window.size), "scale": check_scale(window.scale, d), "softcap": window.softcap}
+    return {"window": window.size, "scale": check_scale(window.scale, d), "softcap": window.softcap}
 
 
 def check_scale(scale: Any, d: int) -> float:

@@ -91,6 +91,10 @@ class TokenForm:
     decay: Any = 1.0
     c: float = 1.0
 
+    @property
+    def _held_array(self) -> Any:
+        return self.membership, self.bias, self.decay
+
 
 Form = tuple[Any, Any, Any, Any, Any]  # the fields of a TokenForm
 
@@ -142,6 +146,11 @@ def _call_like(shape: tuple[int, ...], dtype: Any, temperature: Any, form: Form,
 def _checked(W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any) -> TokenCall:
     membership, normalize, bias, decay, c = form
     W = _with_heads(W)
+    if not isinstance(membership, str) and not hasattr(membership, "shape"):
+        raise TypeError(
+            f"form is, or has a membership, of type {type(membership).__name__}; expected a TokenForm, one of "
+            f"{', '.join(map(repr, MEMBERSHIPS))}, or an array of logits"
+        )
     name = membership if isinstance(membership, str) else "logits"
     check_form(name, normalize, bool(causal), bias)
     own = None if isinstance(membership, str) else membership
