@@ -151,8 +151,7 @@ class LatteCache(Cache):
 
     Examples
     --------
-    >>> import numpy as np
-    import torch
+    >>> import torch
     >>> from levattn.nn import Latte
     >>> layer = Latte(16, heads=2, latents=4)
     >>> cache = layer.new_cache()
@@ -213,8 +212,7 @@ class Latte(LatentLayer[LatteCache]):
 
     Examples
     --------
-    >>> import numpy as np
-    import torch
+    >>> import torch
     >>> from levattn.nn import Latte
     >>> layer = Latte(32, heads=4, latents=8)
     >>> X = torch.randn(2, 10, 32)
@@ -270,8 +268,7 @@ class MacchiatoCache(Cache):
 
     Examples
     --------
-    >>> import numpy as np
-    import torch
+    >>> import torch
     >>> from levattn.nn import Macchiato
     >>> layer = Macchiato(16, 8, heads=2, latents=4)
     >>> cache = layer.new_cache()
@@ -336,8 +333,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
 
     Examples
     --------
-    >>> import numpy as np
-    import torch
+    >>> import torch
     >>> from levattn.nn import Macchiato
     >>> layer = Macchiato(32, 4, heads=4, kv_heads=2, latents=8, feature="conv")
     >>> X = torch.randn(2, 10, 32)
