@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable
 from functools import cache, partial, wraps
@@ -17,6 +19,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+from numba.core.bytecode import FunctionIdentity
 from numba.extending import register_jitable
 
 from levattn._kernels.cache import say_uncached
@@ -97,9 +100,20 @@ class _Uncollected:
         self._lock, self._inside = threading.Lock(), 0
 
 
+def _number_anew() -> None:
+    """Let Numba number functions from a random number on, as each process does that compiles.
+
+    Numbers are parts of the names of functions in compiled code, and code from the cache keeps its names. If two
+    processes began at 1, new code would call a function of that name in code from the cache.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(60))
+
+
 _uncollected = _Uncollected()
+_number_anew()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_uncollected.forget)
+    os.register_at_fork(after_in_child=_number_anew)
 
 
 def _compiler(kernel: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ import pytest
 import levattn
 from levattn._kernels import cache as _kernels_cache
 from levattn._kernels import jit, llvm
+from libraries import needs_torch
 
 SMALL = """
 from levattn._kernels.jit import jit
@@ -338,3 +339,28 @@ def test_garbage_is_collected_again_when_the_last_has_compiled() -> None:
     leave.set()
     thread.join()
     assert gc.isenabled()
+
+
+GRADIENTS = """
+import torch
+from levattn.attention import latte
+torch.manual_seed(0)
+given = [torch.randn(2, 9, 3, requires_grad=True), torch.randn(2, 9, 3, requires_grad=True), torch.randn(2, 9, 4)]
+if {forward}:
+    latte(*(x.detach() for x in given))
+else:
+    found = torch.autograd.grad(latte(*given).square().sum(), given[:2])
+    wide = [x.detach().double().requires_grad_() for x in given]
+    expected = torch.autograd.grad(latte(*wide).square().sum(), wide[:2])
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+"""
+
+
+@needs_torch
+def test_code_that_is_compiled_beside_code_from_the_cache_calls_its_own_functions(tmp_path: Path) -> None:
+    """One process infers, and a later one trains: functions of the two kernels once had the same names."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for forward in (True, False):
+        code = GRADIENTS.format(forward=forward)
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
