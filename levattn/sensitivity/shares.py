@@ -384,8 +384,13 @@ def _above_zero(A: Float64, faint: Flags, Q: Float64, rows: Float64, f: Any) -> 
     """Return shares of a power below 1, with a bound in place of shares that may have vanished."""
     bound = _FAINT**f.p  # of products that are subnormal beside a largest of about 1, or 0
     meets = np.zeros(A.shape, np.bool_)
-    meets[faint] = ((Q[faint] != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T) > 0
+    meets[faint] = _meet(Q[faint], rows)
     return np.where(meets & (bound > A), bound, A)
+
+
+def _meet(Q: Float64, rows: Float64) -> Flags:
+    """Tell which queries and keys have a column in which neither is 0: all other products are exactly 0."""
+    return np.asarray((Q != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T > 0)
 
 
 def _parameter(f: Any) -> float:
@@ -520,8 +525,7 @@ class _Attention:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             hides = ~(A.max(axis=1, initial=0.0) > self.f(noise) / D)
             hidden = np.flatnonzero(hides & (D > 0))
-            meets = (Q[hidden] != 0).astype(np.float32) @ (rows != 0).astype(np.float32).T
-            hidden = hidden[meets.any(axis=1)]  # the others have exact zeros alone
+            hidden = hidden[_meet(Q[hidden], rows).any(axis=1)]  # the others have exact zeros alone
             if len(hidden):
                 Z, error = certain_products(Q[hidden], rows)
                 size = np.abs(Z) + error
