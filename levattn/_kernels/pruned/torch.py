@@ -236,17 +236,23 @@ def attended_slots(
 
 
 def _parts(logarithms: Any, dtype: Any) -> Any:
-    """Split numbers (...) into parts (..., parts) that narrow dtypes hold; -inf becomes finite, far below."""
+    """Split numbers (...) into parts (..., parts) that narrow dtypes hold; -inf becomes finite, far below.
+
+    The first part has the gradient of the number, because a gradient of each would be rounded to the format of parts.
+    """
     if dtype == torch.float64:
         return torch.where(logarithms == -torch.inf, _FAR, logarithms).to(dtype)[..., None]
     least = _ABSENT.get(dtype, _FAR)
     kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    left, found = logarithms.float().clamp(_PARTS * least, -_PARTS * least), []
+    bounded, found = logarithms.float().clamp(_PARTS * least, -_PARTS * least), []
+    left = bounded.detach()
     for _ in range(_PARTS):
         part = left.clamp(least, -least).to(kind)
-        found.append(part)
+        found.append(part.to(dtype))
         left = left - part.float()
-    return torch.stack(found, -1).to(dtype)
+    if bounded.requires_grad:
+        found[0] = found[0] + (bounded - bounded.detach()).to(dtype)
+    return torch.stack(found, -1)
 
 
 def _joined(parts: list[Any], width: int) -> Any:
