@@ -40,7 +40,9 @@ NVRTC ?= 12.0 12.4 12.9
 
 # For `make gpu`: the CUDA of the driver, 13 or 12 (CuPy is installed for it, with what it needs of the toolkit), packages
 # that the benchmarks compare with (flash-linear-attention, kvpress), and options: GPU="--only kernels contract".
+# GPU_PYTHON=python3 runs it with an interpreter that has torch and CuPy already, and installs nothing.
 CUDA ?= 13
+GPU_PYTHON ?=
 RIVALS ?=
 GPU ?=
 
@@ -127,8 +129,8 @@ build/nvrtc/%/.ready: | .venv-test/.ready
 	    'nvidia-cuda-nvrtc-cu12==$*.*'
 	@touch $@
 
-gpu: .venv-gpu/.ready
-	.venv-gpu/bin/python -m tests.gpu $(GPU)
+gpu: $(if $(GPU_PYTHON),,.venv-gpu/.ready)
+	$(or $(GPU_PYTHON),.venv-gpu/bin/python) -m tests.gpu $(GPU)
 
 adversary: .venv-test/.ready
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds $(ADVERSARY)

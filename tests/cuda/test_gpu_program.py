@@ -120,6 +120,15 @@ def test_a_benchmark_without_what_it_needs_is_skipped(main: Any, tmp_path: Path)
     assert held(tmp_path)["steps"]["benchmarks/none"]["told"] == "nothing is measured"
 
 
+def test_steps_find_the_packages_of_the_caller(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "packages"
+    monkeypatch.setenv("PYTHONPATH", str(other))
+    step = Step("benchmarks", "benchmarks/path", (sys.executable, "-c", "import sys; print(sys.path)"), tmp_path / "x")
+    assert main([step]) == 0
+    told = held(tmp_path)["steps"]["benchmarks/path"]["told"]
+    assert 0 < told.index(repr(str(program.ROOT))) < told.index(repr(str(other)))
+
+
 def test_records_are_kept_after_each_step(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [writing(tmp_path / f"{name}.xml", XML.format(1, 0, 0, 0)) for name in ("one", "two")]
     outcome = program.outcome

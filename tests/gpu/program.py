@@ -29,6 +29,12 @@ LIMIT = 600.0
 LAST_LINES = 15
 
 
+def surroundings(**more: str) -> dict[str, str]:
+    """The environment of a step: the sources come first, then the caller's own folders of packages."""
+    folders = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
+
+
 def finished(command: Sequence[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
     """Run a command to its end, its output in a file; return its exit status, None if it took too long."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +78,7 @@ def outcome(step: Step, log: Path, limit: float) -> dict[str, Any]:
         return {"state": record.SKIPPED, "told": step.skipped, "counts": {}}
     if step.result is not None:
         step.result.unlink(missing_ok=True)
-    status = finished(step.command, log, limit, {**os.environ, "PYTHONPATH": str(ROOT), **step.environment})
+    status = finished(step.command, log, limit, surroundings(**step.environment))
     kept: dict[str, Any] = {"state": record.PASSED, "told": "", "counts": {}}
     if status is None:
         kept |= {"state": record.TIMED_OUT, "told": f"it took more than {limit:g} s"}
@@ -96,7 +102,7 @@ def environment(folder: Path, *, emulated: bool) -> dict[str, Any]:
     """What the process says that looks for the card."""
     log = folder / "environment.log"
     command = [sys.executable, "-m", "tests.gpu.environment", *(["--emulated"] if emulated else [])]
-    status = finished(command, log, LIMIT, {**os.environ, "PYTHONPATH": str(ROOT)})
+    status = finished(command, log, LIMIT, surroundings())
     if status != 0:
         return {"why": f"looking for a card ended with status {status}: {last_lines(log, 1)}"}
     return dict(json.loads(last_lines(log, 1)))
