@@ -92,7 +92,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "find_places": ((),),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
-    "far": {"far_rows": _ONE_REAL},
+    "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         "find_first": tuple((key,) for key in _KEYS),

@@ -46,11 +46,24 @@ def drawn(b: int, n: int, d: int, dtype: str) -> tuple[NDArray[Any], NDArray[Any
     return X, weight
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (2, 40, 3, 7), (3, 65, 9, 65), (1, 200, 64, 5), (2, 130, 17, 20), (1, 2100, 2, 4)], ids=str
+SHAPES = (
+    (1, 1, 1, 1),
+    (2, 40, 3, 7),
+    (3, 65, 9, 65),
+    (2, 64, 16, 30),
+    (1, 200, 64, 5),
+    (2, 130, 17, 20),
+    (1, 2100, 2, 4),
 )
-def test_rows_are_those_of_the_definition(shape: tuple[int, ...], dtype: str) -> None:
+
+
+@pytest.mark.parametrize("tables", [0, 1 << 31], ids=["without a table", "with a table"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_are_those_of_the_definition(
+    shape: tuple[int, ...], dtype: str, tables: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruned_cuda, "_TABLES", tables)
     b, n, d, R = shape
     X, weight = drawn(b, n, d, dtype)
     found = in_orders(pruned_cuda.far_rows, X, weight, R)
@@ -66,8 +79,29 @@ def test_what_does_not_fit_into_shared_memory_is_read_again(spare: int, monkeypa
     """A row of 5 numbers of 8 bytes, 150 distances, and copies of rows, 13 numbers apart."""
     X, weight = drawn(2, 150, 5, "float64")
     expected = by_loops(X, weight, 12)
+    monkeypatch.setattr(pruned_cuda, "_TABLES", 0)
     monkeypatch.setattr(pruned_cuda, "shared_limit", lambda: 1024 + 8 * 5 + spare)
     assert pruned_cuda.far_rows(X, weight, 12).tolist() == expected
+
+
+@pytest.mark.parametrize("tables", [8 * 40 * 40 - 1, 8 * 40 * 40, 3 * 8 * 40 * 40], ids=str)
+def test_tables_of_a_batch_take_turns(tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for no table, for one, and for three of the five."""
+    X, weight = drawn(5, 40, 3, "float64")
+    monkeypatch.setattr(pruned_cuda, "_TABLES", tables)
+    assert pruned_cuda.far_rows(X, weight, 9).tolist() == by_loops(X, weight, 9)
+
+
+@pytest.mark.parametrize("tables", [0, 1 << 31], ids=["without a table", "with a table"])
+def test_copies_of_rows_far_from_zero_come_last(tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares and products of these rows are rounded by more than the distances of other rows."""
+    monkeypatch.setattr(pruned_cuda, "_TABLES", tables)
+    X = np.repeat(np.random.default_rng(0).standard_normal((2, 30, 7)), 4, axis=1)
+    X = (2.0**12 + X).astype(np.float32)
+    found = pruned_cuda.far_rows(X, np.ones(X.shape[:2], np.float32), 30)
+    for picks in found:
+        assert sorted(picks // 4) == list(range(30))
+        assert not (picks % 4).any()
 
 
 def test_rows_of_weight_zero_alone() -> None:
