@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit
+from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
 from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 
@@ -14,6 +14,9 @@ from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_
 _PICKING, _COMPUTING = 1024, 512  # threads of a block, with a table of distances and without
 _EACH, _TILE = 4, 64  # numbers of a thread along a side of a tile of distances, and of a block
 _APART = 8  # numbers between rows in shared memory
+
+_COLUMNS = 256  # of sums of a block of labels.cu
+_PRODUCTS = 512  # bytes of a row of its tile of products
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _TABLES = 1 << 31  # bytes of tables of distances at a time
@@ -66,3 +69,24 @@ def _pick_by_table(X: Any, weight: Any, mean: Any, step: int, count: int, wide: 
     arguments = [table, away, weight, n, step, count, wide, picks.shape[1], picks]
     shared = count * X.dtype.itemsize
     launch("far", "pick_rows", types, (b,), arguments, threads=_PICKING, shared=shared)
+
+
+def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
+    """Return the nearest center of each row, (b, n) int64, on ties the first, and its squared distance, (b, n)."""
+    xp, (b, n, d), R = namespace(), X.shape, centers.shape[1]
+    X, squares, centers = map(on_device, (X, squares, centers))
+    labels, distances = xp.empty((b, n), np.int64), xp.empty((b, n), X.dtype)
+    grid = (b * -(-n // (_PRODUCTS // X.dtype.itemsize)),)
+    arguments = [X, squares, centers, xp.sum(centers * centers, axis=-1), n, d, R, labels, distances]
+    launch("labels", "find_nearest", (TYPES[X.dtype.name],), grid, arguments)
+    return labels, distances
+
+
+def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
+    """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label; -1 is no label."""
+    xp, X, (b, n, d) = namespace(), with_rows(X), X.shape
+    sums, mass = xp.empty((b, R, d), X.dtype), xp.empty((b, R), X.dtype)
+    given = [*with_steps(X, 2), on_device(weight, X.dtype), on_device(labels, np.int32)]
+    grid = b * R, max(1, -(-d // _COLUMNS))
+    launch("labels", "sum_members", (TYPES[X.dtype.name],), grid, [*given, n, d, R, sums, mass])
+    return sums, mass
