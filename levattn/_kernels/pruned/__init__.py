@@ -159,7 +159,7 @@ class ClusterKernels(Protocol):
 
 
 class LabelKernels(Protocol):
-    """What the definitions of clusters and of their sums leave to the kernels of a device."""
+    """Parts of the definitions, which a device has kernels for."""
 
     def assigned(self, X: Any, squares: Any, centers: Any, /) -> tuple[Any, Any]:
         """Return the nearest center of each row, (b, n) int64, on ties the first, and its squared distance, (b, n)."""

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import array_api_compat
 
-from levattn._core.arrays import array_namespace, is_torch, lengths
+from levattn._core.arrays import array_namespace, is_torch, lengths, on_cuda
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.pruned import LabelKernels, PrunedArguments, RenewalArguments, Summaries, mapped
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
+_ON_DEVICE = 1 << 26  # weights of clusters there, where each launch costs time
 _LEAST = 64  # positions of a block
 _SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least, and for each center
 
@@ -110,7 +111,7 @@ def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
     """
     xp = array_namespace(X)
     n = X.shape[1]
-    step = _step(X.shape[0] * centers.shape[1])
+    step = _step(X, X.shape[0] * centers.shape[1])
     norms = xp.sum(centers * centers, axis=-1)[:, None, :]
     columns = xp.matrix_transpose(centers)
     labels, least = [], []
@@ -130,7 +131,7 @@ def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     xp = array_namespace(X)
     names = xp.arange(R, device=array_api_compat.device(X))
     n = X.shape[1]
-    step = _step(X.shape[0] * R)
+    step = _step(X, X.shape[0] * R)
     total = weights = None
     for low in range(0, max(n, 1), step):
         part = slice(low, min(n, low + step))
@@ -144,9 +145,10 @@ def _by_label(array: Any) -> LabelKernels:
     return cast(LabelKernels, kernels_for("pruned", array))
 
 
-def _step(width: int) -> int:
-    """Return how many rows of `width` numbers to hold at a time."""
-    return max(1, _ENTRIES // max(width, 1))
+def _step(like: Any, width: int) -> int:
+    """Return how many rows of `width` numbers to hold at a time, on the device of an array."""
+    away = on_cuda(like) or (is_torch(like) and like.device.type != "cpu")
+    return max(1, (_ON_DEVICE if away else _ENTRIES) // max(width, 1))
 
 
 def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
@@ -170,7 +172,7 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
     own = xp.where(labels >= 0, labels, xp.zeros_like(labels)) + xp.arange(b, device=device)[:, None] * R
     own_centers = xp.take(xp.reshape(centers, (b * R, d)), xp.reshape(own, (-1,)), axis=0)
     far = (1 + (d + 8) * 2.0**-52) * (item_radii + lengths(means - xp.reshape(own_centers, (b, n, d))))
-    names, step, found = xp.arange(R, device=device), _step(b * R), None
+    names, step, found = xp.arange(R, device=device), _step(item_radii, b * R), None
     for low in range(0, n, step):
         part = slice(low, min(n, low + step))
         inside = labels[:, part, None] == names
