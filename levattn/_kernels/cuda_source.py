@@ -93,7 +93,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
-    "labels": dict.fromkeys(("find_nearest", "sum_members"), _ONE_REAL),
+    "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         "find_first": tuple((key,) for key in _KEYS),

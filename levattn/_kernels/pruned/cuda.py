@@ -15,8 +15,9 @@ _PICKING, _COMPUTING = 1024, 512  # threads of a block, with a table of distance
 _EACH, _TILE = 4, 64  # numbers of a thread along a side of a tile of distances, and of a block
 _APART = 8  # numbers between rows in shared memory
 
-_COLUMNS = 256  # of sums of a block of labels.cu
-_PRODUCTS = 512  # bytes of a row of its tile of products
+# And of labels.cu
+_PRODUCTS = 512  # bytes of a row of a tile of products
+_LANES, _MOST = 32, 8  # threads that share a row, and the most columns of each
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _TABLES = 1 << 31  # bytes of tables of distances at a time
@@ -87,6 +88,7 @@ def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     xp, X, (b, n, d) = namespace(), with_rows(X), X.shape
     sums, mass = xp.empty((b, R, d), X.dtype), xp.empty((b, R), X.dtype)
     given = [*with_steps(X, 2), on_device(weight, X.dtype), on_device(labels, np.int32)]
-    grid = b * R, max(1, -(-d // _COLUMNS))
-    launch("labels", "sum_members", (TYPES[X.dtype.name],), grid, [*given, n, d, R, sums, mass])
+    columns = 1 if d <= _LANES else _MOST
+    grid = b * R, max(1, -(-d // (_LANES * columns)))
+    launch("labels", "sum_members", (TYPES[X.dtype.name], str(columns)), grid, [*given, n, d, R, sums, mass])
     return sums, mass

@@ -26,9 +26,7 @@ struct Products {
 
 constexpr int ADDING = 256;  // threads of a block
 constexpr int WARPS = ADDING / 32;
-constexpr int COLUMNS = 8;  // of a thread
-constexpr int WIDTH = 32 * COLUMNS;
-constexpr int LABELS = 4;  // that a thread reads at a time
+constexpr int LABELS = 8;  // that a thread reads at a time
 constexpr int ROWS = 4;    // that a warp reads at a time
 constexpr int QUEUE = 32 + 32 * LABELS;  // rows of the label that wait for that
 
@@ -127,12 +125,13 @@ __global__ void __launch_bounds__(MATCHING, 2)
 // weights, to `mass` (b, R). A row of weight 0 is not read. The steps of X are in numbers.
 //
 // A block has one label and some columns of one matrix. It looks at all labels, which costs less than a sort. Each warp
-// has a stretch of the rows, so that one label may have all of them. Sums are in double precision, in an order that n
-// determines. The grid is (b * R, tiles of columns).
-template <typename Real>
+// has a stretch of the rows, so that one label may have all of them. A thread has some COLUMNS. Sums are in double
+// precision, in an order that n determines. The grid is (b * R, tiles of columns).
+template <typename Real, int COLUMNS>
 __global__ void __launch_bounds__(ADDING)
     sum_members(const Real *X, long long item_step, long long row_step, const Real *weight, const int *labels, int n,
                 int d, int R, Real *sums, Real *mass) {
+    constexpr int WIDTH = 32 * COLUMNS;
     __shared__ double parts[WARPS][WIDTH], totals[WARPS];
     __shared__ int queues[WARPS][QUEUE];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
