@@ -51,6 +51,7 @@ def _precise() -> None:
 def _pruned() -> None:
     from levattn._kernels.pruned import (
         ClusterKernels,
+        LabelKernels,
         PrunedGradients,
         PrunedKernels,
         PrunedOperators,
@@ -64,6 +65,7 @@ def _pruned() -> None:
     _operators: PrunedOperators = torch
     _gradients: PrunedGradients = cpu
     _clusters: ClusterKernels = cuda
+    _labels: tuple[LabelKernels, ...] = (cuda, definition, torch)
 
 
 def _rows() -> None:

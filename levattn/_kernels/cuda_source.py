@@ -92,7 +92,8 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "find_places": ((),),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
-    "far": {"far_rows": _ONE_REAL},
+    "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
+    "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         "find_first": tuple((key,) for key in _KEYS),

@@ -158,6 +158,16 @@ class ClusterKernels(Protocol):
         """Return the cluster of each row, (b, n), and its squared distance to the center."""
 
 
+class LabelKernels(Protocol):
+    """Parts of the definitions, which a device has kernels for."""
+
+    def assigned(self, X: Any, squares: Any, centers: Any, /) -> tuple[Any, Any]:
+        """Return the nearest center of each row, (b, n) int64, on ties the first, and its squared distance, (b, n)."""
+
+    def label_sums(self, labels: Any, weight: Any, X: Any, R: int, /) -> tuple[Any, Any]:
+        """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows x of X with each label; -1 is no label."""
+
+
 class PrunedOperators(ClusterKernels, Protocol):
     """Pruned attention, which tensors have as well."""
 

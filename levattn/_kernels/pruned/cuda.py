@@ -1,4 +1,4 @@
-"""Clusters for pruned attention on a CUDA device: one launch chooses their first centers."""
+"""Clusters for pruned attention on a CUDA device: one block of threads a matrix chooses their first centers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit
+from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
 from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 
-_THREADS = 512
-_STATIC = 1024  # upper bound of the static shared memory of the kernel, in bytes
+# Constants of far.cu as well
+_PICKING, _COMPUTING = 1024, 512  # threads of a block, with a table of distances and without
+_EACH, _TILE = 4, 64  # numbers of a thread along a side of a tile of distances, and of a block
 _APART = 8  # numbers between rows in shared memory
+
+# And of labels.cu
+_PRODUCTS = 512  # bytes of a row of a tile of products
+_LANES, _MOST = 32, 8  # threads that share a row, and the most columns of each
+
+_STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
+_TABLES = 1 << 31  # bytes of tables of distances at a time
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
@@ -21,20 +29,66 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
 
 
 def far_rows(X: Any, weight: Any, R: int) -> Any:
-    """Return the rows (b, R) int64 that are the first centers of clusters, from one launch."""
+    """Return the rows (b, R) int64 that are the first centers of clusters.
+
+    With a table of the distances between candidates, each pick reads one row of it. The size of one matrix determines
+    whether there is a table. The matrices whose tables fit side by side take two launches.
+    """
     xp, (b, n, d), size = namespace(), X.shape, X.dtype.itemsize
     step = sample_step(n, R)
     count = -(-n // step)
-    room = shared_limit() - _STATIC - d * size
-    if room < 0:  # a row does not fit
+    room = shared_limit() - _STATIC
+    if room < d * size:  # a row does not fit
         return definition.far_rows(X, weight, R)
+    X, weight, mean = on_device(X), on_device(weight, X.dtype), on_device(weighted_mean(X, weight))
+    picks = xp.empty((b, R), np.int64)
+    wide = -(-count // _EACH) * _EACH
+    each = count * wide * size
+    if each <= _TABLES and count * size <= room:
+        together = _TABLES // max(each, 1)
+        for low in range(0, b, together):
+            part = slice(low, low + together)
+            _pick_by_table(X[part], weight[part], mean[part], step, count, wide, picks[part])
+        return picks
+    room -= d * size
     inside = count * size <= room
     room -= inside * count * size
     resident = min(count, room // ((d + _APART) * size))
     outside = None if inside else xp.empty((b, count), X.dtype)
-    picks = xp.empty((b, R), np.int64)
-    given = on_device(X), on_device(weight, X.dtype), on_device(weighted_mean(X, weight))
     shared = (d + inside * count + resident * (d + _APART)) * size
-    arguments = [*given, n, d, step, count, R, resident, inside, outside, picks]
-    launch("far", "far_rows", (TYPES[X.dtype.name],), (b,), arguments, threads=_THREADS, shared=shared)
+    arguments = [X, weight, mean, n, d, step, count, R, resident, inside, outside, picks]
+    launch("far", "far_rows", (TYPES[X.dtype.name],), (b,), arguments, threads=_COMPUTING, shared=shared)
     return picks
+
+
+def _pick_by_table(X: Any, weight: Any, mean: Any, step: int, count: int, wide: int, picks: Any) -> None:
+    """Write picks (b, R) by a table (b, count, wide) of the distances between candidates."""
+    xp, (b, n, d), types = namespace(), X.shape, (TYPES[X.dtype.name],)
+    table, away = xp.empty((b, count, wide), X.dtype), xp.empty((b, count), X.dtype)
+    grid = (b * (count // _TILE + 1) ** 2,)
+    launch("far", "find_distances", types, grid, [X, mean, n, d, step, count, wide, table, away])
+    arguments = [table, away, weight, n, step, count, wide, picks.shape[1], picks]
+    shared = count * X.dtype.itemsize
+    launch("far", "pick_rows", types, (b,), arguments, threads=_PICKING, shared=shared)
+
+
+def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
+    """Return the nearest center of each row, (b, n) int64, on ties the first, and its squared distance, (b, n)."""
+    xp, (b, n, d), R = namespace(), X.shape, centers.shape[1]
+    X, squares, centers = map(on_device, (X, squares, centers))
+    labels, distances = xp.empty((b, n), np.int64), xp.empty((b, n), X.dtype)
+    grid = (b * -(-n // (_PRODUCTS // X.dtype.itemsize)),)
+    arguments = [X, squares, centers, xp.sum(centers * centers, axis=-1), n, d, R, labels, distances]
+    launch("labels", "find_nearest", (TYPES[X.dtype.name],), grid, arguments)
+    return labels, distances
+
+
+def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
+    """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label; -1 is no label."""
+    xp, X, (b, n, d) = namespace(), with_rows(X), X.shape
+    sums, mass = xp.empty((b, R, d), X.dtype), xp.empty((b, R), X.dtype)
+    given = [*with_steps(X, 2), on_device(weight, X.dtype), on_device(labels, np.int32)]
+    columns = 1 if d <= _LANES else _MOST
+    grid = b * R, max(1, -(-d // (_LANES * columns)))
+    launch("labels", "sum_members", (TYPES[X.dtype.name], str(columns)), grid, [*given, n, d, R, sums, mass])
+    return sums, mass

@@ -6,14 +6,16 @@ In torch, autograd differentiates these definitions, so there is no backward her
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import array_api_compat
 
-from levattn._core.arrays import array_namespace, is_torch, lengths
-from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, mapped
+from levattn._core.arrays import array_namespace, is_torch, lengths, on_cuda
+from levattn._kernels.dispatch import kernels_for
+from levattn._kernels.pruned import LabelKernels, PrunedArguments, RenewalArguments, Summaries, mapped
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
+_ON_DEVICE = 1 << 26  # weights of clusters there, where each launch costs time
 _LEAST = 64  # positions of a block
 _SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least, and for each center
 
@@ -93,19 +95,23 @@ def from_rows(X: Any, weight: Any, rows: Any, iterations: int) -> tuple[Any, Any
     squares = xp.sum(X * X, axis=-1)
     flat = xp.reshape(rows + xp.arange(b, device=array_api_compat.device(X))[:, None] * n, (b * R,))
     centers = xp.reshape(xp.take(xp.reshape(X, (b * n, d)), flat, axis=0), (b, R, d))
-    labels, distance = _assigned(xp, X, squares, centers)
+    labels, distance = _by_label(X).assigned(X, squares, centers)
     for _ in range(iterations):
-        sums, weights = _sums(xp, labels, weight, X, R)
+        sums, weights = _by_label(X).label_sums(labels, weight, X, R)
         divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
         centers = xp.where((weights > 0)[..., None], sums / divisor, centers)
-        labels, distance = _assigned(xp, X, squares, centers)
+        labels, distance = _by_label(X).assigned(X, squares, centers)
     return labels, distance
 
 
-def _assigned(xp: Any, X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
-    """Return the nearest center of each row, and its squared distance."""
+def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
+    """Return the nearest center of each row, (b, n) int64, on ties the first, and its squared distance, (b, n).
+
+    `squares`: (b, n), the squared lengths of the rows.
+    """
+    xp = array_namespace(X)
     n = X.shape[1]
-    step = _step(X.shape[0] * centers.shape[1])
+    step = _step(X, X.shape[0] * centers.shape[1])
     norms = xp.sum(centers * centers, axis=-1)[:, None, :]
     columns = xp.matrix_transpose(centers)
     labels, least = [], []
@@ -117,14 +123,15 @@ def _assigned(xp: Any, X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
     return xp.concat(labels, axis=1), xp.where(distance > 0, distance, xp.zeros_like(distance))
 
 
-def _sums(xp: Any, labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
+def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label; -1 is no label.
 
     Products with indicators have a fixed order of summation, unlike scattered additions on a device.
     """
+    xp = array_namespace(X)
     names = xp.arange(R, device=array_api_compat.device(X))
     n = X.shape[1]
-    step = _step(X.shape[0] * R)
+    step = _step(X, X.shape[0] * R)
     total = weights = None
     for low in range(0, max(n, 1), step):
         part = slice(low, min(n, low + step))
@@ -134,15 +141,20 @@ def _sums(xp: Any, labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     return total, weights
 
 
-def _step(width: int) -> int:
-    """Return how many rows of `width` numbers to hold at a time."""
-    return max(1, _ENTRIES // max(width, 1))
+def _by_label(array: Any) -> LabelKernels:
+    return cast(LabelKernels, kernels_for("pruned", array))
+
+
+def _step(like: Any, width: int) -> int:
+    """Return how many rows of `width` numbers to hold at a time, on the device of an array."""
+    away = on_cuda(like) or (is_torch(like) and like.device.type != "cpu")
+    return max(1, (_ON_DEVICE if away else _ENTRIES) // max(width, 1))
 
 
 def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     """Return the weighted mean (b, R) of values (b, n) over the rows with each label; 0 for a label without rows."""
     xp = array_namespace(values)
-    sums, weights = _sums(xp, labels, weight, values[..., None], R)
+    sums, weights = _by_label(values).label_sums(labels, weight, values[..., None], R)
     return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
 
 
@@ -160,7 +172,7 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
     own = xp.where(labels >= 0, labels, xp.zeros_like(labels)) + xp.arange(b, device=device)[:, None] * R
     own_centers = xp.take(xp.reshape(centers, (b * R, d)), xp.reshape(own, (-1,)), axis=0)
     far = (1 + (d + 8) * 2.0**-52) * (item_radii + lengths(means - xp.reshape(own_centers, (b, n, d))))
-    names, step, found = xp.arange(R, device=device), _step(b * R), None
+    names, step, found = xp.arange(R, device=device), _step(item_radii, b * R), None
     for low in range(0, n, step):
         part = slice(low, min(n, low + step))
         inside = labels[:, part, None] == names
@@ -179,18 +191,19 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     A key is an item of weight and count 1 and offset 0. Items with the label -1 are in no summary.
     """
     xp = array_namespace(items.keys)
-    factor = xp.exp(log_weight)
+    factor, ones = xp.exp(log_weight), xp.ones_like(log_weight)
     # w' = a w gives Σ w' log w' = a (Σ w log w + log a Σ w)
-    scalars = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
-    width, depth = items.keys.shape[-1], items.values.shape[-1]
-    sums, _ = _sums(xp, labels, factor, xp.concat([items.keys, items.values, scalars], axis=-1), R)
-    counts, _ = _sums(xp, labels, xp.ones_like(factor), items.count[..., None], R)
+    offset = items.offset + log_weight * items.weight
+    scalars = xp.stack([factor * items.weight, factor * offset, items.count], axis=-1)
+    kernels, width = _by_label(items.keys), items.keys.shape[-1]
+    sums, _ = kernels.label_sums(labels, factor, xp.concat([items.keys, items.values], axis=-1), R)
+    scalars, _ = kernels.label_sums(labels, ones, scalars, R)
     return Summaries(
-        weight=sums[..., width + depth],
+        weight=scalars[..., 0],
         keys=sums[..., :width],
-        values=sums[..., width : width + depth],
-        offset=sums[..., width + depth + 1],
-        count=counts[..., 0],
+        values=sums[..., width:],
+        offset=scalars[..., 1],
+        count=scalars[..., 2],
     )
 
 

@@ -1,37 +1,152 @@
 // Rows that are far from one another: the first is the farthest from the mean, each other from all rows before it.
 //
-// A block of threads makes all picks of one matrix, so that a call is one launch. As many rows as fit stay in shared
-// memory, and the block reads the others again for each pick.
+// A block of threads makes all picks of one matrix. `find_distances` computes the distances of all pairs before, and
+// `pick_rows` reads one row of their table for each pick. Without room for a table, `far_rows` computes distances as it
+// goes: as many rows as fit stay in shared memory, and the block reads the others again for each pick.
 
 #include "shared.cuh"
+#include "tile.cuh"
 
 namespace {
 
-constexpr int THREADS = 512;
-constexpr int WARPS = THREADS / 32;
+constexpr int PICKING = 1024;            // threads of a block that reads a table
+constexpr int AHEAD = 8;                 // distances that a thread reads before it compares them
+constexpr int COMPUTING = 512;           // threads of a block without a table
 constexpr int LANES = 8;                 // threads that share a row
-constexpr int AT_ONCE = THREADS / LANES;  // rows
+constexpr int AT_ONCE = COMPUTING / LANES;  // rows
 constexpr int APART = 8;                 // numbers between rows in shared memory, so that they begin in other banks
 
-// Keep the larger distance and its row, on ties the lower row.
+// EACH numbers side by side, which one access reads or writes.
 template <typename Real>
-__device__ inline void keep_farther(Real &far, long long &row, Real other_far, long long other) {
+struct alignas(EACH * sizeof(Real)) Pack {
+    Real of[EACH];
+};
+
+// Keep the larger distance and its row, on ties the lower row.
+template <typename Real, typename Row>
+__device__ inline void keep_farther(Real &far, Row &row, Real other_far, Row other) {
     if (other_far > far || (other_far == far && other < row)) far = other_far, row = other;
 }
 
+// Let all threads of a warp have the largest distance of any of them, and its row.
+template <typename Real, typename Row>
+__device__ inline void keep_farthest(Real &far, Row &row) {
+    for (int half = 16; half; half /= 2)
+        keep_farther(far, row, __shfl_xor_sync(0xffffffffu, far, half), __shfl_xor_sync(0xffffffffu, row, half));
+}
+
 }  // namespace
+
+// Write squared distances of rows: of the `count` candidates, every `step`-th row of X (b, n, d), to one another, to
+// `table` (b, count, wide), and to the mean (b, d), to `away` (b, count). `wide`: a multiple of EACH.
+//
+// They are sums of squared differences, so that equal rows are at distance 0. The mean counts as the row `count`. A
+// block computes a tile of the upper triangle, and writes it to both. The grid is (b * tiles * tiles).
+template <typename Real>
+__global__ void __launch_bounds__(THREADS)
+    find_distances(const Real *X, const Real *mean, long long n, int d, long long step, int count, int wide,
+                   Real *table, Real *away) {
+    __shared__ Pack<Real> left[STAGE][SIDE + 1], right[STAGE][SIDE + 1];
+    const int tiles = count / TILE + 1;
+    const long long item = blockIdx.x / (tiles * tiles);
+    const int tile = blockIdx.x % (tiles * tiles), top = tile / tiles * TILE, side = tile % tiles * TILE;
+    if (side < top) return;
+    const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
+    const int k = threadIdx.x % STAGE, first = threadIdx.x / STAGE;  // of the numbers that a thread moves
+    const Real *const all = X + item * n * d, *const center = mean + item * d;
+    const auto start = [&](int row) { return row < count ? all + row * step * d : center; };
+    Real sums[EACH][EACH] = {};
+    for (int low = 0; low < d; low += STAGE) {
+        __syncthreads();
+#pragma unroll
+        for (int load = 0; load < LOADS; ++load) {
+            const int row = first + load * (THREADS / STAGE);
+            const bool there = low + k < d;
+            left[k][row / EACH].of[row % EACH] = there ? start(top + row)[low + k] : Real(0);
+            right[k][row / EACH].of[row % EACH] = there ? start(side + row)[low + k] : Real(0);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int term = 0; term < STAGE; ++term) {
+            const Pack<Real> a = left[term][y], b = right[term][x];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) {
+                    const Real apart = a.of[i] - b.of[j];
+                    sums[i][j] = fma(apart, apart, sums[i][j]);
+                }
+        }
+    }
+    Real *const out = table + item * count * wide;
+    const int row = top + y * EACH, column = side + x * EACH;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        Pack<Real> across, down;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) across.of[j] = sums[i][j], down.of[j] = sums[j][i];
+        if (row + i < count && column < wide) *(Pack<Real> *)(out + (long long)(row + i) * wide + column) = across;
+        if (side > top && column + i < count) *(Pack<Real> *)(out + (long long)(column + i) * wide + row) = down;
+        if (column + i == count)
+#pragma unroll
+            for (int j = 0; j < EACH; ++j)
+                if (row + j < count) away[item * count + row + j] = down.of[j];
+    }
+}
+
+// Write to `picks` (b, R) numbers of rows among every `step`-th of n, whose weights (b, n) are above 0, by distances as
+// from `find_distances`. A block has one matrix, and its distances to the picks in shared memory.
+template <typename Real>
+__global__ void __launch_bounds__(PICKING, 1)
+    pick_rows(const Real *table, const Real *away, const Real *weight, long long n, long long step, int count, int wide,
+              int R, long long *picks) {
+    DYNAMIC_SHARED(memory);
+    __shared__ Real fars[2][PICKING / 32];  // of the warps, in turns, so that a pick takes one barrier
+    __shared__ int rows[2][PICKING / 32];
+    const long long item = blockIdx.x;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Real *const nearest = (Real *)memory;  // (count,), below 0 for rows of weight 0; a thread has its own places
+    for (int row = threadIdx.x; row < count; row += PICKING)
+        nearest[row] = weight[item * n + row * step] > 0 ? Real(0) : Real(-1);
+    int chosen = 0;
+    for (int pick = 0; pick < R; ++pick) {
+        const Real *const from = pick ? table + (item * count + chosen) * wide : away + item * count;
+        Real far = -1;
+        chosen = 0;
+        for (int low = threadIdx.x; low < count; low += AHEAD * PICKING) {
+            Real read[AHEAD];
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) read[k] = from[min(low + k * PICKING, count - 1)];
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                const int row = low + k * PICKING;
+                if (row >= count || nearest[row] < 0) continue;
+                if (pick > 1) read[k] = min(read[k], nearest[row]);
+                if (pick) nearest[row] = read[k];
+                keep_farther(far, chosen, read[k], row);
+            }
+        }
+        keep_farthest(far, chosen);
+        const int turn = pick % 2;
+        if (lane == 0) fars[turn][warp] = far, rows[turn][warp] = chosen;
+        __syncthreads();
+        far = fars[turn][lane], chosen = rows[turn][lane];
+        keep_farthest(far, chosen);
+        if (threadIdx.x == 0) picks[item * R + pick] = chosen * step;
+    }
+}
 
 // Write to `picks` (b, R) numbers of rows among every `step`-th of X (b, n, d), whose weights (b, n) are above 0.
 // `mean`: (b, d). `count`: the number of candidate rows. The first `resident` of them fit into shared memory, behind a
 // row and, if `inside`, the distances to the picks. `outside`: (b, count), otherwise holds the distances. A block has
 // one matrix.
 template <typename Real>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(COMPUTING)
     far_rows(const Real *X, const Real *weight, const Real *mean, long long n, int d, long long step, long long count,
              int R, long long resident, bool inside, Real *outside, long long *picks) {
     DYNAMIC_SHARED(memory);
-    __shared__ Real fars[WARPS];
-    __shared__ long long rows[WARPS];
+    __shared__ Real fars[COMPUTING / 32];
+    __shared__ long long rows[COMPUTING / 32];
     const long long item = blockIdx.x;
     const Real *const all = X + item * n * d, *const weights = weight + item * n;
     Real *const center = (Real *)memory;
@@ -43,7 +158,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int k = lane; k < d; k += LANES) copies[row * wide + k] = all[row * step * d + k];
     for (int pick = 0; pick < R; ++pick) {
         const Real *const from = pick ? all + picks[item * R + pick - 1] * d : mean + item * d;
-        for (int k = threadIdx.x; k < d; k += THREADS) center[k] = from[k];
+        for (int k = threadIdx.x; k < d; k += COMPUTING) center[k] = from[k];
         __syncthreads();
         Real far = -1;
         long long chosen = 0;
@@ -62,13 +177,11 @@ __global__ void __launch_bounds__(THREADS)
             if (pick) nearest[row] = distance;
             if (weights[row * step] > 0) keep_farther(far, chosen, distance, row);
         }
-        for (int half = 16; half; half /= 2)
-            keep_farther(far, chosen, __shfl_xor_sync(0xffffffffu, far, half),
-                         __shfl_xor_sync(0xffffffffu, chosen, half));
+        keep_farthest(far, chosen);
         if (threadIdx.x % 32 == 0) fars[threadIdx.x / 32] = far, rows[threadIdx.x / 32] = chosen;
         __syncthreads();
         if (threadIdx.x == 0) {
-            for (int warp = 1; warp < WARPS; ++warp) keep_farther(far, chosen, fars[warp], rows[warp]);
+            for (int warp = 1; warp < COMPUTING / 32; ++warp) keep_farther(far, chosen, fars[warp], rows[warp]);
             picks[item * R + pick] = chosen * step;
         }
         __syncthreads();

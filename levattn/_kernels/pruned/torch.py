@@ -287,10 +287,35 @@ class _Slots:
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return the cluster of each row, (b, n), and its squared distance to the center."""
-    if X.device.type != "cuda" or not has_kernels(X) or is_transformed(X) or torch.compiler.is_compiling():
+    if not _on_device(X):
         return cast(tuple[Any, Any], on_memory("cluster", X, weight, R, iterations))
     picks = tensor_of(cuda.far_rows(memory_of(X), memory_of(weight), R))
     return from_rows(X, weight, picks, iterations)
+
+
+def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
+    """Return the nearest center of each row, and its squared distance."""
+    return _by_device("assigned", X, squares, centers)
+
+
+def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
+    """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label."""
+    return _by_device("label_sums", labels, weight, X, R)
+
+
+def _by_device(name: str, *given: Any) -> tuple[Any, Any]:
+    """Return the two results of a kernel of a device, or of its definition, which torch differentiates."""
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if followed or not all(map(_on_device, tensors)) or has_tangent(tensors):
+        return cast(tuple[Any, Any], getattr(definition, name)(*given))
+    first, second = getattr(cuda, name)(*map(memory_of, given))
+    return tensor_of(first), tensor_of(second)
+
+
+def _on_device(X: Any) -> bool:
+    """Tell whether kernels of a device read a tensor."""
+    return X.device.type == "cuda" and has_kernels(X) and not is_transformed(X) and not torch.compiler.is_compiling()
 
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
