@@ -10,13 +10,11 @@ from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, sh
 from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 
-# Constants of far.cu as well
-_PICKING, _COMPUTING = 1024, 512  # threads of a block, with a table of distances and without
-_EACH, _TILE = 4, 64  # numbers of a thread along a side of a tile of distances, and of a block
+# Constants of pairs.cuh, far.cu and labels.cu as well
+_TILE = 512  # bytes of as many numbers as a tile of pairs of rows has rows
+_PICKING, _COMPUTING = 1024, 512  # threads of a block that picks, with a table of distances and without
+_EACH = 4  # rows of a table begin at multiples of so many numbers
 _APART = 8  # numbers between rows in shared memory
-
-# And of labels.cu
-_PRODUCTS = 512  # bytes of a row of a tile of products
 _LANES, _MOST = 32, 8  # threads that share a row, and the most columns of each
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
@@ -42,13 +40,12 @@ def far_rows(X: Any, weight: Any, R: int) -> Any:
         return definition.far_rows(X, weight, R)
     X, weight, mean = on_device(X), on_device(weight, X.dtype), on_device(weighted_mean(X, weight))
     picks = xp.empty((b, R), np.int64)
-    wide = -(-count // _EACH) * _EACH
-    each = count * wide * size
+    each = count * _wide(count) * size
     if each <= _TABLES and count * size <= room:
         together = _TABLES // max(each, 1)
         for low in range(0, b, together):
             part = slice(low, low + together)
-            _pick_by_table(X[part], weight[part], mean[part], step, count, wide, picks[part])
+            _pick_by_table(X[part], weight[part], mean[part], step, picks[part])
         return picks
     room -= d * size
     inside = count * size <= room
@@ -61,15 +58,24 @@ def far_rows(X: Any, weight: Any, R: int) -> Any:
     return picks
 
 
-def _pick_by_table(X: Any, weight: Any, mean: Any, step: int, count: int, wide: int, picks: Any) -> None:
+def _pick_by_table(X: Any, weight: Any, mean: Any, step: int, picks: Any) -> None:
     """Write picks (b, R) by a table (b, count, wide) of the distances between candidates."""
-    xp, (b, n, d), types = namespace(), X.shape, (TYPES[X.dtype.name],)
-    table, away = xp.empty((b, count, wide), X.dtype), xp.empty((b, count), X.dtype)
-    grid = (b * (count // _TILE + 1) ** 2,)
-    launch("far", "find_distances", types, grid, [X, mean, n, d, step, count, wide, table, away])
-    arguments = [table, away, weight, n, step, count, wide, picks.shape[1], picks]
+    xp, types = namespace(), (TYPES[X.dtype.name],)
+    some = on_device(X[:, ::step, :])
+    b, count, d = some.shape
+    wide = _wide(count)
+    away = on_device(xp.sum((some - mean[:, None, :]) ** 2, axis=-1))
+    table = xp.empty((b, count, wide), X.dtype)
+    grid = (b * (-(-count // (_TILE // X.dtype.itemsize))) ** 2,)
+    launch("far", "find_distances", types, grid, [some, count, d, wide, table])
+    arguments = [table, away, weight, X.shape[1], step, count, wide, picks.shape[1], picks]
     shared = count * X.dtype.itemsize
     launch("far", "pick_rows", types, (b,), arguments, threads=_PICKING, shared=shared)
+
+
+def _wide(count: int) -> int:
+    """Return the numbers of a row of a table with so many columns."""
+    return -(-count // _EACH) * _EACH
 
 
 def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
@@ -77,7 +83,7 @@ def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
     xp, (b, n, d), R = namespace(), X.shape, centers.shape[1]
     X, squares, centers = map(on_device, (X, squares, centers))
     labels, distances = xp.empty((b, n), np.int64), xp.empty((b, n), X.dtype)
-    grid = (b * -(-n // (_PRODUCTS // X.dtype.itemsize)),)
+    grid = (b * -(-n // (_TILE // X.dtype.itemsize)),)
     arguments = [X, squares, centers, xp.sum(centers * centers, axis=-1), n, d, R, labels, distances]
     launch("labels", "find_nearest", (TYPES[X.dtype.name],), grid, arguments)
     return labels, distances

@@ -4,8 +4,8 @@
 // `pick_rows` reads one row of their table for each pick. Without room for a table, `far_rows` computes distances as it
 // goes: as many rows as fit stay in shared memory, and the block reads the others again for each pick.
 
+#include "pairs.cuh"
 #include "shared.cuh"
-#include "tile.cuh"
 
 namespace {
 
@@ -15,12 +15,6 @@ constexpr int COMPUTING = 512;           // threads of a block without a table
 constexpr int LANES = 8;                 // threads that share a row
 constexpr int AT_ONCE = COMPUTING / LANES;  // rows
 constexpr int APART = 8;                 // numbers between rows in shared memory, so that they begin in other banks
-
-// EACH numbers side by side, which one access reads or writes.
-template <typename Real>
-struct alignas(EACH * sizeof(Real)) Pack {
-    Real of[EACH];
-};
 
 // Keep the larger distance and its row, on ties the lower row.
 template <typename Real, typename Row>
@@ -37,65 +31,48 @@ __device__ inline void keep_farthest(Real &far, Row &row) {
 
 }  // namespace
 
-// Write squared distances of rows: of the `count` candidates, every `step`-th row of X (b, n, d), to one another, to
-// `table` (b, count, wide), and to the mean (b, d), to `away` (b, count). `wide`: a multiple of EACH.
+// Write squared distances of the rows of X (b, count, d) to one another to `table` (b, count, wide). `wide`: a multiple
+// of 4, at least count.
 //
-// They are sums of squared differences, so that equal rows are at distance 0. The mean counts as the row `count`. A
-// block computes a tile of the upper triangle, and writes it to both. The grid is (b * tiles * tiles).
+// They are sums of squared differences: those of equal rows are 0, and nothing cancels. A block computes a tile of the
+// upper triangle, and writes it to both. The grid is (b * tiles * tiles).
 template <typename Real>
-__global__ void __launch_bounds__(THREADS)
-    find_distances(const Real *X, const Real *mean, long long n, int d, long long step, int count, int wide,
-                   Real *table, Real *away) {
-    __shared__ Pack<Real> left[STAGE][SIDE + 1], right[STAGE][SIDE + 1];
-    const int tiles = count / TILE + 1;
-    const long long item = blockIdx.x / (tiles * tiles);
-    const int tile = blockIdx.x % (tiles * tiles), top = tile / tiles * TILE, side = tile % tiles * TILE;
+__global__ void __launch_bounds__(MATCHING, 2)
+    find_distances(const Real *X, int count, int d, int wide, Real *table) {
+    using Tile = Pairs<Real>;
+    using Pack = typename Tile::Pack;
+    constexpr int PACK = Tile::PACK, EACH = Tile::EACH, TILE = Tile::TILE;
+    __shared__ typename Tile::Stage stages[2];
+    const int tiles = (count + TILE - 1) / TILE;
+    const int top = blockIdx.x / tiles % tiles * TILE, side = blockIdx.x % tiles * TILE;
     if (side < top) return;
-    const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-    const int k = threadIdx.x % STAGE, first = threadIdx.x / STAGE;  // of the numbers that a thread moves
-    const Real *const all = X + item * n * d, *const center = mean + item * d;
-    const auto start = [&](int row) { return row < count ? all + row * step * d : center; };
-    Real sums[EACH][EACH] = {};
-    for (int low = 0; low < d; low += STAGE) {
-        __syncthreads();
+    const long long item = blockIdx.x / (tiles * tiles);
+    const Real *const rows = X + item * count * d;
+    const auto write = [&](int, const Real(&sums)[EACH][EACH]) {
+        Real *const out = table + item * count * wide;
 #pragma unroll
-        for (int load = 0; load < LOADS; ++load) {
-            const int row = first + load * (THREADS / STAGE);
-            const bool there = low + k < d;
-            left[k][row / EACH].of[row % EACH] = there ? start(top + row)[low + k] : Real(0);
-            right[k][row / EACH].of[row % EACH] = there ? start(side + row)[low + k] : Real(0);
-        }
-        __syncthreads();
+        for (int i = 0; i < EACH; ++i)
 #pragma unroll
-        for (int term = 0; term < STAGE; ++term) {
-            const Pack<Real> a = left[term][y], b = right[term][x];
+            for (int low = 0; low < EACH; low += PACK) {
+                Pack across, down;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                for (int j = 0; j < EACH; ++j) {
-                    const Real apart = a.of[i] - b.of[j];
-                    sums[i][j] = fma(apart, apart, sums[i][j]);
-                }
-        }
-    }
-    Real *const out = table + item * count * wide;
-    const int row = top + y * EACH, column = side + x * EACH;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        Pack<Real> across, down;
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) across.of[j] = sums[i][j], down.of[j] = sums[j][i];
-        if (row + i < count && column < wide) *(Pack<Real> *)(out + (long long)(row + i) * wide + column) = across;
-        if (side > top && column + i < count) *(Pack<Real> *)(out + (long long)(column + i) * wide + row) = down;
-        if (column + i == count)
-#pragma unroll
-            for (int j = 0; j < EACH; ++j)
-                if (row + j < count) away[item * count + row + j] = down.of[j];
-    }
+                for (int k = 0; k < PACK; ++k) across.of[k] = sums[i][low + k], down.of[k] = sums[low + k][i];
+                const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
+                const int row = top + Tile::place(y, i), first = side + Tile::place(x, low);
+                if (row < count && first < wide) *(Pack *)(out + (long long)row * wide + first) = across;
+                const int column = side + Tile::place(x, i), begin = top + Tile::place(y, low);
+                if (side > top && column < count) *(Pack *)(out + (long long)column * wide + begin) = down;
+            }
+    };
+    add_pairs<Real>(
+        stages, d, 1, [&](int at) { return rows + (long long)min(top + at, count - 1) * d; },
+        [&](int, int at) { return rows + (long long)min(side + at, count - 1) * d; },
+        [](Real a, Real b, Real sum) { return fma(a - b, a - b, sum); }, write);
 }
 
-// Write to `picks` (b, R) numbers of rows among every `step`-th of n, whose weights (b, n) are above 0, by distances as
-// from `find_distances`. A block has one matrix, and its distances to the picks in shared memory.
+// Write to `picks` (b, R) numbers of rows among every `step`-th of n, whose weights (b, n) are above 0. `table`: from
+// `find_distances`. `away`: (b, count), squared distances to the mean. A block has one matrix, and its distances to the
+// picks in shared memory.
 template <typename Real>
 __global__ void __launch_bounds__(PICKING, 1)
     pick_rows(const Real *table, const Real *away, const Real *weight, long long n, long long step, int count, int wide,

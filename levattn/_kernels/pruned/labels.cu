@@ -1,28 +1,8 @@
 // The nearest center of each row, and sums of rows by label.
 
-#include "copies.cuh"
+#include "pairs.cuh"
 
 namespace {
-
-constexpr int SIDE = 16;                // threads along a side of a tile of products
-constexpr int MATCHING = SIDE * SIDE;   // threads of a block
-constexpr int STAGE = 16;               // terms of each product in shared memory at a time
-
-// Products of a thread: EACH by EACH of the TILE by TILE of a block, in packs of 16 bytes.
-template <typename Real>
-struct Products {
-    static constexpr int PACK = 16 / sizeof(Real), EACH = 2 * PACK, TILE = SIDE * EACH;
-
-    struct alignas(16) Pack {
-        Real of[PACK];
-    };
-    struct Stage {
-        Pack left[STAGE][TILE / PACK + 1], right[STAGE][TILE / PACK + 1];
-    };
-
-    // The place along a side of the i-th of a thread: packs of neighbors lie side by side.
-    __device__ static int place(int thread, int i) { return i / PACK * (SIDE * PACK) + thread * PACK + i % PACK; }
-};
 
 constexpr int ADDING = 256;  // threads of a block
 constexpr int WARPS = ADDING / 32;
@@ -35,75 +15,40 @@ constexpr int QUEUE = 32 + 32 * LABELS;  // rows of the label that wait for that
 // For each row x of X (b, n, d) write to `labels` (b, n) which of the centers (b, R, d) is nearest, on ties the first,
 // and to `distances` (b, n) its squared distance. `squares` (b, n) and `norms` (b, R) are of rows and of centers.
 //
-// A block has some rows of one matrix, and compares them with one tile of centers after another. The next terms come to
-// shared memory meanwhile. The grid is (b * tiles of rows).
+// A block has some rows of one matrix, and compares them with one tile of centers after another. The grid is
+// (b * tiles of rows).
 template <typename Real>
 __global__ void __launch_bounds__(MATCHING, 2)
     find_nearest(const Real *X, const Real *squares, const Real *centers, const Real *norms, int n, int d, int R,
                  long long *labels, Real *distances) {
-    using Tile = Products<Real>;
-    using Pack = typename Tile::Pack;
-    constexpr int PACK = Tile::PACK, EACH = Tile::EACH, TILE = Tile::TILE;
+    using Tile = Pairs<Real>;
+    constexpr int EACH = Tile::EACH, TILE = Tile::TILE;
     __shared__ typename Tile::Stage stages[2];
-    const int tiles = (n + TILE - 1) / TILE, slabs = max((d + STAGE - 1) / STAGE, 1);
+    const int tiles = (n + TILE - 1) / TILE;
     const long long item = blockIdx.x / tiles;
     const int top = blockIdx.x % tiles * TILE, x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
     const Real *const rows = X + item * n * d, *const others = centers + item * R * d;
     const Real *const lengths = norms + item * R;
-    const auto fetch = [&](int number) {
-        typename Tile::Stage &stage = stages[number % 2];
-        const int side = number / slabs * TILE, k = number % slabs * STAGE + x;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int at = y + i * SIDE;
-            Real *const left = &stage.left[x][at / PACK].of[at % PACK];
-            Real *const right = &stage.right[x][at / PACK].of[at % PACK];
-            if (k < d) {
-                copy_later(left, rows + (long long)min(top + at, n - 1) * d + k);
-                copy_later(right, others + (long long)min(side + at, R - 1) * d + k);
-            } else {
-                *left = *right = 0;
-            }
-        }
-    };
-    Real sums[EACH][EACH] = {}, best[EACH] = {};
+    Real best[EACH] = {};
     int found[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) found[i] = -1;
-    const int last = (R + TILE - 1) / TILE * slabs;
-    fetch(0);
-    finish_copies();
-    __syncthreads();
-    for (int number = 0; number < last; ++number) {
-        if (number + 1 < last) fetch(number + 1);
-        const typename Tile::Stage &stage = stages[number % 2];
+    const auto compare = [&](int tile, const Real(&sums)[EACH][EACH]) {
 #pragma unroll
-        for (int term = 0; term < STAGE; ++term) {
-            Pack a[2], b[2];
+        for (int j = 0; j < EACH; ++j) {
+            const int center = tile * TILE + Tile::place(x, j);
+            const Real length = lengths[min(center, R - 1)];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) a[k] = stage.left[term][k * SIDE + y], b[k] = stage.right[term][k * SIDE + x];
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                for (int j = 0; j < EACH; ++j)
-                    sums[i][j] = fma(a[i / PACK].of[i % PACK], b[j / PACK].of[j % PACK], sums[i][j]);
-        }
-        if ((number + 1) % slabs == 0) {
-#pragma unroll
-            for (int j = 0; j < EACH; ++j) {
-                const int center = number / slabs * TILE + Tile::place(x, j);
-                const Real length = lengths[min(center, R - 1)];
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const Real relative = length - 2 * sums[i][j];
-                    if (center < R && (found[i] < 0 || relative < best[i])) best[i] = relative, found[i] = center;
-                    sums[i][j] = 0;
-                }
+            for (int i = 0; i < EACH; ++i) {
+                const Real relative = length - 2 * sums[i][j];
+                if (center < R && (found[i] < 0 || relative < best[i])) best[i] = relative, found[i] = center;
             }
         }
-        finish_copies();
-        __syncthreads();
-    }
+    };
+    add_pairs<Real>(
+        stages, d, (R + TILE - 1) / TILE, [&](int at) { return rows + (long long)min(top + at, n - 1) * d; },
+        [&](int tile, int at) { return others + (long long)min(tile * TILE + at, R - 1) * d; },
+        [](Real a, Real b, Real sum) { return fma(a, b, sum); }, compare);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         for (int half = SIDE / 2; half; half /= 2) {
