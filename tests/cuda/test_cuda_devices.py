@@ -112,6 +112,39 @@ def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield tensors, streams, made
 
 
+def test_a_step_of_tensors_has_the_bits_of_a_step_of_arrays(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous tensors take a path with fewer checks; it has the same stream, device and bits."""
+    import cupy
+    import torch
+
+    from levattn._kernels import tensors as read
+
+    there, streams, _ = tensors
+    monkeypatch.setattr(read, "_PLAIN", (there.CudaTensor,))
+    streams.current[1] = 7
+    numbers = [np.random.default_rng(size).standard_normal((2, 3, 5, size)).astype(np.float32) for size in (6, 7)]
+    first, rest = ([X[..., part, :].copy() for X in numbers] for part in (slice(2), slice(2, 5)))
+    with cupy.cuda.Device(1):
+        (Q, V), (q, v) = (map(cupy.asarray, part) for part in (first, rest))
+        _, before = latte(Q, Q, V, return_state=True)
+        expected, after = latte(q, q, v, state=before, return_state=True)
+    usual: list[Any] = []
+    follows = read.follows_definition
+    monkeypatch.setattr(read, "follows_definition", lambda given: usual.append(given) or follows(given))
+    q, v = (there.CudaTensor(torch.from_numpy(X), 1) for X in rest)
+    apart = there.CudaTensor(torch.from_numpy(np.asfortranarray(rest[1])), 1)
+    for given, direct in ((v, True), (apart, False)):
+        usual.clear()
+        places.launches.clear()
+        found, state = latte(q, q, given, state=before, return_state=True)
+        assert (not usual) == direct
+        assert isinstance(found, there.CudaTensor)
+        assert found.device == torch.device("cuda", 1)
+        assert places.launches == [(1, 7)]
+        pairs = [(found.inner.numpy(), expected), *((getattr(state, x).held, getattr(after, x)) for x in "msS")]
+        assert all(np.array_equal(one, other.held) for one, other in pairs)
+
+
 TENSOR_CALLS: dict[str, Callable[..., Any]] = {
     "scores": levattn.leverage_scores,
     "mask": lambda K: levattn.universal_set(K, 0.1).mask,

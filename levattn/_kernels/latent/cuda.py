@@ -142,7 +142,8 @@ _STATIC = 8 * _ROWS * _ROWS * _COLUMNS + 64  # bytes of shared memory in its sou
 def step_at_once(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
     """Return the output (b, T, D) of up to 8 causal rows, and the state after them; see `LatentSteps`.
 
-    None for more rows, or more latents than fit into shared memory.
+    Q, K and V may be contiguous tensors, and the output then is one. None for more rows, or more latents than fit into
+    shared memory.
     """
     xp, (b, T, L), D = namespace(), Q.shape, V.shape[2]
     shared = 3 * 8 * T * L
@@ -150,8 +151,11 @@ def step_at_once(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tupl
         return None
     before = [None if state is None else on_device(part, np.float64) for part in state or (None,) * 3]
     after = xp.empty((b, L)), xp.empty((b, L)), xp.empty((b, L, D))
-    Y = xp.empty((b, T, D), V.dtype)
-    arguments = [step for array in (Q, K, V) for step in with_steps(with_rows(array), 2)]
+    if hasattr(V, "new_empty"):
+        given, Y = (Q, K, V), V.new_empty((b, T, D))
+    else:
+        given, Y = (with_rows(Q), with_rows(K), with_rows(V)), xp.empty((b, T, D), V.dtype)
+    arguments = [step for array in given for step in with_steps(array, 2)]
     arguments += [*with_steps(mask, 2), T, L, D, *before, Y, *after]
     grid = (b, -(-D // _COLUMNS))
     launch("latent_step", "step_rows", (stored(V.dtype),), grid, arguments, threads=32 * _ROWS, shared=shared)
