@@ -111,6 +111,13 @@ def in_plain_memory(tensors: tuple[Any, ...]) -> bool:
     return plain and not any(is_wrapped(x) or is_legacy_batched(x) for x in given) and not has_tangent(given)
 
 
+def is_on_device(tensor: Any) -> bool:
+    """Tell whether a tensor is dense real floats on a CUDA device, and no wrapper."""
+    if type(tensor) not in _PLAIN or not tensor.is_cuda or tensor.dtype not in _READ:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
+
+
 def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
     """Tell whether kernels of a device read tensors as they are: contiguous numbers of one format without a gradient.
 
@@ -321,7 +328,8 @@ class AttentionOperator:
         """Return the arguments in the memory that kernels read."""
         first = getattr(x, self._tensors[0])
         found = {name: memory_of(getattr(x, name)) for name in self._tensors if name != "offsets"}
-        state = x.state if first.device.type == "cpu" else self._state_of(x)
+        # kernels copy arrays of numpy to the device themselves, and the definition takes tensors
+        state = self._state_of(x) if isinstance(found[self._tensors[0]], torch.Tensor) else x.state
         state = None if state is None else tuple(map(memory_of, state))
         found |= {"offsets": bounds_of(x.offsets, first.shape[-2]), "state": state}
         return self._contract(**{**vars(x), **found})  # `replace` takes three times as long
