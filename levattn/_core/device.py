@@ -226,7 +226,8 @@ class _ByTorch:
     def __init__(self, device: int, handle: int, *, wait: bool) -> None:
         from cupy import cuda
 
-        self._place, self._wait, self._own = (device, handle), wait, None
+        self._place, self._wait = (device, handle), wait
+        self._own: Any = None
         self._device, self._memory = cuda.Device(device), cuda.using_allocator(_memory_of_torch)
 
     def __enter__(self) -> None:

@@ -62,12 +62,13 @@ def largest_scores(
     chosen, starts, close = SELECT.largest(scores, present, size, margin)
     if len(close):
         taken = np.ones(len(close), np.bool_)
-        if np.diff(starts).max() > 1:  # a single one is the last of the set
-            taken[:], again = False, rescore(starts, close)
+        several = np.flatnonzero(np.diff(starts) > 1)  # a single one is the last of its set
+        if len(several):
+            again = rescore(starts, close)
             missing = np.maximum(size - flag_counts(chosen), 0)
-            for item, start in enumerate(starts[:-1].tolist()):
-                order = np.argsort(-again[start : starts[item + 1]], kind="stable")
-                taken[start + order[: missing[item]]] = True
+            for item in several.tolist():
+                start, stop = starts[item : item + 2].tolist()
+                taken[start + np.argsort(-again[start:stop], kind="stable")[missing[item] :]] = False
         SELECT.include(chosen, starts, close, taken)
     among = ~chosen if present is None else present & ~chosen
     starts, rows = SELECT.leaders(scores, among, margin)

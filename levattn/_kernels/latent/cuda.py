@@ -43,7 +43,7 @@ _EVERYTHING = 1 << 62  # last position that a noncausal row sees
 class Runs:
     """Runs in the order of their sequences, (count, 8) as `Run` in runs.cuh, and the first run of each sequence.
 
-    What `sent` returns has them on the device too: kernels take `arguments`, or with the sequences `listed`.
+    After `sent`, kernels take them as `arguments`, or with the sequences as `listed`.
     """
 
     def __init__(self, table: Int64, sequences: int) -> None:
@@ -58,7 +58,7 @@ class Runs:
 
     def any(self, field: int) -> bool:
         """Tell whether a field, of which no number is negative, is other than 0 in any run."""
-        return self._most[field] > 0
+        return bool(self._most[field] > 0)
 
     def most(self, field: int) -> int:
         """Return the largest number of a field, at least 0."""

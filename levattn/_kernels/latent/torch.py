@@ -47,7 +47,7 @@ def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, S
 
 
 def step_as_given(Q: Any, K: Any, V: Any, state: State | None) -> tuple[Any, State] | None:
-    """Return what `step` returns without a mask, for tensors that `are_as_kernels_read` and sums of kernels."""
+    """Return the output and the state after it as `step` does, for tensors that `are_as_kernels_read`."""
     from levattn._kernels.latent.cuda import step_at_once  # here, because it needs a device
 
     return step_at_once(Q, K, V, None, state)
