@@ -293,6 +293,22 @@ def has_cupy() -> bool:
     return "cupy" in sys.modules or _is_installed("cupy")
 
 
+@cache
+def _dtype_of(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype of CuPy for a dtype of torch; bfloat16 numbers, which CuPy lacks, become words."""
+    kind = dtype_name(dtype)
+    return np.dtype(np.uint16 if kind == "bfloat16" else kind)
+
+
+def refuse_capture() -> None:
+    """Raise if torch captures a CUDA graph."""
+    if sys.modules["torch"].cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a tensor came while torch captures a CUDA graph; expected a call outside. A graph would not read again "
+            "the small tables that kernels take from main memory. Capture the code before and after this call"
+        )
+
+
 def as_cupy(array: Any) -> Any | None:
     """Return an array on a CUDA device as a CuPy array on the same memory; None for other arrays and without CuPy.
 
@@ -302,17 +318,11 @@ def as_cupy(array: Any) -> Any | None:
         return array if on_cuda(array) else None
     import cupy
 
-    if sys.modules["torch"].cuda.is_current_stream_capturing():
-        raise ValueError(
-            "a tensor came while torch captures a CUDA graph; expected a call outside. A graph would not read again "
-            "the small tables that kernels take from main memory. Capture the code before and after this call"
-        )
-    kind = dtype_name(array.dtype)
-    dtype = np.dtype(np.uint16 if kind == "bfloat16" else kind)
-    start, device = array.data_ptr(), array.device.index
+    refuse_capture()
+    dtype, start = _dtype_of(array.dtype), array.data_ptr()
     size = array.untyped_storage().nbytes() - array.storage_offset() * dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(start, size, array, device)
-    steps = tuple(step * dtype.itemsize for step in array.stride())
+    memory = cupy.cuda.UnownedMemory(start, size, array, array.device.index)
+    steps = None if array.is_contiguous() else tuple([step * dtype.itemsize for step in array.stride()])
     return cupy.ndarray(tuple(array.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), steps)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -132,25 +132,40 @@ def _place(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> AbstractContextManager[Any] | None:
     """Return the place of the arrays among the arguments, or None if it is current; raise if there are two devices."""
+    first, tensors, others, device = None, False, False, -1
+    for value in (*args, *options.values()) if options else args:
+        array = _array_in(value)
+        if array is None:
+            continue
+        here = _device_of(array)
+        if first is None:
+            first, device = array, here
+        elif here != device:
+            _refuse(function, args, options)
+        if is_torch(array):
+            tensors = True
+        else:
+            others = True
+    if first is None or not has_cupy():  # torch without CuPy needs no place
+        return None
+    if tensors:
+        stream = device, _stream_of_torch(device)
+        return None if getattr(_entered, "stream", None) == stream else _ByTorch(*stream, wait=others)
+    here = sys.modules["cupy"].cuda.runtime.getDevice()
+    return None if here == device else first.device
+
+
+def _stream_of_torch(device: int) -> int:
+    """Return the handle of torch's current stream of a device."""
+    torch = sys.modules["torch"]
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object; builds without CUDA lack it
+    return int(torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device))
+
+
+def _refuse(function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise an error that names two arrays on different devices."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
     arrays = {where: array for where, value in given if (array := _array_in(value)) is not None}
-    if not arrays or not has_cupy():  # torch without CuPy needs no place
-        return None
-    first, *others = arrays.values()
-    device = _device_of(first)
-    if any(_device_of(array) != device for array in others):
-        _refuse(function, args, arrays)
-    if any(map(is_torch, arrays.values())):
-        stream = device, sys.modules["torch"].cuda.current_stream(device).cuda_stream
-        if getattr(_entered, "stream", None) == stream:
-            return None
-        return _by_torch(*stream, wait=not all(map(is_torch, arrays.values())))
-    here = sys.modules["cupy"].cuda.runtime.getDevice() == device
-    return None if here else first.device
-
-
-def _refuse(function: Callable[..., Any], args: tuple[Any, ...], arrays: dict[int | str, Any]) -> None:
-    """Raise an error that names two arrays on different devices."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     def name(where: int | str) -> str:
@@ -194,27 +209,49 @@ def _memory_of_torch(size: int) -> Any:
     return cuda.MemoryPointer(cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device), 0)
 
 
-@contextmanager
-def _by_torch(device: int, handle: int, *, wait: bool) -> Iterator[None]:
+@lru_cache(64)
+def _stream(kind: Any, device: int, handle: int) -> Any:
+    """Return CuPy's object, of the class `kind`, for a stream of torch on the current device; threads may share it."""
+    # CuPy 14 has `from_external`, and deprecates `ExternalStream`
+    make = getattr(kind, "from_external", None)
+    return sys.modules["cupy"].cuda.ExternalStream(handle, device) if make is None else make(_Handle(handle))
+
+
+class _ByTorch:
     """Let CuPy work as torch does: on a device, on torch's stream with that handle, in torch's memory.
 
     wait: whether CuPy arrays take part. Then CuPy's stream and torch's stream wait for each other.
     """
-    from cupy import cuda
 
-    before = getattr(_entered, "stream", None)
-    with cuda.Device(device):
-        own = cuda.get_current_stream()
-        # CuPy 14 has `from_external`, and deprecates `ExternalStream`
-        make = getattr(cuda.Stream, "from_external", None)
-        stream = cuda.ExternalStream(handle, device) if make is None else make(_Handle(handle))
-        if wait:
-            stream.wait_event(own.record())
-        _entered.stream = device, handle
+    def __init__(self, device: int, handle: int, *, wait: bool) -> None:
+        from cupy import cuda
+
+        self._place, self._wait = (device, handle), wait
+        self._own: Any = None
+        self._device, self._memory = cuda.Device(device), cuda.using_allocator(_memory_of_torch)
+
+    def __enter__(self) -> None:
+        self._before = getattr(_entered, "stream", None)
+        self._device.__enter__()
         try:
-            with stream, cuda.using_allocator(_memory_of_torch):
-                yield
+            cuda = sys.modules["cupy"].cuda
+            self._stream = _stream(cuda.Stream, *self._place)
+            if self._wait:
+                self._own = cuda.get_current_stream()
+                self._stream.wait_event(self._own.record())
+            self._stream.__enter__()
+        except BaseException:
+            self._device.__exit__(*sys.exc_info())
+            raise
+        self._memory.__enter__()
+        _entered.stream = self._place
+
+    def __exit__(self, *error: object) -> None:
+        _entered.stream = self._before
+        try:
+            self._memory.__exit__(*error)
+            self._stream.__exit__(*error)
+            if self._own is not None:
+                self._own.wait_event(self._stream.record())
         finally:
-            _entered.stream = before
-            if wait:
-                own.wait_event(stream.record())
+            self._device.__exit__(*error)

@@ -6,9 +6,12 @@ numbers of float32 as zero. So this module calls NVRTC itself, and CuPy loads th
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from struct import Struct, calcsize
 from threading import Lock
 from typing import Any
 
@@ -32,11 +35,37 @@ class Compiled:
     log: str
 
 
-class Kernel:
-    """A kernel on a device, called like a kernel of CuPy."""
+_MOST_BYTES = 4096 + 64  # of the parameters of a kernel, which CUDA bounds, and of what is before them
+_BEFORE = "PPPPPN"  # the kinds of the two things that follow, their places, an end, and the number of bytes
+_BYTES_AT, _PARAMETERS_AT = calcsize("PPPPP"), calcsize(_BEFORE)
+_PARAMETERS, _BYTES = 1, 2  # kinds: CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE
 
-    def __init__(self, function: Any, driver: Any) -> None:
-        self._function, self._driver = function, driver
+
+class _Room(threading.local):
+    """Where a thread writes the arguments of its launches; CUDA copies them before a launch returns."""
+
+    def __init__(self) -> None:
+        self.words = ctypes.create_string_buffer(_MOST_BYTES)
+        self.address = ctypes.addressof(self.words)
+        self.devices: set[int] = set()  # whose context is current in this thread when they are
+
+
+_ROOM = _Room()
+
+
+class Kernel:
+    """A kernel on a device, called with numbers and addresses.
+
+    CuPy would make an object of every argument, which takes longer than the launch. Here all of them are packed at
+    once, as C lays them out.
+
+    parameters: the types of the parameters, as `struct` has them.
+    """
+
+    def __init__(self, function: Any, cuda: Any, device: int, parameters: str) -> None:
+        self._function, self._cuda, self._device = function, cuda, device
+        layout = Struct(_BEFORE + parameters)
+        self._pack, self._bytes = layout.pack_into, layout.size - _PARAMETERS_AT
         self._shared, self._lock = 0, Lock()
 
     @property
@@ -48,12 +77,22 @@ class Kernel:
     def max_dynamic_shared_size_bytes(self, size: int) -> None:
         with self._lock:
             if size > self._shared:
-                attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self._driver.funcSetAttribute(self._function.ptr, attribute, size)
+                driver = self._cuda.driver
+                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(self._function.ptr, attribute, size)
                 self._shared = size
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, *, shared_mem: int = 0) -> None:
-        self._function(grid, block, args, shared_mem=shared_mem)
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], *, shared_mem: int = 0
+    ) -> None:
+        cuda, start = self._cuda, _ROOM.address
+        if self._device not in _ROOM.devices:
+            cuda.runtime.memGetInfo()  # which makes the context of the device current in a new thread, as CuPy does
+            _ROOM.devices.add(self._device)
+        places = _PARAMETERS, start + _PARAMETERS_AT, _BYTES, start + _BYTES_AT, 0, self._bytes
+        self._pack(_ROOM.words, 0, *places, *args)
+        stream = cuda.get_current_stream().ptr
+        cuda.driver.launchKernel(self._function.ptr, *grid, *block, shared_mem, stream, 0, start)
 
 
 def architecture(nvrtc: Any, capability: int) -> str:
@@ -100,8 +139,10 @@ def _compiled(nvrtc: Any, source: str, names: Sequence[str], target: str, more: 
         nvrtc.destroyProgram(program)
 
 
-def loaded(xp: Any, source: str, name: str, device: int) -> Kernel:
+def loaded(xp: Any, source: str, name: str, device: int, parameters: str) -> Kernel:
     """Return a kernel of a source on the current device, which is `device`; `xp` is CuPy.
+
+    `parameters` are the types of its parameters, as `struct` has them.
 
     NVRTC compiles each kernel alone, in tenths of a second. A whole source takes up to a quarter of a minute, and a
     call needs only a few of its kernels.
@@ -116,7 +157,7 @@ def loaded(xp: Any, source: str, name: str, device: int) -> Kernel:
         cuda_cache.keep_code(key, *kept)
     module = xp.cuda.Module()
     module.load(kept[1])
-    return Kernel(module.get_function(kept[0]), xp.cuda.driver)
+    return Kernel(module.get_function(kept[0]), xp.cuda, device, parameters)
 
 
 def _nvrtc(xp: Any) -> Any:

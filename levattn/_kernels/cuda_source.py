@@ -8,7 +8,7 @@ kernel that can run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.types import dtype_name
 from levattn._kernels.cuda_compile import OPTIONS, loaded
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "WORDS",
     "expression",
     "launch",
+    "layout",
     "namespace",
     "on_device",
     "shared_limit",
@@ -43,13 +45,13 @@ TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16":
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # by number of bytes
 THREADS = 256  # of a block by default
 
-_NUMBERS: dict[str, Callable[[Any], Any]] = {  # converters by type of parameter
-    "bool": np.bool_,
-    "int": np.int32,
-    "unsigned int": np.uint32,
-    "long long": np.int64,
-    "unsigned long long": np.uint64,
-    "double": np.float64,
+_NUMBERS = {  # the formats of `struct` by type of parameter; all others are addresses
+    "bool": "?",
+    "int": "i",
+    "unsigned int": "I",
+    "long long": "q",
+    "unsigned long long": "Q",
+    "double": "d",
 }
 
 _KEYS = tuple(TYPES.values())
@@ -147,9 +149,10 @@ def expression(name: str, types: Sequence[str]) -> str:
     return f"{name}<{', '.join(types)}>" if types else name
 
 
+@cache
 def stored(dtype: Any) -> str:
-    """Return the C++ type of a dtype; words of 16 bits stand for bfloat16, which CuPy lacks."""
-    return TYPES["bfloat16" if dtype == np.uint16 else dtype.name]
+    """Return the C++ type of a dtype of CuPy or torch; words of 16 bits stand for bfloat16, which CuPy lacks."""
+    return TYPES["bfloat16" if dtype == np.uint16 else dtype_name(dtype)]
 
 
 def on_device(array: Any, dtype: Any = None) -> Any:
@@ -158,8 +161,13 @@ def on_device(array: Any, dtype: Any = None) -> Any:
 
 
 def with_steps(array: Any, axes: int) -> list[Any]:
-    """Return an array, or None, as arguments of a kernel, with the strides of its first axes, in numbers."""
-    return [array, *([0] * axes if array is None else (step // array.itemsize for step in array.strides[:axes]))]
+    """Return an array, a tensor or None as arguments of a kernel, with the strides of its first axes, in numbers."""
+    if array is None:
+        return [None] + [0] * axes
+    if hasattr(array, "stride"):
+        return [array, *array.stride()[:axes]]
+    size = array.itemsize
+    return [array, *[step // size for step in array.strides[:axes]]]
 
 
 def with_rows(array: Any) -> Any:
@@ -181,29 +189,33 @@ def launch(
 ) -> None:
     """Run a kernel on the current stream, unless the grid is empty.
 
-    Arguments are arrays on the device, None for an absent array, and numbers, which take the parameters' types.
+    Arguments are arrays or tensors on the device, None for an absent array, and numbers, which take the parameters'
+    types.
     """
     if 0 in grid:
         return
     kernel = _compiled(source, name, tuple(types), namespace().cuda.runtime.getDevice())
-    if shared > _PLAIN_SHARED:
+    if shared > _PLAIN_SHARED and shared > kernel.max_dynamic_shared_size_bytes:
         kernel.max_dynamic_shared_size_bytes = shared
-    given = tuple(convert(x) for convert, x in zip(_parameters(source, name), arguments, strict=True))
-    kernel(tuple(map(int, grid)), (threads,), given, shared_mem=shared)
+    kinds = layout(source, name)
+    given = [_address(x) if kind == "P" else x for kind, x in zip(kinds, arguments, strict=True)]
+    kernel((*grid, 1, 1)[:3], (threads, 1, 1), given, shared_mem=shared)
 
 
-def _array(array: Any) -> Any:
-    return np.intp(0) if array is None else array
+def _address(array: Any) -> Any:  # the tests put another in its place
+    if array is None:
+        return 0
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr
 
 
 @cache
-def _parameters(source: str, name: str) -> tuple[Callable[[Any], Any], ...]:
-    """Return a converter to an argument for each parameter of a kernel."""
+def layout(source: str, name: str) -> str:
+    """Return the types of the parameters of a kernel, as `struct` has them."""
     code = re.sub(r"//.*|\\\n", "", text(f"{source}.cu"))
     (listed,) = re.findall(rf"__global__[^;{{}}]* {name}\(([^)]*)\)", code)
     for macro, parameters in re.findall(r"#define (\w+_PARAMETERS) (.*)", code):
         listed = listed.replace(macro, parameters)
-    return tuple(_NUMBERS.get(re.sub(r"\s*\w+$", "", each).strip(), _array) for each in listed.split(","))
+    return "".join(_NUMBERS.get(re.sub(r"\s*\w+$", "", each).strip(), "P") for each in listed.split(","))
 
 
 def shared_limit() -> int:
@@ -221,4 +233,4 @@ def _shared_limit(device: int) -> int:
 def _compiled(source: str, name: str, types: tuple[str, ...], device: int) -> Any:
     if types not in KERNELS[source][name]:
         raise LookupError(f"{expression(name, types)} of {source}.cu is not in the table KERNELS")
-    return loaded(namespace(), text(f"{source}.cu"), expression(name, types), device)
+    return loaded(namespace(), text(f"{source}.cu"), expression(name, types), device, layout(source, name))

@@ -16,7 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
 from torch.autograd import forward_ad
 
-from levattn._core.arrays import as_cupy, as_tensor, memory_of_tensor, without_wrappers
+from levattn._core.arrays import as_cupy, as_tensor, memory_of_tensor, refuse_capture, without_wrappers
 from levattn._core.checks import check_offsets
 from levattn._core.device import where_arrays_are
 from levattn._kernels.dispatch import kernels_for
@@ -24,6 +24,7 @@ from levattn._kernels.dispatch import kernels_for
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARED = (torch.float32, torch.float64)
+_READ = (*_SHARED, torch.float16, torch.bfloat16)
 _EXPORTS = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
 _SCHEMA = {"bool": "bool", "int": "SymInt", "float": "float"}  # types of numbers in torch's schema language
 _REASON = "levattn reads numbers of tensors or keeps a state here; compile without fullgraph=True"
@@ -108,6 +109,34 @@ def in_plain_memory(tensors: tuple[Any, ...]) -> bool:
     plain = plain and not is_within_func()
     # batches of gradients, as is_grads_batched makes them, are no wrappers
     return plain and not any(is_wrapped(x) or is_legacy_batched(x) for x in given) and not has_tangent(given)
+
+
+def is_on_device(tensor: Any) -> bool:
+    """Tell whether a tensor is dense real floats on a CUDA device, and no wrapper."""
+    if type(tensor) not in _PLAIN or not tensor.is_cuda or tensor.dtype not in _READ:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
+
+
+def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether kernels of a device read tensors as they are: contiguous numbers of one format without a gradient.
+
+    It decides a call of one launch, whose checks would take longer one by one.
+    """
+    if not _HAS_CUPY or torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
+        return False
+    kind, followed = tensors[0].dtype, torch.is_grad_enabled()
+    if kind not in _READ:
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or not tensor.is_cuda or tensor.dtype != kind:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous() or tensor.is_neg():
+            return False
+        if is_wrapped(tensor) or is_legacy_batched(tensor) or (followed and tensor.requires_grad):
+            return False
+    refuse_capture()
+    return True
 
 
 def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -299,7 +328,8 @@ class AttentionOperator:
         """Return the arguments in the memory that kernels read."""
         first = getattr(x, self._tensors[0])
         found = {name: memory_of(getattr(x, name)) for name in self._tensors if name != "offsets"}
-        state = x.state if first.device.type == "cpu" else self._state_of(x)
+        # kernels copy arrays of numpy to the device themselves, and the definition takes tensors
+        state = self._state_of(x) if isinstance(found[self._tensors[0]], torch.Tensor) else x.state
         state = None if state is None else tuple(map(memory_of, state))
         found |= {"offsets": bounds_of(x.offsets, first.shape[-2]), "state": state}
         return self._contract(**{**vars(x), **found})  # `replace` takes three times as long

@@ -241,8 +241,9 @@ class Factor:
             )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         out = self.rows.zeros(as_float64=as_float64, written=True)
-        for arithmetic in dict.fromkeys(self.arithmetic):
-            items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
+        kinds, all_items = dict.fromkeys(self.arithmetic), np.arange(len(self.arithmetic))
+        for arithmetic in kinds:
+            items = all_items if len(kinds) == 1 else all_items[np.array(self.arithmetic) == arithmetic]
             if arithmetic == "compensated" and self.basis is not None and self.correction is not None:
                 W, basis = self.correction[items], self.basis[items]
             else:

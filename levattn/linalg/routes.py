@@ -201,18 +201,18 @@ class _Batch:
                 self.arithmetic[item] = "compensated"
             self.found[item] = one
 
-    def multiply_in_single(self, made: Inverses, allowed: list[bool]) -> None:
+    def multiply_in_single(self, made: Inverses, allowed: Flags) -> None:
         """Let scores come from products in float32 where that is allowed and precise enough.
 
         Let columns be equilibrated, with moment H, and products k W be rounded like a random walk. They change a score
         by about u √tr H⁻¹ at most. This holds because the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖²
         for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before.
         """
-        if not any(allowed):
+        if not allowed.any():
             return
         roundings = 1 if self.rows.shift is None else 3
         error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(roundings * made.spreads())
-        chosen = np.array(allowed) & (error <= _SINGLE_PRODUCTS)
+        chosen = allowed & (error <= _SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)
         self.arithmetic = ["single" if ok else "double" for ok in chosen.tolist()]
 
@@ -274,19 +274,18 @@ def factor_moments(
     rows, G, quick, penalty, made = factored_in_range(rows, G, quick, target, ridge, short and single != "no")
     bound = made.bound
     # whether no singular value can be below the cut, and moments are precise enough
-    sound = [
-        i not in begun and x * (d * cut * cut) < 1 and (q or ROUNDING * x <= target)
-        for i, (x, q) in enumerate(zip(bound.tolist(), quick.tolist(), strict=True))
-    ]
+    with np.errstate(over="ignore"):
+        sound = (bound * (d * cut * cut) < 1) & (quick | (ROUNDING * bound <= target))
+    sound[list(begun)] = False
     # float32 sums are rounded, or cut off by tensor cores
     error = np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound
     batch = _Batch(rows, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     if single != "no" and short:
         least = math.inf if n >= BLOCK else SINGLE_SUMS
-        batch.multiply_in_single(made, [ok and x <= least for x, ok in zip(bound.tolist(), sound, strict=True)])
+        batch.multiply_in_single(made, sound & (bound <= least))
     batch.counts_null_directions = rtol is None and ridge == 0
     added = np.zeros((b, d)) if penalty is None else penalty
-    hard = np.flatnonzero(~np.array(sound, np.bool_))
+    hard = np.flatnonzero(~sound)
     bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
     few = n <= _FEW_ROWS * d
     if on_cuda(G) and penalty is None and not few:
@@ -345,7 +344,7 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     batch = _Batch(like, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
     if like.format != "float64":
-        batch.multiply_in_single(made, (done & narrow).tolist())
+        batch.multiply_in_single(made, done & narrow)
     hard = np.flatnonzero(~done)
     moments = moments.in_main_memory() if len(hard) else moments
     for item in hard.tolist():

@@ -61,16 +61,18 @@ def largest_scores(
     margin = _margin(factor)
     chosen, starts, close = SELECT.largest(scores, present, size, margin)
     if len(close):
-        again, taken = rescore(starts, close), np.zeros(len(close), np.bool_)
-        missing = np.maximum(size - flag_counts(chosen), 0)
-        for item, start in enumerate(starts[:-1].tolist()):
-            order = np.argsort(-again[start : starts[item + 1]], kind="stable")
-            taken[start + order[: missing[item]]] = True
+        taken = np.ones(len(close), np.bool_)
+        several = np.flatnonzero(np.diff(starts) > 1)  # a single one is the last of its set
+        if len(several):
+            again = rescore(starts, close)
+            missing = np.maximum(size - flag_counts(chosen), 0)
+            for item in several.tolist():
+                start, stop = starts[item : item + 2].tolist()
+                taken[start + np.argsort(-again[start:stop], kind="stable")[missing[item] :]] = False
         SELECT.include(chosen, starts, close, taken)
     among = ~chosen if present is None else present & ~chosen
-    top = SELECT.maxima(scores, among) * (1 - margin)
-    _, starts, rows = SELECT.threshold(scores, among, top, np.full(len(top), np.inf))
-    left, some = np.zeros(len(top)), np.flatnonzero(np.diff(starts))
+    starts, rows = SELECT.leaders(scores, among, margin)
+    left, some = np.zeros(len(margin)), np.flatnonzero(np.diff(starts))
     if len(some):
         left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
     slack = 4 * factor.error

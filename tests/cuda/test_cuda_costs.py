@@ -121,6 +121,10 @@ COSTS: dict[str, tuple[tuple[int, int, int], dict[str, Make]]] = {
             "`universal_set` of ill-conditioned heads": of_keys(lambda K: levattn.universal_set(K, 0.05), 1e-5),
         },
     ),
+    "sets of a given size": (
+        (30, 4, 8 * 32),
+        {"`universal_set` of a given size": of_keys(lambda K: levattn.universal_set(K, size=64))},
+    ),
     "streams": (
         (30, 4, 8 * 256),
         {
@@ -172,7 +176,7 @@ def test_no_form_of_an_operator_costs_more(operator: str) -> None:
             assert counts.fetched <= 2 * fetched, f"{form}: {counts}"
 
 
-@pytest.mark.parametrize("operator", ["leverage scores and sets", "streams", "moments"])
+@pytest.mark.parametrize("operator", ["leverage scores and sets", "sets of a given size", "streams", "moments"])
 def test_launches_and_waits_do_not_grow_with_the_number_of_heads(operator: str) -> None:
     make = [*COSTS[operator][1].values()][-1]
     figures = []

@@ -23,7 +23,7 @@ from levattn._kernels.cuda_source import with_steps
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.rows import Rows
 from levattn._kernels.rows.cuda import key_arguments
-from levattn.attention import Selection, causal_pruned_attention, latte, pruned_attention, tssa
+from levattn.attention import Selection, TokenForm, causal_pruned_attention, latte, pruned_attention, tssa
 from levattn.sketch import CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState
 from strategies import as_float64
@@ -110,6 +110,65 @@ def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for happened in (places.launches, places.waits, places.own):
             happened.clear()
         yield tensors, streams, made
+
+
+def test_a_step_of_tensors_has_the_bits_of_a_step_of_arrays(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous tensors take a path with fewer checks; it has the same stream, device and bits."""
+    import cupy
+    import torch
+
+    from levattn._kernels import tensors as read
+
+    there, streams, _ = tensors
+    monkeypatch.setattr(read, "_PLAIN", (there.CudaTensor,))
+    streams.current[1] = 7
+    numbers = [np.random.default_rng(size).standard_normal((2, 3, 5, size)).astype(np.float32) for size in (6, 7)]
+    first, rest = ([X[..., part, :].copy() for X in numbers] for part in (slice(2), slice(2, 5)))
+    with cupy.cuda.Device(1):
+        (Q, V), (q, v) = (map(cupy.asarray, part) for part in (first, rest))
+        _, before = latte(Q, Q, V, return_state=True)
+        expected, after = latte(q, q, v, state=before, return_state=True)
+    usual: list[Any] = []
+    follows = read.follows_definition
+    monkeypatch.setattr(read, "follows_definition", lambda given: usual.append(given) or follows(given))
+    q, v = (there.CudaTensor(torch.from_numpy(X), 1) for X in rest)
+    apart = there.CudaTensor(torch.from_numpy(np.asfortranarray(rest[1])), 1)
+    for given, direct in ((v, True), (apart, False)):
+        usual.clear()
+        places.launches.clear()
+        found, state = latte(q, q, given, state=before, return_state=True)
+        assert (not usual) == direct
+        assert isinstance(found, there.CudaTensor)
+        assert found.device == torch.device("cuda", 1)
+        assert places.launches == [(1, 7)]
+        pairs = [(found.inner.numpy(), expected), *((getattr(state, x).held, getattr(after, x)) for x in "msS")]
+        assert all(np.array_equal(one, other.held) for one, other in pairs)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16])
+def test_plain_tokens_have_the_bits_of_others(tensors: Any, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Checks of plain tensors are remembered by their shape and format."""
+    import torch
+
+    from levattn._kernels import tensors as read
+
+    there, streams, _ = tensors
+    streams.current[1] = 7
+    for d in (8, 6):  # of which kernels read 8 numbers of 16 bits as they are
+        X = np.random.default_rng(d).standard_normal((2, 20, 3, d)).astype(kind)
+        W = there.CudaTensor(torch.from_numpy(X), 1).transpose(1, 2)
+        for options in ({}, {"causal": False, "form": "norm"}, {"form": TokenForm(decay=0.9)}):
+            expected = tssa(W, 2, **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(read, "_PLAIN", (there.CudaTensor,))
+                first, again = tssa(W, 2, **options), tssa(W, 2, **options)
+                Y, state = tssa(W, 2.0, **options | {"causal": True}, return_state=True)
+                tssa(W, 2, **options | {"causal": True}, state=state)
+            for found in (first, again):
+                assert (found.dtype, found.shape, found.device) == (W.dtype, W.shape, torch.device("cuda", 1))
+                assert torch.equal(found.inner, expected.inner)
+            assert torch.equal(Y.inner, first.inner) or not options.get("causal", True)
+    assert set(places.launches) == {(1, 7)}
 
 
 TENSOR_CALLS: dict[str, Callable[..., Any]] = {

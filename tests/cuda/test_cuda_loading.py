@@ -5,17 +5,21 @@ Inside: failures of files and of the compiler are planted.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import nvrtc_library
 import pytest
 
@@ -84,7 +88,7 @@ def function_of(kernel: Any) -> Any:
 
 
 def test_options_are_ours_alone(nvrtc: Counted) -> None:
-    found = function_of(loaded(card(nvrtc), SOURCE, TWICE, 0))
+    found = function_of(loaded(card(nvrtc), SOURCE, TWICE, 0, "P"))
     assert nvrtc.options == [(*OPTIONS, "--gpu-architecture=sm_90")]
     assert found.name == LOWERED
     assert found.code == compiled(nvrtc, SOURCE, (TWICE,), "sm_90").code
@@ -130,7 +134,7 @@ def test_a_card_that_is_not_known_takes_ptx(known: tuple[int, ...], capability: 
 
 def test_ptx_is_loaded_where_the_card_is_newer(nvrtc: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: OLD, raising=False)
-    found = function_of(loaded(card(nvrtc, "100"), SOURCE, TWICE, 0))
+    found = function_of(loaded(card(nvrtc, "100"), SOURCE, TWICE, 0, "P"))
     assert nvrtc.options == [(*OPTIONS, "--gpu-architecture=compute_90")]
     assert b"\n.target sm_90\n" in found.code
     assert found.name == LOWERED
@@ -140,7 +144,7 @@ def test_ptx_is_loaded_where_the_card_is_newer(nvrtc: Counted, monkeypatch: pyte
 
 
 def test_code_is_kept(nvrtc: Counted, folder: Path) -> None:
-    first, second = (function_of(loaded(card(nvrtc), SOURCE, TWICE, 0)) for _ in range(2))
+    first, second = (function_of(loaded(card(nvrtc), SOURCE, TWICE, 0, "P")) for _ in range(2))
     assert len(nvrtc.options) == 1
     assert (first.name, first.code) == (second.name, second.code)
     assert len(list(folder.iterdir())) == 1
@@ -150,7 +154,7 @@ def test_code_is_kept(nvrtc: Counted, folder: Path) -> None:
 def test_code_of_another_making_is_not_taken(
     nvrtc: Counted, folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    loaded(card(nvrtc), SOURCE, TWICE, 0)
+    loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
     source, name, capability = SOURCE, TWICE, "90"
     if change == "source":
         source += "\n"
@@ -162,7 +166,7 @@ def test_code_of_another_making_is_not_taken(
         monkeypatch.setattr(cuda_compile, "OPTIONS", (*OPTIONS, "-DMORE"))
     else:
         monkeypatch.setattr(nvrtc, "getVersion", lambda: (99, 1), raising=False)
-    loaded(card(nvrtc, capability), source, name, 0)
+    loaded(card(nvrtc, capability), source, name, 0, "P")
     assert len(nvrtc.options) == len(list(folder.iterdir())) == 2
 
 
@@ -178,36 +182,38 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_made_anew(nvrtc: Counted, folder: Path, damage: str) -> None:
-    right = function_of(loaded(card(nvrtc), SOURCE, TWICE, 0))
+    right = function_of(loaded(card(nvrtc), SOURCE, TWICE, 0, "P"))
     (path,) = folder.iterdir()
     sound = path.read_bytes()
     path.write_bytes(DAMAGE[damage](sound))
-    again = function_of(loaded(card(nvrtc), SOURCE, TWICE, 0))
+    again = function_of(loaded(card(nvrtc), SOURCE, TWICE, 0, "P"))
     assert (again.name, again.code) == (right.name, right.code)
     assert len(nvrtc.options) == 2
     assert path.read_bytes() == sound
 
 
 def test_a_sound_file_of_another_kernel_is_not_taken(nvrtc: Counted, folder: Path) -> None:
-    loaded(card(nvrtc), SOURCE, TWICE, 0)
+    loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
     (path,) = folder.iterdir()
-    loaded(card(nvrtc), SOURCE, "twice<double>", 0)
+    loaded(card(nvrtc), SOURCE, "twice<double>", 0, "P")
     (other,) = set(folder.iterdir()) - {path}
     path.write_bytes(other.read_bytes())
-    assert function_of(loaded(card(nvrtc), SOURCE, TWICE, 0)).name == LOWERED
+    assert function_of(loaded(card(nvrtc), SOURCE, TWICE, 0, "P")).name == LOWERED
     assert len(nvrtc.options) == 3
 
 
 def test_threads_make_the_same_kernel_at_once(nvrtc: Counted, folder: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = [function_of(each) for each in pool.map(lambda _: loaded(card(nvrtc), SOURCE, TWICE, 0), range(16))]
+        found = [
+            function_of(each) for each in pool.map(lambda _: loaded(card(nvrtc), SOURCE, TWICE, 0, "P"), range(16))
+        ]
     assert len({(each.name, each.code) for each in found}) == 1
     assert len(list(folder.iterdir())) == 1  # and no part of one
 
 
 PROCESS = """
 import nvrtc_library, test_cuda_loading as tests
-kernel = tests.loaded(tests.card(nvrtc_library.of_cupy()), tests.SOURCE, tests.TWICE, 0)
+kernel = tests.loaded(tests.card(nvrtc_library.of_cupy()), tests.SOURCE, tests.TWICE, 0, "P")
 print(kernel._function.name)
 """
 
@@ -234,15 +240,17 @@ def test_processes_make_the_same_kernel_at_once(nvrtc: Counted, folder: Path) ->
     processes = [run(PROCESS) for _ in range(2)]
     assert [told(process) for process in processes] == [[LOWERED], [LOWERED]]
     assert len(list(folder.iterdir())) == 1
-    loaded(card(nvrtc), SOURCE, TWICE, 0)
+    loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
     assert not nvrtc.options
 
 
 def test_kernels_are_compiled_where_no_folder_can_be_written(nvrtc: Counted, folder: Path) -> None:
     folder.write_text("")  # a file in its place
     with pytest.warns(levattn.CacheWarning, match=r"compiled code cannot be kept \(.*CUPY_CACHE_DIR"):
-        loaded(card(nvrtc), SOURCE, TWICE, 0)
-    assert function_of(loaded(card(nvrtc), SOURCE, TWICE, 0)).name == LOWERED  # said once: a second would be an error
+        loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
+    assert (
+        function_of(loaded(card(nvrtc), SOURCE, TWICE, 0, "P")).name == LOWERED
+    )  # said once: a second would be an error
     assert len(nvrtc.options) == 2
 
 
@@ -255,10 +263,10 @@ def test_kernels_are_compiled_where_there_is_no_room(
     with monkeypatch.context() as patch:
         patch.setattr(cuda_cache.Path, "write_bytes", full)
         with pytest.warns(levattn.CacheWarning, match=r"No space left"):
-            loaded(card(nvrtc), SOURCE, TWICE, 0)
+            loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
     assert not list(folder.iterdir())
-    loaded(card(nvrtc), SOURCE, TWICE, 0)
-    loaded(card(nvrtc), SOURCE, TWICE, 0)
+    loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
+    loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
     assert len(nvrtc.options) == 2
 
 
@@ -267,7 +275,7 @@ def test_nothing_is_kept_where_cupy_keeps_nothing(
 ) -> None:
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     for _ in range(2):
-        loaded(card(nvrtc), SOURCE, TWICE, 0)
+        loaded(card(nvrtc), SOURCE, TWICE, 0, "P")
     assert len(nvrtc.options) == 2
     assert not folder.exists()
 
@@ -279,7 +287,7 @@ def test_a_card_that_is_too_old(nvrtc: Counted) -> None:
     with pytest.raises(
         ValueError, match=r"CUDA device 0, Tesla V100, of compute capability 7\.0; expected .*8\.0 .*cupy\.asnumpy"
     ):
-        loaded(card(nvrtc, "70"), SOURCE, TWICE, 0)
+        loaded(card(nvrtc, "70"), SOURCE, TWICE, 0, "P")
     assert not nvrtc.options
 
 
@@ -288,12 +296,12 @@ def test_nvrtc_is_not_there() -> None:
         raise RuntimeError("CuPy failed to load libnvrtc.so.13")
 
     with pytest.raises(ImportError, match=r"CuPy does not find NVRTC.*pip install 'cupy-cuda13x\[ctk\]"):
-        loaded(card(SimpleNamespace(getVersion=missing)), SOURCE, TWICE, 0)
+        loaded(card(SimpleNamespace(getVersion=missing)), SOURCE, TWICE, 0, "P")
 
 
 def test_a_source_that_does_not_compile(nvrtc: Counted, folder: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC [\d.]+ does not compile twice<float> for sm_90.*undefined"):
-        loaded(card(nvrtc), SOURCE.replace("2", "y"), TWICE, 0)
+        loaded(card(nvrtc), SOURCE.replace("2", "y"), TWICE, 0, "P")
     assert not folder.exists()
 
 
@@ -301,34 +309,46 @@ def test_a_source_that_does_not_compile(nvrtc: Counted, folder: Path) -> None:
 
 
 class Driver:
-    """A driver that knows how much shared memory a kernel may have."""
+    """A driver that knows how much shared memory a kernel may have, and notes what it is asked to launch."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
     def __init__(self) -> None:
         self.allowed = 0
         self.calls: list[int] = []
+        self.launches: list[tuple[Any, ...]] = []
 
     def funcSetAttribute(self, pointer: int, attribute: int, size: int) -> None:  # noqa: N802
         assert (pointer, attribute) == (5, 8)
         self.allowed = size
         self.calls.append(size)
 
+    def launchKernel(self, function: int, *geometry: int) -> None:  # noqa: N802
+        """As cuLaunchKernel: after grid, block, shared memory and stream come pointers to parameters, or `extra`."""
+        *launch, shared, stream, pointers, extra = geometry
+        assert (function, pointers) == (5, 0)
+        assert shared <= self.allowed or shared <= 24 * 1024
+        words = (ctypes.c_void_p * 5).from_address(extra)
+        assert (words[0], words[2], words[4]) == (1, 2, None)  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END
+        size = ctypes.c_size_t.from_address(words[3]).value
+        self.launches.append((*launch, stream, ctypes.string_at(words[1], size)))
+
+
+def kernel_of(driver: Driver, parameters: str) -> tuple[Kernel, list[int]]:
+    """A kernel of a driver on device 0, and the devices whose context was asked for."""
+    asked: list[int] = []
+    runtime = SimpleNamespace(memGetInfo=lambda: asked.append(0))
+    cuda = SimpleNamespace(driver=driver, runtime=runtime, get_current_stream=lambda: SimpleNamespace(ptr=7))
+    return Kernel(SimpleNamespace(ptr=5), cuda, 0, parameters), asked
+
 
 def test_shared_memory_is_only_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that launch a kernel with different sizes do not take from each other what they asked for."""
     driver = Driver()
-
-    class Function:
-        ptr = 5
-
-        def __call__(self, *_: Any, shared_mem: int) -> None:
-            assert shared_mem <= driver.allowed
-
-    kernel = Kernel(Function(), driver)
+    kernel, _ = kernel_of(driver, "")
     monkeypatch.setattr(cuda_source, "_module", lambda: card(None))
     monkeypatch.setattr(cuda_source, "_compiled", lambda *_: kernel)
-    monkeypatch.setattr(cuda_source, "_parameters", lambda *_: ())
+    monkeypatch.setattr(cuda_source, "layout", lambda *_: "")
 
     def launch(size: int) -> None:
         cuda_source.launch("dense", "invert_cholesky", (), (1,), (), shared=size)
@@ -340,6 +360,61 @@ def test_shared_memory_is_only_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         list(pool.map(launch, [40_000, 210_000, 90_000, 220_000] * 50))
     assert driver.allowed == 220_000
     assert driver.calls == sorted(driver.calls)
+
+
+# -- arguments ---------------------------------------------------------------------------------------
+
+
+class Arguments(ctypes.Structure):
+    """Parameters as C lays them out."""
+
+    _fields_ = (
+        *(("a", ctypes.c_void_p), ("b", ctypes.c_bool), ("c", ctypes.c_int), ("d", ctypes.c_bool)),
+        *(("e", ctypes.c_longlong), ("f", ctypes.c_double), ("g", ctypes.c_uint), ("h", ctypes.c_ulonglong)),
+        *(("i", ctypes.c_int), ("j", ctypes.c_bool)),
+    )
+
+
+def test_arguments_lie_where_a_kernel_reads_them() -> None:
+    driver = Driver()
+    kernel, asked = kernel_of(driver, "P?i?qdIQi?")
+    values = 2**63 + 5, True, -3, np.True_, np.int64(-(2**40)), 1, 2**32 - 1, 2**64 - 1, np.int32(4), True
+    kernel((3, 2, 1), (64, 1, 1), values, shared_mem=9)
+    kernel((1, 1, 1), (32, 1, 1), (0, False, 0, False, 0, 0.5, 0, 0, 0, False))
+    (*geometry, stream, words), other = driver.launches
+    assert (*geometry, stream) == (3, 2, 1, 64, 1, 1, 7)
+    found = Arguments.from_buffer_copy(words.ljust(ctypes.sizeof(Arguments), b"\0"))
+    assert [getattr(found, name) for name, *_ in Arguments._fields_] == list(values)
+    assert len(words) == Arguments.j.offset + 1  # the driver refuses fewer bytes than its parameters have
+    assert Arguments.from_buffer_copy(other[-1].ljust(ctypes.sizeof(Arguments), b"\0")).f == 0.5
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda _: kernel((1, 1, 1), (32, 1, 1), values), range(2)))
+    assert len(asked) in (1, 2)  # once in each thread that has launched nothing yet
+    assert driver.launches[-1][-1] == words
+
+
+@pytest.mark.parametrize("values", [(), (1, 2, 3), (1, 0.5), (1, 2**31)])
+def test_arguments_that_do_not_fit_are_refused(values: tuple[Any, ...]) -> None:
+    driver = Driver()
+    with pytest.raises((struct.error, OverflowError)):
+        kernel_of(driver, "Pi")[0]((1, 1, 1), (32, 1, 1), values)
+    assert not driver.launches
+
+
+def test_threads_do_not_share_arguments() -> None:
+    """The driver may be at work in one thread while another one packs its arguments."""
+    driver, both = Driver(), Barrier(2)
+    kernel, _ = kernel_of(driver, "q")
+    launch = driver.launchKernel
+
+    def late(*given: int) -> None:
+        both.wait(10)
+        launch(*given)
+
+    driver.launchKernel = late  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda value: kernel((1, 1, 1), (32, 1, 1), (value,)), range(2)))
+    assert {words for *_, words in driver.launches} == {struct.pack("q", value) for value in range(2)}
 
 
 # -- the locale --------------------------------------------------------------------------------------

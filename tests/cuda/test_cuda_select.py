@@ -155,6 +155,11 @@ def test_flags_are_set_and_maxima_found() -> None:
         np.testing.assert_array_equal(chosen, again)
         np.testing.assert_array_equal(table.maxima(scores, among), np.where(among, scores, 0).max(axis=1))
         np.testing.assert_array_equal(table.maxima(scores[:, :0], among[:, :0]), np.zeros(3))
+        for margin in (0.0, 1e-9, 0.25, 1.0):
+            least = np.where(among, scores, 0).max(axis=1).astype(np.float64) * (1 - margin)
+            found = as_lists(*table.leaders(scores, among, np.full(3, margin)))
+            assert found == listed(among & (scores >= least[:, None]))
+        assert as_lists(*table.leaders(scores[:, :0], among[:, :0], np.zeros(3))) == [[], [], []]
 
 
 # -- rows ------------------------------------------------------------------------------

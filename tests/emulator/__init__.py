@@ -20,6 +20,7 @@ import hashlib
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from levattn._core.arrays import as_cupy, is_torch
 from levattn._kernels import cuda_source
 
 from .card import CHOSEN, Card, MainMemory, StandIn, device_count, true_card
@@ -139,7 +141,10 @@ def _on_card(kernel: Kernel, card: Card, source: str, name: str, types: tuple[st
 def kernel_of_text(code: str, names: tuple[str, ...], name: str, title: str) -> Kernel:
     """One of the kernels of a source text, on the card if there is one."""
     kernel = compiled(code, names, title)[name]
-    return kernel if isinstance(place, MainMemory) else Kernel(kernel.entry, place, place.of_text(code, names, name))
+    if isinstance(place, MainMemory):
+        return kernel
+    layout = "".join("P" if kind.endswith("*") else np.dtype(NUMBERS[kind][0]).char for kind in kernel.parameters)
+    return Kernel(kernel.entry, place, place.of_text(code, names, name, layout))
 
 
 def of_the_table(source: str) -> tuple[str, ...]:
@@ -284,6 +289,30 @@ class Kernel:
                 raise TypeError(f"argument {k} of {self.name} is {parameter}: {fault}")
 
 
+class Launched:
+    """A kernel as `cuda_source.launch` calls it, with numbers that get the types of its parameters by `struct`."""
+
+    def __init__(self, kernel: Kernel, layout: str) -> None:
+        self.__dict__.update(kernel=kernel, layout=layout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.kernel, name, value)
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
+        given = tuple(typed(kind, value) for kind, value in zip(self.layout, args, strict=True))
+        self.kernel(grid, block, given, shared_mem=shared_mem)
+
+
+def typed(kind: str, value: Any) -> Any:
+    """A number as a kernel gets it, in a format of `struct`; an array, or zero, for an address."""
+    if kind == "P":
+        return np.intp(0) if value is None else value
+    return np.dtype(kind).type(*struct.unpack(kind, struct.pack(kind, value)))
+
+
 def _kinds(parameter: str) -> tuple[np.dtype, ...]:
     kind = re.sub(r"( const)?\*$", "", parameter)
     if kind not in NUMBERS:
@@ -344,11 +373,12 @@ def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
     """Let `cuda_source` take arrays of numpy, and run kernels in main memory or on a card, until the test ends."""
     host = Host()
 
-    def of_host(source: str, name: str, types: tuple[str, ...], _device: int) -> Kernel:
-        return emulated(source, name, types)
+    def of_host(source: str, name: str, types: tuple[str, ...], _device: int) -> Launched:
+        return Launched(emulated(source, name, types), cuda_source.layout(source, name))
 
     monkeypatch.setattr(cuda_source, "_module", lambda: host)
     monkeypatch.setattr(cuda_source, "_compiled", of_host)
+    monkeypatch.setattr(cuda_source, "_address", lambda array: as_cupy(array) if is_torch(array) else array)
     monkeypatch.setattr(cuda_source, "_shared_limit", lambda _device: place.shared_limit)
     monkeypatch.setattr(sys.modules[__name__], "order", seed)
     return host
@@ -379,7 +409,7 @@ def stand_in() -> Card:
         code = cuda_source.text(f"{source}.cu")
         return compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)].entry
 
-    return Card(StandIn(), of_table, lambda code, names, name: compiled(code, names)[name].entry)
+    return Card(StandIn(), of_table, lambda code, names, name, _layout: compiled(code, names)[name].entry)
 
 
 if CHOSEN not in ("", "emulator", "stand-in"):

@@ -24,7 +24,7 @@ from .zones import LINE, Copy, DeviceError
 
 CHOSEN = os.environ.get("TEST_DEVICE", "")
 # Before a test puts others in their place
-TRUE = {name: getattr(cuda_source, name) for name in ("_module", "_compiled", "_shared_limit")}
+TRUE = {name: getattr(cuda_source, name) for name in ("_module", "_compiled", "_address", "_shared_limit")}
 
 
 class MainMemory:
@@ -147,7 +147,7 @@ def true_card() -> Card:
             on_card(patch)
             return TRUE["_compiled"](source, name, types, CUPY.cuda.runtime.getDevice())
 
-    def of_text(code: str, _names: tuple[str, ...], name: str) -> Any:
-        return cuda_compile.loaded(CUPY, code, name, CUPY.cuda.runtime.getDevice())
+    def of_text(code: str, _names: tuple[str, ...], name: str, layout: str) -> Any:
+        return cuda_compile.loaded(CUPY, code, name, CUPY.cuda.runtime.getDevice(), layout)
 
     return Card(CUPY.cuda.runtime, of_table, of_text)

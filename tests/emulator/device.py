@@ -177,6 +177,9 @@ class DeviceKernel:
     def __init__(self, kernel: Any) -> None:
         self.__dict__["kernel"] = kernel
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.kernel, name, value)
 

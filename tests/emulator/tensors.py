@@ -124,4 +124,5 @@ def torch_on_devices(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     current = lambda device: SimpleNamespace(cuda_stream=streams.current[device])  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current[device], raising=False)
     return streams

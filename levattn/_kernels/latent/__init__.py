@@ -96,3 +96,10 @@ class LatentSteps(Protocol):
         one leading axis. Up to 8 rows are summed in double precision there. More rows take the path
         of `forward`, if no state is before them.
         """
+
+
+class GivenSteps(Protocol):
+    """The same for tensors on a device that are as kernels read them, without a mask."""
+
+    def step_as_given(self, Q: Any, K: Any, V: Any, state: State | None, /) -> tuple[Any, State] | None:
+        """Return the output and the state after the rows as `LatentSteps.step` does, with fewer checks."""

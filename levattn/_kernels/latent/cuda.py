@@ -9,7 +9,8 @@ round outputs when they write them. A few rows after a state take one launch (`s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +43,13 @@ _EVERYTHING = 1 << 62  # last position that a noncausal row sees
 class Runs:
     """Runs in the order of their sequences, (count, 8) as `Run` in runs.cuh, and the first run of each sequence.
 
-    After `send_runs`, kernels take them as `arguments`, or with the sequences as `listed`.
+    After `sent`, kernels take them as `arguments`, or with the sequences as `listed`.
     """
 
     def __init__(self, table: Int64, sequences: int) -> None:
         self.table = table
         self.spans = np.searchsorted(table[:, 0], np.arange(sequences + 1)).astype(np.int64)
+        self._most = table.max(axis=0, initial=0).tolist()
         self.arguments: list[Any] = []
         self.listed: list[Any] = []
 
@@ -55,21 +57,48 @@ class Runs:
         return len(self.table)
 
     def any(self, field: int) -> bool:
-        return bool(self.table[:, field].any())
+        """Tell whether a field, of which no number is negative, is other than 0 in any run."""
+        return bool(self._most[field] > 0)
 
     def most(self, field: int) -> int:
-        return int(self.table[:, field].max(initial=0))
+        """Return the largest number of a field, at least 0."""
+        return int(self._most[field])
+
+    def sent(self, table: Any, spans: Any) -> Runs:
+        """Return these runs with their arrays on the device."""
+        other = object.__new__(Runs)
+        vars(other).update(vars(self), arguments=[table, len(self)], listed=[table, spans, len(self)])
+        return other
 
 
-def send_runs(bounds: Int64, *all_runs: Runs) -> Any:
-    """Copy bounds and runs to the device in one copy, and return the bounds there."""
-    parts = [bounds, *(part.ravel() for runs in all_runs for part in (runs.table, runs.spans))]
-    ends = np.cumsum([part.size for part in parts]).tolist()
-    whole = on_device(np.concatenate(parts))
-    first, *others = (whole[end - part.size : end] for part, end in zip(parts, ends, strict=True))
-    for runs, table, spans in zip(all_runs, others[::2], others[1::2], strict=True):
-        runs.arguments, runs.listed = [table, len(runs)], [table, spans, len(runs)]
-    return first
+class _Plan:
+    """The runs of positions and of rows, and all their tables as one array, which a call copies to the device."""
+
+    def __init__(self, bounds: Int64, *all_runs: Runs) -> None:
+        self._runs = all_runs
+        parts = [bounds, *(part.ravel() for runs in all_runs for part in (runs.table, runs.spans))]
+        self._whole, self._ends = np.concatenate(parts), np.cumsum([part.size for part in parts]).tolist()
+
+    def sent(self) -> tuple[Any, Runs, Runs]:
+        """Return the bounds, the runs of positions and the runs of rows on the device, after one copy."""
+        whole = on_device(self._whole)
+        first, *others = (whole[start:end] for start, end in pairwise([0, *self._ends]))
+        found = [runs.sent(*others[2 * i : 2 * i + 2]) for i, runs in enumerate(self._runs)]
+        return first, found[0], found[-1]
+
+
+def _planned(offsets: tuple[int, ...], U: int, causal: bool, ahead: int, sums: bool, own: bool) -> _Plan:
+    """Return the plan of a call; `own` tells whether one sequence of rows sees all U positions."""
+    bounds = np.array(offsets, np.int64)
+    rows, begins = np.diff(bounds), bounds[:-1]
+    lengths = np.full(1, U) if own and len(rows) == 1 else rows
+    ends = np.append(begins, begins[-1:] + lengths[-1:])
+    if causal:
+        return _Plan(ends, causal_runs(bounds, ahead, sums=sums))
+    return _Plan(ends, plain_runs(lengths, begins, POSITIONS), plain_runs(rows, begins, ROWS))
+
+
+_planned_before = lru_cache(64)(_planned)  # of one sequence, as calls of a model repeat their lengths
 
 
 def _cuts(length: int) -> Int64:
@@ -142,7 +171,8 @@ _STATIC = 8 * _ROWS * _ROWS * _COLUMNS + 64  # bytes of shared memory in its sou
 def step_at_once(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, State] | None:
     """Return the output (b, T, D) of up to 8 causal rows, and the state after them; see `LatentSteps`.
 
-    None for more rows, or more latents than fit into shared memory.
+    Q, K and V may be contiguous tensors, and the output then is one. None for more rows, or more latents than fit into
+    shared memory.
     """
     xp, (b, T, L), D = namespace(), Q.shape, V.shape[2]
     shared = 3 * 8 * T * L
@@ -150,8 +180,11 @@ def step_at_once(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tupl
         return None
     before = [None if state is None else on_device(part, np.float64) for part in state or (None,) * 3]
     after = xp.empty((b, L)), xp.empty((b, L)), xp.empty((b, L, D))
-    Y = xp.empty((b, T, D), V.dtype)
-    arguments = [step for array in (Q, K, V) for step in with_steps(with_rows(array), 2)]
+    if hasattr(V, "new_empty"):
+        given, Y = (Q, K, V), V.new_empty((b, T, D))
+    else:
+        given, Y = (with_rows(Q), with_rows(K), with_rows(V)), xp.empty((b, T, D), V.dtype)
+    arguments = [step for array in given for step in with_steps(array, 2)]
     arguments += [*with_steps(mask, 2), T, L, D, *before, Y, *after]
     grid = (b, -(-D // _COLUMNS))
     launch("latent_step", "step_rows", (stored(V.dtype),), grid, arguments, threads=32 * _ROWS, shared=shared)
@@ -213,7 +246,7 @@ def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, S
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
     no_rows = namespace().empty((len(K), 0, K.shape[2]), K.dtype)
-    work = _Work(LatentArguments(no_rows, K, V, offsets, causal=False, mask=mask), np.diff(offsets))
+    work = _Work(LatentArguments(no_rows, K, V, offsets, causal=False, mask=mask), own=False)
     return work.totals()
 
 
@@ -267,7 +300,7 @@ class _Starts:
 class _Work:
     """One call: its sizes, its runs, and the launches of each pass."""
 
-    def __init__(self, x: LatentArguments, lengths: Int64 | None = None, *, sums: bool = False) -> None:
+    def __init__(self, x: LatentArguments, *, own: bool = True, sums: bool = False) -> None:
         self.x = x
         self.b, self.T, self.L = x.Q.shape
         self.U, self.D = x.V.shape[1:]
@@ -275,16 +308,9 @@ class _Work:
         self.key = stored(x.V.dtype)
         self.dtype = np.dtype(np.float64 if self.key == "double" else np.float32)  # of the computation
         self.real = TYPES[self.dtype.name]
-        rows = np.diff(x.offsets)
-        if lengths is None:
-            lengths = np.full(1, self.U) if self.n == 1 else rows
-        begins = x.offsets[:-1]
-        if x.causal:
-            self.position_runs = self.row_runs = causal_runs(x.offsets, x.ahead, sums=sums)
-        else:
-            self.position_runs = plain_runs(lengths, begins, POSITIONS)
-            self.row_runs = plain_runs(rows, begins, ROWS)
-        self.bounds = send_runs(np.append(begins, begins[-1:] + lengths[-1:]), *{self.position_runs, self.row_runs})
+        plan = _planned_before if self.n == 1 else _planned
+        given = tuple(x.offsets.tolist()), self.U, bool(x.causal), x.ahead, sums, own
+        self.bounds, self.position_runs, self.row_runs = plan(*given).sent()
         self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
         self.slices = max(1, -(-self.L // self.width))
         self.positions = [*_rows(x.K), *_rows(x.V), *with_steps(x.mask, 2)]

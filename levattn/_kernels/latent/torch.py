@@ -46,6 +46,13 @@ def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, S
     return None if found is None else (tensor_of(found[0]), found[1])
 
 
+def step_as_given(Q: Any, K: Any, V: Any, state: State | None) -> tuple[Any, State] | None:
+    """Return the output and the state after it as `step` does, for tensors that `are_as_kernels_read`."""
+    from levattn._kernels.latent.cuda import step_at_once  # here, because it needs a device
+
+    return step_at_once(Q, K, V, None, state)
+
+
 def summary(K: Any, V: Any, mask: Any, offsets: Any) -> State:
     """Return the state of all positions of each sequence in float64, without gradients, as arrays of the kernels."""
     K, V, mask = map(memory_of, (K, V, mask))

@@ -31,6 +31,9 @@ class SelectKernels(Protocol):
     def maxima(self, scores: Any, among: Any, /) -> Float64:
         """Return the largest score among some keys of each matrix, (b,); 0 where there are none."""
 
+    def leaders(self, scores: Any, among: Any, margin: Float64, /) -> tuple[Any, Any]:
+        """List the scores that may be the largest among some keys of each matrix."""
+
     def stacked(self, keys: Any, starts: Any, indices: Any, /) -> tuple[Any, Any]:
         """Return the listed rows as a batch (b, w, d), w as long as the longest list, and flags of its filled rows.
 

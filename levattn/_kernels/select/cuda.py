@@ -72,15 +72,24 @@ def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any,
     """Return the `size` largest scores, and list the scores too close to call."""
     xp = namespace()
     least = _of_rank(on_device(scores), present, size) if size else xp.full(len(scores), np.inf)
-    width = on_device(margin, np.float64)
-    return threshold(scores, present, least * (1 - width), xp.nextafter(least * (1 + width), np.inf))
+    low, high = least * on_device(np.stack([1 - margin, 1 + margin]))
+    return threshold(scores, present, low, xp.nextafter(high, np.inf))
+
+
+def leaders(scores: Any, among: Any, margin: Float64) -> tuple[Int64, Any]:
+    """List the scores that may be the largest among some keys."""
+    xp = namespace()
+    factor, above = on_device(np.stack([1 - margin, np.full(len(margin), np.inf)]))
+    top = xp.where(on_device(among), scores, scores.dtype.type(0)).max(axis=1) if scores.shape[1] else 0.0
+    return threshold(scores, among, top * factor, above)[1:]
 
 
 def include(chosen: Any, starts: Int64, indices: Any, which: npt.NDArray[np.bool_]) -> None:
     """Set the flags of some of the listed rows."""
-    items = np.repeat(np.arange(len(chosen)), np.diff(starts))[which]
-    places = on_device(items * chosen.shape[1]) + indices[on_device(np.flatnonzero(which))]
-    chosen.reshape(-1)[places] = True
+    items = np.repeat(np.arange(len(chosen)), np.diff(starts))
+    if not which.all():
+        items, indices = items[which], indices[on_device(np.flatnonzero(which))]
+    chosen.reshape(-1)[on_device(items * chosen.shape[1]) + indices] = True
 
 
 def maxima(scores: Any, among: Any) -> Float64:
@@ -95,13 +104,14 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     """Return the listed rows as a batch, and flags of its filled rows."""
     xp, counts = namespace(), np.diff(starts)
     width = int(counts.max(initial=0))
-    out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
+    whole = bool((counts == width).all())
+    out = (xp.empty if whole else xp.zeros)((len(counts), width, keys.shape[2]), keys.dtype)
     words = np.dtype(f"u{keys.itemsize}")
     given, item, *within = with_steps(keys.view(words), 3)
     listed = [on_device(starts, np.int64), len(counts), on_device(indices, np.int64), len(indices)]
     arguments = [given, item if len(keys) > 1 else 0, *within, *listed, width, keys.shape[2], out.view(words)]
     launch("select", "gather_rows", (WORDS[keys.itemsize],), (-(-len(indices) // _COPIED),), arguments)
-    return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
+    return out, None if whole else xp.arange(width) < on_device(counts)[:, None]
 
 
 def _of_rank(scores: Any, present: Any, size: int) -> Any:
@@ -109,8 +119,8 @@ def _of_rank(scores: Any, present: Any, size: int) -> Any:
     xp, real = namespace(), TYPES[scores.dtype.name]
     b, n = scores.shape
     spans = -(-n // _SPAN)
-    prefixes, ranks = xp.zeros(b, np.uint64), xp.full(b, size, np.int64)
-    counts, least = xp.zeros((b, _DIGITS), np.uint64), xp.empty(b)
+    zeros, ranks, least = xp.zeros(b * (1 + _DIGITS), np.uint64), xp.full(b, size, np.int64), xp.empty(b)
+    prefixes, counts = zeros[:b], zeros[b:]
     flags = on_device(present, np.bool_)
     shift = sum(_BITS[real])
     for i, bits in enumerate(_BITS[real]):

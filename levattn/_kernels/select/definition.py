@@ -91,6 +91,12 @@ def maxima(scores: Any, among: Any) -> Float64:
     return np.asarray(np.where(among, scores, 0).max(axis=1, initial=0), np.float64)
 
 
+def leaders(scores: Any, among: Any, margin: Float64) -> tuple[Int64, Int64]:
+    """List the scores that may be the largest among some keys: those less than `margin` (b,) below it, relatively."""
+    top = maxima(scores, among) * (1 - margin)
+    return threshold(scores, among, top, np.full(len(top), np.inf))[1:]
+
+
 def stacked(keys: Any, starts: Int64, indices: Int64) -> tuple[Any, Any]:
     """Return the listed rows as a batch (b, w, d), w as long as the longest list, and flags of its filled rows.
 

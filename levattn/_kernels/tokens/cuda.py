@@ -19,14 +19,14 @@ Kernels widen tokens of float16 and bfloat16 (words) as they read them, and roun
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
+from levattn._core.types import Int64
 from levattn._kernels.cuda_source import (
-    TYPES,
     launch,
     namespace,
     on_device,
@@ -45,6 +45,7 @@ _COLUMNS, _LINES = 32, 16  # of a scan
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
 _MOST_C, _MOST_GAIN = 1e12, 1e24  # beyond these, products of float32 may leave its range
+_TINY = {"float": 2.0**-126, "double": 2.0**-1022}  # the smallest normal numbers
 _STATIC = 4096  # upper bound of the static shared memory of a kernel, in bytes
 
 
@@ -96,6 +97,28 @@ def _widened(x: TokenArguments) -> TokenArguments:
     return replace(x, W=_wide(x.W), temperature=_wide(x.temperature), offset=offset, least=least)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """The runs of a call."""
+
+    places: Int64  # the first token and the first run of each sequence, and their ends, (2, n + 1)
+    longest: int  # sequence
+    runs: int
+    several: bool  # whether a sequence has more than one run
+
+
+def _planned(offsets: tuple[int, ...]) -> _Plan:
+    bounds = np.array(offsets, np.int64)
+    lengths = np.diff(bounds)
+    counts = -(-lengths // _RUN)
+    firsts = np.append(0, np.cumsum(counts)).astype(np.int64)
+    longest, several = int(lengths.max(initial=0)), bool((counts > 1).any())
+    return _Plan(np.stack([bounds, firsts]), longest, int(firsts[-1]), several)
+
+
+_planned_before = lru_cache(64)(_planned)  # of one sequence, as calls of a model repeat their lengths
+
+
 class _Work:
     """One call: its sizes, its runs, and the passes over its tokens."""
 
@@ -105,16 +128,14 @@ class _Work:
         self.n = len(x.offsets) - 1
         self.key = stored(x.W.dtype)
         self.dtype = x.temperature.dtype  # of the computation
-        self.real = TYPES[self.dtype.name]
-        lengths = np.diff(x.offsets)
-        self.longest = int(lengths.max(initial=0))
-        self.firsts = np.append(0, np.cumsum(-(-lengths // _RUN))).astype(np.int64)
-        self.runs = int(self.firsts[-1])
+        self.real = stored(self.dtype)
+        offsets = tuple(x.offsets.tolist())
+        self.plan = _planned_before(offsets) if self.n == 1 else _planned(offsets)
         self.adds = x.causal or x.state is None  # to sums; else all sums are given
         self.pitch = -(-(self.h * self.d + self.h) // 4) * 4
         self.W = self._readable(x.W)
         self._rates = on_device(x.decay, np.float64)
-        least = max(x.least, float(np.finfo(self.dtype).tiny))
+        least = max(x.least, _TINY[self.real])
         self._logits = [LOGITS.index(x.logits), x.mean, least]
         self._output = [x.gain, x.c, x.ridge, self.T]
         self._sizes = [self.h, self.d, self.pitch, x.causal]
@@ -125,7 +146,7 @@ class _Work:
     @cached_property
     def short(self) -> bool:
         """Whether a block sees all of a sequence, and has room for its sums."""
-        if self.longest > _RUN:
+        if self.plan.longest > _RUN:
             return False
         return self._geometry(self._units(self.W), rows=2, scores=True, parts=_RUN)[1] + _STATIC <= shared_limit()
 
@@ -195,7 +216,7 @@ class _Work:
             )
             coming = self._scan(flows, backwards=True)[0]
         doffset = None if x.offset is None else self._memberships()
-        temperatures = xp.empty((self.b, self.runs, self.h))
+        temperatures = xp.empty((self.b, self.plan.runs, self.h))
         e = self._memberships() if diagonal else None
         flows = self._sums() if diagonal and through else None
         temperature = with_steps(x.temperature, 2)
@@ -214,7 +235,7 @@ class _Work:
     @cached_property
     def begins(self) -> bool:
         """Whether runs begin with nonzero sums."""
-        return not self.x.causal or self.x.state is not None or bool((np.diff(self.firsts) > 1).any())
+        return not self.x.causal or self.x.state is not None or self.plan.several
 
     def _scan(
         self, sums: Any, first: Any = None, *, whole: bool = False, backwards: bool = False
@@ -236,7 +257,7 @@ class _Work:
     @cached_property
     def _counts(self) -> Any:
         """Return an array for the number of tokens of each run that take part, if sums decay; a pass writes it."""
-        return None if self._rates is None else namespace().empty((self.b, self.runs), np.int32)
+        return None if self._rates is None else namespace().empty((self.b, self.plan.runs), np.int32)
 
     def _states(self, sums: Any) -> tuple[Any, ...]:
         return tuple(on_device(part, np.float64) for part in sums)
@@ -251,7 +272,7 @@ class _Work:
     @cached_property
     def _places(self) -> tuple[Any, Any]:
         """Return the first token and the first run of each sequence."""
-        offsets, firsts = on_device(np.stack([self.x.offsets, self.firsts]))
+        offsets, firsts = on_device(self.plan.places)
         return offsets, firsts
 
     def _geometry(
@@ -268,7 +289,7 @@ class _Work:
         numbers = rows * self.pitch + scores * self.h * (_RUN + 1) + parts * (threads + 1)
         shared, room = numbers * self.dtype.itemsize, 0
         if reads > 1:
-            room = -(-min(self.longest, _RUN) * self.h * self.d * self.W.itemsize // 16) * 16
+            room = -(-min(self.plan.longest, _RUN) * self.h * self.d * self.W.itemsize // 16) * 16
             room = room if 2 * (shared + room + _STATIC) <= shared_limit() else 0
         return threads, shared + room, room
 
@@ -284,7 +305,7 @@ class _Work:
         given = [*with_steps(self.W, 3), *with_steps(self.x.mask, 2), offsets, firsts, self.n, self._rates]
         given += [*self._sizes, *([] if reads is None else [room]), *arguments]
         types = (self.key, self.real, str(V))
-        launch(source, name, types, (self.b * self.runs,), given, threads=threads, shared=shared)
+        launch(source, name, types, (self.b * self.plan.runs,), given, threads=threads, shared=shared)
 
     def _readable(self, array: Any) -> Any:
         """Return an array like W with adjacent channels; for 16 bits, aligned for the channels of a thread."""
@@ -299,7 +320,7 @@ class _Work:
         return V if all(step % V == 0 for step in (self.d, *steps)) else 1
 
     def _sums(self) -> Any:
-        return namespace().empty((self.b, self.runs, self.pitch), self.dtype)
+        return namespace().empty((self.b, self.plan.runs, self.pitch), self.dtype)
 
     def _memberships(self) -> Any:
         return namespace().empty((self.b, self.h, self.T), self.dtype)

@@ -11,7 +11,7 @@ from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
-from levattn._kernels.latent import LatentSteps
+from levattn._kernels.latent import GivenSteps, LatentSteps
 from levattn.attention.arguments import (
     as_given,
     cumulative,
@@ -45,12 +45,37 @@ def plain_call(Q: Any, K: Any, V: Any, causal: bool) -> Any:
 
 
 def plain_step(Q: Any, K: Any, V: Any, state: Any) -> tuple[Any, SoftmaxState] | None:
-    """Return the output of a row and the state after it, or None unless arrays are plain and match the state."""
-    if not _are_plain(Q, K, V) or not isinstance(state, SoftmaxState):
+    """Return the output of rows and the state after them, or None unless arrays are plain and match the state.
+
+    Arrays of numpy are plain, for one row, and tensors on a device as kernels read them.
+    """
+    if not isinstance(state, SoftmaxState):
+        return None
+    if is_torch(Q):
+        return _step_of_tensors(Q, K, V, state) if is_torch(K) and is_torch(V) and Q.is_cuda else None
+    if not _are_plain(Q, K, V):
         return None
     if Q.shape != (*state.batch, 1, state.latents) or K.shape != Q.shape or V.shape != (*state.batch, 1, state.d):
         return None
     return one_step(Q, K, V, None, state, state.batch)
+
+
+def _step_of_tensors(Q: Any, K: Any, V: Any, state: SoftmaxState) -> tuple[Any, SoftmaxState] | None:
+    from levattn._kernels.tensors import are_as_kernels_read
+
+    if not are_as_kernels_read((Q, K, V)) or Q.ndim < 2:
+        return None
+    batch, T, sums = state.batch, Q.shape[-2], held_sums(state)
+    if Q.shape != (*batch, T, state.latents) or K.shape != Q.shape or V.shape != (*batch, T, state.d) or sums is None:
+        return None
+    b = math.prod(batch)
+    rows = Q.view(b, T, state.latents), K.view(b, T, state.latents), V.view(b, T, state.d)
+    found = cast(GivenSteps, kernels_for("latent", Q)).step_as_given(*rows, sums)
+    if found is None:
+        return None
+    Y, (m, s, S) = found
+    after = m.reshape(*batch, state.latents), s.reshape(*batch, state.latents), S.reshape(*batch, *S.shape[1:])
+    return Y.view(V.shape), with_sums(state, after)
 
 
 def _are_plain(Q: Any, K: Any, V: Any) -> bool:

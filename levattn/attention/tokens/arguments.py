@@ -19,6 +19,7 @@ from levattn._kernels import TokenArguments, TokenSums
 from levattn.attention.arguments import (
     Stacks,
     changed,
+    compiling,
     cumulative,
     dense_array,
     dense_arrays,
@@ -132,6 +133,15 @@ def checked_call(W: Any, temperature: Any, form: Form, causal: Any, mask: Any, o
         like = _call_like(W.shape, W.dtype, temperature, form, causal)
         stack = promoted(W, W.dtype.char == "d").reshape(like.shape)
         return changed(like, x=changed(like.x, W=stack), state=state)
+    if known and bias is None and mask is None and offsets is None and is_torch(W) and not compiling():
+        from levattn._kernels.tensors import is_on_device
+
+        if is_on_device(W) and W.ndim > 2 and (_is_read_as_stored(W) or W.dtype.itemsize != 2):
+            wide = is_wide(W)
+            like = _call_like(tuple(W.shape), np.dtype(np.float64 if wide else np.float32), temperature, form, causal)
+            theta = _temperatures(temperature, W).expand(like.shape[:2])
+            x = changed(like.x, W=W.reshape(like.shape), temperature=theta)
+            return changed(like, x=x, given=changed(like.given, dtype=W.dtype), state=state)
     return _checked(W, temperature, form, causal, mask, offsets, state)
 
 
