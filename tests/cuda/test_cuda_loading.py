@@ -219,7 +219,8 @@ print(kernel._function.name)
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")])
+    folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
+    path = os.pathsep.join([*folders, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
