@@ -115,6 +115,8 @@ class FittedSlots:
         NonFiniteError
             If products of queries and keys are not finite.
         """
+        Q = dense_array("Q", Q)
+        check_sizes({"keys": (self.keys, -1, "d"), "Q": (Q, -1, "d")})
         Q, keys, values, heads = sized(Q, self.keys, self.values, names=("Q", "keys", "values"))
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "keys": (keys, 2), "values": (values, 2)}
         given = stack_arguments(named | {"log_weights": (self.log_weights, 1)}, like="values")
@@ -156,7 +158,8 @@ def fit_slots(
 
     Let :math:`P_{ij} = \exp(\text{scale} \langle q_i, k_j \rangle - \ell_i)` be the attention of reference query i,
     with :math:`\ell_i` the logarithm of the sum, and :math:`y_i = \sum_j P_{ij} v_j`. Slots are the first keys, the
-    last keys, and the keys with the largest :math:`\sum_i w_i P_{ij}^2`. With :math:`F_{is}` the column of P of slot
+    last keys, and the keys with the largest :math:`\sum_i w_i P_{ij}^2`. (Sums within 2⁻¹⁶ of the last one's are ties,
+    and the first of them are taken.) With :math:`F_{is}` the column of P of slot
     s, its log-weight is :math:`\beta_s = \log B_s`, where B minimizes
 
     .. math::
@@ -259,6 +262,7 @@ def fit_slots(
     if weights is not None:
         weights = dense_array("weights", weights)
         check_sizes({"Q": (Q, -2, "m"), "weights": (weights, -1, "m")})
+        weights = weights if Q.shape[-2] else None
     if unseen is not None:
         unseen = dense_array("unseen", unseen)
         check_sizes({"unseen ": (unseen, -2, "m'"), "Q": (Q, -1, "d"), "unseen": (unseen, -1, "d")})

@@ -23,6 +23,7 @@ _LOGITS, _ON_DEVICE = 1 << 22, 1 << 26  # at a time
 _MASS_RIDGE, _VALUE_RIDGE = 1e-3, 1e-2  # shares of the mean diagonals
 _RAISES, _RAISE = 4, 10.0
 _IN_BALL = 1 + 2.0**-39  # squared radii: the values of keys are in their ball whatever their rounding
+_TIES = 2.0**-16  # of sums of squared weights: rounding of float32, which must not choose between equal keys
 _FAR = 600.0  # a logarithm of weights beyond any bound
 
 
@@ -161,7 +162,10 @@ def _chosen(rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, columns: A
     first = xp.broadcast_to((place < slots.sinks) | (place >= n - slots.window), (b, n))
     sure = slots.sinks + slots.window
     if rule.kind == ATTENTION:
-        order, count, _ = choice.chosen(columns, slots.selected, None, first, sure, checks)
+        top = xp.where(first, xp.full_like(columns, math.inf), columns)
+        last = xp.sort(top, axis=1)[:, n - sure - slots.selected][:, None]
+        ties = xp.abs(columns - last) < _TIES * last  # none if `last` is of a key that is sure
+        order, count, _ = choice.chosen(xp.where(ties, last, columns), slots.selected, None, first, sure, checks)
     else:
         measure = None
         if rule.kind in ("expected", "residual"):
@@ -184,6 +188,14 @@ def _slot_logits(q: Any, c: Any, there: Any) -> Iterator[tuple[slice, Any]]:
         yield part, z if there is None else xp.where(there[:, None, :], z, xp.full_like(z, -math.inf))
 
 
+def _log_shares(q: Any, c: Any, there: Any, sums: Any) -> Iterator[tuple[slice, Any]]:
+    """Yield blocks of rows, and log F (b, ·, s), at most 0 whatever the rounding; sums: (b, r), logarithms."""
+    xp = namespace_of(c)
+    for part, z in _slot_logits(q, c, there):
+        F = z - xp.astype(sums[:, part], xp.float64)[:, :, None]
+        yield part, xp.minimum(F, xp.zeros_like(F))
+
+
 def _mean_diagonal(A: Any) -> Any:
     """Return the mean (b, 1, 1) of the diagonal of matrices (b, s, s), and 1 in place of 0."""
     xp = namespace_of(A)
@@ -195,18 +207,17 @@ def _mean_diagonal(A: Any) -> Any:
 def _log_weights(rows: Weighted, sums: Any, c: Any, there: Any) -> tuple[Any, Any]:
     """Return the log-weights (b, s) of slots c, and how many of each head are at a bound."""
     xp, (b, s, _) = namespace_of(c), c.shape
-    sums, half = xp.astype(sums, xp.float64), xp.log(rows.weights) / 2
+    half = xp.log(rows.weights) / 2
     peak = xp.full((b, 1), -math.inf, dtype=xp.float64, device=device_of(c))
-    for part, z in _slot_logits(rows.q, c, there):
-        best = xp.max(z, axis=2) - sums[:, part] + half[:, part]
-        peak = xp.maximum(peak, xp.max(best, axis=1, keepdims=True))
+    for part, F in _log_shares(rows.q, c, there, sums):
+        peak = xp.maximum(peak, xp.max(xp.max(F, axis=2) + half[:, part], axis=1, keepdims=True))
     peak = xp.where(peak > -math.inf, peak, xp.zeros_like(peak))
     # √w F in units of its largest entry, so that no head underflows; the target 1 is in the same unit
     G = xp.zeros((b, s, s), dtype=xp.float64, device=device_of(c))
     g = xp.zeros((b, s), dtype=xp.float64, device=device_of(c))
     target = xp.exp(xp.clip(-peak, -_FAR, _FAR))
-    for part, z in _slot_logits(rows.q, c, there):
-        F = xp.exp(z + (half[:, part] - sums[:, part] - peak)[:, :, None])
+    for part, F in _log_shares(rows.q, c, there, sums):
+        F = xp.exp(F + (half[:, part] - peak)[:, :, None])
         root = xp.sqrt(rows.weights[:, part])
         G = G + xp.matmul(xp.matrix_transpose(F), F)
         g = g + xp.sum(F * root[:, :, None], axis=1) * target
@@ -269,10 +280,11 @@ def _residuals(
     sums, outputs, _ = _attended(rows, K, v, checks)
     large = xp.maximum(xp.max(xp.abs(middle), axis=(1, 2)), xp.ones_like(zero))
     mass = error = size = zero
-    for part, z in _slot_logits(rows.q, c, None):
+    logits, shares = _slot_logits(rows.q, c, None), _log_shares(rows.q, c, None, sums)
+    for (part, z), (_, F) in zip(logits, shares, strict=True):
         w, z = rows.weights[:, part], z + log_weights[:, None, :]
         y = xp.astype(outputs[:, part, :], xp.float64)
-        off = xp.sum(xp.exp(z - xp.astype(sums[:, part], xp.float64)[:, :, None]), axis=2) - 1
+        off = xp.sum(xp.exp(F + log_weights[:, None, :]), axis=2) - 1
         apart = (xp.matmul(_softmax(z), C) - y) / large[:, None, None]
         y = (y + middle) / large[:, None, None]
         mass = mass + xp.sum(w * off * off, axis=1)

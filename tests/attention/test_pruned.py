@@ -802,7 +802,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window": ({"size": 2, "window": True}, TypeError, "window is True; expected a count"),
     "sinks": ({"size": 2, "sinks": "2"}, TypeError, "sinks is '2'; expected a count"),
     "scores": ({"size": 2, "scores": "given"}, ValueError, "scores is 'given'; expected one of residual, expected"),
-    "scores-attention": ({"size": 2, "scores": "attention"}, ValueError, "which levattn.attention.fit_slots alone takes"),
+    "scores-attention": (
+        {"size": 2, "scores": "attention"},
+        ValueError,
+        "which levattn.attention.fit_slots alone takes",
+    ),
     "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
     "scores-kind": ({"size": 2, "scores": np.ones(10, int)}, TypeError, "scores has dtype int64"),
     "scores-nan": ({"size": 2, "scores": np.full(10, np.nan)}, NonFiniteError, "the scores of keys are NaN"),
