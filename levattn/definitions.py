@@ -563,7 +563,7 @@ def fit_slots(
     r"""Return slots, their log-weights and values, fitted to the attention P of queries and to their outputs P V.
 
     With F the columns of P at the slots, the log-weights are :math:`\log B` for the B in :math:`[e^{-3}, e^3]` that
-    minimizes :math:`\sum_i w_i (\sum_s F_{is} B_s - 1)^2 + \mu \|B - 1\|^2`. The values are a ridge regression towards
+    minimizes :math:`\sum_i w_i (\sum_s F_{is} B_s - 1)^2 + \mu \|B - 1\|^2`. The values are a ridge regression toward
     the slots' own values. Each stays in the ball that holds the values of all keys.
 
     Parameters
@@ -602,7 +602,7 @@ def fit_slots(
 
     References
     ----------
-    Zweiger, Fu, Guo and Kim, "Fast KV Compaction via Attention Matching", arXiv:2602.16284, without ridge towards the
+    Zweiger, Fu, Guo and Kim, "Fast KV Compaction via Attention Matching", arXiv:2602.16284, without ridge toward the
     original values, ball and bounds.
 
     Examples

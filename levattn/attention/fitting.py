@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from levattn._core.arrays import to_numpy
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
-from levattn._core.types import Float64, Int64
+from levattn._core.types import Float64, Int64, dtype_name
 from levattn.attention.arguments import (
     check_sizes,
     dense_array,
@@ -26,7 +27,7 @@ from levattn.attention.arguments import (
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.call import PrunedCall, given_scores, sized
 from levattn.attention.pruned.selection import (
-    ATTENTION,
+    BY_ATTENTION,
     Checks,
     Selection,
     SelectionRule,
@@ -37,6 +38,12 @@ from levattn.attention.regression import HeadFit, Weighted, fitted_heads, heads_
 
 _Part = tuple[Any, Any, HeadFit]  # items of the batch, places of their keys or None for all, and their slots
 
+_LARGEST = {
+    "float16": 2.0**16 - 2.0**5,
+    "bfloat16": 2.0**128 - 2.0**120,
+    "float32": 2.0**128 - 2.0**104,
+    "float64": sys.float_info.max,
+}
 _EVERY = 8  # one row of so many is left out of the fit
 
 
@@ -51,8 +58,8 @@ class FittedSlots:
     values : array of shape (..., G, s, D)
         Their fitted values :math:`C_s`, in the dtype of V.
     log_weights : array of shape (..., G, s)
-        Numbers :math:`\beta_s` from −3 to 3 that are added to the logits, in float64 if V is, else in float32. −∞ in
-        rows behind the last slot of a head that has fewer.
+        Numbers :math:`\beta_s` from −3 to 3 that attention adds to the logits, in float64 if V is, else in float32. In
+        rows behind the last slot of a head they are −∞.
     indices : array of int64, shape (..., G, s)
         The places of the keys in K, ascending; −1 in rows behind the last slot.
     mass_residual : array of float64, shape (..., G)
@@ -135,8 +142,10 @@ class FittedSlots:
         top = xp.max(without_gradient(z), axis=3, keepdims=True)
         E = xp.exp(z - xp.where(top > -math.inf, top, xp.zeros_like(top)))
         size = xp.sum(E, axis=3, keepdims=True)
-        Y = xp.matmul(E / xp.where(size > 0, size, xp.ones_like(size)), C[:, None, :, :])
-        return heads.joined(given.give_back(Y))
+        largest = float(xp.finfo(C.dtype).max)
+        with np.errstate(over="ignore"):  # by rounding alone
+            Y = xp.matmul(E / xp.where(size > 0, size, xp.ones_like(size)), C[:, None, :, :])
+        return heads.joined(given.give_back(xp.clip(Y, -largest, largest)))
 
 
 @reads_numbers
@@ -166,7 +175,7 @@ def fit_slots(
 
         \sum_i w_i \Bigl(\sum_s F_{is} B_s - 1\Bigr)^2 + \mu\, \|B - 1\|^2, \qquad e^{-3} \le B_s \le e^3.
 
-    With X the softmax of the slots' logits plus β, values are fitted by a ridge towards the slots' own :math:`V_S`:
+    Let X be the softmax of the slots' logits plus β. A ridge toward the slots' own values :math:`V_S` gives
 
     .. math::
 
@@ -210,7 +219,7 @@ def fit_slots(
     Returns
     -------
     FittedSlots
-        Slots of each head of the keys, and what they miss on unseen queries. It has no gradient.
+        Slots of each head of the keys, with their residuals on unseen queries. It has no gradient.
 
     Raises
     ------
@@ -231,9 +240,9 @@ def fit_slots(
     are in float64. Bounds hold by a projected Newton method that ends at the minimum, to rounding. Rank-deficient and
     graded F need no care: the ridges bound all condition numbers by 1000 s.
 
-    The form is that of [1]_ with four safeguards. Rows are divided by the sum of their own query, not by its largest
-    term. The ridge goes towards the original values: without it the residual on the fitted rows is the best, and on
-    others the worst. Values stay in the ball, and weights within :math:`e^{\pm 3}`.
+    Four safeguards are not in [1]_. The sum of a query's own terms normalizes its row, not the largest term. The ridge
+    goes toward the original values: without it the residual on fitted rows is the best, and on others the worst.
+    Values stay in the ball, and weights within :math:`e^{\pm 3}`.
 
     References
     ----------
@@ -277,7 +286,7 @@ def fit_slots(
 
 def _rule(selection: Selection, n: int) -> SelectionRule:
     """Return the rule of a selection for a head of n keys, or raise."""
-    kind = ATTENTION if selection.scores is None else selection.kind
+    kind = BY_ATTENTION if selection.scores is None else selection.kind
     function = selection.scores if kind == "function" else None
     return SelectionRule(slots_to_fit(selection, n), kind, None, selection.center is not False, None, function)
 
@@ -298,13 +307,13 @@ def _fitted(call: PrunedCall, selection: Selection, factor: float, rows: Any, ke
     rule = call.with_arrays_of_caller(_rule(selection, n))
     fit, unseen = _split(q * factor, w, None if sample is None else sample * factor)
     slots = rule.slots.selected + rule.slots.window + rule.slots.sinks
+    largest = _LARGEST[dtype_name(call.given.dtype)]
     step = heads_at_once(max(fit.q.shape[1], unseen.q.shape[1]), n, min(slots, n), K)
     found: list[_Part] = []
     for first in range(0, max(b, 1), step):
         some = slice(first, min(first + step, b))
-        arrays = (K[some, ...], V[some, ...], None if scores is None else scores[some, ...])
-        fitted = fitted_heads(rule, fit.of(some), unseen.of(some), *arrays, checks)
-        found.append((items[some], keys, fitted))
+        arrays = K[some, ...], V[some, ...], None if scores is None else scores[some, ...]
+        found.append((items[some], keys, fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, checks)))
     return found
 
 
@@ -389,7 +398,10 @@ def _padded(array: Any, s: int, behind: float) -> Any:
 
 
 def _places(fit: HeadFit, keys: Any, s: int) -> Int64:
-    """Return the places (b, s) of slots among all keys, and -1 behind the last slot; `keys`: those that take part."""
+    """Return the places (b, s) of slots among all keys, and -1 behind the last slot.
+
+    `keys`: the keys that take part, or None for all.
+    """
     places = to_numpy(fit.places).astype(np.int64)
     places = places if keys is None else np.asarray(keys, np.int64)[places]
     if fit.there is not None:

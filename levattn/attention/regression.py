@@ -15,7 +15,7 @@ from levattn._core.arrays import is_torch, on_cuda
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.box import least_in_box
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.selection import ATTENTION, Checks, SelectionRule
+from levattn.attention.pruned.selection import BY_ATTENTION, Checks, SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
 
 LARGEST = 3.0  # log-weights are at most this, and at least minus this
@@ -48,8 +48,15 @@ class Weighted:
 class HeadFit:
     """The slots of some heads.
 
-    places: (b, s), of their keys. there: (b, s), False behind the last slot, or None if each head has s slots.
-    keys, values, log_weights: (b, s, d), (b, s, D), (b, s). mass, output: (b,), residuals. bounded, clipped: (b,).
+    places: (b, s), of their keys.
+
+    there: (b, s), False behind the last slot, or None if each head has s slots.
+
+    keys, values, log_weights: (b, s, d), (b, s, D), (b, s).
+
+    mass, output: (b,), residuals.
+
+    bounded, clipped: (b,), numbers of slots.
     """
 
     places: Any
@@ -69,18 +76,24 @@ def heads_at_once(rows: int, n: int, s: int, like: Any) -> int:
 
 
 def fitted_heads(
-    rule: SelectionRule, fit: Weighted, unseen: Weighted, K: Any, V: Any, scores: Any, checks: Checks
+    rule: SelectionRule,
+    fit: Weighted,
+    unseen: Weighted,
+    arrays: tuple[Any, Any, Any],
+    largest: float,
+    checks: Checks,
 ) -> HeadFit:
     """Return the slots of heads with keys K (b, n, d) and values V (b, n, D), as `levattn.attention.fit_slots` does.
 
-    n is at least 1. scores: (b, n), given ones, or None.
+    arrays: K, V, and given scores (b, n) or None; n is at least 1. largest: the largest number that a value can be.
     """
+    K, V, scores = arrays
     xp, n, slots = namespace_of(K), K.shape[1], rule.slots
     middle, unit, v = _centered(V)
     everything = slots.selected >= n
     sums = outputs = columns = None
     if not everything:
-        sums, outputs, columns = _attended(fit, K, v, checks, columns=rule.kind == ATTENTION)
+        sums, outputs, columns = _attended(fit, K, v, checks, columns=rule.kind == BY_ATTENTION)
     order, there = _chosen(rule, fit.q, K, V, scores, columns, checks)
     checks.settle()
     c, own = choice.rows_of_each((K, v), order)
@@ -95,7 +108,8 @@ def fitted_heads(
         log_weights = xp.astype(xp.astype(log_weights, V.dtype), xp.float64)  # as they are given back
         C, clipped = _values(fit, outputs, c, old, log_weights, there, _radius(v))
         weighty = xp.any(fit.weights > 0, axis=1)[:, None, None]
-        values = xp.where(weighty, xp.astype(C * unit + middle, V.dtype), values)
+        inside = xp.clip(C * unit + middle, -largest, largest)  # nearer to the middle in each column
+        values = xp.where(weighty, xp.astype(inside, V.dtype), values)
     if there is not None:
         values = xp.where(there[:, :, None], values, xp.zeros_like(values))
         log_weights = xp.where(there, log_weights, xp.full_like(log_weights, -math.inf))
@@ -154,14 +168,14 @@ def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool =
 
 
 def _chosen(rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, columns: Any, checks: Checks) -> tuple[Any, Any]:
-    """Return the places of the slots (b, s), ascending, and flags of those that are there, or None if all are."""
+    """Return the places of the slots (b, s), ascending, and flags of the present ones, or None if all are."""
     xp, (b, n, _), slots = namespace_of(K), K.shape, rule.slots
     place = xp.arange(n, device=device_of(K))
     if slots.selected >= n:
         return xp.broadcast_to(place, (b, n)), None
     first = xp.broadcast_to((place < slots.sinks) | (place >= n - slots.window), (b, n))
     sure = slots.sinks + slots.window
-    if rule.kind == ATTENTION:
+    if rule.kind == BY_ATTENTION:
         top = xp.where(first, xp.full_like(columns, math.inf), columns)
         last = xp.sort(top, axis=1)[:, n - sure - slots.selected][:, None]
         ties = xp.abs(columns - last) < _TIES * last  # none if `last` is of a key that is sure
@@ -241,7 +255,7 @@ def _softmax(z: Any) -> Any:
 def _values(rows: Weighted, y: Any, c: Any, old: Any, log_weights: Any, there: Any, radius: Any) -> tuple[Any, Any]:
     """Return values (b, s, D) of slots fitted to outputs y, and how many of each head had to go back to the ball.
 
-    old: (b, s, D), the values of the slots' keys, which the ridge draws to. radius: (b,), squared.
+    old: (b, s, D), the values of the slots' keys, toward which the ridge draws. radius: (b,), squared.
     """
     xp, (b, s, _) = namespace_of(old), old.shape
     A = xp.zeros((b, s, s), dtype=xp.float64, device=device_of(old))

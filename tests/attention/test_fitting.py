@@ -242,13 +242,13 @@ def test_every_query_stays_in_the_ball(seed: int, dtype: str) -> None:
         rng.standard_normal((4, 30, 5)),
         np.repeat(slots.keys - slots.keys.mean(axis=1, keepdims=True), 2, 0),
     ]
-    for g in range(2):  # towards the differences of slots, where single slots are alone
+    for g in range(2):  # toward the differences of slots, where single slots are alone
         _, _, vt = np.linalg.svd(slots.keys[g] - slots.keys[g].mean(axis=0))
         directions.append(np.repeat(vt[None], 4, axis=0))
     for size in (0.0, 1.0, 30.0, 1e4, 1e12):
-        for towards in directions:
+        for toward in directions:
             for sign in (1, -1):
-                Y = slots.attend((sign * size * towards).astype(dtype)).astype(np.float64)
+                Y = slots.attend((sign * size * toward).astype(dtype)).astype(np.float64)
                 for g in range(2):
                     values = V[g].astype(np.float64)
                     middle = (values.min(axis=0) + values.max(axis=0)) / 2

@@ -20,7 +20,7 @@ from levattn.sensitivity.leverage import check_epsilon
 
 SCORES = ("residual", "expected", "leverage")
 
-ATTENTION = "attention"  # the scores that need the attention of given queries
+BY_ATTENTION = "attention"  # the scores that need the attention of given queries
 
 _CHUNK = 64  # positions between two selections of causal attention by default
 _NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
@@ -181,9 +181,9 @@ class Selection:
             given["epsilon"] = float(epsilon)
             if kind == "leverage":
                 check_epsilon(epsilon)
-        if isinstance(self.scores, str) and kind not in (*SCORES, ATTENTION):
+        if isinstance(self.scores, str) and kind not in (*SCORES, BY_ATTENTION):
             raise ValueError(
-                f"scores is {kind!r}; expected one of {', '.join((*SCORES, ATTENTION))}, an array of scores, or a "
+                f"scores is {kind!r}; expected one of {', '.join((*SCORES, BY_ATTENTION))}, an array of scores, or a "
                 "function of keys and values"
             )
         if given["center"] is not None:
@@ -261,10 +261,10 @@ def as_selection(selection: Any, name: str = "selection", *, fitted: bool = Fals
     fitted: whether slots are fitted to queries, whose attention may select keys then.
     """
     if isinstance(selection, Selection):
-        if selection.kind == ATTENTION and not fitted:
+        if selection.kind == BY_ATTENTION and not fitted:
             raise ValueError(
-                f'{name} has scores="attention", which levattn.attention.fit_slots alone takes, because it knows the '
-                f"attention of its queries; expected one of {', '.join(SCORES)}, your own scores or none"
+                f'{name} has scores="attention", which levattn.attention.fit_slots alone takes, for its queries; '
+                f"expected one of {', '.join(SCORES)}, or your own scores"
             )
         return selection
     if isinstance(selection, bool) or not isinstance(selection, int | float | np.integer | np.floating):
@@ -336,7 +336,7 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
 def slots_to_fit(selection: Selection, n: int) -> Slots:
     """Return the slots of a head of n keys that are fitted: as in a compressed cache, `window` is the last keys.
 
-    What a budget would give to summaries there goes to selected keys.
+    Slots that a cache would give to summaries go to selected keys.
     """
     budget, size = selection.budget, selection.size
     refused = {
