@@ -86,9 +86,9 @@ class FittedSlots:
     (3, 16)
     """
 
-    keys: Any
-    values: Any
-    log_weights: Any
+    keys: Any = field(repr=False)
+    values: Any = field(repr=False)
+    log_weights: Any = field(repr=False)
     indices: Int64 = field(repr=False)
     mass_residual: Float64
     output_residual: Float64
@@ -237,8 +237,8 @@ def fit_slots(
     -----
     Time O(m n (d + D) + m s (s + d + D)) for each head, and some s × s systems. Memory O(m D + n (d + D) + s²), with
     2²² logits at a time, or one row of them (2²⁶ for tensors on a device). The Gram matrices and all that is solved
-    are in float64. Bounds hold by a projected Newton method that ends at the minimum, to rounding. Rank-deficient and
-    graded F need no care: the ridges bound all condition numbers by 1000 s.
+    are in float64. Bounds hold by a projected Newton method [2]_ that ends at the minimum, to rounding. Rank-deficient
+    and graded F need no care, because the ridges bound condition numbers, by 1 + 1000 s for the weights.
 
     Four safeguards are not in [1]_. The sum of a query's own terms normalizes its row, not the largest term. The ridge
     goes toward the original values: without it the residual on fitted rows is the best, and on others the worst.
@@ -277,8 +277,9 @@ def fit_slots(
         check_sizes({"unseen ": (unseen, -2, "m'"), "Q": (Q, -1, "d"), "unseen": (unseen, -1, "d")})
     scores = given_scores(selection.scores, K) if selection.kind == "given" else None
     factor = check_scale(scale, Q.shape[-1])
-    arrays = [None if array is None else without_gradient(array) for array in (Q, K, V, scores, unseen, weights)]
-    call = PrunedCall.of((*arrays[:5],), heads, mask, None, tied=False, held=(), certified=True, weights=arrays[5])
+    Q, K, V, scores, unseen, weights = (without_gradient(array) for array in (Q, K, V, scores, unseen, weights))
+    arrays = Q, K, V, scores, unseen
+    call = PrunedCall.of(arrays, heads, mask, None, tied=False, held=(), certified=True, weights=weights)
     with call.full_precision(), np.errstate(all="ignore"):
         parts = [part for rows, keys, _ in call.groups() for part in _fitted(call, selection, factor, rows, keys)]
         return _joined(call, parts, K, V, factor)

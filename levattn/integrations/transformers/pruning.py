@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import SCORES, as_selection
+from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
@@ -269,5 +269,6 @@ def _shown(selection: Any) -> Any:
     if isinstance(selection, Mapping):
         pairs = ((key if isinstance(key, tuple | list) else (key,), of) for key, of in selection.items())
         return [[*map(int, key), _shown(of)] for key, of in pairs]
-    found = as_selection(selection)
-    return {**vars(found), "scores": found.kind if found.kind in SCORES else str(found.scores)}
+    options = vars(as_selection(selection))
+    scores = options["scores"]
+    return {**options, "scores": scores if scores is None or isinstance(scores, str) else str(scores)}
