@@ -208,9 +208,10 @@ def fit_slots(
         the others. By default they are "attention", the sums above. There are no summaries.
     weights : array of shape (..., H, m), optional
         Weights of at least 0 of the rows of Q, such as the square of the share of attention that the context gets; 1
-        by default. A common factor does not matter.
+        by default. A common factor does not matter. For H heads, for G, or one for all.
     unseen : array of shape (..., H, m', d), optional
-        Queries on which the residuals are measured, with weights 1. Then all rows of Q are fitted.
+        Queries on which the residuals are measured, with weights 1. Then all rows of Q are fitted. For H heads, for G,
+        or one for all.
     scale : float, optional
         Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional

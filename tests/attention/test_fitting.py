@@ -280,6 +280,31 @@ def test_batch_mates_and_the_order_of_heads_do_not_matter() -> None:
     agree(of(slots, (slice(None, None, -1), slice(None, None, -1))), fit_slots(*turned[:3], 12, weights=turned[3]))
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_layouts_change_no_bit(dtype: str) -> None:
+    arrays = [X.astype(dtype) for X in heads(30)]
+    slots = fit_slots(*arrays, 9)
+    for layout in strategies.LAYOUTS.values():
+        found = fit_slots(*map(layout, arrays), 9)
+        for name in ("keys", "values", "log_weights", "indices", "mass_residual", "output_residual"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(slots, name), err_msg=name)
+
+
+def test_leading_axes_broadcast() -> None:
+    Q, K, V = heads(31, batch=(3,))
+    w, mask = np.random.default_rng(32).random((4, 40)), np.random.default_rng(33).random((3, 1, 30)) < 0.7
+    slots = fit_slots(Q, K[0], V[:1], Selection(size=6), weights=w, mask=mask)
+    assert slots.values.shape == (3, 2, 6, 3)
+    for i in range(3):
+        alone = fit_slots(Q[i], K[0], V[0], Selection(size=6), weights=w, mask=mask[i])
+        agree(of(slots, i), alone)
+    same = fit_slots(Q[0], K[0], V[0], 9, weights=np.repeat(w[:2], 2, axis=0), unseen=Q[0, :1])
+    agree(same, fit_slots(Q[0], K[0], V[0], 9, weights=w[:2], unseen=np.repeat(Q[0, :1], 4, axis=0)))
+    one_head = fit_slots(Q[0], K[0, 0], V[0, 0], 9)  # one head of keys for all heads of queries
+    assert one_head.values.shape == (1, 9, 3)
+    assert one_head.attend(Q[0]).shape == (4, 40, 3)
+
+
 @pytest.mark.parametrize("factor", [1e-200, 0.3, 7.0, 1e200])
 def test_a_factor_of_the_weights_does_not_matter(factor: float) -> None:
     Q, K, V = heads(9)
@@ -374,6 +399,8 @@ def test_gradients_reach_queries_of_slots_and_not_the_fit() -> None:
     np.testing.assert_allclose(slots.values.numpy(), fit_slots(*heads(17), 9).values, atol=1e-10)
     q = Q[:, :2].detach().requires_grad_()
     assert torch.autograd.gradcheck(slots.attend, (q,))
+    with pytest.raises(NotImplementedError, match="expected a call without it"):
+        torch.vmap(lambda q: fit_slots(q, K[0], V[0], 9).values)(Q[:2])
     with torch.autocast("cpu"):
         np.testing.assert_allclose(fit_slots(Q, K, V, 9).values.numpy(), slots.values.numpy(), atol=1e-10)
 
