@@ -210,11 +210,12 @@ def _log_shares(q: Any, c: Any, there: Any, sums: Any) -> Iterator[tuple[slice, 
         yield part, xp.minimum(F, xp.zeros_like(F))
 
 
-def _mean_diagonal(A: Any) -> Any:
-    """Return the mean (b, 1, 1) of the diagonal of matrices (b, s, s), and 1 in place of 0."""
-    xp = namespace_of(A)
-    eye = xp.eye(A.shape[1], dtype=A.dtype, device=device_of(A))
-    mean = xp.sum(A * eye, axis=(1, 2), keepdims=True) / A.shape[1]
+def _mean_diagonal(A: Any, there: Any) -> Any:
+    """Return the mean (b, 1, 1) of the diagonal of matrices (b, s, s) over present slots, and 1 in place of 0."""
+    xp, s = namespace_of(A), A.shape[1]
+    eye = xp.eye(s, dtype=A.dtype, device=device_of(A))
+    count = s if there is None else xp.sum(xp.astype(there, A.dtype), axis=1)[:, None, None]
+    mean = xp.sum(A * eye, axis=(1, 2), keepdims=True) / count
     return xp.where(mean > 0, mean, xp.ones_like(mean))
 
 
@@ -235,7 +236,7 @@ def _log_weights(rows: Weighted, sums: Any, c: Any, there: Any) -> tuple[Any, An
         root = xp.sqrt(rows.weights[:, part])
         G = G + xp.matmul(xp.matrix_transpose(F), F)
         g = g + xp.sum(F * root[:, :, None], axis=1) * target
-    ridge = _MASS_RIDGE * _mean_diagonal(G)
+    ridge = _MASS_RIDGE * _mean_diagonal(G, there)
     H = G + ridge * xp.eye(s, dtype=xp.float64, device=device_of(c))
     low, high = math.exp(-LARGEST), math.exp(LARGEST)
     B = least_in_box(H, g + ridge[:, :, 0], xp.ones_like(g), low, high)
@@ -267,7 +268,7 @@ def _values(rows: Weighted, y: Any, c: Any, old: Any, log_weights: Any, there: A
         right = right + xp.matmul(xp.matrix_transpose(X), xp.astype(y[:, part, :], xp.float64) * root)
     right = right - xp.matmul(A, old)
     eye = xp.eye(s, dtype=xp.float64, device=device_of(old))
-    ridge = xp.broadcast_to(_VALUE_RIDGE * _mean_diagonal(A)[:, :, 0], (b, s))
+    ridge = xp.broadcast_to(_VALUE_RIDGE * _mean_diagonal(A, there)[:, :, 0], (b, s))
     for raises in range(_RAISES + 1):
         C = old + xp.linalg.solve(A + ridge[:, :, None] * eye, right)
         square = xp.sum(C * C, axis=2)

@@ -91,10 +91,10 @@ class Selection:
         It is the default without a budget.
     window : int or float, optional
         Number of keys near a query, as in `Slots`, or the share that they have of the budget's slots without the
-        sinks. 0 without a budget. In a cache these are the last positions of the context.
+        sinks. 0 without a budget. In a cache and in `fit_slots` these are the last positions.
     sinks : int or float, optional
         Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
-        and 4 for a budget of a cache.
+        and 4 for a budget of a cache or of `fit_slots`.
     scores : {"residual", "expected", "leverage", "attention"}, array or function, optional
         The scores that select keys. None is "attention" in `fit_slots` and "residual" elsewhere. "attention", which
         `fit_slots` alone takes: the sum of the squared weights that its queries give to a key. "expected": the
@@ -226,7 +226,7 @@ class Selection:
         slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
         examples/pruning.) If causal, up to half goes to the positions between two selections (a quarter below 64
         slots) and an eighth to the keys before them. Summaries get five eighths of the rest. In a compressed cache the
-        last positions get a quarter of the slots, and summaries half.
+        last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in place of these.
 
         Parameters
         ----------
