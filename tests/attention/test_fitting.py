@@ -212,6 +212,24 @@ def test_conditions_hold_for_hostile_heads(case: Any, size: int, sinks: int, win
         assert slots.clipped == 0
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("far", [10.0, 100.0, 1000.0, 1e6])
+def test_slots_on_which_nothing_falls_have_the_largest_weights(far: float, dtype: str) -> None:
+    """Their shares are far below the least number, and their sum, even times e³, is far below 1."""
+    Q = np.ones((20, 1), dtype)
+    K = np.concatenate([-np.ones((4, 1)), np.zeros((2, 1)), np.ones((9, 1))]).astype(dtype)
+    V = np.random.default_rng(0).standard_normal((15, 3)).astype(dtype)
+    slots = fit_slots(Q, K, V, Selection(size=0, sinks=6), scale=far)
+    assert slots.indices.tolist() == [*range(6)]
+    np.testing.assert_allclose(slots.log_weights[4:], 3, rtol=1e-6)
+    assert slots.bounded == np.count_nonzero(slots.log_weights > 2.999)
+    assert slots.mass_residual == pytest.approx(1, rel=1e-2)
+    assert np.isfinite(slots.values).all()
+    y = softmax(far * K[:, 0].astype(np.float64)) @ V
+    off = np.linalg.norm(slots.attend(Q)[0] - y) / np.linalg.norm(y)
+    assert slots.output_residual == pytest.approx(off, rel=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_values_outside_of_the_ball_are_drawn_back(seed: int) -> None:
     rng = np.random.default_rng(seed)
