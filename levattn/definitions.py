@@ -19,6 +19,7 @@ __all__ = [
     "coding_rate",
     "covering_set",
     "expected_scores",
+    "fit_slots",
     "group_leverage",
     "heavy_attention",
     "latte",
@@ -554,6 +555,83 @@ def pruned_attention(Q: Float64, K: Float64, V: Float64, kept: Int64, labels: In
     keys, values = (np.array([X[slot].mean(axis=0) for slot in slots]) for X in (K, V))
     logits = Q @ keys.T / math.sqrt(K.shape[1]) + np.log([len(slot) for slot in slots])
     return np.asarray(softmax(logits) @ values)
+
+
+def fit_slots(
+    Q: Float64, K: Float64, V: Float64, size: int, sinks: int, window: int, weights: Float64
+) -> tuple[Int64, Float64, Float64]:
+    r"""Return slots, their log-weights and values, fitted to the attention P of queries and to their outputs P V.
+
+    With F the columns of P at the slots, the log-weights are :math:`\log B` for the B in :math:`[e^{-3}, e^3]` that
+    minimizes :math:`\sum_i w_i (\sum_s F_{is} B_s - 1)^2 + \mu \|B - 1\|^2`. The values are a ridge regression toward
+    the slots' own values. Each stays in the ball that holds the values of all keys.
+
+    Parameters
+    ----------
+    Q : array of shape (m, d)
+        Queries.
+    K : array of shape (n, d)
+        Keys.
+    V : array of shape (n, D)
+        Values.
+    size : int
+        Number of keys with the largest :math:`\sum_i w_i P_{ij}^2`.
+    sinks : int
+        Number of first keys.
+    window : int
+        Number of last keys; the three are fewer than n together.
+    weights : array of shape (m,)
+        The weights w of the queries.
+
+    Returns
+    -------
+    array of int64, shape (s,)
+        The places of the slots' keys, ascending.
+    array of shape (s,)
+        Log-weights.
+    array of shape (s, D)
+        Values.
+
+    See Also
+    --------
+    levattn.attention.fit_slots : The same for batches, masks and grouped heads, with residuals.
+
+    Notes
+    -----
+    Time O(m n (d + D) + (m + s) s²) for each set of variables that the solver of the bounds tries.
+
+    References
+    ----------
+    Zweiger, Fu, Guo and Kim, "Fast KV Compaction via Attention Matching", arXiv:2602.16284, without ridge toward the
+    original values, ball and bounds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn import definitions
+    >>> K, V = np.zeros((4, 1)), np.arange(4.0)[:, None]  # two slots for four equal keys: twice the weight
+    >>> places, log_weights, C = definitions.fit_slots(np.ones((9, 1)), K, V, 0, 1, 1, np.ones(9))
+    >>> places.tolist(), np.exp(log_weights).round(2).tolist(), C.round(2).tolist()
+    ([0, 3], [2.0, 2.0], [[0.0], [3.0]])
+    """
+    from scipy.optimize import lsq_linear
+
+    P, n, w = softmax(Q @ K.T / math.sqrt(K.shape[1])), len(K), np.sqrt(weights)[:, None]
+    order = np.argsort(-((w * P) ** 2).sum(axis=0)[sinks : n - window], kind="stable")
+    places = np.sort(np.concatenate([np.arange(sinks), sinks + order[:size], np.arange(n - window, n)]))
+    F, s = w * P[:, places], len(places)
+    root = math.sqrt(1e-3 * np.mean((F**2).sum(axis=0))) * np.eye(s)
+    rows, target = np.vstack([F, root]), np.concatenate([w[:, 0], root.sum(axis=1)])
+    B = lsq_linear(rows, target, (math.exp(-3), math.exp(3)), method="bvls", tol=1e-15).x
+    X = w * softmax(Q @ K[places].T / math.sqrt(K.shape[1]) + np.log(B))
+    ridge = np.full(s, 1e-2 * np.mean((X**2).sum(axis=0)))
+    middle = (V.min(axis=0) + V.max(axis=0)) / 2
+    radius = np.linalg.norm(V - middle, axis=1).max()
+    for raised in range(5):
+        C = V[places] + np.linalg.solve(X.T @ X + np.diag(ridge), X.T @ (w * (P @ V) - X @ V[places]))
+        far = np.linalg.norm(C - middle, axis=1) / radius
+        ridge *= np.where((far > 1) & (raised < 4), 10.0, 1.0)
+    return places, np.log(B), np.asarray(middle + (C - middle) / np.maximum(far, 1)[:, None])
 
 
 def latte(q_logits: Float64, k_logits: Float64, V: Float64, causal: bool) -> Float64:

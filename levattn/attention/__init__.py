@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from levattn.attention.fitting import FittedSlots, fit_slots
 from levattn.attention.latent.features import causal_conv, rg_lru, rotate_values
 from levattn.attention.latent.latte import latte
 from levattn.attention.latent.macchiato import MacchiatoState, macchiato, repeated_mass
@@ -15,6 +16,7 @@ from levattn.attention.tokens.arguments import TokenForm
 from levattn.attention.tokens.tssa import memberships, tssa
 
 __all__ = [
+    "FittedSlots",
     "MacchiatoState",
     "PrunedCertificate",
     "PrunedCoverage",
@@ -25,6 +27,7 @@ __all__ = [
     "Window",
     "causal_conv",
     "causal_pruned_attention",
+    "fit_slots",
     "latte",
     "macchiato",
     "memberships",

@@ -230,6 +230,31 @@ def certificate_holds(
         return
 
 
+def in_ball(values: Float, found: Any, unit: float, step: float) -> Iterator[Breach]:
+    """No row lies farther from the middle of the values' ranges than a value does, up to rounding to a unit."""
+    size = np.abs(values).max(initial=0.0) or 1.0
+    values, found = values / size, np.asarray(found, np.float64) / size
+    middle = values.min(axis=0) / 2 + values.max(axis=0) / 2
+    radius, apart = (np.linalg.norm(x - middle, axis=1) for x in (values, found))
+    room = 8 * unit + 2 * len(middle) * step / size
+    if not (apart <= radius.max() * (1 + 1e-11) + room).all():
+        yield Breach("row outside of the ball of the values", f"within {radius.max():.6g}", f"{apart.max():.6g}")
+
+
+def weights_are_best(F: Float, target: Float, log_weights: Any, noise: float) -> Iterator[Breach]:
+    """The weights B in [e⁻³, e³] minimize ‖F B − target‖² + μ ‖B − 1‖² for F of a relative error."""
+    B = np.exp(np.asarray(log_weights, np.float64))
+    ridge = 1e-3 * float((F**2).sum()) / len(B)
+    if ridge < 1e-250:
+        return
+    H, g = F.T @ F + ridge * np.eye(len(B)), F.T @ target + ridge
+    gradient, room = H @ B - g, (8 * noise + 1e-9) * (H @ B + g)
+    low, high = np.abs(np.log(B) + 3) < 1e-6, np.abs(np.log(B) - 3) < 1e-6
+    fine = (np.abs(gradient) <= room) | (low & (gradient > 0)) | (high & (gradient < 0))
+    if not (fine & (np.abs(np.log(B)) <= 3 + 1e-6)).all():
+        yield Breach("weights that are not the best", f"a gradient within {room[~fine]}", f"{gradient[~fine]}")
+
+
 def same_bits(kind: str, one: Any, other: Any) -> Iterator[Breach]:
     a, b = np.asarray(one), np.asarray(other)
     if a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes():

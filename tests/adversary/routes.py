@@ -584,6 +584,36 @@ def covered(Q, K, V, seed):
     return found, pruned_attention(q, K, V, selection, scale=0.5, queries=found.queries)
 
 
+def fitted(Q, K, V, mask, seed):
+    from levattn.attention import Selection, fit_slots
+
+    selection = Selection(size=1 + seed % 7, sinks=seed % 2, window=seed % 3)
+    weights = np.random.default_rng(seed).random(len(Q)) ** (1, 40)[seed % 2]
+    slots = fit_slots(Q, K, V, selection, weights=weights.astype(np.float32), unseen=Q, scale=0.5, mask=mask)
+    return slots, slots.attend(Q)
+
+
+def judge_fitted(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    """Values and outputs in the ball of the values, and the conditions of the weights' bounds."""
+    slots, output = result
+    there = np.ones(len(case.keys), bool) if case.mask is None else case.mask
+    if not there.any():
+        return
+    values, places = case.values[there], np.searchsorted(np.flatnonzero(there), slots.indices)
+    unit = {"float64": 2.0**-52, "bfloat16": 2.0**-7, "float16": 2.0**-10}.get(case.storage, 2.0**-23)
+    step = 2.0 ** {"float64": -1074, "float32": -149, "float16": -24, "bfloat16": -133}[case.storage]
+    yield from promises.in_ball(values, slots.values, unit, step)
+    yield from promises.in_ball(values, output, 64 * unit, step)
+    weights = np.random.default_rng(case.seed).random(len(case.queries)) ** (1, 40)[case.seed % 2]
+    powers = Truth(case.keys[there], case.queries).softmax(0.5)
+    share = powers / powers.sum(axis=1, keepdims=True)
+    logits = (np.abs(case.queries) @ np.abs(case.keys[there]).T).max(initial=0.0)
+    noise = 64 * case.keys.shape[1] * (1 + logits) * max(2.0**-52, unit if case.storage == "float64" else 2.0**-23)
+    if noise < 1e-3 and len(places) < len(values) and weights.any():
+        root = np.sqrt(weights.astype(np.float32) / weights.max())[:, None]
+        yield from promises.weights_are_best(root * share[:, places], root[:, 0], slots.log_weights, noise)
+
+
 def judge_error_found(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     if result is None:
         return
@@ -836,6 +866,7 @@ ROUTES: dict[str, Route] = {
         Route("pruned", pruned, judge_pruned, (_few, _tame, turn(0, 3))),
         Route("pruned causal", pruned_causal, judge_pruned_causal, (_few, _tame, turn(1, 3))),
         Route("pruned coverage", covered, judge_error_found, (_few, _tame, _no_mask, turn(2, 3))),
+        Route("fitted", fitted, judge_fitted, (_few, _tame)),
         *_of_functions("set", by_epsilon, judge_function),
         *_of_functions("size", by_size, judge_function_size),
         *_of_functions("stream", in_chunks, judge_function_stream, turn(1, 2), least=True),

@@ -575,6 +575,8 @@ def test_selections_are_records() -> None:
         (Selection(np.int64(20)), "Selection(20)"),
         (Selection(np.float64(0.5), window=np.int32(0)), "Selection(0.5, window=0)"),
         (Selection(1.0, scores="expected"), "Selection(1.0, scores='expected')"),
+        (Selection(1.0, scores="residual"), "Selection(1.0, scores='residual')"),
+        (Selection(1.0, scores=None), "Selection(1.0)"),
         (
             Selection(size=3, sinks=1, scores="leverage", center=False, renew_every=5),
             "Selection(size=3, sinks=1, scores='leverage', center=False, renew_every=5)",
@@ -584,7 +586,7 @@ def test_selections_are_records() -> None:
         again = eval(shown)
         assert (again, hash(again)) == (selection, hash(selection))
     assert Selection(size=3, scores=products) in {Selection(size=3, scores=products)}
-    assert len({Selection(8), Selection(8, window=0), Selection(size=8)}) == 3
+    assert len({Selection(8), Selection(8, window=0), Selection(size=8), Selection(8, scores="residual")}) == 4
     assert Selection(8, scores="leverage", center=np.False_) == Selection(8, scores="leverage", center=False)
     with pytest.raises(AttributeError):
         Selection(8).budget = 9  # type: ignore[misc]
@@ -800,7 +802,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window": ({"size": 2, "window": True}, TypeError, "window is True; expected a count"),
     "sinks": ({"size": 2, "sinks": "2"}, TypeError, "sinks is '2'; expected a count"),
     "scores": ({"size": 2, "scores": "given"}, ValueError, "scores is 'given'; expected one of residual, expected"),
-    "scores-none": ({"size": 2, "scores": None}, TypeError, "scores is of type NoneType"),
+    "scores-attention": (
+        {"size": 2, "scores": "attention"},
+        ValueError,
+        "which levattn.attention.fit_slots alone takes",
+    ),
     "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
     "scores-kind": ({"size": 2, "scores": np.ones(10, int)}, TypeError, "scores has dtype int64"),
     "scores-nan": ({"size": 2, "scores": np.full(10, np.nan)}, NonFiniteError, "the scores of keys are NaN"),

@@ -10,7 +10,7 @@ import pytest
 import levattn
 import naive
 from levattn import definitions
-from levattn.attention import latte, pruned_attention
+from levattn.attention import Selection, fit_slots, latte, pruned_attention
 from levattn.attention.rates import coding_rate
 from token_calls import tssa
 
@@ -125,6 +125,18 @@ def test_pruned_attention_with_all_keys_is_dense_and_a_summary_weighs_at_most_it
     mass = definitions.pruned_attention(Q, K, np.isin(np.arange(20), kept).astype(float)[:, None], kept, np.zeros(20))
     true = definitions.softmax(Q @ K.T / 2)[:, kept].sum(axis=1, keepdims=True)
     assert np.all(mass >= true - 1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fitted_slots_are_those_defined(seed):
+    rng = np.random.default_rng(8 + seed)
+    Q, K, V = rng.standard_normal((40, 4)), rng.standard_normal((30, 4)), rng.standard_normal((30, 2))
+    w = rng.random(40)
+    places, log_weights, C = definitions.fit_slots(2 * Q, K, V, 5, 1, 2, w)
+    found = fit_slots(2 * Q, K, V, Selection(size=5, sinks=1, window=2), weights=w, unseen=Q)
+    assert found.indices.tolist() == places.tolist()
+    close(found.log_weights, log_weights)
+    close(found.values, C)
 
 
 @pytest.mark.parametrize("causal", [False, True])

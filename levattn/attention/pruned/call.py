@@ -15,9 +15,11 @@ from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn.attention.arguments import (
     Heads,
     Stacks,
+    check_sizes,
     dense_array,
     device_of,
     followable,
+    heads_of,
     is_double,
     namespace_of,
     refuse_mixtures,
@@ -39,6 +41,7 @@ class PrunedCall:
     that select keys, or None for q. `present`, `asking`: (b, n) and (b, m) flags of numpy, or None for all. `torch`:
     the module for tensors, if the arguments are tensors. `in_memory`: whether the stacks are views of their memory.
     `narrow`: the dtype of 16 bits that Q, K and V share, if its products are precise enough, or None.
+    `weights`: (b, g or 1, m), of the queries, or None.
     """
 
     q: Any
@@ -53,6 +56,7 @@ class PrunedCall:
     torch: Any
     in_memory: bool
     narrow: Any
+    weights: Any = None
 
     @classmethod
     def of(
@@ -65,6 +69,7 @@ class PrunedCall:
         tied: bool,
         held: tuple[PrunedPart, ...],
         certified: bool,
+        weights: Any = None,
     ) -> PrunedCall:
         """Return the call with Q, K, V, scores and queries; if `tied`, the mask of keys is the mask of queries too.
 
@@ -73,6 +78,7 @@ class PrunedCall:
         Q, K, V, scores, queries = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
         named |= {"queries": (None if queries is None else heads.per_query("queries", queries, 2), 3)}
+        named |= {"weights": (None if weights is None else heads.per_query("weights", weights, 1), 2)}
         given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]))
         stacks, torch, in_memory, narrow = given.stacks, None, False, None
         if is_torch(stacks[0]):
@@ -88,8 +94,8 @@ class PrunedCall:
         asking = present if tied else None
         if query_mask is not None:
             asking = _query_flags(query_mask, given.batch, stacks[0].shape[2])
-        q, k, v, scores, sample = stacks
-        return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory, narrow)
+        q, k, v, scores, sample, weights = stacks
+        return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory, narrow, weights)
 
     def full_precision(self) -> Any:
         """Return a block without half-precision products of torch, which sums over members are too sensitive for."""
@@ -122,6 +128,10 @@ class PrunedCall:
     def sampled(self, rows: Any, q: Any) -> Any:
         """Return the queries that select the keys of some items; the default is their own queries."""
         return q if self.sample is None else _taken(self.sample, rows, 0)
+
+    def weights_of(self, rows: Any) -> Any:
+        """Return the weights of the queries of some items, or None."""
+        return _taken(self.weights, rows, 0)
 
     def combined(self, pieces: list[Piece]) -> list[Any]:
         """Join each array of the pieces into (b, g, m, ...), with zeros at places that no piece has."""
@@ -163,6 +173,22 @@ class PrunedCall:
     def as_computed(self, part: PrunedPart) -> PrunedPart:
         """Convert the arrays of a part of a state to the library of this call."""
         return converted(part, self.torch.memory_of if self.in_memory else followable)
+
+
+def sized(Q: Any, K: Any, V: Any, names: tuple[str, str, str] = ("Q", "K", "V")) -> tuple[Any, Any, Any, Heads]:
+    """Return Q, K and V as arrays with their heads, or raise an error with the caller's names."""
+    Q, K, V = (dense_array(name, array) for name, array in zip(names, (Q, K, V), strict=True))
+    q, k, v = names
+    check_sizes({q: (Q, -1, "d"), k: (K, -1, "d"), f"{k} ": (K, -2, "n"), v: (V, -2, "n")})
+    return Q, K, V, heads_of(Q, K, V, names=names)
+
+
+def given_scores(scores: Any, K: Any) -> Any:
+    """Return scores of a user's own for keys K as an array, or raise."""
+    scores = dense_array("scores", from_jax(scores, "scores") if is_jax(scores) else scores)
+    if scores.shape[-1:] != K.shape[-2:-1]:
+        raise ValueError(f"scores has shape {tuple(scores.shape)}; expected (..., {K.shape[-2]}), one for each key")
+    return scores
 
 
 def own_scores(function: Callable[[Any, Any], Any], K: Any, V: Any) -> Any:

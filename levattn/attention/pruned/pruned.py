@@ -6,11 +6,11 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from levattn._core.device import where_arrays_are
-from levattn._core.jax import by_numpy, from_jax, is_jax
-from levattn.attention.arguments import Heads, check_sizes, dense_array, heads_of, reads_numbers
+from levattn._core.jax import by_numpy
+from levattn.attention.arguments import check_sizes, dense_array, reads_numbers
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
-from levattn.attention.pruned.call import PrunedCall
+from levattn.attention.pruned.call import PrunedCall, given_scores, sized
 from levattn.attention.pruned.causal import causal_attention
 from levattn.attention.pruned.selection import as_selection, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
@@ -139,14 +139,14 @@ def pruned_attention(
     """
     selection = as_selection(selection)
     power = exponent_of(f)
-    Q, K, V, heads = _sized(Q, K, V)
+    Q, K, V, heads = sized(Q, K, V)
     aligned = Q.shape[-2] == K.shape[-2]
     rule_for = cache(partial(rule_of, selection, power=power, causal=False, aligned=aligned))
     rule = rule_for(K.shape[-2])
     if queries is not None:
         queries = dense_array("queries", queries)
         check_sizes({"queries ": (queries, -2, "s"), "Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
-    arrays = Q, K, V, _given_scores(selection.scores, K) if selection.kind == "given" else None, queries
+    arrays = Q, K, V, given_scores(selection.scores, K) if selection.kind == "given" else None, queries
     tied = rule.slots.window > 0
     call = PrunedCall.of(arrays, heads, mask, query_mask, tied=tied, held=(), certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
@@ -252,7 +252,7 @@ def causal_pruned_attention(
     """
     state = selection if isinstance(selection, PrunedState) else None
     power = exponent_of(f)
-    Q, K, V, heads = _sized(Q, K, V)
+    Q, K, V, heads = sized(Q, K, V)
     T = K.shape[-2]
     if Q.shape[-2] != T:
         raise ValueError(
@@ -267,24 +267,9 @@ def causal_pruned_attention(
         given = selection.scores
     else:
         rule, given = continued_rule(state, power), state.next_scores
-    arrays = Q, K, V, _given_scores(given, K) if rule.kind == "given" else None, None
+    arrays = Q, K, V, given_scores(given, K) if rule.kind == "given" else None, None
     held = () if state is None else state.parts
     call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         return causal_attention(call, rule, factor, state, return_state, return_certificate)
-
-
-def _sized(Q: Any, K: Any, V: Any) -> tuple[Any, Any, Any, Heads]:
-    """Return Q, K and V as arrays with their heads, or raise."""
-    Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
-    check_sizes({"Q": (Q, -1, "d"), "K": (K, -1, "d"), "K ": (K, -2, "n"), "V": (V, -2, "n")})
-    return Q, K, V, heads_of(Q, K, V, names=("Q", "K", "V"))
-
-
-def _given_scores(scores: Any, K: Any) -> Any:
-    """Return scores of a user's own for keys K as an array, or raise."""
-    scores = dense_array("scores", from_jax(scores, "scores") if is_jax(scores) else scores)
-    if scores.shape[-1:] != K.shape[-2:-1]:
-        raise ValueError(f"scores has shape {tuple(scores.shape)}; expected (..., {K.shape[-2]}), one for each key")
-    return scores

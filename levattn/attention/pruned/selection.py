@@ -20,9 +20,12 @@ from levattn.sensitivity.leverage import check_epsilon
 
 SCORES = ("residual", "expected", "leverage")
 
+BY_ATTENTION = "attention"  # the scores that need the attention of given queries
+
 _CHUNK = 64  # positions between two selections of causal attention by default
 _NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
+_FIRST, _LAST = 4, 0.25  # sinks, and the share of the others that the last keys get, where slots are fitted
 
 
 @dataclass(frozen=True)
@@ -88,19 +91,21 @@ class Selection:
         It is the default without a budget.
     window : int or float, optional
         Number of keys near a query, as in `Slots`, or the share that they have of the budget's slots without the
-        sinks. 0 without a budget. In a cache these are the last positions of the context.
+        sinks. 0 without a budget. In a cache and in `fit_slots` these are the last positions.
     sinks : int or float, optional
         Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
-        and 4 for a budget of a cache.
-    scores : {"residual", "expected", "leverage"}, array or function, default "residual"
-        The scores that select keys. "expected": the logarithm of the expected weight for a normal query with the mean
-        and covariance of the given queries [1]_. "residual": the expected score plus the logarithm of the squared
-        distance to the center of the key's own cluster. The center is the mean of nearby keys; for causal attention it
-        is a key or an earlier summary. The distance is the change of the queries' logits, so keys that a summary would
-        get wrong score high. "leverage": leverage scores, whatever the queries. An array of shape (..., G, n): your
-        own scores, for operators. A function: your own scores of keys (b, n, d) with values (b, n, D), an array
-        (b, n). It gets the unmasked keys of several heads and sequences, JAX's as arrays of numpy. For causal
-        attention it is called at each selection, with the kept keys and the new ones.
+        and 4 for a budget of a cache or of `fit_slots`.
+    scores : {"residual", "expected", "leverage", "attention"}, array or function, optional
+        The scores that select keys. None is "attention" in `fit_slots` and "residual" elsewhere. "attention", which
+        `fit_slots` alone takes: the sum of the squared weights that its queries give to a key. "expected": the
+        logarithm of the expected weight for a normal query with the mean and covariance of the given queries [1]_.
+        "residual": the expected score plus the logarithm of the squared distance to the center of the key's own
+        cluster. The center is the mean of nearby keys; for causal attention it is a key or an earlier summary. The
+        distance is the change of the queries' logits, so keys that a summary would get wrong score high. "leverage":
+        leverage scores, whatever the queries. An array of shape (..., G, n): your own scores, for operators. A
+        function: your own scores of keys (b, n, d) with values (b, n, D), an array (b, n). It gets the unmasked keys
+        of several heads and sequences, JAX's as arrays of numpy. For causal attention it is called at each selection,
+        with the kept keys and the new ones.
     center : bool, optional
         Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
         the mean does not change. It changes other functions, so these take False only. An offset of all keys changes
@@ -146,7 +151,7 @@ class Selection:
     summaries: float | None = None
     window: float | None = None
     sinks: float | None = None
-    scores: Any = "residual"
+    scores: Any = None
     center: bool | None = None
     renew_every: int | None = None
 
@@ -176,10 +181,10 @@ class Selection:
             given["epsilon"] = float(epsilon)
             if kind == "leverage":
                 check_epsilon(epsilon)
-        if isinstance(self.scores, str) and kind not in SCORES:
+        if isinstance(self.scores, str) and kind not in (*SCORES, BY_ATTENTION):
             raise ValueError(
-                f"scores is {kind!r}; expected one of {', '.join(SCORES)}, an array of scores, or a function of keys "
-                "and values"
+                f"scores is {kind!r}; expected one of {', '.join((*SCORES, BY_ATTENTION))}, an array of scores, or a "
+                "function of keys and values"
             )
         if given["center"] is not None:
             if not isinstance(given["center"], bool | np.bool_):
@@ -192,17 +197,12 @@ class Selection:
         vars(self).update(given)  # numbers and flags of Python
 
     def __repr__(self) -> str:
-        given = vars(self).items()
-        shown = [
-            f"{name}={value!r}"
-            for name, value in given
-            if value is not None and not (isinstance(value, str) and value == "residual")
-        ]
+        shown = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
         return f"Selection({', '.join(shown).removeprefix('budget=')})"
 
     def _known(self) -> tuple[Any, ...]:
         """Return the options to compare: with types, as 1 and 1.0 differ, and a user's own scores by identity."""
-        scores = self.scores if isinstance(self.scores, str) else id(self.scores)
+        scores = self.scores if self.scores is None or isinstance(self.scores, str) else id(self.scores)
         return (*((type(value), value) for name, value in vars(self).items() if name != "scores"), scores)
 
     def __eq__(self, other: object) -> bool:
@@ -213,9 +213,9 @@ class Selection:
 
     @property
     def kind(self) -> str:
-        """The name of the scores, "given" for an array and "function" for a function."""
-        if isinstance(self.scores, str):
-            return self.scores
+        """The name of the scores, "given" for an array and "function" for a function; "residual" for None."""
+        if self.scores is None or isinstance(self.scores, str):
+            return self.scores or "residual"
         return "function" if callable(self.scores) else "given"
 
     def slots(self, n: int, *, causal: bool = False) -> Slots:
@@ -226,7 +226,7 @@ class Selection:
         slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
         examples/pruning.) If causal, up to half goes to the positions between two selections (a quarter below 64
         slots) and an eighth to the keys before them. Summaries get five eighths of the rest. In a compressed cache the
-        last positions get a quarter of the slots, and summaries half.
+        last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in place of these.
 
         Parameters
         ----------
@@ -255,9 +255,17 @@ class Selection:
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
 
-def as_selection(selection: Any, name: str = "selection") -> Selection:
-    """Return a selection, or the selection of a bare number; raise for anything else."""
+def as_selection(selection: Any, name: str = "selection", *, fitted: bool = False) -> Selection:
+    """Return a selection, or the selection of a bare number; raise for anything else.
+
+    fitted: whether slots are fitted to queries, whose attention may select keys then.
+    """
     if isinstance(selection, Selection):
+        if selection.kind == BY_ATTENTION and not fitted:
+            raise ValueError(
+                f'{name} has scores="attention", which levattn.attention.fit_slots alone takes, for its queries; '
+                f"expected one of {', '.join(SCORES)}, or your own scores"
+            )
         return selection
     if isinstance(selection, bool) or not isinstance(selection, int | float | np.integer | np.floating):
         raise TypeError(
@@ -323,6 +331,42 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
         shown = ", ".join(f"{name}={value}" for name, value in names.items())
         raise ValueError(f"budget={budget!r} is {total} slots, and {shown} take {taken}; expected a larger budget")
     return Slots(total - taken, summaries, window, sinks, chunk)
+
+
+def slots_to_fit(selection: Selection, n: int) -> Slots:
+    """Return the slots of a head of n keys that are fitted: as in a compressed cache, `window` is the last keys.
+
+    Slots that a cache would give to summaries go to selected keys.
+    """
+    budget, size = selection.budget, selection.size
+    refused = {
+        "epsilon": (selection.epsilon, "a number of slots: give budget= or size="),
+        "summaries": (selection.summaries, "0 or None, as slots that are fitted are keys"),
+        "renew_every": (selection.renew_every, "None, as slots are fitted once"),
+    }
+    for name, (value, expected) in refused.items():
+        if value is not None and not (name == "summaries" and value == 0):
+            raise ValueError(f"selection has {name}={value!r}; expected {expected}")
+    if budget is None and size is None:
+        raise _not_one(selection)
+    if budget is None:
+        found = Slots(_count(size, n), 0, _count(selection.window, 0), _count(selection.sinks, 0))
+        total = found.selected + found.window + found.sinks
+        if not total:
+            raise ValueError(f"size={size!r} of {n} keys leaves no slot; expected at least one")
+        return Slots(n) if total >= n else found
+    total = max(1, _count(budget, n))
+    if total >= n:
+        return Slots(n)
+    open_sinks = total if not isinstance(selection.window, int) else max(0, total - selection.window)
+    sinks = _count(selection.sinks, total, min(_FIRST, open_sinks))
+    window = _count(selection.window, total - sinks, share_of(_LAST, max(0, total - sinks)))
+    if sinks + window > total:
+        raise ValueError(
+            f"budget={budget!r} is {total} slots, and sinks={sinks}, window={window} take {sinks + window}; expected "
+            "a larger budget"
+        )
+    return Slots(total - sinks - window, 0, window, sinks)
 
 
 def _split(total: int, causal: bool) -> Slots:

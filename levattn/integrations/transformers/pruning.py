@@ -270,4 +270,5 @@ def _shown(selection: Any) -> Any:
         pairs = ((key if isinstance(key, tuple | list) else (key,), of) for key, of in selection.items())
         return [[*map(int, key), _shown(of)] for key, of in pairs]
     options = vars(as_selection(selection))
-    return {**options, "scores": options["scores"] if isinstance(options["scores"], str) else str(options["scores"])}
+    scores = options["scores"]
+    return {**options, "scores": scores if scores is None or isinstance(scores, str) else str(scores)}

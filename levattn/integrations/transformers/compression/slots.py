@@ -58,7 +58,8 @@ class Split:
             raise ValueError(
                 f"window={parts[1]} and summaries={parts[2]} are more than 1 together; expected at most 1"
             )
-        return cls(parts[0], parts[1], parts[2], selection.scores, selection.center is not False)
+        scores = selection.scores if callable(selection.scores) else selection.kind
+        return cls(parts[0], parts[1], parts[2], scores, selection.center is not False)
 
     @classmethod
     def from_figures(cls, figures: dict[str, Any]) -> Split:

@@ -1,0 +1,92 @@
+"""Least squares within bounds, and fits that take their logits in blocks.
+
+Inside: the matrices here have entries of both signs and nearly dependent columns, as no attention has, so that many
+variables meet and leave their bounds. Blocks are smaller than the library's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import lsq_linear
+
+from levattn.attention import Selection, box, fit_slots, regression
+from strategies import Float
+
+LOW, HIGH = 0.05, 20.0
+KINDS = ("positive", "signed", "repeated", "graded", "sums", "of one direction")
+
+
+def problem(kind: str, seed: int) -> tuple[Float, Float, Float, Float]:
+    """Rows (b, r, s) and targets (b, r) of least squares, their Gram matrices and right-hand sides."""
+    rng = np.random.default_rng(seed)
+    r, s = int(rng.choice([1, 3, 20, 60])), int(rng.choice([1, 2, 10, 40]))
+    F = rng.random((3, r, s)) ** 4
+    if kind == "signed":
+        F = rng.standard_normal((3, r, s))
+    elif kind == "repeated":
+        F = F[:, :, rng.integers(0, 1 + s // 3, s)]
+    elif kind == "graded":
+        F *= 10.0 ** rng.uniform(-3, 0, (3, 1, s))
+    elif kind == "sums":
+        F = np.broadcast_to(np.tril(np.ones((r, s))), (3, r, s)) + 0 * F
+    elif kind == "of one direction":
+        F = rng.standard_normal((3, r, 1)) * rng.standard_normal((3, 1, s)) + 0.01 * rng.standard_normal((3, r, s))
+    target = np.full((3, r), 10.0 ** rng.uniform(-1, 2))
+    ridge = 1e-4 * (F**2).sum(axis=(1, 2)) / s
+    F = np.concatenate([F, np.sqrt(ridge)[:, None, None] * np.eye(s)], axis=1)
+    target = np.concatenate([target, np.repeat(np.sqrt(ridge)[:, None], s, axis=1)], axis=1)
+    return F, target, F.swapaxes(1, 2) @ F, np.einsum("brs,br->bs", F, target)
+
+
+@pytest.mark.parametrize("bold", [20, 0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_minimum_is_reached(kind: str, bold: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(box, "_BOLD", bold)  # without bold steps the end is proven
+    for seed in range(20):
+        F, target, H, g = problem(kind, seed)
+        x = box.least_in_box(H, g, np.ones_like(g), LOW, HIGH)
+        assert np.all((x >= LOW) & (x <= HIGH))
+        gradient, noise = np.einsum("bij,bj->bi", H, x) - g, np.einsum("bij,bj->bi", np.abs(H), x) + np.abs(g)
+        fine = np.abs(gradient) <= 1e-11 * noise
+        assert np.all(fine | ((x == LOW) & (gradient > 0)) | ((x == HIGH) & (gradient < 0)))
+        for i in range(3):
+            wanted = lsq_linear(F[i], target[i], (LOW, HIGH), method="bvls", tol=1e-15, max_iter=10_000).x
+            np.testing.assert_allclose(x[i], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_no_step_goes_up_and_batch_mates_do_not_matter() -> None:
+    for kind in KINDS:
+        F, target, H, g = problem(kind, 3)
+        x = box.least_in_box(H, g, np.ones_like(g), LOW, HIGH)
+        ours, theirs = (np.linalg.norm(np.einsum("brs,bs->br", F, y) - target, axis=1) for y in (x, np.ones_like(g)))
+        assert np.all(ours <= theirs * (1 + 1e-12))
+        again = box.least_in_box(H, g, x, LOW, HIGH)
+        np.testing.assert_allclose(again, x, rtol=1e-7, atol=1e-9)
+        for i in range(3):
+            alone = box.least_in_box(H[i : i + 1], g[i : i + 1], np.ones_like(g[:1]), LOW, HIGH)
+            np.testing.assert_array_equal(alone, x[i : i + 1])
+
+
+def test_nothing_to_solve() -> None:
+    for b, s in ((0, 3), (2, 0)):
+        assert box.least_in_box(np.ones((b, s, s)), np.ones((b, s)), np.ones((b, s)), LOW, HIGH).shape == (b, s)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 3000])
+def test_blocks_of_logits_change_rounding_alone(limit: int, monkeypatch: Any) -> None:
+    rng = np.random.default_rng(0)
+    Q, K, V = (
+        rng.standard_normal((3, 6, 25, 4)),
+        rng.standard_normal((3, 2, 30, 4)),
+        rng.standard_normal((3, 2, 30, 3)),
+    )
+    options = {"weights": rng.random((3, 6, 25)), "mask": rng.random((3, 2, 30)) < 0.8}
+    selection = Selection(size=5, sinks=1)
+    whole = fit_slots(Q, K, V, selection, **options)
+    monkeypatch.setattr(regression, "_LOGITS", limit)
+    parts = fit_slots(Q, K, V, selection, **options)
+    for name in ("keys", "values", "log_weights", "indices", "mass_residual", "output_residual", "bounded", "clipped"):
+        np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-9, atol=1e-11, err_msg=name)
