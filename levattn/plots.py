@@ -301,6 +301,11 @@ class LeverageSpectrumDisplay(Display):
         LeverageSpectrumDisplay
             The display, drawn.
 
+        Raises
+        ------
+        TypeError
+            If the set does not know the scores of all keys, as that of a stream.
+
         Examples
         --------
         >>> import numpy as np, levattn
@@ -309,6 +314,11 @@ class LeverageSpectrumDisplay(Display):
         >>> LeverageSpectrumDisplay.from_set(universal).sizes
         array([3])
         """
+        if not hasattr(universal, "by_size"):
+            raise TypeError(
+                f"universal is a {type(universal).__name__}, which does not hold the scores of all keys; expected a "
+                "UniversalSet. Give leverage scores to from_scores"
+            )
         by_size = universal.by_size or universal.epsilon is None
         return cls.from_scores(
             to_numpy(universal.scores),

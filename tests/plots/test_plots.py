@@ -153,6 +153,13 @@ def test_spectra_with_nothing_to_draw(ax: Any, scores: Array) -> None:
 # -- captured mass ---------------------------------------------------------------------------------------
 
 
+def test_a_set_of_a_stream_has_no_spectrum() -> None:
+    state = levattn.StreamingUniversalSet(0.1)
+    state.update(np.eye(4))
+    with pytest.raises(TypeError, match="universal is a StreamedSet.*from_scores"):
+        LeverageSpectrumDisplay.from_set(state.result())
+
+
 def test_captured_mass_is_the_mean_over_queries_and_items(ax: Any) -> None:
     A = np.abs(random(2, 5, 7))
     A /= A.sum(axis=-1, keepdims=True)
