@@ -304,7 +304,7 @@ class LeverageSpectrumDisplay(Display):
         Raises
         ------
         TypeError
-            If the set does not know the scores of all keys, as that of a stream.
+            If the set comes from a stream, which does not hold the scores of all keys.
 
         Examples
         --------

@@ -19,7 +19,7 @@ from matplotlib.collections import LineCollection, PathCollection, PolyCollectio
 from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from levattn import universal_set  # noqa: E402
+from levattn import StreamingUniversalSet, universal_set  # noqa: E402
 from levattn.plots import (  # noqa: E402
     CapturedMassDisplay,
     HeavyMapDisplay,
@@ -154,9 +154,9 @@ def test_spectra_with_nothing_to_draw(ax: Any, scores: Array) -> None:
 
 
 def test_a_set_of_a_stream_has_no_spectrum() -> None:
-    state = levattn.StreamingUniversalSet(0.1)
+    state = StreamingUniversalSet(0.1)
     state.update(np.eye(4))
-    with pytest.raises(TypeError, match="universal is a StreamedSet.*from_scores"):
+    with pytest.raises(TypeError, match=r"universal is a StreamedSet.*from_scores"):
         LeverageSpectrumDisplay.from_set(state.result())
 
 
