@@ -170,6 +170,24 @@ def test_a_step_within_torch_func_takes_the_usual_path(
         getattr(torch.func, transform)(of_plain)(torch.ones(3))
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_calls_on_plain_tensors_are_the_same_within_torch_func(tensors: Any, transform: str) -> None:
+    """A loss may choose keys that it does not differentiate."""
+    import torch
+
+    there, _, _ = tensors
+    K = there.CudaTensor(torch.from_numpy(keys(300)), 1)
+    calls = (levattn.leverage_scores, lambda K: levattn.universal_set(K, 0.1).mask)
+    found: list[Any] = []
+
+    def of_plain(x: Any) -> Any:
+        found.extend(arrays.without_wrappers(call(K)).inner for call in calls)
+        return x.sum()
+
+    getattr(torch.func, transform)(of_plain)(torch.ones(3))
+    assert all(torch.equal(one, call(K).inner) for one, call in zip(found, calls, strict=True))
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16])
 def test_plain_tokens_have_the_bits_of_others(tensors: Any, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Checks of plain tensors are remembered by their shape and format."""
