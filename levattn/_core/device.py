@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from levattn._core.arrays import has_cupy, is_torch, layers_of, on_cuda, tensor_behind
+from levattn._core.arrays import has_cupy, is_torch, layers_of, on_cuda, tensor_behind, without_wrappers
 from levattn._core.jax import BY_NUMPY, called_by_numpy, has_jax
 
 P = ParamSpec("P")
@@ -205,7 +205,8 @@ def _memory_of_torch(size: int) -> Any:
     """
     cuda, torch = sys.modules["cupy"].cuda, sys.modules["torch"]
     device = cuda.runtime.getDevice()
-    tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+    # within torch.func new tensors are wrapped, and a wrapper has no memory
+    tensor = without_wrappers(torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device)))
     return cuda.MemoryPointer(cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device), 0)
 
 

@@ -125,6 +125,8 @@ def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
     """
     if not _HAS_CUPY or torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
         return False
+    if is_within_func():  # which wraps views and new tensors, also those of plain ones
+        return False
     kind, followed = tensors[0].dtype, torch.is_grad_enabled()
     if kind not in _READ:
         return False

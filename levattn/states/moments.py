@@ -388,7 +388,8 @@ def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None
         return None
     problem = f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}"
     try:
-        rates = np.asarray(
+        # a copy, because a caller may refill an array, or that of a state, which calls of one shape share
+        rates = np.array(
             named_numpy("decay", decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64
         )
         fits = np.broadcast_shapes(rates.shape, batch) == batch

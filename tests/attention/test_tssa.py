@@ -209,6 +209,13 @@ def test_a_step_has_the_bits_of_one_with_a_mask_however_arrays_lie_in_memory(for
     assert state.to_bytes() == kept
 
 
+def test_a_refilled_array_of_decays_changes_no_later_call() -> None:
+    W = tokens(34, 9)
+    expected, state = tssa(W, decay=0.9, return_state=True)
+    state.tokens.decay[...] = 0.1
+    np.testing.assert_array_equal(tssa(W, decay=0.9), expected)
+
+
 def test_shards_of_a_sequence_merge() -> None:
     W = tokens(16, 60)
     for options in ({"membership": "norm"}, {"membership": "norm", "decay": 0.9}, {"membership": "uniform"}):

@@ -118,6 +118,7 @@ def test_a_step_of_tensors_has_the_bits_of_a_step_of_arrays(tensors: Any, monkey
     import torch
 
     from levattn._kernels import tensors as read
+    from levattn._kernels.latent import torch as kernels
 
     there, streams, _ = tensors
     monkeypatch.setattr(read, "_PLAIN", (there.CudaTensor,))
@@ -129,8 +130,8 @@ def test_a_step_of_tensors_has_the_bits_of_a_step_of_arrays(tensors: Any, monkey
         _, before = latte(Q, Q, V, return_state=True)
         expected, after = latte(q, q, v, state=before, return_state=True)
     usual: list[Any] = []
-    follows = read.follows_definition
-    monkeypatch.setattr(read, "follows_definition", lambda given: usual.append(given) or follows(given))
+    follows = kernels.follows_definition
+    monkeypatch.setattr(kernels, "follows_definition", lambda given: usual.append(given) or follows(given))
     q, v = (there.CudaTensor(torch.from_numpy(X), 1) for X in rest)
     apart = there.CudaTensor(torch.from_numpy(np.asfortranarray(rest[1])), 1)
     for given, direct in ((v, True), (apart, False)):
@@ -143,6 +144,48 @@ def test_a_step_of_tensors_has_the_bits_of_a_step_of_arrays(tensors: Any, monkey
         assert places.launches == [(1, 7)]
         pairs = [(found.inner.numpy(), expected), *((getattr(state, x).held, getattr(after, x)) for x in "msS")]
         assert all(np.array_equal(one, other.held) for one, other in pairs)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "functionalize"])
+def test_a_step_within_torch_func_takes_the_usual_path(
+    tensors: Any, monkeypatch: pytest.MonkeyPatch, transform: str
+) -> None:
+    """Results are wrapped there, also those of plain tensors, and have no memory to read."""
+    import torch
+
+    from levattn._kernels import tensors as read
+    from levattn._kernels.latent import torch as kernels
+
+    there, _, _ = tensors
+    monkeypatch.setattr(read, "_PLAIN", (there.CudaTensor,))
+    Q, V = (there.CudaTensor(torch.ones(2, 3, 1, size), 0) for size in (6, 7))
+    _, state = latte(Q, Q, V, return_state=True)
+    monkeypatch.setattr(kernels, "follows_definition", lambda _: pytest.fail("is asked"))
+
+    def of_plain(x: Any) -> Any:
+        latte(Q, Q, V, state=state, return_state=True)
+        return x.sum()
+
+    with pytest.raises(pytest.fail.Exception, match="is asked"):
+        getattr(torch.func, transform)(of_plain)(torch.ones(3))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_calls_on_plain_tensors_are_the_same_within_torch_func(tensors: Any, transform: str) -> None:
+    """A loss may choose keys that it does not differentiate."""
+    import torch
+
+    there, _, _ = tensors
+    K = there.CudaTensor(torch.from_numpy(keys(300)), 1)
+    calls = (levattn.leverage_scores, lambda K: levattn.universal_set(K, 0.1).mask)
+    found: list[Any] = []
+
+    def of_plain(x: Any) -> Any:
+        found.extend(arrays.without_wrappers(call(K)).inner for call in calls)
+        return x.sum()
+
+    getattr(torch.func, transform)(of_plain)(torch.ones(3))
+    assert all(torch.equal(one, call(K).inner) for one, call in zip(found, calls, strict=True))
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16])

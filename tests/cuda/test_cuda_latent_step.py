@@ -58,11 +58,12 @@ def check(T: int, Q: Any, K: Any, V: Any, mask: Any = None, *, run: Any = in_ord
 
     Y, *new = run(stepped)
     assert Y.dtype == V.dtype
+    size = max(1.0, float(np.abs(V).max()))  # as a float16, 1e-13 times it would be 0
     for i in range(len(Q)):
         expected = naive.latte(Q[i], K[i], V[i], mask=None if mask is None else mask[i])[-T:]
-        np.testing.assert_allclose(Y[i], expected, rtol=0, atol=TOLERANCE[V.dtype.name] * max(1, np.abs(V).max()))
+        np.testing.assert_allclose(Y[i], expected, rtol=0, atol=TOLERANCE[V.dtype.name] * size)
     for part, expected in zip(new, state_of(K, V, mask), strict=True):
-        np.testing.assert_allclose(part, expected, rtol=1e-13, atol=1e-13 * max(1, np.abs(V).max()))
+        np.testing.assert_allclose(part, expected, rtol=1e-13, atol=1e-13 * size)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])

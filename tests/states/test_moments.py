@@ -99,6 +99,16 @@ def test_each_matrix_has_a_decay_of_its_own() -> None:
             np.testing.assert_allclose(state.read()[i, j], expected, rtol=1e-12, atol=1e-13)
 
 
+def test_a_refilled_array_of_decays_changes_no_state() -> None:
+    K, decay = rows(3, 40, batch=(2,)), np.array([0.5, 0.9])
+    state = Moments(3, (2,), decay=decay).update(K)
+    decay[:] = 0.1
+    expected = Moments(3, (2,), decay=np.array([0.5, 0.9])).update(K).update(K)
+    assert np.array_equal(state.update(K).read(), expected.read())
+    assert np.array_equal(Moments.from_bytes(state.to_bytes()).read(), expected.read())
+    assert np.array_equal(state.decay, [0.5, 0.9])
+
+
 @strategies.stores(*strategies.ALL_STORAGE)
 @pytest.mark.parametrize("form", ["full", "diagonal", "decayed"])
 def test_all_libraries_and_dtypes(storage: str, form: str) -> None:

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(MATCHING, 2)
 }
 
 // Sums over the rows with each label of rows of X (b, n, d) times their weights (b, n), to `sums` (b, R, d), and of the
-// weights, to `mass` (b, R). A row of weight 0 is not read. The steps of X are in numbers.
+// weights, to `mass` (b, R). A row of weight 0 is not added, whatever it holds. The steps of X are in numbers.
 //
 // A block has one label and some columns of one matrix. It looks at all labels, which costs less than a sort. Each warp
 // has a stretch of the rows, so that one label may have all of them. A thread has some COLUMNS. Sums are in double
