@@ -212,6 +212,22 @@ def test_conditions_hold_for_hostile_heads(case: Any, size: int, sinks: int, win
         assert slots.clipped == 0
 
 
+@pytest.mark.parametrize(("seed", "head", "s"), [(27, 496, 6), (47, 864, 6), (1184, 415, 6)])
+def test_weights_of_equal_keys_are_at_the_minimum(seed: int, head: int, s: int) -> None:
+    """Slots of equal keys come near a bound together, and rounding alone parts them."""
+    rng = np.random.default_rng(seed)
+    m, same = int(rng.integers(2, 5)), int(rng.integers(4, 8))
+    Q, K = rng.standard_normal((1000, m, 2)), 3 * rng.standard_normal((1000, same, 2))
+    K = np.concatenate([K[:, rng.integers(0, same // 2, same)], rng.standard_normal((1000, 1, 2))], axis=1)
+    Q, K = Q[head], K[head]
+    slots = fit_slots(Q, K, np.ones((s + 1, 1)), Selection(size=0, sinks=s), unseen=Q)
+    F, B = softmax(Q @ K.T / math.sqrt(2))[:, :s], np.exp(slots.log_weights)
+    ridge = 1e-3 * (F**2).sum() / s
+    H, g = F.T @ F + ridge * np.eye(s), F.sum(axis=0) + ridge
+    gradient, noise = H @ B - g, 1e-10 * (H @ B + g)
+    assert np.all((np.abs(gradient) <= noise) | ((slots.log_weights == -3) & (gradient > 0)))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("far", [10.0, 100.0, 1000.0, 1e6])
 def test_slots_on_which_nothing_falls_have_the_largest_weights(far: float, dtype: str) -> None:
