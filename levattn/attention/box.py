@@ -51,8 +51,8 @@ def least_in_box(H: Any, g: Any, x: Any, low: float, high: float) -> Any:
         x, none = xp.where(down[:, None], found, x), ~xp.any(freed, axis=1)
         settled, failed = xp.where(down, whole, settled | none), ~(down | none)
     raise FloatingPointError(
-        f"least squares of {s} unknowns within bounds did not end in {100 + 10 * s} steps, by rounding; give fewer slots, "
-        "or other queries"
+        f"least squares of {s} unknowns within bounds did not end in {100 + 10 * s} steps, because of rounding; give "
+        "fewer slots, or other queries"
     )
 
 
