@@ -155,8 +155,8 @@ def fit_slots(
     Let :math:`P_{ij} = \exp(\text{scale} \langle q_i, k_j \rangle - \ell_i)` be the attention of reference query i,
     with :math:`\ell_i` the logarithm of the sum, and :math:`y_i = \sum_j P_{ij} v_j`. Slots are the first keys, the
     last keys, and the keys with the largest :math:`\sum_i w_i P_{ij}^2`. (Sums within 2⁻¹⁶ of the last one's are ties,
-    and the first of them are taken.) With :math:`F_{is}` the column of P of slot
-    s, its log-weight is :math:`\beta_s = \log B_s`, where B minimizes
+    and the first of them are taken.) With :math:`F_{is}` the column of P of slot s, its log-weight is
+    :math:`\beta_s = \log B_s`, where B minimizes
 
     .. math::
 
@@ -223,11 +223,11 @@ def fit_slots(
 
     Notes
     -----
-    Time O(m n (d + D) + m s (s + d + D)) for each head, and a few s × s systems (up to some s of them,
-    if keys lie on a smooth curve). Memory O(m D + n (d + D) + s²), with
-    2²² logits at a time, or one row of them (2²⁶ for tensors on a device). The Gram matrices and all that is solved
-    are in float64. Bounds hold by a projected Newton method [2]_ that ends at the minimum, to rounding. Rank-deficient
-    and graded F need no care, because the ridges bound condition numbers, by 1 + 1000 s for the weights.
+    Time O(m n (d + D) + m s (s + d + D)) for each head, and a few s × s systems. (Some s of them, if keys lie on a
+    smooth curve.) Memory O(m D + n (d + D) + s²), with 2²² logits at a time, or one row of them (2²⁶ for tensors on a
+    device). The Gram matrices and all that is solved are in float64. Bounds hold by a projected Newton method [2]_
+    that ends at the minimum, to rounding. Rank-deficient and graded F need no care, because the ridges bound condition
+    numbers, by 1 + 1000 s for the weights.
 
     Four safeguards are not in [1]_. The sum of a query's own terms normalizes its row, not the largest term. The ridge
     goes toward the original values: without it the residual on fitted rows is the best, and on others the worst.
