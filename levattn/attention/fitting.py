@@ -268,7 +268,9 @@ def fit_slots(
     factor = check_scale(scale, Q.shape[-1])
     Q, K, V, scores, unseen, weights = (without_gradient(array) for array in (Q, K, V, scores, unseen, weights))
     arrays = Q, K, V, scores, unseen
-    call = PrunedCall.of(arrays, heads, mask, None, tied=False, held=(), certified=True, weights=weights)
+    call = PrunedCall.of(
+        arrays, heads, mask, None, tied=False, held=(), certified=True, weights=weights, sample="unseen"
+    )
     with call.full_precision(), np.errstate(all="ignore"):
         parts = [part for rows, keys, _ in call.groups() for part in _fitted(call, selection, factor, rows, keys)]
         return _joined(call, parts, K, V, factor)
