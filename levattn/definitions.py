@@ -626,7 +626,7 @@ def fit_slots(
     X = w * softmax(Q @ K[places].T / math.sqrt(K.shape[1]) + np.log(B))
     ridge = np.full(s, 1e-2 * np.mean((X**2).sum(axis=0)))
     middle = (V.min(axis=0) + V.max(axis=0)) / 2
-    radius = np.linalg.norm(V - middle, axis=1).max()
+    radius = np.linalg.norm(V - middle, axis=1).max() or 1.0  # equal values stay as they are
     for raised in range(5):
         C = V[places] + np.linalg.solve(X.T @ X + np.diag(ridge), X.T @ (w * (P @ V) - X @ V[places]))
         far = np.linalg.norm(C - middle, axis=1) / radius

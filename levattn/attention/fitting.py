@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import to_numpy
+from levattn._core.arrays import is_torch, to_numpy
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.types import Float64, Int64, dtype_name
@@ -66,7 +67,8 @@ class FittedSlots:
         :math:`\sqrt{\sum_i w_i (\sum_s F_{is} B_s - 1)^2 / \sum_i w_i}` over the unseen queries.
     output_residual : array of float64, shape (..., G)
         :math:`\sqrt{\sum_i w_i \|\hat y_i - y_i\|^2 / \sum_i w_i \|y_i\|^2}` over the unseen queries, for outputs
-        ŷ by the slots and y by all keys. Like the other residual, it is NaN without unseen queries of any weight.
+        ŷ by the slots, before values of 16 bits are rounded, and y by all keys. Like the other residual, it is NaN
+        without unseen queries of any weight.
     bounded : array of int64, shape (..., G)
         Number of slots whose log-weight is −3 or 3.
     clipped : array of int64, shape (..., G)
@@ -100,6 +102,7 @@ class FittedSlots:
     def _held_array(self) -> Any:
         return self.keys
 
+    @reads_numbers
     @where_arrays_are
     @by_numpy
     def attend(self, Q: Any, /) -> Any:
@@ -128,24 +131,8 @@ class FittedSlots:
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "keys": (keys, 2), "values": (values, 2)}
         given = stack_arguments(named | {"log_weights": (self.log_weights, 1)}, like="values")
         q, c, C, beta = given.stacks
-        xp, checks = namespace_of(q), Checks()
-        with np.errstate(over="ignore", invalid="ignore"):
-            z = xp.matmul(q * self.scale, xp.matrix_transpose(c)[:, None, :, :])
-        checks.expect(
-            xp.all(xp.isfinite(without_gradient(z))),
-            "products of Q and keys are not finite; give finite queries with smaller entries, or of float64",
-        )
-        checks.settle()
-        z = z + beta[:, None, None, :]
-        if not z.shape[3]:
-            return heads.joined(given.give_back(xp.matmul(z, C[:, None, :, :])))
-        top = xp.max(without_gradient(z), axis=3, keepdims=True)
-        E = xp.exp(z - xp.where(top > -math.inf, top, xp.zeros_like(top)))
-        size = xp.sum(E, axis=3, keepdims=True)
-        largest = float(xp.finfo(C.dtype).max)
-        with np.errstate(over="ignore"):  # by rounding alone
-            Y = xp.matmul(E / xp.where(size > 0, size, xp.ones_like(size)), C[:, None, :, :])
-        return heads.joined(given.give_back(xp.clip(Y, -largest, largest)))
+        with np.errstate(over="ignore", invalid="ignore"), _full_precision(q):
+            return heads.joined(given.give_back(_attention(q * self.scale, c, C, beta)))
 
 
 @reads_numbers
@@ -168,8 +155,8 @@ def fit_slots(
     Let :math:`P_{ij} = \exp(\text{scale} \langle q_i, k_j \rangle - \ell_i)` be the attention of reference query i,
     with :math:`\ell_i` the logarithm of the sum, and :math:`y_i = \sum_j P_{ij} v_j`. Slots are the first keys, the
     last keys, and the keys with the largest :math:`\sum_i w_i P_{ij}^2`. (Sums within 2⁻¹⁶ of the last one's are ties,
-    and the first of them are taken.) With :math:`F_{is}` the column of P of slot
-    s, its log-weight is :math:`\beta_s = \log B_s`, where B minimizes
+    and the first of them are taken.) With :math:`F_{is}` the column of P of slot s, its log-weight is
+    :math:`\beta_s = \log B_s`, where B minimizes
 
     .. math::
 
@@ -236,10 +223,11 @@ def fit_slots(
 
     Notes
     -----
-    Time O(m n (d + D) + m s (s + d + D)) for each head, and some s × s systems. Memory O(m D + n (d + D) + s²), with
-    2²² logits at a time, or one row of them (2²⁶ for tensors on a device). The Gram matrices and all that is solved
-    are in float64. Bounds hold by a projected Newton method [2]_ that ends at the minimum, to rounding. Rank-deficient
-    and graded F need no care, because the ridges bound condition numbers, by 1 + 1000 s for the weights.
+    Time O(m n (d + D) + m s (s + d + D)) for each head, and a few s × s systems. (Some s of them, if keys lie on a
+    smooth curve.) Memory O(m D + n (d + D) + s²), with 2²² logits at a time, or one row of them (2²⁶ for tensors on a
+    device). The Gram matrices and all that is solved are in float64. Bounds hold by a projected Newton method [2]_
+    that ends at the minimum, to rounding. Rank-deficient and graded F need no care, because the ridges bound condition
+    numbers, by 1 + 1000 s for the weights.
 
     Four safeguards are not in [1]_. The sum of a query's own terms normalizes its row, not the largest term. The ridge
     goes toward the original values: without it the residual on fitted rows is the best, and on others the worst.
@@ -280,10 +268,41 @@ def fit_slots(
     factor = check_scale(scale, Q.shape[-1])
     Q, K, V, scores, unseen, weights = (without_gradient(array) for array in (Q, K, V, scores, unseen, weights))
     arrays = Q, K, V, scores, unseen
-    call = PrunedCall.of(arrays, heads, mask, None, tied=False, held=(), certified=True, weights=weights)
+    call = PrunedCall.of(
+        arrays, heads, mask, None, tied=False, held=(), certified=True, weights=weights, sample="unseen"
+    )
     with call.full_precision(), np.errstate(all="ignore"):
         parts = [part for rows, keys, _ in call.groups() for part in _fitted(call, selection, factor, rows, keys)]
         return _joined(call, parts, K, V, factor)
+
+
+def _full_precision(q: Any) -> Any:
+    """Return a block without half-precision products of torch, which overflow, and whose shares do not sum to 1."""
+    if not is_torch(q):
+        return nullcontext()
+    from levattn._kernels.tensors import without_autocast
+
+    return without_autocast(q)
+
+
+def _attention(q: Any, c: Any, C: Any, log_weights: Any) -> Any:
+    """Return the attention (b, g, m, D) of queries (b, g, m, d) to slots; zero for a head without any."""
+    xp, checks = namespace_of(q), Checks()
+    z = xp.matmul(q, xp.matrix_transpose(c)[:, None, :, :])
+    checks.expect(
+        xp.all(xp.isfinite(without_gradient(z))),
+        "products of Q and keys are not finite; give finite queries with smaller entries, or of float64",
+    )
+    checks.settle()
+    z = z + log_weights[:, None, None, :]
+    if not z.shape[3]:
+        return xp.matmul(z, C[:, None, :, :])
+    top = xp.max(without_gradient(z), axis=3, keepdims=True)
+    E = xp.exp(z - xp.where(top > -math.inf, top, xp.zeros_like(top)))
+    size = xp.sum(E, axis=3, keepdims=True)
+    largest = float(xp.finfo(C.dtype).max)
+    Y = xp.matmul(E / xp.where(size > 0, size, xp.ones_like(size)), C[:, None, :, :])
+    return xp.clip(Y, -largest, largest)  # beyond by rounding alone
 
 
 def _rule(selection: Selection, n: int) -> SelectionRule:

@@ -150,20 +150,20 @@ def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool =
     for first in range(0, max(r, 1), step):
         part = slice(first, min(first + step, r))
         z = xp.matmul(rows.q[:, part, :], keys)
-        top = xp.max(z, axis=2, keepdims=True)
+        top, least = xp.max(z, axis=2, keepdims=True), xp.min(z, axis=2)
         z -= top
         E = xp.exp(z)
         size = xp.sum(E, axis=2, keepdims=True)
         found.append(((top + xp.log(size))[:, :, 0], xp.matmul(E, v) / size))
+        checks.expect(
+            xp.all(xp.isfinite(found[-1][0]) & xp.isfinite(least)),
+            f"products of queries and K are beyond {K.dtype}; give queries and keys of smaller entries, or of float64",
+        )
         if columns:
             E *= xp.astype(xp.sqrt(rows.weights[:, part]), K.dtype)[:, :, None] * (raised / size)
             E *= E
             total = total + xp.astype(xp.sum(E, axis=1), xp.float64)
     sums, outputs = found[0] if len(found) == 1 else (xp.concat(each, axis=1) for each in zip(*found, strict=True))
-    checks.expect(
-        xp.all(xp.isfinite(sums)),
-        f"products of queries and K are beyond {K.dtype}; give queries and keys with smaller entries, or of float64",
-    )
     return sums, outputs, total
 
 
@@ -188,6 +188,8 @@ def _chosen(rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, columns: A
         rows = choice.Contenders(K, V, K, measure, ones, None, first, sure, given=scores)
         found = choice.selected(rule, rows, lambda: leverage_scores(K, center=rule.center), checks, 0)
         order, count = found.order, found.count
+        if not order.shape[1]:  # scores of a user's own are all −∞
+            order, count = xp.zeros((b, 1), dtype=xp.int64, device=device_of(K)), xp.sum(order, axis=1)
     if count is None:
         return order, None
     return order, xp.arange(order.shape[1], device=device_of(K)) < count[:, None]
@@ -289,10 +291,11 @@ def _residuals(
     middle: (b, 1, D), about which values are, in their unit.
     """
     xp = namespace_of(C)
-    zero = xp.zeros_like(C[:, 0, 0]) if C.shape[1] else xp.sum(C, axis=(1, 2))
+    zero = xp.zeros_like(C[:, 0, 0])
     if rows.empty:
         return zero + math.nan, zero + math.nan
     sums, outputs, _ = _attended(rows, K, v, checks)
+    nothing = xp.where((xp.max(log_weights, axis=1) > -math.inf)[:, None, None], xp.zeros_like(middle), middle)
     large = xp.maximum(xp.max(xp.abs(middle), axis=(1, 2)), xp.ones_like(zero))
     mass = error = size = zero
     logits, shares = _slot_logits(rows.q, c, None), _log_shares(rows.q, c, None, sums)
@@ -300,7 +303,7 @@ def _residuals(
         w, z = rows.weights[:, part], z + log_weights[:, None, :]
         y = xp.astype(outputs[:, part, :], xp.float64)
         off = xp.sum(xp.exp(F + log_weights[:, None, :]), axis=2) - 1
-        apart = (xp.matmul(_softmax(z), C) - y) / large[:, None, None]
+        apart = (xp.matmul(_softmax(z), C) - y - nothing) / large[:, None, None]
         y = (y + middle) / large[:, None, None]
         mass = mass + xp.sum(w * off * off, axis=1)
         error = error + xp.sum(w * xp.sum(apart * apart, axis=2), axis=1)

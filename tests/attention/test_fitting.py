@@ -212,6 +212,22 @@ def test_conditions_hold_for_hostile_heads(case: Any, size: int, sinks: int, win
         assert slots.clipped == 0
 
 
+@pytest.mark.parametrize(("seed", "head", "s"), [(27, 496, 6), (47, 864, 6), (1184, 415, 6)])
+def test_weights_of_equal_keys_are_at_the_minimum(seed: int, head: int, s: int) -> None:
+    """Slots of equal keys come near a bound together, and rounding alone parts them."""
+    rng = np.random.default_rng(seed)
+    m, same = int(rng.integers(2, 5)), int(rng.integers(4, 8))
+    Q, K = rng.standard_normal((1000, m, 2)), 3 * rng.standard_normal((1000, same, 2))
+    K = np.concatenate([K[:, rng.integers(0, same // 2, same)], rng.standard_normal((1000, 1, 2))], axis=1)
+    Q, K = Q[head], K[head]
+    slots = fit_slots(Q, K, np.ones((s + 1, 1)), Selection(size=0, sinks=s), unseen=Q)
+    F, B = softmax(Q @ K.T / math.sqrt(2))[:, :s], np.exp(slots.log_weights)
+    ridge = 1e-3 * (F**2).sum() / s
+    H, g = F.T @ F + ridge * np.eye(s), F.sum(axis=0) + ridge
+    gradient, noise = H @ B - g, 1e-10 * (H @ B + g)
+    assert np.all((np.abs(gradient) <= noise) | ((slots.log_weights == -3) & (gradient > 0)))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("far", [10.0, 100.0, 1000.0, 1e6])
 def test_slots_on_which_nothing_falls_have_the_largest_weights(far: float, dtype: str) -> None:
@@ -419,8 +435,13 @@ def test_gradients_reach_queries_of_slots_and_not_the_fit() -> None:
     assert torch.autograd.gradcheck(slots.attend, (q,))
     with pytest.raises(NotImplementedError, match="expected a call without it"):
         torch.vmap(lambda q: fit_slots(q, K[0], V[0], 9).values)(Q[:2])
+    with pytest.raises(NotImplementedError, match=r"attend was called under torch\.func\.vmap"):
+        torch.vmap(slots.attend)(Q[None])
     with torch.autocast("cpu"):
         np.testing.assert_allclose(fit_slots(Q, K, V, 9).values.numpy(), slots.values.numpy(), atol=1e-10)
+        single = fit_slots(Q.float(), K.float(), V.float(), 9)
+        inside = single.attend(Q.float())
+    np.testing.assert_array_equal(inside.detach(), single.attend(Q.float()).detach())
 
 
 # -- masks and edges -----------------------------------------------------------------------------------
@@ -485,9 +506,10 @@ def test_without_anything_to_fit_to_keys_are_as_they_were(nothing: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (0,), (2,)])
-def test_no_keys_and_no_items(batch: Any) -> None:
+@pytest.mark.parametrize("selection", [0.5, Selection(size=4), Selection(size=0.5)])
+def test_no_keys_and_no_items(selection: Any, batch: Any) -> None:
     Q, K, V = heads(23, n=0, batch=batch)
-    slots = fit_slots(Q, K, V, Selection(size=4))
+    slots = fit_slots(Q, K, V, selection)
     assert slots.values.shape == (*batch, 2, 0, 3)
     assert slots.indices.shape == (*batch, 2, 0)
     assert slots.attend(Q).shape == (*Q.shape[:-1], 3)
@@ -550,6 +572,21 @@ def test_other_scores_select(storage: str) -> None:
         np.testing.assert_array_equal(slots.indices, plain.indices)
 
 
+@pytest.mark.parametrize("heads_without", [1, 2])
+def test_heads_whose_keys_all_have_scores_of_minus_infinity_have_no_slots(heads_without: int) -> None:
+    Q, K, V = heads(30)
+    own = np.zeros((2, 30))
+    own[:heads_without] = -np.inf
+    slots = fit_slots(Q, K, V, Selection(size=5, scores=own))
+    assert (slots.indices >= 0).sum(axis=1).tolist() == [0, 0 if heads_without == 2 else 5]
+    assert np.all(slots.log_weights[:heads_without] == -np.inf)
+    assert not slots.attend(Q)[: 2 * heads_without].any()
+    for residual in (slots.mass_residual, slots.output_residual):  # of outputs of zero
+        np.testing.assert_allclose(residual[:heads_without], 1, rtol=1e-12)
+    with_sink = fit_slots(Q, K, V, Selection(size=5, sinks=1, scores=own))
+    assert with_sink.indices[0].tolist()[:2] in ([0], [0, -1])
+
+
 # -- arguments ---------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -568,9 +605,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "infinite weights": ({"weights": np.full((4, 40), np.inf)}, NonFiniteError, "weights holds NaN or infinity"),
     "whole weights": ({"weights": np.ones((4, 40), int)}, TypeError, "weights has dtype int64"),
     "unseen": ({"unseen": np.ones((4, 3, 6))}, ValueError, "unseen has shape .*; expected d = 5"),
+    "unseen heads": ({"unseen": np.ones((3, 3, 5))}, ValueError, "unseen has shape .*; expected 4 heads"),
+    "whole unseen": ({"unseen": np.ones((4, 3, 5), int)}, TypeError, "unseen has dtype int64"),
+    "unseen library": ({"unseen": array_api_strict.ones((4, 3, 5))}, TypeError, "and unseen of|unseen is of"),
     "unseen nan": ({"unseen": np.full((4, 3, 5), np.nan)}, NonFiniteError, "unseen holds NaN"),
     "Q": ({"Q": np.full((4, 40, 5), np.inf)}, NonFiniteError, "Q holds NaN or infinity"),
     "too large": ({"Q": np.full((4, 40, 5), 1e308), "scale": 1e10}, NonFiniteError, "beyond float64"),
+    "too small": (
+        {"Q": np.full((4, 40, 5), -1e200), "K": 1e200 * np.eye(30, 5) * [[[1]], [[0]]]},
+        NonFiniteError,
+        "beyond",
+    ),
     "K": ({"K": np.full((2, 30, 5), np.nan)}, NonFiniteError, "K holds NaN"),
     "V": ({"V": np.full((2, 30, 3), -np.inf)}, NonFiniteError, "V holds NaN or infinity"),
     "d": ({"K": np.ones((2, 30, 4))}, ValueError, r"K has shape .*; expected d = 5"),

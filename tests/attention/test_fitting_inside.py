@@ -6,6 +6,7 @@ variables meet and leave their bounds. Blocks are smaller than the library's.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,25 @@ def test_no_step_goes_up_and_batch_mates_do_not_matter() -> None:
         for i in range(3):
             alone = box.least_in_box(H[i : i + 1], g[i : i + 1], np.ones_like(g[:1]), LOW, HIGH)
             np.testing.assert_array_equal(alone, x[i : i + 1])
+
+
+REPEATED = [[[0.030390010754266505] * 3 + [0.21770035328042225], [0.19136480354476348] * 3 + [0.9511792446559916]]]
+WHOLE = [[[1.0, 0, 0, 0], [0, 1, 0, 1], [1, 1, 0, 1], [0, 0, 1, 0], [0, 0, 1, 0]]]
+
+
+@pytest.mark.parametrize(("F", "target"), [(REPEATED, 1.00574227), (WHOLE, 29.17665542)])
+def test_variables_at_a_distance_of_rounding_from_a_bound_end_no_path(F: Any, target: float) -> None:
+    """Equal columns reach a bound together up to rounding; a variable next to a bound comes and goes by rounding."""
+    low, high = np.exp(-3), np.exp(3)
+    for order in itertools.permutations(range(4)):
+        rows = np.array(F)[:, :, order]
+        for factor in np.linspace(target, 1.001 * target, 20):
+            H = rows.swapaxes(1, 2) @ rows + 1e-3 * (rows**2).sum() / 4 * np.eye(4)
+            g = factor * rows.sum(axis=1) + 1e-3 * (rows**2).sum() / 4
+            x = box.least_in_box(H, g, np.ones_like(g), low, high)
+            gradient, noise = np.einsum("bij,bj->bi", H, x) - g, np.einsum("bij,bj->bi", H, x) + g
+            fine = np.abs(gradient) <= 1e-11 * noise
+            assert np.all(fine | ((x == low) & (gradient > 0)) | ((x == high) & (gradient < 0)))
 
 
 def test_nothing_to_solve() -> None:

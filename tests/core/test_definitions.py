@@ -137,6 +137,8 @@ def test_fitted_slots_are_those_defined(seed):
     assert found.indices.tolist() == places.tolist()
     close(found.log_weights, log_weights)
     close(found.values, C)
+    *_, same = definitions.fit_slots(Q, K, np.full((30, 2), 0.3), 5, 1, 2, w)  # the ball is a point
+    close(same, np.full((8, 2), 0.3))
 
 
 @pytest.mark.parametrize("causal", [False, True])

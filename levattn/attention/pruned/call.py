@@ -70,14 +70,16 @@ class PrunedCall:
         held: tuple[PrunedPart, ...],
         certified: bool,
         weights: Any = None,
+        sample: str = "queries",
     ) -> PrunedCall:
         """Return the call with Q, K, V, scores and queries; if `tied`, the mask of keys is the mask of queries too.
 
         `held`: the parts of a state. `certified`: whether to bound rounding, which needs wide products.
+        `sample`: the caller's name of the queries.
         """
         Q, K, V, scores, queries = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
-        named |= {"queries": (None if queries is None else heads.per_query("queries", queries, 2), 3)}
+        named |= {sample: (None if queries is None else heads.per_query(sample, queries, 2), 3)}
         named |= {"weights": (None if weights is None else heads.per_query("weights", weights, 1), 2)}
         given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]))
         stacks, torch, in_memory, narrow = given.stacks, None, False, None
@@ -94,8 +96,8 @@ class PrunedCall:
         asking = present if tied else None
         if query_mask is not None:
             asking = _query_flags(query_mask, given.batch, stacks[0].shape[2])
-        q, k, v, scores, sample, weights = stacks
-        return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory, narrow, weights)
+        q, k, v, scores, queries, weights = stacks
+        return cls(q, k, v, scores, queries, present, asking, heads, given, torch, in_memory, narrow, weights)
 
     def full_precision(self) -> Any:
         """Return a block without half-precision products of torch, which sums over members are too sensitive for."""

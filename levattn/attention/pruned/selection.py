@@ -352,7 +352,7 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
     if budget is None:
         found = Slots(_count(size, n), 0, _count(selection.window, 0), _count(selection.sinks, 0))
         total = found.selected + found.window + found.sinks
-        if not total:
+        if n and not total:
             raise ValueError(f"size={size!r} of {n} keys leaves no slot; expected at least one")
         return Slots(n) if total >= n else found
     total = max(1, _count(budget, n))
