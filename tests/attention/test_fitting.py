@@ -594,7 +594,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "epsilon": ({"selection": Selection(epsilon=0.1)}, ValueError, "epsilon=0.1; expected a number of slots"),
     "renew": ({"selection": Selection(9, renew_every=4)}, ValueError, "renew_every=4; expected None"),
     "nothing": ({"selection": Selection()}, ValueError, "expected one of the three"),
-    "no slot": ({"selection": Selection(size=0.01)}, ValueError, "leaves no slot; expected at least one"),
+    "no slot": ({"selection": Selection(size=0)}, ValueError, "leaves no slot; expected at least one"),
     "too many": ({"selection": Selection(9, sinks=5, window=5)}, ValueError, "expected a larger budget"),
     "no selection": ({"selection": "9"}, TypeError, "selection is of type str"),
     "scores": ({"selection": Selection(9, scores=np.ones((2, 7)))}, ValueError, r"scores has shape \(2, 7\)"),

@@ -592,6 +592,15 @@ def test_selections_are_records() -> None:
         Selection(8).budget = 9  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_share_of_the_keys_selects_one_at_least(causal: bool) -> None:
+    for n, count in ((0, 0), (1, 1), (99, 1), (200, 2), (299, 2)):
+        assert Selection(size=0.01).slots(n, causal=causal).selected == count
+    Q, K, V = np.random.default_rng(0).standard_normal((3, 40, 4))
+    Y = pruned_attention(Q, K, V, Selection(size=0.001))
+    assert any((Y == row).all() for row in V)
+
+
 def test_open_kinds_of_slots_give_way() -> None:
     assert Selection(16, summaries=14).slots(100) == Slots(2, 14, 0)
     assert Selection(40, sinks=10).slots(400, causal=True) == Slots(0, 15, 5, 10, 10)

@@ -82,7 +82,7 @@ class Selection:
         where they are None, split it. Give one of budget, size and epsilon.
     size : int or float, optional
         Number or share of the keys that are selected for each head: the keys with the largest scores, on ties the
-        first.
+        first. A share selects at least one key.
     epsilon : float, optional
         Threshold: selects all keys with a score of at least this. With ``scores="leverage"`` and ``center=False``
         these are the `levattn.universal_set` of the keys for f(x) = x².
@@ -319,7 +319,7 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
         window = max(0, (window - 1) // 2)
     summaries = _count(selection.summaries, total - sinks, usual.summaries)
     if budget is None:
-        return Slots(n if selection.size is None else _count(selection.size, n), summaries, window, sinks, chunk)
+        return Slots(n if selection.size is None else _of_size(selection.size, n), summaries, window, sinks, chunk)
     if selection.summaries is None:  # what is open gives way to what was asked for
         summaries = min(summaries, max(0, total - Slots(0, 0, window, sinks, chunk).total))
     if selection.window is None:
@@ -350,7 +350,7 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
     if budget is None and size is None:
         raise _not_one(selection)
     if budget is None:
-        found = Slots(_count(size, n), 0, _count(selection.window, 0), _count(selection.sinks, 0))
+        found = Slots(_of_size(size, n), 0, _count(selection.window, 0), _count(selection.sinks, 0))
         total = found.selected + found.window + found.sinks
         if n and not total:
             raise ValueError(f"size={size!r} of {n} keys leaves no slot; expected at least one")
@@ -405,6 +405,11 @@ def _count(value: Any, of: int, default: int = 0) -> int:
     if value is None:
         return default
     return share_of(value, of) if isinstance(value, float) else int(value)
+
+
+def _of_size(size: Any, n: int) -> int:
+    """Return how many of n keys a size selects; a share selects at least one."""
+    return max(_count(size, n), min(n, 1)) if isinstance(size, float) else int(size)
 
 
 def share_of(share: float, n: int) -> int:
