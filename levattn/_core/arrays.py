@@ -254,6 +254,11 @@ def on_cuda(array: Any) -> bool:
     return not isinstance(array, np.ndarray) and bool(array_api_compat.is_cupy_array(array))
 
 
+def is_away(array: Any) -> bool:
+    """Tell whether an array is CuPy's, or a tensor outside of main memory."""
+    return on_cuda(array) or (is_torch(array) and array.device.type != "cpu")
+
+
 def array_namespace(*arrays: Any) -> Any:
     """Return the namespace of some arrays, with functions named as in the array-API standard.
 

@@ -128,14 +128,10 @@ def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
     if is_within_func():  # which wraps views and new tensors, also those of plain ones
         return False
     kind, followed = tensors[0].dtype, torch.is_grad_enabled()
-    if kind not in _READ:
-        return False
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or not tensor.is_cuda or tensor.dtype != kind:
+        if not is_on_device(tensor) or tensor.dtype != kind or not tensor.is_contiguous() or tensor.is_neg():
             return False
-        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous() or tensor.is_neg():
-            return False
-        if is_wrapped(tensor) or is_legacy_batched(tensor) or (followed and tensor.requires_grad):
+        if is_legacy_batched(tensor) or (followed and tensor.requires_grad):
             return False
     refuse_capture()
     return True

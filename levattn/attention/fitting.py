@@ -35,7 +35,7 @@ from levattn.attention.pruned.selection import (
     as_selection,
     slots_to_fit,
 )
-from levattn.attention.regression import HeadFit, Weighted, fitted_heads, heads_at_once
+from levattn.attention.regression import HeadFit, Weighted, fitted_heads, heads_at_once, slot_weights
 
 _Part = tuple[Any, Any, HeadFit]  # items of the batch, places of their keys or None for all, and their slots
 
@@ -297,11 +297,8 @@ def _attention(q: Any, c: Any, C: Any, log_weights: Any) -> Any:
     z = z + log_weights[:, None, None, :]
     if not z.shape[3]:
         return xp.matmul(z, C[:, None, :, :])
-    top = xp.max(without_gradient(z), axis=3, keepdims=True)
-    E = xp.exp(z - xp.where(top > -math.inf, top, xp.zeros_like(top)))
-    size = xp.sum(E, axis=3, keepdims=True)
     largest = float(xp.finfo(C.dtype).max)
-    Y = xp.matmul(E / xp.where(size > 0, size, xp.ones_like(size)), C[:, None, :, :])
+    Y = xp.matmul(slot_weights(z), C[:, None, :, :])
     return xp.clip(Y, -largest, largest)  # beyond by rounding alone
 
 

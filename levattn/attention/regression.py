@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from levattn._core.arrays import is_torch, on_cuda
-from levattn.attention.arguments import device_of, namespace_of
+from levattn._core.arrays import is_away
+from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.box import least_in_box
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.selection import BY_ATTENTION, Checks, SelectionRule
@@ -119,8 +119,7 @@ def fitted_heads(
 
 
 def _limit(like: Any) -> int:
-    on_device = on_cuda(like) or (is_torch(like) and like.device.type != "cpu")
-    return _ON_DEVICE if on_device else _LOGITS
+    return _ON_DEVICE if is_away(like) else _LOGITS
 
 
 def _centered(V: Any) -> tuple[Any, Any, Any]:
@@ -204,12 +203,11 @@ def _slot_logits(q: Any, c: Any, there: Any) -> Iterator[tuple[slice, Any]]:
         yield part, z if there is None else xp.where(there[:, None, :], z, xp.full_like(z, -math.inf))
 
 
-def _log_shares(q: Any, c: Any, there: Any, sums: Any) -> Iterator[tuple[slice, Any]]:
-    """Yield blocks of rows, and log F (b, ·, s), at most 0 whatever the rounding; sums: (b, r), logarithms."""
-    xp = namespace_of(c)
-    for part, z in _slot_logits(q, c, there):
-        F = z - xp.astype(sums[:, part], xp.float64)[:, :, None]
-        yield part, xp.minimum(F, xp.zeros_like(F))
+def _log_shares(z: Any, sums: Any) -> Any:
+    """Return log F (b, r, s) of logits, at most 0 whatever the rounding; sums: (b, r), logarithms."""
+    xp = namespace_of(z)
+    F = z - xp.astype(sums, xp.float64)[:, :, None]
+    return xp.minimum(F, xp.zeros_like(F))
 
 
 def _mean_diagonal(A: Any, there: Any) -> Any:
@@ -226,15 +224,16 @@ def _log_weights(rows: Weighted, sums: Any, c: Any, there: Any) -> tuple[Any, An
     xp, (b, s, _) = namespace_of(c), c.shape
     half = xp.log(rows.weights) / 2
     peak = xp.full((b, 1), -math.inf, dtype=xp.float64, device=device_of(c))
-    for part, F in _log_shares(rows.q, c, there, sums):
+    for part, z in _slot_logits(rows.q, c, there):
+        F = _log_shares(z, sums[:, part])
         peak = xp.maximum(peak, xp.max(xp.max(F, axis=2) + half[:, part], axis=1, keepdims=True))
     peak = xp.where(peak > -math.inf, peak, xp.zeros_like(peak))
     # √w F in units of its largest entry, so that no head underflows; the target 1 is in the same unit
     G = xp.zeros((b, s, s), dtype=xp.float64, device=device_of(c))
     g = xp.zeros((b, s), dtype=xp.float64, device=device_of(c))
     target = xp.exp(xp.clip(-peak, -_FAR, _FAR))
-    for part, F in _log_shares(rows.q, c, there, sums):
-        F = xp.exp(F + (half[:, part] - peak)[:, :, None])
+    for part, z in _slot_logits(rows.q, c, there):
+        F = xp.exp(_log_shares(z, sums[:, part]) + (half[:, part] - peak)[:, :, None])
         root = xp.sqrt(rows.weights[:, part])
         G = G + xp.matmul(xp.matrix_transpose(F), F)
         g = g + xp.sum(F * root[:, :, None], axis=1) * target
@@ -246,10 +245,10 @@ def _log_weights(rows: Weighted, sums: Any, c: Any, there: Any) -> tuple[Any, An
     return xp.clip(xp.log(B), -LARGEST, LARGEST), bounded
 
 
-def _softmax(z: Any) -> Any:
-    """Return softmax weights of float64 logits (..., s), zero where all are −∞."""
+def slot_weights(z: Any) -> Any:
+    """Return softmax weights of logits (..., s), zero where all are −∞."""
     xp = namespace_of(z)
-    top = xp.max(z, axis=-1, keepdims=True)
+    top = xp.max(without_gradient(z), axis=-1, keepdims=True)
     E = xp.exp(z - xp.where(top > -math.inf, top, xp.zeros_like(top)))
     size = xp.sum(E, axis=-1, keepdims=True)
     return E / xp.where(size > 0, size, xp.ones_like(size))
@@ -265,7 +264,7 @@ def _values(rows: Weighted, y: Any, c: Any, old: Any, log_weights: Any, there: A
     right = xp.zeros_like(old)
     for part, z in _slot_logits(rows.q, c, there):
         root = xp.sqrt(rows.weights[:, part])[:, :, None]
-        X = _softmax(z + log_weights[:, None, :]) * root
+        X = slot_weights(z + log_weights[:, None, :]) * root
         A = A + xp.matmul(xp.matrix_transpose(X), X)
         right = right + xp.matmul(xp.matrix_transpose(X), xp.astype(y[:, part, :], xp.float64) * root)
     right = right - xp.matmul(A, old)
@@ -298,12 +297,12 @@ def _residuals(
     nothing = xp.where((xp.max(log_weights, axis=1) > -math.inf)[:, None, None], xp.zeros_like(middle), middle)
     large = xp.maximum(xp.max(xp.abs(middle), axis=(1, 2)), xp.ones_like(zero))
     mass = error = size = zero
-    logits, shares = _slot_logits(rows.q, c, None), _log_shares(rows.q, c, None, sums)
-    for (part, z), (_, F) in zip(logits, shares, strict=True):
+    for part, z in _slot_logits(rows.q, c, None):
+        F = _log_shares(z, sums[:, part])
         w, z = rows.weights[:, part], z + log_weights[:, None, :]
         y = xp.astype(outputs[:, part, :], xp.float64)
         off = xp.sum(xp.exp(F + log_weights[:, None, :]), axis=2) - 1
-        apart = (xp.matmul(_softmax(z), C) - y - nothing) / large[:, None, None]
+        apart = (xp.matmul(slot_weights(z), C) - y - nothing) / large[:, None, None]
         y = (y + middle) / large[:, None, None]
         mass = mass + xp.sum(w * off * off, axis=1)
         error = error + xp.sum(w * xp.sum(apart * apart, axis=2), axis=1)

@@ -24,6 +24,7 @@ import nvrtc_library
 import pytest
 
 import levattn
+from gpu.program import surroundings
 from levattn._kernels import cache, cuda_cache, cuda_compile, cuda_source
 from levattn._kernels.cuda_compile import OPTIONS, Kernel, architecture, compiled, loaded
 
@@ -219,11 +220,9 @@ print(kernel._function.name)
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    folders = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
-    path = os.pathsep.join([*folders, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env=surroundings(ROOT / "tests", ROOT / "tests" / "cuda", **environment),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -274,7 +273,7 @@ def benchmark(name: str, *arguments: str) -> str:
     script = program.ROOT / "examples/benchmarks" / name
     done = subprocess.run(
         [sys.executable, script, *arguments],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(program.ROOT)},
+        env=program.surroundings(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
         check=True,

@@ -29,9 +29,9 @@ LIMIT = 600.0
 LAST_LINES = 15
 
 
-def surroundings(**more: str) -> dict[str, str]:
-    """The environment of a step: the sources come first, then the caller's own folders of packages."""
-    folders = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+def surroundings(*more_folders: Path, **more: str) -> dict[str, str]:
+    """The environment of a process: the sources come first, then other folders, the caller's own as well."""
+    folders = [*map(str, (ROOT, *more_folders)), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import array_api_compat
 
-from levattn._core.arrays import array_namespace, is_torch, lengths, on_cuda
+from levattn._core.arrays import array_namespace, is_away, is_torch, lengths
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.pruned import LabelKernels, PrunedArguments, RenewalArguments, Summaries, mapped
 
@@ -147,8 +147,7 @@ def _by_label(array: Any) -> LabelKernels:
 
 def _step(like: Any, width: int) -> int:
     """Return how many rows of `width` numbers to hold at a time, on the device of an array."""
-    away = on_cuda(like) or (is_torch(like) and like.device.type != "cpu")
-    return max(1, (_ON_DEVICE if away else _ENTRIES) // max(width, 1))
+    return max(1, (_ON_DEVICE if is_away(like) else _ENTRIES) // max(width, 1))
 
 
 def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:

@@ -21,12 +21,12 @@ from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import own_scores
-from levattn.attention.pruned.selection import Checks, Selection, SelectionRule, Slots, share_of
+from levattn.attention.pruned.selection import LAST, SINKS, Checks, Selection, SelectionRule, Slots, share_of
 from levattn.sensitivity.leverage import leverage_scores
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
-_SINKS, _WINDOW, _SHARE_OF_SUMMARIES = 4, 0.25, 0.5  # of a budget
+_SHARE_OF_SUMMARIES = 0.5  # of a budget
 _SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
 _ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 _LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
@@ -50,7 +50,7 @@ class Split:
     @classmethod
     def of(cls, selection: Selection) -> Split:
         """Return the split of a selection, or raise."""
-        usual = (0, 0, 0) if selection.budget is None else (_SINKS, _WINDOW, _SHARE_OF_SUMMARIES)
+        usual = (0, 0, 0) if selection.budget is None else (SINKS, LAST, _SHARE_OF_SUMMARIES)
         given = selection.sinks, selection.window, selection.summaries
         parts = [own if part is None else part for own, part in zip(usual, given, strict=True)]
         shares = [part for part in parts[1:] if isinstance(part, float)]
