@@ -575,7 +575,7 @@ def fit_slots(
     V : array of shape (n, D)
         Values.
     size : int
-        Number of keys with the largest :math:`\sum_i w_i P_{ij}^2`.
+        Number of keys with the largest :math:`\max_i w_i P_{ij}^2`.
     sinks : int
         Number of first keys.
     window : int
@@ -617,14 +617,14 @@ def fit_slots(
     from scipy.optimize import lsq_linear
 
     P, n, w = softmax(Q @ K.T / math.sqrt(K.shape[1])), len(K), np.sqrt(weights)[:, None]
-    order = np.argsort(-((w * P) ** 2).sum(axis=0)[sinks : n - window], kind="stable")
+    order = np.argsort(-(w * P).max(axis=0)[sinks : n - window], kind="stable")
     places = np.sort(np.concatenate([np.arange(sinks), sinks + order[:size], np.arange(n - window, n)]))
     F, s = w * P[:, places], len(places)
-    root = math.sqrt(1e-3 * np.mean((F**2).sum(axis=0))) * np.eye(s)
+    root = math.sqrt(1e-2 * np.mean((F**2).sum(axis=0))) * np.eye(s)
     rows, target = np.vstack([F, root]), np.concatenate([w[:, 0], root.sum(axis=1)])
     B = lsq_linear(rows, target, (math.exp(-3), math.exp(3)), method="bvls", tol=1e-15).x
     X = w * softmax(Q @ K[places].T / math.sqrt(K.shape[1]) + np.log(B))
-    ridge = np.full(s, 1e-2 * np.mean((X**2).sum(axis=0)))
+    ridge = np.full(s, 3e-3 * np.mean((X**2).sum(axis=0)))
     middle = (V.min(axis=0) + V.max(axis=0)) / 2
     radius = np.linalg.norm(V - middle, axis=1).max() or 1.0  # equal values stay as they are
     for raised in range(5):

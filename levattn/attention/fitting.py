@@ -154,8 +154,8 @@ def fit_slots(
 
     Let :math:`P_{ij} = \exp(\text{scale} \langle q_i, k_j \rangle - \ell_i)` be the attention of reference query i,
     with :math:`\ell_i` the logarithm of the sum, and :math:`y_i = \sum_j P_{ij} v_j`. Slots are the first keys, the
-    last keys, and the keys with the largest :math:`\sum_i w_i P_{ij}^2`. (Sums within 2⁻¹⁶ of the last one's are ties,
-    and the first of them are taken.) With :math:`F_{is}` the column of P of slot s, its log-weight is
+    last keys, and the keys with the largest :math:`\max_i w_i P_{ij}^2`. (Numbers within 2⁻¹⁶ of the last one's are
+    ties, and the first of them are taken.) With :math:`F_{is}` the column of P of slot s, its log-weight is
     :math:`\beta_s = \log B_s`, where B minimizes
 
     .. math::
@@ -168,7 +168,7 @@ def fit_slots(
 
         C = V_S + \bigl(X^T W X + \mathrm{diag}(\lambda)\bigr)^{-1} X^T W \,(Y - X V_S).
 
-    μ and λ are :math:`10^{-3}` and :math:`10^{-2}` of the mean diagonals of :math:`F^T W F` and :math:`X^T W X`.
+    μ and λ are 1 % and 0.3 % of the mean diagonals of :math:`F^T W F` and :math:`X^T W X`.
     For a slot outside of the ball below, :math:`\lambda_s` is raised tenfold, at most four times. A slot that is still
     outside goes to the nearest point of the ball. If the slots cover all keys, log-weights are 0 and values unchanged,
     as they are where there is nothing to fit to.
@@ -192,7 +192,7 @@ def fit_slots(
     selection : Selection or number
         How many slots there are: a budget or a size, with counts or shares as in a compressed cache. `window` is the
         last keys, a quarter of a budget by default, and `sinks` the first keys, 4 of a budget. Its `scores` select
-        the others. By default they are "attention", the sums above. There are no summaries.
+        the others. By default they are "attention", the maxima above. There are no summaries.
     weights : array of shape (..., H, m), optional
         Weights of at least 0 of the rows of Q, such as the square of the share of attention that the context gets; 1
         by default. A common factor does not matter. For H heads, for G, or one for all.
@@ -227,7 +227,7 @@ def fit_slots(
     smooth curve.) Memory O(m D + n (d + D) + s²), with 2²² logits at a time, or one row of them (2²⁶ for tensors on a
     device). The Gram matrices and all that is solved are in float64. Bounds hold by a projected Newton method [2]_
     that ends at the minimum, to rounding. Rank-deficient and graded F need no care, because the ridges bound condition
-    numbers, by 1 + 1000 s for the weights.
+    numbers, by 1 + 100 s for the weights.
 
     Four safeguards are not in [1]_. The sum of a query's own terms normalizes its row, not the largest term. The ridge
     goes toward the original values: without it the residual on fitted rows is the best, and on others the worst.

@@ -20,10 +20,10 @@ from levattn.sensitivity.leverage import leverage_scores
 
 LARGEST = 3.0  # log-weights are at most this, and at least minus this
 _LOGITS, _ON_DEVICE = 1 << 22, 1 << 26  # at a time
-_MASS_RIDGE, _VALUE_RIDGE = 1e-3, 1e-2  # shares of the mean diagonals
+_MASS_RIDGE, _VALUE_RIDGE = 1e-2, 3e-3  # shares of the mean diagonals
 _RAISES, _RAISE = 4, 10.0
 _IN_BALL = 1 + 2.0**-39  # squared radii: the values of keys are in their ball whatever their rounding
-_TIES = 2.0**-16  # of sums of squared weights: rounding of float32, which must not choose between equal keys
+_TIES = 2.0**-16  # of squared weights: rounding of float32, which must not choose between equal keys
 _FAR = 600.0  # a logarithm of weights beyond any bound
 
 
@@ -141,7 +141,7 @@ def _radius(v: Any) -> Any:
 
 
 def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool = False) -> tuple[Any, Any, Any]:
-    """Return dense attention: logarithms of sums (b, r), outputs (b, r, D), and Σ w P² (b, n) if `columns`."""
+    """Return dense attention: logarithms of sums (b, r), outputs (b, r, D), and max w P² (b, n) if `columns`."""
     xp, (b, n, _), r = namespace_of(K), K.shape, rows.q.shape[1]
     step, keys = max(1, _limit(K) // n), xp.matrix_transpose(K)
     raised = 2.0 ** (int(math.log2(xp.finfo(K.dtype).max)) // 2 - 13)  # so that squares of small shares are numbers
@@ -161,7 +161,7 @@ def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool =
         if columns:
             E *= xp.astype(xp.sqrt(rows.weights[:, part]), K.dtype)[:, :, None] * (raised / size)
             E *= E
-            total = total + xp.astype(xp.sum(E, axis=1), xp.float64)
+            total = xp.maximum(total, xp.astype(xp.max(E, axis=1), xp.float64))
     sums, outputs = found[0] if len(found) == 1 else (xp.concat(each, axis=1) for each in zip(*found, strict=True))
     return sums, outputs, total
 

@@ -244,7 +244,7 @@ def in_ball(values: Float, found: Any, unit: float, step: float) -> Iterator[Bre
 def weights_are_best(F: Float, target: Float, log_weights: Any, noise: float) -> Iterator[Breach]:
     """The weights B in [e⁻³, e³] minimize ‖F B − target‖² + μ ‖B − 1‖² for F of a relative error."""
     B = np.exp(np.asarray(log_weights, np.float64))
-    ridge = 1e-3 * float((F**2).sum()) / len(B)
+    ridge = 1e-2 * float((F**2).sum()) / len(B)
     if ridge < 1e-250:
         return
     H, g = F.T @ F + ridge * np.eye(len(B)), F.T @ target + ridge

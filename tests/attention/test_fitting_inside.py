@@ -82,8 +82,8 @@ def test_variables_at_a_distance_of_rounding_from_a_bound_end_no_path(F: Any, ta
     for order in itertools.permutations(range(4)):
         rows = np.array(F)[:, :, order]
         for factor in np.linspace(target, 1.001 * target, 20):
-            H = rows.swapaxes(1, 2) @ rows + 1e-3 * (rows**2).sum() / 4 * np.eye(4)
-            g = factor * rows.sum(axis=1) + 1e-3 * (rows**2).sum() / 4
+            H = rows.swapaxes(1, 2) @ rows + 1e-2 * (rows**2).sum() / 4 * np.eye(4)
+            g = factor * rows.sum(axis=1) + 1e-2 * (rows**2).sum() / 4
             x = box.least_in_box(H, g, np.ones_like(g), low, high)
             gradient, noise = np.einsum("bij,bj->bi", H, x) - g, np.einsum("bij,bj->bi", H, x) + g
             fine = np.abs(gradient) <= 1e-11 * noise

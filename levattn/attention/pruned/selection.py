@@ -97,7 +97,7 @@ class Selection:
         and 4 for a budget of a cache or of `fit_slots`.
     scores : {"residual", "expected", "leverage", "attention"}, array or function, optional
         The scores that select keys. None is "attention" in `fit_slots` and "residual" elsewhere. "attention", which
-        `fit_slots` alone takes: the sum of the squared weights that its queries give to a key. "expected": the
+        `fit_slots` alone takes: the largest weight that a query of its gives to a key. "expected": the
         logarithm of the expected weight for a normal query with the mean and covariance of the given queries [1]_.
         "residual": the expected score plus the logarithm of the squared distance to the center of the key's own
         cluster. The center is the mean of nearby keys; for causal attention it is a key or an earlier summary. The

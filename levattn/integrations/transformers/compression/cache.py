@@ -71,6 +71,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         "share": "share of a dense head's bytes",
         "slots": "slots",
         "summaries": "summaries",
+        "residual": "error of outputs on unseen queries (relative)",
     }
 
     def __init__(self, layers: list[Any], tokens: Any, present: Any, origin: Origin) -> None:
@@ -432,6 +433,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         list of dict
             ``layer``, ``head``; ``slots`` and the number of ``summaries`` among them (means over sequences). ``share``
             of the bytes of a dense head; ``slides``, whether the layer keeps only its window, whatever the budget.
+            ``residual``, the largest of its sequences, if slots are fitted: the size of the error of its outputs, in
+            units of their size, on queries of the context that were left out of the fit.
         """
         rows = []
         for number, layer in enumerate(self.layers):
@@ -444,6 +447,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                 for place, head in enumerate(group.heads):
                     found = {"slots": there[:, place], "summaries": (there & (group.places < 0))[:, place]}
                     figures = {name: float(flags.sum(-1).double().mean()) for name, flags in found.items()}
+                    if group.residuals is not None:
+                        figures["residual"] = float(group.residuals[:, place].max())
                     rows.append({"layer": number, "head": head, **figures, "share": share, "slides": layer.is_sliding})
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
 

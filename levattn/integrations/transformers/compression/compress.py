@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from levattn.integrations.transformers.compression.cache import (
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.profile import HeadSelections
+from levattn.integrations.transformers.compression.references import References, counted
+from levattn.integrations.transformers.compression.rotation import FixedError, rotations
 from levattn.integrations.transformers.compression.stand_in import UnreadError
 from levattn.integrations.transformers.interface import check_model
 
@@ -36,21 +39,29 @@ def compress(
     selection: Any = 0.25,
     *,
     heads: Any = None,
+    references: Any = None,
     chunk: int | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> CompressedCache:
     """Read a context with a decoder, and keep a share of the keys and values of each head.
 
     The model reads the context with its own attention. Then each head of the keys keeps all of them, or fewer slots.
-    The slots are the first positions, the last positions, positions selected by scores, and summaries. A summary
+    The slots are the first positions, the last positions, and the positions that queries attend to most. Each slot has
+    a weight and a value that are *fitted*: with them, these queries get the outputs that all keys give them (least
+    squares, see `levattn.attention.fit_slots`). The queries are those of the second half of the context, as they would
+    be right after it. Rotary positions allow that: a query is moved by a rotation, whose angles the function measures
+    on the model. Nothing is trained, no question is known yet, and nothing is read twice.
+
+    Without a fit, slots are the first and the last positions, positions selected by scores, and summaries. A summary
     stands for a cluster of the other keys, and its weight is added to its logit. The queries of the context give the
     scores: keys that a summary would represent badly are selected (as `levattn.attention.pruned_attention` does with
-    "residual"). Nothing is trained, and no question is known yet.
+    "residual").
 
     **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
-    Each sequence of a padded batch is compressed as it would be alone. Any other loss is measured, not bounded:
-    `head_profile` measures which heads may be cut. With one budget for all heads, decoders fail to recall facts of the
-    context.
+    Each sequence of a padded batch is compressed as it would be alone. The output of a head whose slots are fitted
+    stays in the ball that holds its values, whatever the question. Any other loss is measured, not bounded, and
+    questions unlike the text may lose more: `head_profile` measures which heads may be cut. With one budget for all
+    heads, decoders fail to recall facts of the context.
 
     Parameters
     ----------
@@ -63,17 +74,22 @@ def compress(
     selection : Selection, number or mapping, default 0.25
         The slots of each head. A float is a share of the bytes of a dense cache, of all layers that do not slide. An
         int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything. A
-        `Calibration` is such a mapping. Without further options a head keeps 4 first positions. A quarter of its other
-        slots are the last positions, and half are summaries, at most 256 of a head and chunk. Scores of your own are a
-        function here.
+        `Calibration` is such a mapping. Without further options a head keeps 4 first positions, and a quarter of its
+        other slots are the last positions. If slots are not fitted, half are summaries, at most 256 of a head and
+        chunk. Scores of your own are a function here.
 
-        With ``renew_every`` the cache holds so many positions after the context in full, before it compresses them as
-        well. A head that is cut then keeps its number of slots. The queries so far choose among its slots and the new
-        keys, the last positions stay, and summaries stand for the others. So a long conversation stays in bounded
-        memory, but for heads that keep everything. In a batch, `CompressedCache.ask` does it between questions, as
-        rows may end early.
+        A selection with ``summaries`` or ``renew_every`` is not fitted. With ``renew_every`` the cache holds so many
+        positions after the context in full, before it compresses them as well. A head that is cut then keeps its
+        number of slots. The queries so far choose among its slots and the new keys, the last positions stay, and
+        summaries stand for the others. So a long conversation stays in bounded memory, but for heads that keep
+        everything. In a batch, `CompressedCache.ask` does it between questions, as rows may end early.
     heads : HeadProfile, optional
         The cost of cutting each head, which decides how the budget is split. Without it all heads have the same share.
+    references : str, mapping, or tensor of shape (1 or B, R), optional
+        The queries that slots are fitted to. "own" are the queries of the context, and "none" is no fit. By default
+        slots are fitted to "own" if the model and the selection allow it. Tokens, which may be the output of a
+        tokenizer, are read after the context and forgotten. Their queries count beside the own ones: questions like
+        those to come, for example. "repeat" stands for the tokens of the context.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
@@ -91,17 +107,25 @@ def compress(
     TypeError, ValueError
         If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
         `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
-        positions are learned, and the context has more. If padding follows tokens, and layers slide.
+        positions are learned, and the context has more. If padding follows tokens, and layers slide. If `references`
+        are given, and slots cannot be fitted: they have summaries or are renewed, or the model does not turn its
+        queries by their position, or by angles that depend on the length. If tokens are given, and the context is read
+        in chunks, or layers slide.
 
     Notes
     -----
-    Layers that slide keep their window, which the budget does not count. Time: reading the context, and O(n r d) for a
-    head with r summaries. Memory: the slots and one layer (or with `chunk` the chunk) in full.
+    Layers that slide keep their window, which the budget does not count. Time: reading the context, and for a head
+    with s slots O(m n d + m s² + s³), where m is about 480 queries (O(n r d) with r summaries, without a fit). Memory:
+    the slots and one layer (or with `chunk` the chunk) in full.
+
+    On SmolLM2, a second reading of the context gives no better queries than its own ones do ("repeat"). Queries that
+    are not moved give far worse slots than none.
 
     References
     ----------
-    Own construction; summaries are those of `levattn.attention.pruned_attention`. That few heads recall: Xiao et al.,
-    "DuoAttention", arXiv:2410.10819.
+    The fit: Zweiger, Fu, Guo and Kim, "Fast KV Compaction via Attention Matching", arXiv:2602.16284, who read
+    references after the context. Queries that are moved are an own construction. Summaries are those of
+    `levattn.attention.pruned_attention`. That few heads recall: Xiao et al., "DuoAttention", arXiv:2410.10819.
 
     Examples
     --------
@@ -121,21 +145,26 @@ def compress(
     chunk = P if chunk is None else whole_number("chunk", chunk)
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
-    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding)
+    of_heads = HeadSelections.of(selection, heads, P, set(range(len(layers))) - sliding, sliding)
     cache = CompressedCache(layers, tokens, present, Origin(model))
-    keeper = _Keeper(cache, of_heads)
     base = model.base_model
     check_padding(model, layers, present)
-    positions = token_positions(model, present)
     # out of inference mode, so that gradients may read the slots
     with torch.inference_mode(mode=False), torch.no_grad(), reported(progress, P, "positions") as advance:
+        fit = _references(model, references, cache, of_heads, chunk)
+        keeper = _Keeper(cache, of_heads, fit)
+        if fit is not None and fit.tokens.shape[1]:
+            tokens, present = torch.cat([tokens, fit.tokens], 1), torch.cat([present, fit.present], 1)
+            _check(model, present, None)
+        positions = token_positions(model, present)
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
-            inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": True}
+            end = last if last < P else tokens.shape[1]  # references are read with the last positions
+            inputs: dict[str, Any] = {"input_ids": tokens[:, first:end], "use_cache": True}
             if not bool(present.all()):
-                inputs["attention_mask"] = present[:, :last].long()
+                inputs["attention_mask"] = present[:, :end].long()
             if positions is not None:
-                inputs["position_ids"] = positions[:, first:last]
+                inputs["position_ids"] = positions[:, first:end]
             try:
                 with keeper.reading(model, first, last):
                     base(**inputs, **as_cache_of(base, cache))
@@ -144,6 +173,48 @@ def compress(
             advance(last - first)
         keeper.close()
     return cache
+
+
+def _references(model: Any, references: Any, cache: CompressedCache, of_heads: HeadSelections, chunk: int) -> Any:
+    """Return the `References` that slots are fitted to, or None if they are not fitted; raise if they must be."""
+    P = cache.tokens.shape[1]
+    if isinstance(references, str):
+        if references not in ("own", "repeat", "none"):
+            raise ValueError(f"references is {references!r}; expected 'own', 'repeat', 'none', tokens, or None")
+        if references == "none":
+            return None
+    if all(selection.budget == 1.0 for selection in of_heads.distinct()):
+        return None
+    reason = _unfitted(model, of_heads)
+    tokens = references not in (None, "own") if isinstance(references, str | None) else True
+    if reason is None and tokens and (chunk < P or any(layer.is_sliding for layer in cache.layers)):
+        reason = "has layers that slide" if chunk == P else f"reads chunks of {chunk} positions"
+    if reason is None:
+        try:
+            turns = rotations(model, _empty_layers(model), cache.origin, P)
+        except FixedError as error:
+            turns, reason = None, None if tokens else str(error)
+    if reason is None:
+        return References.of("own" if references is None else references, cache.tokens, cache.present, turns)
+    if references is None:
+        return None
+    shown = repr(references) if isinstance(references, str) else "tokens"
+    raise ValueError(
+        f"references are {shown}, and {type(model).__name__} {reason}; expected None, for slots without fit"
+    )
+
+
+def _unfitted(model: Any, of_heads: HeadSelections) -> str | None:
+    """Return why slots cannot be fitted, or None."""
+    kind = changing_positions(model)
+    if kind is not None:
+        return f"has rotary positions ({kind!r}) that change with the length of the context"
+    for own in of_heads.distinct():
+        if own.renew_every is not None:
+            return f"renews its slots every {own.renew_every} positions, but a fit is made once"
+        if own.summaries:
+            return f"keeps summaries={own.summaries} of a head, but slots that are fitted are keys"
+    return None
 
 
 def _check(model: Any, present: Any, chunk: int | None) -> None:
@@ -191,8 +262,9 @@ def _without_keys(model: Any, number: int) -> ValueError:
 class _Keeper:
     """Keeps the slots of each layer, while the model reads a context chunk by chunk."""
 
-    def __init__(self, cache: CompressedCache, of_heads: HeadSelections) -> None:
+    def __init__(self, cache: CompressedCache, of_heads: HeadSelections, fit: References | None) -> None:
         self.cache, self.of_heads, self.renew_every = cache, of_heads, of_heads.renew_every()
+        self.fit = fit
         self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
         self.seen: dict[int, list[slots.Seen]] = {}  # of layers that will renew their slots
@@ -248,10 +320,12 @@ class _Keeper:
         own = self.of_heads.of_layer(number, G)
         order = sorted(range(G), key=lambda head: (own[head].budget or 0.0) % 1, reverse=True)  # slow heads first
         found: dict[tuple[int, int], slots.SlotArrays] = {}
+        errors = torch.zeros((B, G))
 
         def keep(i: int) -> None:
             b, head = i % B, order[i // B]
-            found[b, head] = self._of_sequence(b, own[head], *(array[b, head : head + 1] for array in (q, k, v)))
+            arrays = (array[b, head : head + 1] for array in (q, k, v))
+            found[b, head], errors[b, head] = self._of_sequence(number, b, own[head], *arrays)
 
         by_users = any(selection.kind == "function" for selection in own)  # threads run no code of a user
         parallel_for(keep, B * G, threads=1 if by_users else None)
@@ -259,24 +333,35 @@ class _Keeper:
         for same in dict.fromkeys(own):
             heads = tuple(head for head in range(G) if own[head] == same)
             parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
-            groups.append(slots.padded_together(heads, parts))
+            group = slots.padded_together(heads, parts)
+            if self.fit is not None:
+                group = replace(group, residuals=errors[:, list(heads)])
+            groups.append(group)
         return tuple(groups)
 
-    def _of_sequence(self, b: int, selection: Selection, Q: Any, K: Any, V: Any) -> slots.SlotArrays:
-        """Return keys, values, log-weights and places that a head of a sequence keeps."""
+    def _of_sequence(
+        self, number: int, b: int, selection: Selection, Q: Any, K: Any, V: Any
+    ) -> tuple[slots.SlotArrays, float]:
+        """Return keys, values, log-weights and places that a head of a sequence keeps, and the residual of its fit."""
         here = self.cache.present[b, self.first : self.last].to(K.device)
         before = int(self.cache.present[b, : self.first].sum())
+        later = Q[:, :, len(here) :], K[:, len(here) :]
+        Q, K, V = Q[:, :, : len(here)], K[:, : len(here)], V[:, : len(here)]
         if not bool(here.all()):
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, width = K.shape[1], K.shape[2] + V.shape[2]
         chunk, of = range(before, before + n), int(self.cache.present[b].sum())
         split = slots.Split.of(selection).of_chunk(chunk, of)
-        wide = width + (4 / K.element_size() if split.summaries else 0)
+        wide = width + (4 / K.element_size() if split.summaries or self.fit is not None else 0)
         whole = selection.budget == 1.0
         count = n if whole else split.slots(selection, chunk, of, width / wide)
         if count == n:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
-            return K.clone(), V.clone(), None, places.expand(K.shape[:2])
+            return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), 0.0
+        if self.fit is not None:
+            how = counted(selection, split, count)
+            (*kept, where), error = self.fit.slots_of(number, b, (Q, K, V), later, how)
+            return (*kept, where + before), error
         step = max(1, Q.shape[1] * n // _ASKING)
         seen = slots.Seen.of(Q[:, :, ::step].flatten(1, 2), K)
-        return slots.slots_of(seen, K, V, count, split, before)
+        return slots.slots_of(seen, K, V, count, split, before), 0.0

@@ -19,8 +19,8 @@ from levattn.integrations.transformers.compression.layer import CompressedLayer,
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.io import replace_file
 
-_FORMAT, _VERSION = "levattn context", 4
-_SLOTS = ("keys", "values", "log_weight", "places")
+_FORMAT, _VERSION = "levattn context", 5
+_SLOTS = ("keys", "values", "log_weight", "places", "residuals")
 _MANY = 1 << 20  # more heads than any layer has
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
 _FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
@@ -150,6 +150,8 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         wanted |= {f"{i}.places": (torch.int32, slots)}
         if f"{i}.log_weight" in arrays:
             wanted[f"{i}.log_weight"] = torch.float32, slots
+        if f"{i}.residuals" in arrays:
+            wanted[f"{i}.residuals"] = torch.float32, slots[:2]
     G, tail = sum(map(len, told["heads"])), positions - length
     if window is None:
         wanted["present"] = torch.bool, (B, length)
@@ -168,6 +170,7 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         shown = array.dtype, tuple(array.shape)
         _need(shown == wanted.get(name), f"{number}.{name} is {shown}; expected {wanted.get(name)}")
         finite = array < torch.inf if name.endswith("log_weight") else array.isfinite()
+        finite |= array.isnan() & name.endswith("residuals")  # not measured
         _need(bool(finite.all()), f"{number}.{name} has numbers that are not finite")
     _need(kind.is_floating_point, f"layer {number} has keys in {kind}")
     known = arrays.get("present", present)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +11,17 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from levattn._core.checks import check_type, fraction
+from levattn._core.checks import check_type, fraction, real_number
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import selection_for_models
+from levattn.attention.pruned.selection import SINKS, selection_for_models
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
-# Factor of the cost of recall; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
-_RECALL = 4.0
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
-_LEVELS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
+_FEWEST = SINKS + 1  # slots of a head
+_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
 
 class HeadProfile(HeadsRecord, HeadsTable):
@@ -88,18 +86,21 @@ class HeadProfile(HeadsRecord, HeadsTable):
             f"{dearest[1]} of layer {dearest[0]} ({self[dearest]:.3g} nats)>"
         )
 
-    def shares(self, budget: float) -> dict[tuple[int, int], float]:
+    def shares(self, budget: float, least: float = 0.0) -> dict[tuple[int, int], float]:
         """Return the share of the bytes that each head keeps, so that the sum of the costs is least.
 
-        The method assumes that at a share s the cost of recall is proportional to 1 - √s, and the cost of plain text
-        to log(1/s). At `share` both equal the measured costs. With the first curve, heads that recall stay whole when
-        bytes are few, because a fact outside the remaining slots is lost. Recall counts four times, because users
-        notice a lost answer before slightly worse predictions of text.
+        The method assumes that at a share s the cost of recall is proportional to 1 - s^(1/8), and the cost of plain
+        text to 1/s - 1. At `share` both equal the measured costs. With the first curve, heads that recall stay whole
+        when bytes are few, because a fact outside the remaining slots is lost. The second one is the squared error of
+        a head's output, which falls in half where slots double.
 
         Parameters
         ----------
         budget : float in (0, 1]
             The mean of the shares, at most.
+        least : float in [0, 1], default 0
+            The smallest share of a head, which is a 192nd at least. If `budget` is not above it, all heads have
+            `budget`.
 
         Returns
         -------
@@ -109,16 +110,18 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Raises
         ------
         ValueError
-            If budget is out of range.
+            If budget or least is out of range.
         """
-        budget = share_of_bytes("budget", budget)
-        least = 1e-4 * max(self.values()) + 1e-12  # so that no head costs nothing
+        budget, least = share_of_bytes("budget", budget), real_number("least", least)
+        if not 0 <= least <= 1:
+            raise ValueError(f"least is {least!r}; expected a share of the bytes in [0, 1]")
+        floor = 1e-4 * max(self.values()) + 1e-12  # so that no head costs nothing
         recall, text = curves(self.share)
         costs = {
-            head: (_RECALL * max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + least) / text)
+            head: (max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + floor) / text)
             for head, row in self._table.items()
         }
-        return split_bytes(costs, budget)
+        return split_bytes(costs, budget, least)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each head.
@@ -154,7 +157,9 @@ class HeadSelections:
     source: str
 
     @classmethod
-    def of(cls, selection: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> HeadSelections:
+    def of(
+        cls, selection: Any, profile: Any, positions: int, full: Collection[int], sliding: Collection[int]
+    ) -> HeadSelections:
         """Return the selections from the arguments of `compress`, for a model with these layers, or raise."""
         if isinstance(selection, HeadProfile):
             raise TypeError(
@@ -177,7 +182,9 @@ class HeadSelections:
                     f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
                     "the profile splits"
                 )
-            found = cls(with_budgets(whole, profile.shares(whole.budget)), None, "heads")
+            found = cls(
+                with_budgets(whole, profile.shares(whole.budget, min(1.0, _FEWEST / positions))), None, "heads"
+            )
         for layer, head in found.named:
             if layer in sliding:
                 raise ValueError(
@@ -200,6 +207,10 @@ class HeadSelections:
             )
         return found
 
+    def distinct(self) -> set[Selection]:
+        """Return all selections."""
+        return {own for own in (*self.named.values(), self.rest) if own is not None}
+
     def of_layer(self, layer: int, heads: int) -> list[Selection]:
         """Return the selections of the heads of a layer, or raise if a named head does not exist or one is missing."""
         for number, head in self.named:
@@ -213,7 +224,7 @@ class HeadSelections:
 
     def renew_every(self) -> int | None:
         """Return how often a cache renews its slots, or raise if heads differ in it."""
-        every = {own.renew_every for own in (*self.named.values(), self.rest) if own is not None and own.budget != 1.0}
+        every = {own.renew_every for own in self.distinct() if own.budget != 1.0}
         if len(every) > 1:
             raise ValueError(f"selection has several values of renew_every, {every}; expected one for all heads")
         return every.pop() if every else None if self.rest is None else self.rest.renew_every
@@ -221,10 +232,12 @@ class HeadSelections:
 
 def curves(share: float) -> Any:
     """Return the costs of recall and of plain text at a share of a head's bytes, (2,), up to factors of the head."""
-    return np.array([1 - math.sqrt(share), -math.log(share)])
+    return np.array([1 - share**0.125, 1 / share - 1])
 
 
-def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: float) -> dict[tuple[int, int], float]:
+def split_bytes(
+    costs: Mapping[tuple[int, int], tuple[float, float]], budget: float, least: float = 0.0
+) -> dict[tuple[int, int], float]:
     """Return a share for each head, their mean at most a budget, so that the sum of the costs is least.
 
     costs: (a, b) of each head, the factors of its `curves`.
@@ -233,20 +246,21 @@ def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: fl
     level come in the order in which the sum falls most for each byte. This is optimal but for the steps that the
     budget cuts off, because costs are convex. The remaining bytes go to the heads with the lowest share.
     """
-    if budget * _PARTS <= _LEVELS[0]:
+    levels = [level for level in _LEVELS if level >= least * _PARTS]
+    if budget * _PARTS <= levels[0]:
         return dict.fromkeys(costs, budget)
-    steps = [(high - low, *(curves(low / _PARTS) - curves(high / _PARTS))) for low, high in pairwise(_LEVELS)]
+    steps = [(high - low, *(curves(low / _PARTS) - curves(high / _PARTS))) for low, high in pairwise(levels)]
     order = sorted(
         (-(a * recall + b * text) / more, head, i)
         for head, (a, b) in costs.items()
         for i, (more, recall, text) in enumerate(steps)
     )
-    at, left = dict.fromkeys(costs, 0), (budget * _PARTS - _LEVELS[0]) * len(costs)
+    at, left = dict.fromkeys(costs, 0), (budget * _PARTS - levels[0]) * len(costs)
     for _, head, i in order:
         more = steps[i][0]
         if at[head] == i and more <= left * (1 + 1e-12):
             left, at[head] = left - more, i + 1
-    shares = {head: _LEVELS[i] / _PARTS for head, i in at.items()}
+    shares = {head: levels[i] / _PARTS for head, i in at.items()}
     low = min(shares.values())
     few = [head for head, share in shares.items() if share == low]
     return shares | dict.fromkeys(few, min(1.0, low + left / _PARTS / len(few)))

@@ -119,6 +119,8 @@ class HeadSlots:
     `keys`, `values`: (B, G, s, d) and (B, G, s, D).
     `log_weight`: (B, G, s) float32, added to the logits; -inf where a sequence has fewer slots. None for zeros.
     `places`: (B, G, s) int32, the position of a slot in its sequence, -1 for a summary.
+    `residuals`: (B, G) float32, errors of the outputs of fitted slots on queries that were left out
+    (NaN if there are none); None without a fit.
     """
 
     heads: tuple[int, ...]
@@ -126,6 +128,7 @@ class HeadSlots:
     values: Any
     log_weight: Any
     places: Any
+    residuals: Any = None
 
     @property
     def arrays(self) -> SlotArrays:
@@ -261,7 +264,8 @@ def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
 
 def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
     """Return the slots of some heads from two consecutive parts of a context."""
-    return HeadSlots(first.heads, *both_slots(first.arrays, second.arrays))
+    residuals = None if first.residuals is None else torch.fmax(first.residuals, second.residuals)
+    return HeadSlots(first.heads, *both_slots(first.arrays, second.arrays), residuals)
 
 
 def _weighted(slots: SlotArrays) -> SlotArrays:

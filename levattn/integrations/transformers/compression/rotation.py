@@ -1,0 +1,105 @@
+"""Queries at other positions: the angles by which a model turns queries, measured on the model itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from levattn.integrations.transformers.calls import as_cache_of, inputs_device
+from levattn.integrations.transformers.compression.cache import CompressedCache, token_positions
+from levattn.integrations.transformers.compression.stand_in import UnreadError
+
+_TOKENS = 2  # that the model reads at each position; each has a query in every head
+_PARTS = (1.0, 0.5, 0.25, 0.75)  # of a head's width that may turn; a config may name another
+
+
+class FixedError(ValueError):
+    """Queries of a model cannot be moved; the message goes on after its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """How a layer turns queries (..., d): the pairs of entries that turn, and the angle of each for one position."""
+
+    first: Any
+    second: Any
+    angles: Any
+
+    def moved(self, q: Any, by: Any) -> Any:
+        """Return queries (..., m, d) as they are so many positions later, (m,)."""
+        turn = by.to(torch.float64)[:, None] * self.angles
+        cos, sin = turn.cos().to(q), turn.sin().to(q)
+        a, b = q[..., self.first], q[..., self.second]
+        found = q.clone()
+        found[..., self.first], found[..., self.second] = a * cos - b * sin, a * sin + b * cos
+        return found
+
+
+def rotations(model: Any, layers: Any, origin: Any, most: int) -> dict[int, Rotation]:
+    """Return the rotation of each layer, for up to `most` positions, or raise if queries do not turn.
+
+    `layers`: empty layers of a cache. The model reads single tokens at the positions 0, 1, 2, 4, ... A single token
+    attends to itself alone, so that in all layers its queries differ by their position, and by nothing else.
+    """
+    places = [0, *(1 << i for i in range(max(1, most.bit_length())) if 1 << i <= max(1, most))]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.linspace(vocabulary // 3, vocabulary - vocabulary // 3 - 1, _TOKENS).long()
+    rows = tokens.repeat_interleave(len(places))[:, None].to(inputs_device(model))
+    present, base = torch.ones_like(rows, dtype=torch.bool), model.base_model
+    if token_positions(model, present) is None:
+        raise FixedError("takes no position_ids")
+    seen: dict[int, Any] = {}
+
+    def look(number: int, q: Any, k: Any, v: Any, scale: float) -> None:  # noqa: ARG001 (the form of a layer's look)
+        seen[number] = q[:, :, 0].unflatten(0, (_TOKENS, -1)).transpose(0, 1).flatten(1, 2).double()  # (places, ., d)
+
+    for layer in layers:
+        layer.look = look
+    positions = torch.tensor(places * _TOKENS, device=rows.device)[:, None]
+    cache = CompressedCache(layers, rows, present, origin)
+    try:
+        base(input_ids=rows, position_ids=positions, use_cache=True, **as_cache_of(base, cache))
+    except (UnreadError, AttributeError) as error:
+        if isinstance(error, AttributeError) and error.obj is not cache:
+            raise
+        raise FixedError("has layers that keep no keys and values, or attention that is not read") from error
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    return {number: _rotation(model, number, q, places, 2.0**-5 if half else 2.0**-10) for number, q in seen.items()}
+
+
+def _rotation(model: Any, number: int, q: Any, places: list[int], tolerance: float) -> Rotation:
+    """Return the rotation that turns queries q[0] of position 0 into q[i] of position places[i], or raise."""
+    width, shifts = q.shape[2], torch.tensor(places, device=q.device)
+    tried: list[tuple[float, int, Rotation]] = []
+    for part in (_named_part(model), *_PARTS):
+        r = int(width * part) // 2 * 2
+        order = torch.arange(r, device=q.device)
+        for first, second in ((order[: r // 2], order[r // 2 :]), (order[::2], order[1::2])):
+            found = Rotation(first, second, _angles(q, places, first, second))
+            later = found.moved(q[:1].expand_as(q).transpose(0, 1), shifts).transpose(0, 1)
+            tried.append((float((later - q).norm() / q.norm().clamp(min=1e-300)), len(tried), found))
+    error, _, best = min(tried, key=lambda each: each[:2])
+    if not error <= tolerance:
+        raise FixedError(f"does not turn the queries of layer {number} by their position, as rotary positions do")
+    return best
+
+
+def _named_part(model: Any) -> float:
+    """Return the part of a head's width that turns, as the config says."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
+
+
+def _angles(q: Any, places: list[int], first: Any, second: Any) -> Any:
+    """Return the angle of each pair for one position: each of the places doubles its digits."""
+    z = torch.complex(q[..., first], q[..., second])
+    turned = (z[:1].conj() * z).sum(1)  # (places, pairs): the sum of all rows has the common angle
+    angle = torch.zeros_like(turned[0].real)
+    for place, here in zip(places[1:], turned[1:], strict=True):
+        rest = torch.remainder(here.angle() - place * angle + math.pi, 2 * math.pi) - math.pi
+        angle = angle + rest / place
+    return angle
