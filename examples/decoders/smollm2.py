@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tasks import TASKS, Context, contexts
+from tasks import DAILY, TASKS, Context, contexts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaModel
 from transformers.utils import logging
 
@@ -95,6 +95,7 @@ def read_by_all(
     tokens = torch.tensor([context.tokens])
     for budget in budgets if profile is not None else ():
         yield "levattn", budget, compress(model, tokens, budget, heads=profile)
+        yield "levattn, no fit", budget, compress(model, tokens, budget, heads=profile, references="none")
     if others is not None:
         yield from others.read(tokens)
 
@@ -103,9 +104,10 @@ def main() -> None:
     """Read, compress, ask and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.06, 0.12, 0.25, 0.5])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.03, 0.06, 0.12, 0.25])
     parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=("levattn", "rivals"), default=["levattn"])
+    parser.add_argument("--daily", action="store_true", help="other texts and tasks, never used to choose anything")
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
     parser.add_argument("--show", type=Path, nargs="+", help="measure nothing; print what these files hold")
@@ -123,7 +125,11 @@ def main() -> None:
     ours = profile if "levattn" in options.methods else None
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
-        every = [(n, each) for n in range(options.contexts) for each in contexts(tokenizer, length, 1000 * n + length)]
+        every = [
+            (n, each)
+            for n in range(options.contexts)
+            for each in contexts(tokenizer, length, 1000 * n + length, daily=options.daily)
+        ]
         new = [
             row(context, number, "dense", 1.0, measured(model, dense(model, torch.tensor([context.tokens])), context))
             for number, context in every
@@ -159,11 +165,11 @@ def row(context: Context, seed: int, method: str, budget: float, found: tuple[fl
 
 def kept_tasks(rows: list[dict[str, Any]]) -> list[str]:
     """Return the tasks of which the dense model solves half at least."""
-    right: dict[str, list[float]] = {task: [] for task in TASKS}
+    right: dict[str, list[float]] = {task: [] for task in (*TASKS, *DAILY)}
     for line in rows:
         if line["method"] == "dense":
             right[line["task"]].append(line["right"])
-    return [task for task in TASKS if np.mean(right[task]) >= 0.5]
+    return [task for task, found in right.items() if found and np.mean(found) >= 0.5]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -175,6 +181,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 def show_one(rows: list[dict[str, Any]]) -> None:
     """Print accuracy by task, its mean and the loss beside the dense model's, and where levattn loses.
 
+    After ± are half the widths of 95 % confidence intervals over contexts.
+
     Of the tasks that are kept, contexts count that every method has read.
     """
     kept = kept_tasks(rows)
@@ -185,7 +193,7 @@ def show_one(rows: list[dict[str, Any]]) -> None:
     dense = read["dense", 1.0]
     dropped = [
         f"{task} ({np.mean([dense[which][0] for which in dense if which[0] == task]):.0%})"
-        for task in TASKS
+        for task in dict.fromkeys(which[0] for which in dense)
         if task not in kept
     ]
     shared = set.intersection(*(set(where) for where in read.values()))
@@ -206,9 +214,12 @@ def show_one(rows: list[dict[str, Any]]) -> None:
         accuracy, loss = (figures[:, 0] / best[:, 0]).mean(), figures[:, 1].sum() / best[:, 1].sum()
         mine[name, budget] = (*figures[:, 0], accuracy, loss)
         cells = " | ".join(f"{right:.0%}" for right in figures[:, 0])
-        print(f"| {budget:.0%} | {name} | {cells} | {accuracy:.0%} | {loss:.3f} |")
+        pairs = [(read[name, budget][at], dense[at]) for at in sorted(shared) if at[0] in kept]
+        spread = 1.96 * np.std([[a[0], a[1] / b[1]] for a, b in pairs], axis=0) / len(pairs) ** 0.5
+        about = f"{accuracy:.0%} ± {spread[0] / best[:, 0].mean():.0%} | {loss:.3f} ± {spread[1]:.3f}"
+        print(f"| {budget:.0%} | {name} | {cells} | {about} |")
     told = list(losses(mine, [*kept, "accuracy / dense", "loss / dense"]))
-    if {name for name, _ in mine} - {"dense", "levattn"}:  # nobody loses to nobody
+    if {name for name, _ in mine} - {"dense", "levattn", "levattn, no fit"}:  # nobody loses to nobody
         print("\n" + ("\n".join(told) or "- levattn loses nowhere in this table"))
 
 

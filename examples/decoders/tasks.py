@@ -1,14 +1,17 @@
-"""Recall tasks in plain English, after those of RULER (Hsieh et al., arXiv:2404.06654)."""
+"""Recall tasks in plain English, after those of RULER (Hsieh et al., arXiv:2404.06654), and tasks from daily use."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import random
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-__all__ = ["TASKS", "Context", "Question", "contexts", "reference"]
+__all__ = ["DAILY", "TASKS", "Context", "Question", "contexts", "reference"]
 
 NAMES = (
     *("apple", "river", "stone", "tiger", "castle", "garden", "window", "bridge"),
@@ -25,6 +28,12 @@ FACTS = {
 }
 FREQUENT = "marble", "lantern", "pepper"
 TASKS = ("one number", "one of four", "three words", "three facts", "two hops", "frequent words")
+DAILY = "phones", "appointments", "table", "passage"  # none of them was used to choose anything in levattn
+DAYS = "Monday", "Tuesday", "Wednesday", "Thursday", "Friday"
+PEOPLE = "Ames", "Burke", "Costa", "Dunn", "Ellis", "Ferro", "Grant", "Hicks"
+TOWNS = "Lisbon", "Oslo", "Cairo", "Delhi", "Quito", "Seoul", "Turin", "Perth"
+PASSAGE, GIVEN = 32, 26  # tokens that are to be copied, and the first of them, which are given
+MODULES = "turtle", "statistics", "difflib", "_pydecimal", "unittest.mock", "doctest", "optparse", "fractions"
 FOLLOWING = 200  # tokens of the text after the context
 
 
@@ -46,19 +55,22 @@ class Context:
     following: list[int]
 
 
-def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
-    """Return one context of each task, all in the same stretch of Python's language reference, of `length` tokens."""
+def contexts(tokenizer: Any, length: int, seed: int, *, daily: bool = False) -> list[Context]:
+    """Return one context of each task, all in the same stretch of a text, of `length` tokens.
+
+    The text is Python's language reference, or for the tasks from daily use the docstrings of some of its modules.
+    """
     rng = random.Random(seed)
 
     def tokens_of(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    text = reference(tokenizer)
+    text = docstrings(tokenizer) if daily else reference(tokenizer)
     start = rng.randrange(len(text) - length - FOLLOWING)
     found = []
-    for task in TASKS:
-        lines, asked = _task(task, rng)
+    for task in DAILY if daily else TASKS:
+        lines, asked = (_daily if daily else _task)(task, rng)
         hidden = [tokens_of(f"\n{line}\n") for line in lines]
         room = length - sum(map(len, hidden))
         body = text[start : start + room]
@@ -66,10 +78,33 @@ def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
         whole: list[int] = []
         for first, last, line in zip([0, *cuts], cuts, hidden, strict=False):
             whole += body[first:last] + line
-        whole += body[cuts[-1] :]
+        whole += body[cuts[-1] :] if cuts else body
+        if task == "passage":
+            found.append(Context(task, whole, _copies(whole, rng), text[start + room : start + room + FOLLOWING]))
+            continue
         questions = [Question(tokens_of(question), tokens_of(answer)) for question, answer in asked]
         found.append(Context(task, whole, questions, text[start + room : start + room + FOLLOWING]))
     return found
+
+
+def _copies(tokens: list[int], rng: random.Random) -> list[Question]:
+    """Return four passages of a context, to go on with after their first tokens."""
+    starts = sorted(rng.sample(range(len(tokens) - PASSAGE), 4))
+    return [Question(tokens[at : at + GIVEN], tokens[at + GIVEN : at + PASSAGE]) for at in starts]
+
+
+@cache
+def docstrings(tokenizer: Any) -> list[int]:
+    """Return the tokens of the docstrings of modules that come with Python."""
+    texts = []
+    for name in MODULES:
+        spec = importlib.util.find_spec(name)
+        tree = ast.parse(Path(str(spec.origin if spec else None)).read_text(encoding="utf-8"))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+        found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        texts += [text for text in found if text and len(text) > 80]
+    tokens: list[int] = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"]
+    return tokens
 
 
 @cache
@@ -79,6 +114,29 @@ def reference(tokenizer: Any) -> list[int]:
         "input_ids"
     ]
     return found
+
+
+def _daily(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the lines of a task from daily use, in their order in the text, and questions with their answers."""
+    if task == "phones":
+        numbers = [(name, str(rng.randrange(100000, 999999))) for name in rng.sample(PEOPLE, 2)]
+        lines = [f"The phone number of Doctor {name} is {number}." for name, number in numbers]
+        ask = "\nQ: What is the phone number of Doctor {0}?\nA: The phone number of Doctor {0} is"
+        return lines, [(ask.format(name), f" {number}") for name, number in numbers]
+    if task == "appointments":
+        name, day, town = rng.choice(PEOPLE), rng.choice(DAYS), rng.choice(TOWNS)
+        lines = [f"The meeting with {name} is on {day}.", f"The office of {name} is in {town}."]
+        asked = [(f"\nQ: When is the meeting with {name}?\nA: The meeting with {name} is on", f" {day}")]
+        return lines, [*asked, (f"\nQ: Where is the office of {name}?\nA: The office of {name} is in", f" {town}")]
+    if task == "table":
+        pairs = [(town, str(rng.randrange(100, 999))) for town in rng.sample(TOWNS, 4)]
+        rows = [f"| {town} | {number} |" for town, number in pairs]
+        head = ["| Town | Orders |", "| --- | --- |"]
+        return ["\n".join([*head, *rows])], [
+            ("\n".join(["\nThe table once more:", *head, *rows[:i], f"| {town} |"]), f" {number}")
+            for i, (town, number) in enumerate(pairs)
+        ]
+    return [], []
 
 
 def _task(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:

@@ -83,7 +83,7 @@ class FittedSlots:
     >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 400, 16))
     >>> slots = fit_slots(Q, K, V, 40)
     >>> slots.keys.shape, slots.indices[:5].tolist(), int(slots.clipped)
-    ((40, 16), [0, 1, 2, 3, 23], 0)
+    ((40, 16), [0, 26, 33, 38, 56], 0)
     >>> slots.attend(Q[:3]).shape
     (3, 16)
     """
@@ -191,7 +191,7 @@ def fit_slots(
         Values.
     selection : Selection or number
         How many slots there are: a budget or a size, with counts or shares as in a compressed cache. `window` is the
-        last keys, a quarter of a budget by default, and `sinks` the first keys, 4 of a budget. Its `scores` select
+        last keys, a quarter of a budget by default, and `sinks` the first keys, one of a budget. Its `scores` select
         the others. By default they are "attention", the maxima above. There are no summaries.
     weights : array of shape (..., H, m), optional
         Weights of at least 0 of the rows of Q, such as the square of the share of attention that the context gets; 1

@@ -158,7 +158,7 @@ def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool =
             xp.all(xp.isfinite(found[-1][0]) & xp.isfinite(least)),
             f"products of queries and K are beyond {K.dtype}; give queries and keys of smaller entries, or of float64",
         )
-        if columns:
+        if columns and r:
             E *= xp.astype(xp.sqrt(rows.weights[:, part]), K.dtype)[:, :, None] * (raised / size)
             E *= E
             total = xp.maximum(total, xp.astype(xp.max(E, axis=1), xp.float64))

@@ -86,10 +86,10 @@ def test_padded_batch_equals_its_sequences_alone(side: str, budget: Any) -> None
     pad = slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)
     mask[1, pad] = 0
     alone = [ids[:1], ids[1:, mask[1].bool()]]
-    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget)
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget, references="none")
     found = logits(model, both, question(2))
     for row, sequence in enumerate(alone):
-        expected = logits(model, compress(model, sequence, budget), question())
+        expected = logits(model, compress(model, sequence, budget, references="none"), question())
         assert difference(found[row : row + 1], expected) < 1e-12
 
 
@@ -168,9 +168,10 @@ def test_chunks_keep_what_whole_heads_of_the_first_layer_have() -> None:
     assert int(kept.max()) == CONTEXT - 1
 
 
-def test_bytes_and_rows_are_those_of_the_arrays() -> None:
+@pytest.mark.parametrize("references", ["own", "none"])
+def test_bytes_and_rows_are_those_of_the_arrays(references: str) -> None:
     model = base()
-    cache, whole = compress(model, context(), CUT), compress(model, context(), 1.0)
+    cache, whole = compress(model, context(), CUT, references=references), compress(model, context(), 1.0)
     arrays = [
         array
         for layer in cache.layers
@@ -185,7 +186,8 @@ def test_bytes_and_rows_are_those_of_the_arrays() -> None:
     for head, row in rows.items():
         share = CUT.get(head, 1.0)
         assert share - 0.05 < row["share"] <= share
-        assert (row["summaries"] > 0) == (share < 1)
+        assert (row["summaries"] > 0) == (share < 1 and references == "none")
+        assert ("residual" in row) == (references == "own")
 
 
 def test_a_file_answers_to_the_bit_and_for_its_model_alone(tmp_path: Path) -> None:

@@ -25,16 +25,6 @@ N = 60
 CUT = {(0, 0): 18, (1, 1): 30}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 LOGITS = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
-# rotary positions: halves, parts of them, neighbors, layers without any, norms of queries
-TURNING = {
-    "Llama": {},
-    "GPTNeoX": {},
-    "Phi": {"partial_rotary_factor": 0.5},
-    "Cohere": {"num_key_value_heads": 2},
-    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 96},
-    "SmolLM3": {"num_key_value_heads": 2, "no_rope_layer_interval": 2},
-    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -86,46 +76,6 @@ def test_slots_are_fitted_to_the_own_queries_at_the_position_after_the_context()
         )  # rotary angles are float32
         np.testing.assert_allclose(group.log_weight[0, 0].numpy(), slots.log_weights[0].numpy(), atol=1e-5)
         assert residuals(found)[layer, head] == pytest.approx(float(slots.output_residual[0]), abs=1e-6)
-
-
-@pytest.mark.parametrize("family", TURNING)
-def test_queries_of_families_are_moved_as_their_models_turn_them(family: str) -> None:
-    """A token that is read alone has the same queries at all positions, but for its turn."""
-    from levattn.integrations.transformers.compression.compress import _empty_layers
-    from levattn.integrations.transformers.compression.files import Origin
-    from levattn.integrations.transformers.compression.rotation import rotations
-
-    model = base(family, **TURNING[family])
-    layers, seen = _empty_layers(model), {}
-    with torch.no_grad():
-        turns = rotations(model, layers, Origin(model), 90)
-        for layer in layers:
-            layer.look = lambda number, q, *_: seen.setdefault(number, []).append(q)
-        for place in (0, 3, 37, 90):
-            cache = CompressedCache(
-                _looking(layers), torch.tensor([[7]]), torch.ones(1, 1, dtype=torch.bool), Origin(model)
-            )
-            model.base_model(
-                torch.tensor([[7]]), position_ids=torch.tensor([[place]]), use_cache=True, **{CACHE: cache}
-            )
-    for number, (first, *others) in seen.items():
-        for place, other in zip((3, 37, 90), others, strict=True):
-            moved = turns[number].moved(first, torch.tensor([place]))
-            assert difference(moved, other) < 1e-4 * float(other.abs().max())
-    turning = [float(turn.angles.abs().max()) for turn in turns.values()]
-    assert max(turning) == pytest.approx(1, rel=1e-3)
-    if family == "SmolLM3":
-        assert min(turning) < 1e-6
-
-
-def _looking(layers: Any) -> Any:
-    from levattn.integrations.transformers.compression.layer import CompressedLayer
-
-    found = []
-    for layer in layers:
-        found.append(CompressedLayer(layer.number))
-        found[-1].look = layer.look
-    return found
 
 
 @pytest.mark.parametrize("references", ["own", "repeat", "given"])

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 safetensors = pytest.importorskip("safetensors.torch")
-from decoders import CACHE, LEFT, T, base, output, tokens  # noqa: E402
+from decoders import CACHE, LEFT, T, base, difference, output, tokens  # noqa: E402
 from test_changed_models import both, change, looks  # noqa: E402
 from test_compress import changed, context, question  # noqa: E402
 from test_context_files import CONTEXT, GREEDY, QUESTION  # noqa: E402
@@ -29,8 +29,11 @@ from levattn.integrations.transformers import CompressedCache, compress, prune, 
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
+from levattn.integrations.transformers.compression.compress import _empty_layers  # noqa: E402
 from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
+from levattn.integrations.transformers.compression.layer import CompressedLayer  # noqa: E402
 from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
+from levattn.integrations.transformers.compression.rotation import rotations  # noqa: E402
 from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
 from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
@@ -147,7 +150,7 @@ def test_bytes_are_split_within_the_budget_and_where_they_count(budget: float) -
 def check_split(costs: dict[tuple[int, int], tuple[float, float]], budget: float) -> None:
     def loss(head: tuple[int, int], share: float) -> float:
         a, b = costs[head]
-        return a * (1 - math.sqrt(share)) + b * math.log(1 / share)
+        return a * (1 - share**0.125) + b * (1 / share - 1)
 
     shares = split_bytes(costs, budget)
     assert sum(shares.values()) <= budget * len(costs) * (1 + 1e-9)
@@ -155,7 +158,7 @@ def check_split(costs: dict[tuple[int, int], tuple[float, float]], budget: float
     assert all(shares[low] <= shares[high] for low, high in pairwise(order))
     assert sum(loss(*pair) for pair in shares.items()) <= sum(loss(head, budget) for head in costs) + 1e-12
     # no pair of heads gains by what one level of the first would give the second
-    steps = [1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0]
+    steps = [1 / 192, 1 / 96, 1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0]
     for giver, taker in permutations((head for head in costs if shares[head] in steps), 2):
         lower, higher = steps.index(shares[giver]) - 1, steps.index(shares[taker]) + 1
         if lower < 0 or higher == len(steps) or steps[higher] - shares[taker] > shares[giver] - steps[lower]:
@@ -315,3 +318,51 @@ def test_a_change_and_its_removal_can_be_interrupted_at_each_attribute(
         if left >= 0:
             break
     assert interrupted == number > 2
+
+
+# -- queries at other positions -----------------------------------------------------------------------------
+
+TURNING: dict[str, dict[str, Any]] = {  # halves, parts of them, neighbors, layers without any, norms of queries
+    "Llama": {},
+    "GPTNeoX": {},
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Cohere": {"num_key_value_heads": 2},
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 96},
+    "SmolLM3": {"num_key_value_heads": 2, "no_rope_layer_interval": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", TURNING)
+def test_queries_of_families_are_moved_as_their_models_turn_them(family: str) -> None:
+    """A token that is read alone has the same queries at all positions, but for its turn."""
+    model = base(family, **TURNING[family])
+    layers = _empty_layers(model)
+    seen: dict[int, list[Any]] = {}
+    with torch.no_grad():
+        turns = rotations(model, layers, Origin(model), 90)
+        for layer in layers:
+            layer.look = lambda number, q, *_: seen.setdefault(number, []).append(q)
+        for place in (0, 3, 37, 90):
+            cache = CompressedCache(
+                _looking(layers), torch.tensor([[7]]), torch.ones(1, 1, dtype=torch.bool), Origin(model)
+            )
+            model.base_model(
+                torch.tensor([[7]]), position_ids=torch.tensor([[place]]), use_cache=True, **{CACHE: cache}
+            )
+    for number, (first, *others) in seen.items():
+        for place, other in zip((3, 37, 90), others, strict=True):
+            moved = turns[number].moved(first, torch.tensor([place]))
+            assert difference(moved, other) < 1e-4 * float(other.abs().max())
+    turning = [float(turn.angles.abs().max()) for turn in turns.values()]
+    assert max(turning) == pytest.approx(1, rel=1e-3)
+    if family == "SmolLM3":
+        assert min(turning) < 1e-6
+
+
+def _looking(layers: Any) -> Any:
+    found = []
+    for layer in layers:
+        found.append(CompressedLayer(layer.number))
+        found[-1].look = layer.look
+    return found

@@ -25,7 +25,8 @@ BY_ATTENTION = "attention"  # the scores that need the attention of given querie
 _CHUNK = 64  # positions between two selections of causal attention by default
 _NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
-SINKS, LAST = 4, 0.25  # of a cache and of fitted slots: sinks, and the share of the others that the last keys get
+SINKS, LAST = 4, 0.25  # of a cache: sinks, and the share of the others that the last keys get
+FITTED_SINKS = 1  # of fitted slots, which are chosen by attention: it finds further sinks where there are any
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,7 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
     if total >= n:
         return Slots(n)
     open_sinks = total if not isinstance(selection.window, int) else max(0, total - selection.window)
-    sinks = _count(selection.sinks, total, min(SINKS, open_sinks))
+    sinks = _count(selection.sinks, total, min(FITTED_SINKS, open_sinks))
     window = _count(selection.window, total - sinks, share_of(LAST, max(0, total - sinks)))
     if sinks + window > total:
         raise ValueError(

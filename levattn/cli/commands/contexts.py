@@ -40,8 +40,8 @@ _COMPRESS = """\
 Read a text once, keep a part of it for questions.
 
 The model reads the text, and the command keeps a share of the bytes of its KV cache. It keeps all positions of the
-heads that recall, according to --heads, and few positions and summaries of the others. `levattn ask` answers from the
-file. The loss has no bound. The command needs torch and transformers.
+heads that recall, according to --heads, and few positions of the others, with values fitted to the queries of the
+text. `levattn ask` answers from the file. The loss has no bound. The command needs torch and transformers.
 
 \b
 Examples:

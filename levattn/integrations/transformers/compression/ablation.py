@@ -202,6 +202,7 @@ class _Trial:
         self._context = torch.tensor(context[None], device=device)
         self._asked = [(torch.tensor(tokens, device=device), counted[1:]) for tokens, counted in asked]
         self._whole = compress(model, self._context, 1.0)
+        self._likely = self._log_p(self._whole, self._asked[1][0]).exp()  # of tokens of the text after the context
         self.heads = [(row["layer"], row["head"]) for row in self._whole.table() if not row["slides"]]
         self._light = compress(model, self._context, dict.fromkeys(self.heads, share))
 
@@ -221,14 +222,21 @@ class _Trial:
         return found
 
     def _losses(self, cache: CompressedCache, passes: list[Any]) -> Any:
-        """Return the mean losses of answers and of the text after the context, in nats a token, in such passes."""
-        means = []
-        for (tokens, counted), replay in zip(self._asked, passes, strict=True):
-            with replay:
-                logits = self._model(tokens[None], **as_cache_of(self._model, cache.copy())).logits[0, :-1].float()
-            losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()
-            means.append(losses[counted].mean())
-        return np.array(means)
+        """Return the mean losses of answers and of the text after the context, in nats a token, in such passes.
+
+        The loss of the text is its mean over all texts that the model could write there with the whole cache.
+        """
+        (asked, counted), (text, _) = self._asked
+        with passes[0]:
+            answers = -self._log_p(cache, asked).gather(1, asked[1:, None])[:, 0].double().cpu().numpy()
+        with passes[1]:
+            others = -(self._likely * self._log_p(cache, text)).sum(1, dtype=torch.float64).cpu().numpy()
+        return np.array([answers[counted].mean(), others.mean()])
+
+    def _log_p(self, cache: CompressedCache, tokens: Any) -> Any:
+        """Return log-probabilities of the next token after each but the last of some tokens."""
+        logits = self._model(tokens[None], **as_cache_of(self._model, cache.copy())).logits[0, :-1]
+        return logits.float().log_softmax(-1)
 
 
 def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:

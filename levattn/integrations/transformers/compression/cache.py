@@ -433,8 +433,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         list of dict
             ``layer``, ``head``; ``slots`` and the number of ``summaries`` among them (means over sequences). ``share``
             of the bytes of a dense head; ``slides``, whether the layer keeps only its window, whatever the budget.
-            ``residual``, the largest of its sequences, if slots are fitted: the size of the error of its outputs, in
-            units of their size, on queries of the context that were left out of the fit.
+            ``residual``, if slots are fitted: the relative error of the outputs on queries that were left out of the
+            fit, the largest of the sequences.
         """
         rows = []
         for number, layer in enumerate(self.layers):

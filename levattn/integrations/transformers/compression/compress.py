@@ -46,11 +46,11 @@ def compress(
     """Read a context with a decoder, and keep a share of the keys and values of each head.
 
     The model reads the context with its own attention. Then each head of the keys keeps all of them, or fewer slots.
-    The slots are the first positions, the last positions, and the positions that queries attend to most. Each slot has
-    a weight and a value that are *fitted*: with them, these queries get the outputs that all keys give them (least
-    squares, see `levattn.attention.fit_slots`). The queries are those of the second half of the context, as they would
-    be right after it. Rotary positions allow that: a query is moved by a rotation, whose angles the function measures
-    on the model. Nothing is trained, no question is known yet, and nothing is read twice.
+    The slots are the first positions, the last positions, and the positions that queries attend to most. Least
+    squares fit a weight and a value of each slot (`levattn.attention.fit_slots`), so that these queries get the
+    outputs that all keys give them. The function takes queries of the second half of the context, as they would be
+    right after it. With rotary positions a rotation moves a query there, and its angles are measured on the model.
+    Nothing is trained, no question is known yet, and nothing is read twice.
 
     Without a fit, slots are the first and the last positions, positions selected by scores, and summaries. A summary
     stands for a cluster of the other keys, and its weight is added to its logit. The queries of the context give the
@@ -74,9 +74,9 @@ def compress(
     selection : Selection, number or mapping, default 0.25
         The slots of each head. A float is a share of the bytes of a dense cache, of all layers that do not slide. An
         int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything. A
-        `Calibration` is such a mapping. Without further options a head keeps 4 first positions, and a quarter of its
-        other slots are the last positions. If slots are not fitted, half are summaries, at most 256 of a head and
-        chunk. Scores of your own are a function here.
+        `Calibration` is such a mapping. Without further options a head keeps the first position, and a quarter of its
+        other slots are the last positions. If slots are not fitted, the first 4 are kept, and half are summaries, at
+        most 256 of a head and chunk. Scores of your own are a function here.
 
         A selection with ``summaries`` or ``renew_every`` is not fitted. With ``renew_every`` the cache holds so many
         positions after the context in full, before it compresses them as well. A head that is cut then keeps its
@@ -108,15 +108,14 @@ def compress(
         If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
         `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
         positions are learned, and the context has more. If padding follows tokens, and layers slide. If `references`
-        are given, and slots cannot be fitted: they have summaries or are renewed, or the model does not turn its
-        queries by their position, or by angles that depend on the length. If tokens are given, and the context is read
-        in chunks, or layers slide.
+        are given with summaries or ``renew_every``, or for a model without rotary positions, or whose angles depend
+        on the length. If tokens are given, and the context is read in chunks, or layers slide.
 
     Notes
     -----
-    Layers that slide keep their window, which the budget does not count. Time: reading the context, and for a head
-    with s slots O(m n d + m s² + s³), where m is about 480 queries (O(n r d) with r summaries, without a fit). Memory:
-    the slots and one layer (or with `chunk` the chunk) in full.
+    Layers that slide keep their window, which the budget does not count. Time: reading the context. A
+    head with s slots takes O(m n d + m s² + s³) for m queries, about 480. (Without a fit O(n r d) for r summaries.)
+    Memory: the slots and one layer (or with `chunk` the chunk) in full.
 
     On SmolLM2, a second reading of the context gives no better queries than its own ones do ("repeat"). Queries that
     are not moved give far worse slots than none.

@@ -13,14 +13,14 @@ import numpy as np
 
 from levattn._core.checks import check_type, fraction, real_number
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import SINKS, selection_for_models
+from levattn.attention.pruned.selection import selection_for_models
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
-_FEWEST = SINKS + 1  # slots of a head
+_FEWEST = 5  # slots of a head
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
 
@@ -109,8 +109,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
         Raises
         ------
-        ValueError
-            If budget or least is out of range.
+        ValueError, TypeError
+            If budget or least is out of range, or no number.
         """
         budget, least = share_of_bytes("budget", budget), real_number("least", least)
         if not 0 <= least <= 1:

@@ -1,4 +1,4 @@
-"""Slots of a context that are fitted to queries: its own, moved behind it, and those of tokens that follow it."""
+"""Slots of a context that are fitted to its own queries, moved behind it, and to queries of tokens after it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from levattn.attention import Selection, fit_slots
+from levattn.attention.pruned.selection import FITTED_SINKS
 from levattn.integrations.transformers.compression.cache import tokens_and_present
 from levattn.integrations.transformers.compression.rotation import Rotation
 from levattn.integrations.transformers.compression.slots import SlotArrays, Split
@@ -106,7 +107,9 @@ def _wide(array: Any) -> Any:
 
 def counted(selection: Selection, split: Split, count: int) -> Selection:
     """Return the selection of a head that keeps so many slots, as `fit_slots` takes it."""
-    slots = replace(split, summaries=0).rule(count).slots
+    usual = selection.sinks is None and selection.budget is not None
+    sinks = min(split.sinks, FITTED_SINKS) if usual else split.sinks  # none in later chunks
+    slots = replace(split, summaries=0, sinks=sinks).rule(count).slots
     center = selection.center if selection.kind == "leverage" else None
     return Selection(
         size=slots.selected, window=slots.window, sinks=slots.sinks, scores=selection.scores, center=center

@@ -119,8 +119,7 @@ class HeadSlots:
     `keys`, `values`: (B, G, s, d) and (B, G, s, D).
     `log_weight`: (B, G, s) float32, added to the logits; -inf where a sequence has fewer slots. None for zeros.
     `places`: (B, G, s) int32, the position of a slot in its sequence, -1 for a summary.
-    `residuals`: (B, G) float32, errors of the outputs of fitted slots on queries that were left out
-    (NaN if there are none); None without a fit.
+    `residuals`: (B, G) float32, errors of outputs on queries that were left out of a fit, NaN without any; or None.
     """
 
     heads: tuple[int, ...]
