@@ -16,7 +16,7 @@ from levattn._core.threads import reported
 from levattn.attention import Selection
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
-from levattn.integrations.transformers.compression.profile import HeadProfile
+from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile
 from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
@@ -175,7 +175,7 @@ def calibrate(
     with reported(progress, passes) as advance, torch.no_grad():
         losses = Losses(model, metric, selection, advance)
         if profile:
-            ladder: _Ladder = [partial(profile.shares, share) for share in (1.0, *reversed(shares))]
+            ladder: _Ladder = [partial(profile.shares, share, WHILE_READING) for share in (1.0, *reversed(shares))]
         else:
             ladder = _by_errors(losses.of_heads(choosing, shares, layers, heads))
         if risk is None:

@@ -14,7 +14,7 @@ from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
-from levattn.integrations.transformers.compression.profile import HeadProfile
+from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning
@@ -179,7 +179,7 @@ def _split_by(profile: HeadProfile, selection: Any, layers: Any) -> dict[tuple[i
             f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
             "keys as budget, and no layers"
         )
-    return with_budgets(found, profile.shares(found.budget))
+    return with_budgets(found, profile.shares(found.budget, WHILE_READING))
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:

@@ -18,6 +18,7 @@ from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
+WHILE_READING = 1 / 16  # least share of a head that is pruned: its errors add up over the text that it reads
 _RECALL = 2.0  # factor of the cost of recall; at 1, SmolLM2 recalls less at 6 % of the bytes
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
@@ -92,9 +93,9 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
         The method assumes that at a share s the cost of recall is proportional to 1 - s^(1/8), and the cost of plain
         text to 1/s - 1. At `share` both equal the measured costs. With the first curve, heads that recall stay whole
-        when bytes are few, because a fact outside the remaining slots is lost. Recall counts twice, because users notice a lost answer before
-        slightly worse predictions of text. The second one is the squared error of
-        a head's output, which falls in half where slots double.
+        when bytes are few, because a fact outside the remaining slots is lost. Recall counts twice, because users
+        notice a lost answer before slightly worse predictions of text. The second curve is the squared error of a
+        head's output, which falls in half where slots double.
 
         Parameters
         ----------
