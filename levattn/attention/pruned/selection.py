@@ -95,7 +95,7 @@ class Selection:
         sinks. 0 without a budget. In a cache and in `fit_slots` these are the last positions.
     sinks : int or float, optional
         Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
-        and 4 for a budget of a cache or of `fit_slots`.
+        4 for a budget of a cache, and 1 for a budget whose slots are fitted.
     scores : {"residual", "expected", "leverage", "attention"}, array or function, optional
         The scores that select keys. None is "attention" in `fit_slots` and "residual" elsewhere. "attention", which
         `fit_slots` alone takes: the largest weight that a query of its gives to a key. "expected": the

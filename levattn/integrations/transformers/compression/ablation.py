@@ -87,7 +87,7 @@ def head_profile(
     Notes
     -----
     Time: each context is read five times. Each head of the keys takes six passes over about 100 positions, from its
-    layer on. Memory: a dense cache of `positions` for each task.
+    layer on. Memory: a dense cache of `positions` and 95 rows of probabilities of the vocabulary for each task.
 
     References
     ----------
@@ -230,7 +230,10 @@ class _Trial:
         with passes[0]:
             answers = -self._log_p(cache, asked).gather(1, asked[1:, None])[:, 0].double().cpu().numpy()
         with passes[1]:
-            others = -(self._likely * self._log_p(cache, text)).sum(1, dtype=torch.float64).cpu().numpy()
+            terms = torch.where(
+                self._likely > 0, self._likely * self._log_p(cache, text), 0
+            )  # no token of -inf counts
+            others = -terms.sum(1, dtype=torch.float64).cpu().numpy()
         return np.array([answers[counted].mean(), others.mean()])
 
     def _log_p(self, cache: CompressedCache, tokens: Any) -> Any:

@@ -434,7 +434,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             ``layer``, ``head``; ``slots`` and the number of ``summaries`` among them (means over sequences). ``share``
             of the bytes of a dense head; ``slides``, whether the layer keeps only its window, whatever the budget.
             ``residual``, if slots are fitted: the relative error of the outputs on queries that were left out of the
-            fit, the largest of the sequences.
+            fit, the largest of the sequences. It is NaN if there was no such query.
         """
         rows = []
         for number, layer in enumerate(self.layers):
@@ -448,7 +448,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                     found = {"slots": there[:, place], "summaries": (there & (group.places < 0))[:, place]}
                     figures = {name: float(flags.sum(-1).double().mean()) for name, flags in found.items()}
                     if group.residuals is not None:
-                        figures["residual"] = float(group.residuals[:, place].max())
+                        known = group.residuals[:, place].nan_to_num(-torch.inf).max()
+                        figures["residual"] = float(known) if known >= 0 else torch.nan
                     rows.append({"layer": number, "head": head, **figures, "share": share, "slides": layer.is_sliding})
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
 

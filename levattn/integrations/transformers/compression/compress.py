@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,8 +50,9 @@ def compress(
     The slots are the first positions, the last positions, and the positions that queries attend to most. Least
     squares fit a weight and a value of each slot (`levattn.attention.fit_slots`), so that these queries get the
     outputs that all keys give them. The function takes queries of the second half of the context, as they would be
-    right after it. With rotary positions a rotation moves a query there, and its angles are measured on the model.
-    Nothing is trained, no question is known yet, and nothing is read twice.
+    right after it. With rotary positions a rotation moves a query there, and its angles are measured on the model. (A
+    chunk takes the queries of its own second half, moved behind it.) Nothing is trained, no question is known yet, and
+    nothing is read twice.
 
     Without a fit, slots are the first and the last positions, positions selected by scores, and summaries. A summary
     stands for a cluster of the other keys, and its weight is added to its logit. The queries of the context give the
@@ -78,10 +80,10 @@ def compress(
         other slots are the last positions. If slots are not fitted, the first 4 are kept, and half are summaries, at
         most 256 of a head and chunk. Scores of your own are a function here.
 
-        A selection with ``summaries`` or ``renew_every`` is not fitted. With ``renew_every`` the cache holds so many
-        positions after the context in full, before it compresses them as well. A head that is cut then keeps its
-        number of slots. The queries so far choose among its slots and the new keys, the last positions stay, and
-        summaries stand for the others. So a long conversation stays in bounded memory, but for heads that keep
+        A head that has ``summaries`` is not fitted, nor is any with ``renew_every``. With ``renew_every`` the cache
+        holds so many positions after the context in full, before it compresses them as well. A head that is cut then
+        keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions stay,
+        and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that keep
         everything. In a batch, `CompressedCache.ask` does it between questions, as rows may end early.
     heads : HeadProfile, optional
         The cost of cutting each head, which decides how the budget is split. Without it all heads have the same share.
@@ -89,7 +91,8 @@ def compress(
         The queries that slots are fitted to. "own" are the queries of the context, and "none" is no fit. By default
         slots are fitted to "own" if the model and the selection allow it. Tokens, which may be the output of a
         tokenizer, are read after the context and forgotten. Their queries count beside the own ones: questions like
-        those to come, for example. "repeat" stands for the tokens of the context.
+        those to come, for example. "repeat" stands for the tokens of the context. A model without rotary positions is
+        fitted to the tokens alone.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
@@ -108,13 +111,15 @@ def compress(
         If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
         `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
         positions are learned, and the context has more. If padding follows tokens, and layers slide. If `references`
-        are given with summaries or ``renew_every``, or for a model without rotary positions, or whose angles depend
-        on the length. If tokens are given, and the context is read in chunks, or layers slide.
+        are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles that depend on
+        the length. If "own" is given for a model without rotary positions. If tokens are given, and the context is
+        read in chunks, or layers slide.
 
     Notes
     -----
     Layers that slide keep their window, which the budget does not count. Time: reading the context. A
-    head with s slots takes O(m n d + m s² + s³) for m queries, about 480. (Without a fit O(n r d) for r summaries.)
+    head with s slots takes O(m n d + m s² + s³) for m queries, 480 or 96 of each head of
+    queries. (Without a fit O(n r d) for r summaries.)
     Memory: the slots and one layer (or with `chunk` the chunk) in full.
 
     On SmolLM2, a second reading of the context gives no better queries than its own ones do ("repeat"). Queries that
@@ -141,10 +146,10 @@ def compress(
     check_model(model)
     _check(model, present, chunk)
     P = tokens.shape[1]
-    chunk = P if chunk is None else whole_number("chunk", chunk)
+    chunk = P if chunk is None else min(P, whole_number("chunk", chunk))
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
-    of_heads = HeadSelections.of(selection, heads, P, set(range(len(layers))) - sliding, sliding)
+    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding)
     cache = CompressedCache(layers, tokens, present, Origin(model))
     base = model.base_model
     check_padding(model, layers, present)
@@ -154,7 +159,7 @@ def compress(
         keeper = _Keeper(cache, of_heads, fit)
         if fit is not None and fit.tokens.shape[1]:
             tokens, present = torch.cat([tokens, fit.tokens], 1), torch.cat([present, fit.present], 1)
-            _check(model, present, None)
+            _check(model, present, None, "context and references have")
         positions = token_positions(model, present)
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
@@ -174,49 +179,48 @@ def compress(
     return cache
 
 
-def _references(model: Any, references: Any, cache: CompressedCache, of_heads: HeadSelections, chunk: int) -> Any:
-    """Return the `References` that slots are fitted to, or None if they are not fitted; raise if they must be."""
-    P = cache.tokens.shape[1]
-    if isinstance(references, str):
-        if references not in ("own", "repeat", "none"):
-            raise ValueError(f"references is {references!r}; expected 'own', 'repeat', 'none', tokens, or None")
-        if references == "none":
-            return None
+def _references(
+    model: Any, references: Any, cache: CompressedCache, of_heads: HeadSelections, chunk: int
+) -> References | None:
+    """Return the tokens and rotations for a fit, or None for no fit; raise if references are given in vain."""
+    P, text = cache.tokens.shape[1], isinstance(references, str)
+    if text and references not in ("own", "repeat", "none"):
+        raise ValueError(f"references is {references!r}; expected 'own', 'repeat', 'none', tokens, or None")
+    if text and references == "none":
+        return None
+    found = References.of("own" if references is None else references, cache.tokens, cache.present, None)
     if all(selection.budget == 1.0 for selection in of_heads.distinct()):
         return None
-    reason = _unfitted(model, of_heads)
-    tokens = references not in (None, "own") if isinstance(references, str | None) else True
-    if reason is None and tokens and (chunk < P or any(layer.is_sliding for layer in cache.layers)):
-        reason = "has layers that slide" if chunk == P else f"reads chunks of {chunk} positions"
+    own, reason = references is None or (text and references == "own"), _unfitted(model, of_heads, references)
+    if reason is None and not own and (chunk < P or any(layer.is_sliding for layer in cache.layers)):
+        reason = f"reads chunks of {chunk} positions" if chunk < P else "has layers that slide"
     if reason is None:
         try:
-            turns = rotations(model, _empty_layers(model), cache.origin, P)
+            return replace(found, rotations=rotations(model, _empty_layers(model), cache.origin, P))
         except FixedError as error:
-            turns, reason = None, None if tokens else str(error)
-    if reason is None:
-        return References.of("own" if references is None else references, cache.tokens, cache.present, turns)
+            if not (own or error.always):
+                return found
+            reason = str(error)
     if references is None:
         return None
-    shown = repr(references) if isinstance(references, str) else "tokens"
-    raise ValueError(
-        f"references are {shown}, and {type(model).__name__} {reason}; expected None, for slots without fit"
-    )
+    shown = repr(references) if text else "tokens"
+    raise ValueError(f"references are {shown}, and {type(model).__name__} {reason}; expected none. Leave them out")
 
 
-def _unfitted(model: Any, of_heads: HeadSelections) -> str | None:
-    """Return why slots cannot be fitted, or None."""
+def _unfitted(model: Any, of_heads: HeadSelections, references: Any) -> str | None:
+    """Return why no slots can be fitted, or not all of them if references are given; or None."""
     kind = changing_positions(model)
     if kind is not None:
         return f"has rotary positions ({kind!r}) that change with the length of the context"
     for own in of_heads.distinct():
-        if own.renew_every is not None:
+        if own.budget != 1.0 and own.renew_every is not None:
             return f"renews its slots every {own.renew_every} positions, but a fit is made once"
-        if own.summaries:
+        if own.budget != 1.0 and own.summaries and references is not None:
             return f"keeps summaries={own.summaries} of a head, but slots that are fitted are keys"
     return None
 
 
-def _check(model: Any, present: Any, chunk: int | None) -> None:
+def _check(model: Any, present: Any, chunk: int | None, what: str = "context has") -> None:
     """Raise for a model that is no decoder, or whose positions allow no such context or no chunks."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # without the part that reads images
@@ -231,7 +235,7 @@ def _check(model: Any, present: Any, chunk: int | None) -> None:
         learned = where.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding)
         if learned and most is not None and longest > most:
             raise ValueError(
-                f"context has {longest} tokens; expected at most max_position_embeddings={most}, as {where} of the "
+                f"{what} {longest} tokens; expected at most max_position_embeddings={most}, as {where} of the "
                 f"{name} has no more positions. Give a shorter context"
             )
     kind = changing_positions(model)
@@ -291,7 +295,7 @@ class _Keeper:
             if layer.is_sliding:  # frees the array of all positions, as the window is a view of it
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
-    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
+    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float, softcap: float | None) -> None:  # noqa: ARG002
         """Keep the slots of a layer for the chunk that the model reads."""
         layer = self.cache.layers[number]
         groups = self._kept(number, q * scale, k, v)
@@ -350,17 +354,18 @@ class _Keeper:
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, width = K.shape[1], K.shape[2] + V.shape[2]
         chunk, of = range(before, before + n), int(self.cache.present[b].sum())
-        split = slots.Split.of(selection).of_chunk(chunk, of)
-        wide = width + (4 / K.element_size() if split.summaries or self.fit is not None else 0)
+        fit = None if selection.summaries else self.fit
+        split = slots.Split.of(selection if fit is None else replace(selection, summaries=0)).of_chunk(chunk, of)
+        wide = width + (4 / K.element_size() if split.summaries or fit is not None else 0)
         whole = selection.budget == 1.0
         count = n if whole else split.slots(selection, chunk, of, width / wide)
         if count == n:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), 0.0
-        if self.fit is not None:
+        if fit is not None:
             how = counted(selection, split, count)
-            (*kept, where), error = self.fit.slots_of(number, b, (Q, K, V), later, how)
-            return (*kept, where + before), error
+            (*kept, where), error = fit.slots_of(number, b, (Q, K, V), later, how)
+            return (*kept, torch.where(where < 0, where, where + before)), error
         step = max(1, Q.shape[1] * n // _ASKING)
         seen = slots.Seen.of(Q[:, :, ::step].flatten(1, 2), K)
-        return slots.slots_of(seen, K, V, count, split, before), 0.0
+        return slots.slots_of(seen, K, V, count, split, before), math.nan

@@ -28,7 +28,8 @@ from levattn.integrations.transformers.compression.slots import (
 from levattn.integrations.transformers.compression.stand_in import handed_over
 
 Groups = tuple[HeadSlots, ...]  # of heads with one share each
-Look = Callable[[int, Any, Any, Any, float], None]  # takes a layer's number, queries, keys, values and scale
+# takes a layer's number, queries, keys, values, the scale of logits and their bound or None
+Look = Callable[[int, Any, Any, Any, float, float | None], None]
 
 
 @dataclass
@@ -257,7 +258,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         layer = f"layer {self.number}"
         if self.look is not None:
             with torch.autocast(q.device.type, enabled=False):
-                self.look(self.number, q, tail[0], tail[1], scale)
+                self.look(self.number, q, tail[0], tail[1], scale, softcap)
         if not self.groups:
             return None
         rows, length = q.shape[2], tail[0].shape[2]

@@ -22,7 +22,6 @@ WHILE_READING = 1 / 16  # least share of a head that is pruned: its errors add u
 _RECALL = 2.0  # factor of the cost of recall; at 1, SmolLM2 recalls less at 6 % of the bytes
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
-_FEWEST = 5  # slots of a head
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
 
@@ -102,8 +101,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         budget : float in (0, 1]
             The mean of the shares, at most.
         least : float in [0, 1], default 0
-            The smallest share of a head, which is a 192nd at least. If `budget` is not above it, all heads have
-            `budget`.
+            The smallest share of a head. Shares are whole 192nds of few sizes, so it may be rounded up. If `budget` is
+            not above the smallest one, all heads have `budget`.
 
         Returns
         -------
@@ -160,9 +159,7 @@ class HeadSelections:
     source: str
 
     @classmethod
-    def of(
-        cls, selection: Any, profile: Any, positions: int, full: Collection[int], sliding: Collection[int]
-    ) -> HeadSelections:
+    def of(cls, selection: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> HeadSelections:
         """Return the selections from the arguments of `compress`, for a model with these layers, or raise."""
         if isinstance(selection, HeadProfile):
             raise TypeError(
@@ -185,9 +182,7 @@ class HeadSelections:
                     f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
                     "the profile splits"
                 )
-            found = cls(
-                with_budgets(whole, profile.shares(whole.budget, min(1.0, _FEWEST / positions))), None, "heads"
-            )
+            found = cls(with_budgets(whole, profile.shares(whole.budget)), None, "heads")
         for layer, head in found.named:
             if layer in sliding:
                 raise ValueError(

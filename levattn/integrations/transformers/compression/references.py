@@ -67,7 +67,13 @@ def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection) -> tuple[SlotA
     """
     found = fit_slots(Q[0], _wide(K), _wide(V), how, weights=weights[0, :, :, 0], scale=1.0)
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
-    held = found.keys.to(K.dtype), found.values.to(V.dtype), found.log_weights.to(torch.float32), places
+    largest = torch.finfo(V.dtype).max
+    held = (
+        found.keys.to(K.dtype),
+        found.values.clamp(-largest, largest).to(V.dtype),
+        found.log_weights.to(torch.float32),
+        places,
+    )
     return held, float(found.output_residual[0])
 
 

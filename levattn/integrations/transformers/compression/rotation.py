@@ -17,7 +17,14 @@ _PARTS = (1.0, 0.5, 0.25, 0.75)  # of a head's width that may turn; a config may
 
 
 class FixedError(ValueError):
-    """Queries of a model cannot be moved; the message goes on after its name."""
+    """Queries of a model cannot be moved, or its slots not be fitted; the message goes on after its name.
+
+    `always`: whether slots cannot be fitted to other queries either.
+    """
+
+    def __init__(self, message: str, *, always: bool = False) -> None:
+        super().__init__(message)
+        self.always = always
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +46,12 @@ class Rotation:
 
 
 def rotations(model: Any, layers: Any, origin: Any, most: int) -> dict[int, Rotation]:
-    """Return the rotation of each layer, for up to `most` positions, or raise if queries do not turn.
+    """Return the rotation of each layer, measured below the position `most`, or raise if queries do not turn.
 
     `layers`: empty layers of a cache. The model reads single tokens at the positions 0, 1, 2, 4, ... A single token
     attends to itself alone, so that in all layers its queries differ by their position, and by nothing else.
     """
-    places = [0, *(1 << i for i in range(max(1, most.bit_length())) if 1 << i <= max(1, most))]
+    places = [0, *(1 << i for i in range(most.bit_length()) if 1 << i < most)]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.linspace(vocabulary // 3, vocabulary - vocabulary // 3 - 1, _TOKENS).long()
     rows = tokens.repeat_interleave(len(places))[:, None].to(inputs_device(model))
@@ -53,7 +60,9 @@ def rotations(model: Any, layers: Any, origin: Any, most: int) -> dict[int, Rota
         raise FixedError("takes no position_ids")
     seen: dict[int, Any] = {}
 
-    def look(number: int, q: Any, k: Any, v: Any, scale: float) -> None:  # noqa: ARG001 (the form of a layer's look)
+    def look(number: int, q: Any, k: Any, v: Any, scale: float, softcap: float | None) -> None:  # noqa: ARG001
+        if softcap is not None:
+            raise FixedError(f"bounds the logits of layer {number} by {softcap:g}", always=True)
         seen[number] = q[:, :, 0].unflatten(0, (_TOKENS, -1)).transpose(0, 1).flatten(1, 2).double()  # (places, ., d)
 
     for layer in layers:

@@ -247,9 +247,27 @@ def slot_counts(group: HeadSlots) -> Any:
 
 
 def together(parts: list[SlotArrays]) -> SlotArrays:
-    """Join the slots of several heads with equal numbers of slots."""
+    """Join the slots of several heads; heads with fewer slots get some without weight."""
+    most = max(part[0].shape[1] for part in parts)
+    if any(part[0].shape[1] < most for part in parts):
+        parts = [_filled(part, most) for part in parts]
+    elif any(part[2] is not None for part in parts):
+        parts = [_weighted(part) for part in parts]
     keys, values, weight, places = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
     return keys, values, weight, places
+
+
+def _filled(slots: SlotArrays, most: int) -> SlotArrays:
+    """Return so many slots of each head, the last ones without weight."""
+    keys, values, weight, places = _weighted(slots)
+    more = most - keys.shape[1]
+    wide = (0, 0, 0, more)
+    return (
+        pad(keys, wide),
+        pad(values, wide),
+        pad(weight, (0, more), value=-torch.inf),
+        pad(places, (0, more), value=-1),
+    )
 
 
 def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
