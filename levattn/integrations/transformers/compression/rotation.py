@@ -45,12 +45,15 @@ class Rotation:
         return found
 
 
-def rotations(model: Any, layers: Any, origin: Any, most: int) -> dict[int, Rotation]:
-    """Return the rotation of each layer, measured below the position `most`, or raise if queries do not turn.
+def rotations(model: Any, layers: Any, origin: Any, positions: int) -> dict[int, Rotation]:
+    """Return the rotation of each layer, or raise if queries do not turn.
 
+    They are measured at the positions for which the model was made, whatever the context, or else below `positions`.
     `layers`: empty layers of a cache. The model reads single tokens at the positions 0, 1, 2, 4, ... A single token
     attends to itself alone, so that in all layers its queries differ by their position, and by nothing else.
     """
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None) or positions
     places = [0, *(1 << i for i in range(most.bit_length()) if 1 << i < most)]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.linspace(vocabulary // 3, vocabulary - vocabulary // 3 - 1, _TOKENS).long()
