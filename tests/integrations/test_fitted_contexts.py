@@ -260,6 +260,13 @@ def test_heads_are_fitted_one_by_one() -> None:
         assert torch.isfinite(logits(model, cache)).all()
 
 
+@pytest.mark.parametrize("references", [None, "none"])
+def test_scores_that_exclude_all_keys_are_refused(references: Any) -> None:
+    never = Selection(size=3, scores=lambda K, V: torch.full(K.shape[:-1], -torch.inf))  # noqa: ARG005
+    with pytest.raises(ValueError, match="scores of head 1 of layer 0 are -inf for all keys of row 0"):
+        compress(base(), tokens(1, N), {(0, 1): never}, references=references)
+
+
 def test_a_short_row_hides_no_residual() -> None:
     model, ids = base(), tokens(2, N)
     mask = torch.ones_like(ids)

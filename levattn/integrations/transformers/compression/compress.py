@@ -295,7 +295,7 @@ class _Keeper:
             if layer.is_sliding:  # frees the array of all positions, as the window is a view of it
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
-    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float, softcap: float | None) -> None:  # noqa: ARG002
+    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float, _softcap: float | None) -> None:
         """Keep the slots of a layer for the chunk that the model reads."""
         layer = self.cache.layers[number]
         groups = self._kept(number, q * scale, k, v)
@@ -329,6 +329,11 @@ class _Keeper:
             b, head = i % B, order[i // B]
             arrays = (array[b, head : head + 1] for array in (q, k, v))
             found[b, head], errors[b, head] = self._of_sequence(number, b, own[head], *arrays)
+            if not slots.any_weight(found[b, head]) and bool(self.cache.present[b, self.first : self.last].any()):
+                raise ValueError(
+                    f"scores of head {head} of layer {number} are -inf for all keys of row {b}; expected a number "
+                    "for one key at least"
+                )
 
         by_users = any(selection.kind == "function" for selection in own)  # threads run no code of a user
         parallel_for(keep, B * G, threads=1 if by_users else None)

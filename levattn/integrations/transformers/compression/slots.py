@@ -246,6 +246,11 @@ def slot_counts(group: HeadSlots) -> Any:
     return (_weighted(group.arrays)[2] > -torch.inf).sum(2).amax(1).cpu()
 
 
+def any_weight(slots: SlotArrays) -> bool:
+    """Return whether there is a slot with a weight."""
+    return bool((_weighted(slots)[2] > -torch.inf).any())
+
+
 def together(parts: list[SlotArrays]) -> SlotArrays:
     """Join the slots of several heads; heads with fewer slots get some without weight."""
     most = max(part[0].shape[1] for part in parts)
