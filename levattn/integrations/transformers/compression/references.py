@@ -12,7 +12,7 @@ from levattn.attention import Selection, fit_slots
 from levattn.attention.pruned.selection import FITTED_SINKS
 from levattn.integrations.transformers.compression.cache import tokens_and_present
 from levattn.integrations.transformers.compression.rotation import Rotation
-from levattn.integrations.transformers.compression.slots import SlotArrays, Split
+from levattn.integrations.transformers.compression.slots import SlotArrays, Split, wide
 
 _ROWS = 480  # queries of a context that a head of keys is fitted to, about, and as many of the tokens after it
 _FEWEST = 96  # of each head of queries
@@ -65,7 +65,7 @@ def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection) -> tuple[SlotA
 
     `Q`: (1, g, m, d), times their scale, and `weights`: (1, g, m, 1). `K`, `V`: (1, n, ·).
     """
-    found = fit_slots(Q[0], _wide(K), _wide(V), how, weights=weights[0, :, :, 0], scale=1.0)
+    found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0)
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
     largest = torch.finfo(V.dtype).max
     held = (
@@ -84,7 +84,7 @@ def _own_queries(rotation: Rotation, Q: Any) -> tuple[Any, Any]:
     """
     n = Q.shape[2]
     places = _spread(torch.arange(n // 2, n, device=Q.device), Q)
-    moved = rotation.moved(_wide(Q[:, :, places]), n - places)
+    moved = rotation.moved(wide(Q[:, :, places]), n - places)
     return moved, torch.full_like(moved[..., :1], _OWN)
 
 
@@ -94,10 +94,10 @@ def _following(Q: Any, later: Any, K: Any, there: Any) -> tuple[Any, Any]:
     `Q`: (1, g, R, d). `later`: (1, R, d), the keys of these tokens, and `there`: (R,) which are no padding.
     """
     rows = _spread(there.nonzero()[:, 0], Q)
-    asked, place = _wide(Q[:, :, rows]), torch.arange(len(there), device=Q.device)
-    context = (asked @ _wide(K)[:, None].mT).logsumexp(-1, keepdim=True)
+    asked, place = wide(Q[:, :, rows]), torch.arange(len(there), device=Q.device)
+    context = (asked @ wide(K)[:, None].mT).logsumexp(-1, keepdim=True)
     hidden = (place > rows[:, None]) | ~there
-    after = (asked @ _wide(later)[:, None].mT).masked_fill(hidden, -math.inf).logsumexp(-1, keepdim=True)
+    after = (asked @ wide(later)[:, None].mT).masked_fill(hidden, -math.inf).logsumexp(-1, keepdim=True)
     return asked, torch.sigmoid(context - after) ** 2
 
 
@@ -107,15 +107,11 @@ def _spread(places: Any, Q: Any) -> Any:
     return places.flip(0)[::step].flip(0)
 
 
-def _wide(array: Any) -> Any:
-    return array.to(torch.promote_types(array.dtype, torch.float32))
-
-
 def counted(selection: Selection, split: Split, count: int) -> Selection:
     """Return the selection of a head that keeps so many slots, as `fit_slots` takes it."""
     usual = selection.sinks is None and selection.budget is not None
     sinks = min(split.sinks, FITTED_SINKS) if usual else split.sinks  # none in later chunks
-    slots = replace(split, summaries=0, sinks=sinks).rule(count).slots
+    slots = replace(split, sinks=sinks).rule(count).slots
     center = selection.center if selection.kind == "leverage" else None
     return Selection(
         size=slots.selected, window=slots.window, sinks=slots.sinks, scores=selection.scores, center=center

@@ -178,8 +178,13 @@ class Seen:
         return int(self.queries.total.nbytes + self.queries.second.nbytes + self.keys.total.nbytes)
 
 
+def wide(array: Any) -> Any:
+    """Return an array in float32 at least."""
+    return array.to(torch.promote_types(array.dtype, torch.float32))
+
+
 def _read(array: Any) -> Any:
-    return memory_of(array.to(torch.promote_types(array.dtype, torch.float32)))
+    return memory_of(wide(array))
 
 
 @where_arrays_are
@@ -253,26 +258,22 @@ def any_weight(slots: SlotArrays) -> bool:
 
 def together(parts: list[SlotArrays]) -> SlotArrays:
     """Join the slots of several heads; heads with fewer slots get some without weight."""
-    most = max(part[0].shape[1] for part in parts)
-    if any(part[0].shape[1] < most for part in parts):
-        parts = [_filled(part, most) for part in parts]
-    elif any(part[2] is not None for part in parts):
-        parts = [_weighted(part) for part in parts]
-    keys, values, weight, places = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
+    arrays = zip(*_alike(parts), strict=True)
+    keys, values, weight, places = (None if same[0] is None else torch.cat(same) for same in arrays)
     return keys, values, weight, places
 
 
-def _filled(slots: SlotArrays, most: int) -> SlotArrays:
-    """Return so many slots of each head, the last ones without weight."""
-    keys, values, weight, places = _weighted(slots)
-    more = most - keys.shape[1]
-    wide = (0, 0, 0, more)
-    return (
-        pad(keys, wide),
-        pad(values, wide),
-        pad(weight, (0, more), value=-torch.inf),
-        pad(places, (0, more), value=-1),
-    )
+def _alike(parts: list[SlotArrays]) -> list[SlotArrays]:
+    """Return parts with equal numbers of slots, all with log-weights or none: missing slots have no weight."""
+    most = max(keys.shape[1] for keys, *_ in parts)
+    if all(weight is None and keys.shape[1] == most for keys, _, weight, _ in parts):
+        return parts
+    found = []
+    for keys, values, weight, places in map(_weighted, parts):
+        more = most - keys.shape[1]
+        filled = [pad(array, (0, 0, 0, more)) for array in (keys, values)]
+        found.append((*filled, pad(weight, (0, more), value=-torch.inf), pad(places, (0, more), value=-1)))
+    return found
 
 
 def both_slots(first: SlotArrays, second: SlotArrays) -> SlotArrays:
@@ -303,17 +304,8 @@ def _weighted(slots: SlotArrays) -> SlotArrays:
 
 def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlots:
     """Join the slots of several sequences, padding shorter ones with slots without weight."""
-    most = max(keys.shape[1] for keys, *_ in parts)
-    if any(weight is not None or keys.shape[1] < most for keys, _, weight, _ in parts):
-        parts = [_weighted(part) for part in parts]
-
-    def stacked(i: int, value: float) -> Any:
-        if parts[0][i] is None:
-            return None
-        before = (0, 0) * (parts[0][i].ndim - 2)  # axes after the axis of slots
-        return torch.stack([pad(part[i], (*before, 0, most - part[i].shape[1]), value=value) for part in parts])
-
-    return HeadSlots(heads, stacked(0, 0), stacked(1, 0), stacked(2, -torch.inf), stacked(3, -1))
+    arrays = zip(*_alike(parts), strict=True)
+    return HeadSlots(heads, *(None if same[0] is None else torch.stack(same) for same in arrays))
 
 
 # -- attention to slots and later tokens, by the fused attention of torch where possible -----------------------------
