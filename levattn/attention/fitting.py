@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,7 @@ def fit_slots(
     unseen: Any = None,
     scale: float | None = None,
     mask: Any = None,
+    rounded: Callable[[Any], Any] | None = None,
 ) -> FittedSlots:
     r"""Few keys with weights and values by which reference queries attend as by all keys.
 
@@ -203,6 +206,10 @@ def fit_slots(
         Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
         True for a key that takes part; leading axes are broadcast. The result is the same as without the others.
+    rounded : function, optional
+        Takes keys (b, s, d) or values (b, s, D) of the slots of some heads, and returns them as they will be held, in
+        fewer bits for example. Log-weights and values are then fitted to the keys that it returns, and the residuals
+        are of the keys and values that it returns. The result has keys and values before it.
 
     Returns
     -------
@@ -271,8 +278,11 @@ def fit_slots(
     call = PrunedCall.of(
         arrays, heads, mask, None, tied=False, held=(), certified=True, weights=weights, sample="unseen"
     )
+    if rounded is not None:
+        rounded = _with_arrays_of_caller(call, rounded)
+    fitted = partial(_fitted, call, selection, factor, rounded)
     with call.full_precision(), np.errstate(all="ignore"):
-        parts = [part for rows, keys, _ in call.groups() for part in _fitted(call, selection, factor, rows, keys)]
+        parts = [part for rows, keys, _ in call.groups() for part in fitted(rows, keys)]
         return _joined(call, parts, K, V, factor)
 
 
@@ -309,7 +319,26 @@ def _rule(selection: Selection, n: int) -> SelectionRule:
     return SelectionRule(slots_to_fit(selection, n), kind, None, selection.center is not False, None, function)
 
 
-def _fitted(call: PrunedCall, selection: Selection, factor: float, rows: Any, keys: Any) -> list[_Part]:
+def _with_arrays_of_caller(call: PrunedCall, rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a user's function of arrays for arrays of the call, which checks what it returns."""
+    if not callable(rounded):
+        raise TypeError(f"rounded is of type {type(rounded).__name__}; expected a function of keys or values, or None")
+
+    def of_call(array: Any) -> Any:
+        given = call.as_given(array)
+        found = dense_array("the result of rounded", rounded(given))
+        if found.shape != given.shape or type(found) is not type(given):
+            raise ValueError(
+                f"rounded returned {type(found).__name__} {tuple(found.shape)} for {type(given).__name__} "
+                f"{tuple(given.shape)}; expected an array of the same kind and shape"
+            )
+        found = call.torch.memory_of(found) if call.in_memory else found
+        return namespace_of(array).astype(found, array.dtype, copy=False)
+
+    return of_call
+
+
+def _fitted(call: PrunedCall, selection: Selection, factor: float, rounded: Any, rows: Any, keys: Any) -> list[_Part]:
     """Return the slots of some items, which have the same keys: None stands for all, of items and of keys."""
     q, K, V, scores = call.taken(rows, keys, None)
     w, checks, (b, n, _) = call.weights_of(rows), Checks(), K.shape
@@ -331,7 +360,8 @@ def _fitted(call: PrunedCall, selection: Selection, factor: float, rows: Any, ke
     for first in range(0, max(b, 1), step):
         some = slice(first, min(first + step, b))
         arrays = K[some, ...], V[some, ...], None if scores is None else scores[some, ...]
-        found.append((items[some], keys, fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, checks)))
+        heads = fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, rounded, checks)
+        found.append((items[some], keys, heads))
     return found
 
 

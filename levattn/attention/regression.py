@@ -7,7 +7,7 @@ their ranges, in units of their own size, so that an offset costs no digits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +81,13 @@ def fitted_heads(
     unseen: Weighted,
     arrays: tuple[Any, Any, Any],
     largest: float,
+    rounded: Callable[[Any], Any] | None,
     checks: Checks,
 ) -> HeadFit:
     """Return the slots of heads with keys K (b, n, d) and values V (b, n, D), as `levattn.attention.fit_slots` does.
 
     arrays: K, V, and given scores (b, n) or None; n is at least 1. largest: the largest number that a value can be.
+    rounded: returns keys and values as they will be held, or None.
     """
     K, V, scores = arrays
     xp, n, slots = namespace_of(K), K.shape[1], rule.slots
@@ -100,20 +102,22 @@ def fitted_heads(
     if there is not None:
         c, own = (xp.where(there[:, :, None], X, xp.zeros_like(X)) for X in (c, own))
     old = C = xp.astype(own, xp.float64)
-    values = choice.rows_at(V, order)
+    values, held = choice.rows_at(V, order), c if rounded is None else rounded(c)
     log_weights, none = xp.zeros_like(old[:, :, 0]), xp.zeros_like(order[:, 0])
     bounded = clipped = none
     if not (everything or fit.empty):
-        log_weights, bounded = _log_weights(fit, sums, c, there)
+        log_weights, bounded = _log_weights(fit, sums, held, there)
         log_weights = xp.astype(xp.astype(log_weights, V.dtype), xp.float64)  # as they are given back
-        C, clipped = _values(fit, outputs, c, old, log_weights, there, _radius(v))
+        C, clipped = _values(fit, outputs, held, old, log_weights, there, _radius(v))
         weighty = xp.any(fit.weights > 0, axis=1)[:, None, None]
         inside = xp.clip(C * unit + middle, -largest, largest)  # nearer to the middle in each column
         values = xp.where(weighty, xp.astype(inside, V.dtype), values)
     if there is not None:
         values = xp.where(there[:, :, None], values, xp.zeros_like(values))
         log_weights = xp.where(there, log_weights, xp.full_like(log_weights, -math.inf))
-    mass, output = _residuals(unseen, K, v, c, log_weights, C, middle / unit, checks)
+    if rounded is not None:
+        C = (xp.astype(rounded(values), xp.float64) - middle) / unit
+    mass, output = _residuals(unseen, K, v, held, log_weights, C, middle / unit, checks)
     checks.settle()
     return HeadFit(order, there, c, values, xp.astype(log_weights, V.dtype), mass, output, bounded, clipped)
 

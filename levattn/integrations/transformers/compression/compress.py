@@ -22,6 +22,12 @@ from levattn.integrations.transformers.compression.cache import (
     token_positions,
     tokens_and_present,
 )
+from levattn.integrations.transformers.compression.coding import (
+    check_bits,
+    position_nbytes,
+    positions_of_one,
+    slot_nbytes,
+)
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.profile import HeadSelections
@@ -41,6 +47,7 @@ def compress(
     *,
     heads: Any = None,
     references: Any = None,
+    bits: int = 8,
     chunk: int | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> CompressedCache:
@@ -61,7 +68,9 @@ def compress(
 
     **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
     Each sequence of a padded batch is compressed as it would be alone. The output of a head whose slots are fitted
-    stays in the ball that holds its values, whatever the question. Any other loss is measured, not bounded, and
+    stays in the ball that holds its values, whatever the question, up to the rounding of values to `bits`. An entry
+    errs by at most 0.51 of the range of its block over :math:`2^{bits} - 1`, where the columns of a head are scaled to
+    one size, and a block is 32 columns (4 bits) or 256 (8 bits). Any other loss is measured, not bounded, and
     questions unlike the text may lose more: `head_profile` measures which heads may be cut. With one budget for all
     heads, decoders fail to recall facts of the context.
 
@@ -93,6 +102,12 @@ def compress(
         tokenizer, are read after the context and forgotten. Their queries count beside the own ones: questions like
         those to come, for example. "repeat" stands for the tokens of the context. A model without rotary positions is
         fitted to the tokens alone.
+    bits : int, default 8
+        Bits of an entry of keys and values: 8, 4, or 16 for the dtype of the model. A share of the bytes is one of a
+        dense cache of 16 bits, and scales and weights of the slots count. So 8 bits keep about twice as many slots in
+        the same bytes, and 4 bits three times as many. Weights and values are fitted to the keys as they are held.
+        Heads with the budget 1.0 keep the dtype of the model, as do later positions. With 16 bits a share is one of a
+        dense cache in the model's dtype.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
@@ -144,19 +159,21 @@ def compress(
     """
     tokens, present = tokens_and_present("context", context)
     check_model(model)
+    check_bits("bits", bits)
     _check(model, present, chunk)
     P = tokens.shape[1]
     chunk = P if chunk is None else min(P, whole_number("chunk", chunk))
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
-    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding)
+    gain = positions_of_one(_width(model), bits)
+    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding, gain)
     cache = CompressedCache(layers, tokens, present, Origin(model))
     base = model.base_model
     check_padding(model, layers, present)
     # out of inference mode, so that gradients may read the slots
     with torch.inference_mode(mode=False), torch.no_grad(), reported(progress, P, "positions") as advance:
         fit = _references(model, references, cache, of_heads, chunk)
-        keeper = _Keeper(cache, of_heads, fit)
+        keeper = _Keeper(cache, of_heads, fit, bits)
         if fit is not None and fit.tokens.shape[1]:
             tokens, present = torch.cat([tokens, fit.tokens], 1), torch.cat([present, fit.present], 1)
             _check(model, present, None, "context and references have")
@@ -255,6 +272,15 @@ def _empty_layers(model: Any) -> list[Any]:
     return [layer if layer.is_sliding else CompressedLayer(number) for number, layer in enumerate(layers)]
 
 
+def _width(model: Any) -> int:
+    """Return the width of the keys of a decoder, as its config tells it."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "head_dim", None)
+    if width is None:
+        width = getattr(config, "hidden_size", 64) // max(1, getattr(config, "num_attention_heads", None) or 1)
+    return max(1, int(width))
+
+
 def _without_keys(model: Any, number: int) -> ValueError:
     return ValueError(
         f"layer {number} of {type(model).__name__} keeps no keys and values of its own; expected layers that "
@@ -265,9 +291,9 @@ def _without_keys(model: Any, number: int) -> ValueError:
 class _Keeper:
     """Keeps the slots of each layer, while the model reads a context chunk by chunk."""
 
-    def __init__(self, cache: CompressedCache, of_heads: HeadSelections, fit: References | None) -> None:
+    def __init__(self, cache: CompressedCache, of_heads: HeadSelections, fit: References | None, bits: int) -> None:
         self.cache, self.of_heads, self.renew_every = cache, of_heads, of_heads.renew_every()
-        self.fit = fit
+        self.fit, self.bits = fit, bits
         self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
         self.seen: dict[int, list[slots.Seen]] = {}  # of layers that will renew their slots
@@ -301,6 +327,10 @@ class _Keeper:
         groups = self._kept(number, q * scale, k, v)
         if layer.groups:
             groups = tuple(slots.appended(a, b) for a, b in zip(layer.groups, groups, strict=True))
+        if self.last == self.cache.context_length:
+            own = self.of_heads.of_layer(number, k.shape[1])
+            whole = [own[group.heads[0]].budget == 1.0 for group in groups]
+            groups = tuple(group.coded(16 if same else self.bits) for group, same in zip(groups, whole, strict=True))
         self.found[number] = groups
         if self.renew_every is not None:
             here = self.cache.present[:, self.first : self.last]
@@ -357,20 +387,24 @@ class _Keeper:
         Q, K, V = Q[:, :, : len(here)], K[:, : len(here)], V[:, : len(here)]
         if not bool(here.all()):
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
-        n, width = K.shape[1], K.shape[2] + V.shape[2]
+        n, widths, own = K.shape[1], (K.shape[2], V.shape[2]), K.element_size()
         chunk, of = range(before, before + n), int(self.cache.present[b].sum())
         fit = None if selection.summaries else self.fit
         split = slots.Split.of(selection if fit is None else replace(selection, summaries=0)).of_chunk(chunk, of)
-        wide = width + (4 / K.element_size() if split.summaries or fit is not None else 0)
-        whole = selection.budget == 1.0
-        count = n if whole else split.slots(selection, chunk, of, width / wide)
-        if count == n:
+        position = position_nbytes(widths, own, self.bits)
+        weighted = bool(split.summaries) or fit is not None
+        slot, unweighted = (slot_nbytes(widths, own, self.bits, weight=weight) for weight in (weighted, False))
+        budget = selection.budget
+        whole = isinstance(budget, float) and budget * position >= unweighted * (1 - 1e-9)
+        count = n if whole or budget == 1.0 else split.slots(selection, chunk, of, position / slot)
+        if count == n and (fit is None or self.bits == 16 or budget == 1.0):
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), 0.0
         if fit is not None:
             how = counted(selection, split, count)
-            (*kept, where), error = fit.slots_of(number, b, (Q, K, V), later, how)
-            return (*kept, torch.where(where < 0, where, where + before)), error
+            (*kept, where), error = fit.slots_of(number, b, (Q, K, V), later, how, self.bits)
+            keys, values, weight = kept
+            return (keys, values, None if count == n else weight, torch.where(where < 0, where, where + before)), error
         step = max(1, Q.shape[1] * n // _ASKING)
         seen = slots.Seen.of(Q[:, :, ::step].flatten(1, 2), K)
         return slots.slots_of(seen, K, V, count, split, before), math.nan

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,12 +15,14 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from levattn._core.checks import needing, whole_number
 from levattn.integrations.transformers.calls import inputs_device
+from levattn.integrations.transformers.compression.coding import BITS, Coded
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.io import replace_file
 
-_FORMAT, _VERSION = "levattn context", 5
-_SLOTS = ("keys", "values", "log_weight", "places", "residuals")
+_FORMAT, _VERSION = "levattn context", 6
+_SLOTS = ("log_weight", "places", "residuals")  # beside keys and values
+_CODES = ("codes", "lows", "steps", "means", "columns")
 _MANY = 1 << 20  # more heads than any layer has
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
 _FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
@@ -54,8 +56,9 @@ def write_context(path: str | os.PathLike[str], cache: Any) -> None:
     kept: list[dict[str, Any]] = []
     for number, layer in enumerate(cache.layers):
         groups, positions = held_by(layer), cache.get_seq_length()
-        own = {f"{i}.{name}": getattr(group, name) for i, group in enumerate(groups) for name in _SLOTS}
+        own = {f"{i}.{name}": array for i, group in enumerate(groups) for name, array in _arrays_of(group)}
         kept.append({"heads": [group.heads for group in groups], "length": getattr(layer, "length", positions)})
+        kept[-1] |= {"bits": [group.bits for group in groups], "dtype": str(groups[0].keys.dtype).partition(".")[2]}
         if layer.is_sliding:
             kept[-1]["window"] = layer.sliding_window
         else:
@@ -73,6 +76,17 @@ def write_context(path: str | os.PathLike[str], cache: Any) -> None:
     content = save(there, {"levattn": json.dumps({**head, "digest": _digest(head, there)})})
     with replace_file(path) as stream:
         stream.write(content)
+
+
+def _arrays_of(group: HeadSlots) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of slots by their names."""
+    for name in ("keys", "values"):
+        rows = getattr(group, name)
+        if isinstance(rows, Coded):
+            yield from ((f"{name}.{part}", getattr(rows, part)) for part in _CODES)
+        else:
+            yield name, rows
+    yield from ((name, getattr(group, name)) for name in _SLOTS)
 
 
 def read_context(path: str | os.PathLike[str], model: Any) -> tuple[list[Any], Any, Any, int, Origin]:
@@ -142,12 +156,14 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
     (B, n), length, window = present.shape, whole_number("length", told["length"], 0), told.get("window")
     lengths = range(n, positions + 1) if "renewal" in told else [n if window is None else positions]
     _need(n <= positions and length in lengths, f"layer {number} has slots of {length} of {positions} positions")
-    kind, d, D = arrays["0.keys"].dtype, arrays["0.keys"].shape[3], arrays["0.values"].shape[3]
+    kind, bits = _dtype(told), told["bits"]
+    _need(len(bits) == len(told["heads"]) and set(bits) <= set(BITS), f"layer {number} has codes of {bits} bits")
+    d, D = (arrays[f"0.{name}" if bits[0] == 16 else f"0.{name}.columns"].shape[3] for name in ("keys", "values"))
     wanted: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for i, heads in enumerate(told["heads"]):
-        slots = (B, len(heads), arrays[f"{i}.keys"].shape[2] if window is None else min(positions, window - 1))
-        wanted |= {f"{i}.keys": (kind, (*slots, d)), f"{i}.values": (kind, (*slots, D))}
-        wanted |= {f"{i}.places": (torch.int32, slots)}
+        slots = (B, len(heads), arrays[f"{i}.places"].shape[2] if window is None else min(positions, window - 1))
+        wanted |= _rows_wanted(f"{i}.keys", kind, (*slots, d), bits[i])
+        wanted |= _rows_wanted(f"{i}.values", kind, (*slots, D), bits[i]) | {f"{i}.places": (torch.int32, slots)}
         if f"{i}.log_weight" in arrays:
             wanted[f"{i}.log_weight"] = torch.float32, slots
         if f"{i}.residuals" in arrays:
@@ -172,7 +188,6 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         finite = array < torch.inf if name.endswith("log_weight") else array.isfinite()
         finite |= array.isnan() & name.endswith("residuals")  # not measured
         _need(bool(finite.all()), f"{number}.{name} has numbers that are not finite")
-    _need(kind.is_floating_point, f"layer {number} has keys in {kind}")
     known = arrays.get("present", present)
     _need(torch.equal(known[:, :n], present), f"layer {number} has another context")
     if "renewal" in told:
@@ -190,10 +205,38 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
         _need(bool(held.all()), f"layer {number} has slots at positions that the context does not have")
 
 
+def _dtype(told: dict[str, Any]) -> Any:
+    """Return the dtype of keys that a file tells, or raise."""
+    kind = getattr(torch, str(told["dtype"]), None)
+    _need(isinstance(kind, torch.dtype) and kind.is_floating_point, f"its keys are in {told['dtype']!r}")
+    return kind
+
+
+def _rows_wanted(name: str, kind: Any, shape: tuple[int, ...], bits: int) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Return the dtypes and shapes of the arrays of keys or values."""
+    if bits == 16:
+        return {name: (kind, shape)}
+    found = Coded.of(torch.zeros((1, shape[-1]), dtype=kind), bits)
+    parts = {part: getattr(found, part) for part in _CODES}
+    rows = {part: shape[:-2] + (1,) if part in ("means", "columns") else shape[:-1] for part in _CODES}
+    return {f"{name}.{part}": (array.dtype, (*rows[part], array.shape[-1])) for part, array in parts.items()}
+
+
 def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions: int) -> Any:
     """Return a layer of a cache with these arrays."""
+    kind = _dtype(told)
+
+    def rows(name: str, bits: int) -> Any:
+        if bits == 16:
+            return arrays[name]
+        return Coded(*(arrays[f"{name}.{part}"] for part in _CODES), kind, bits)
+
     groups = tuple(
-        HeadSlots(tuple(heads), *(arrays.get(f"{i}.{name}") for name in _SLOTS))
+        HeadSlots(
+            tuple(heads),
+            *(rows(f"{i}.{name}", told["bits"][i]) for name in ("keys", "values")),
+            *(arrays.get(f"{i}.{name}") for name in _SLOTS),
+        )
         for i, heads in enumerate(told["heads"])
     )
     if "window" in told:

@@ -154,10 +154,10 @@ class Renewal:
         present = before.new_ones((B, t)) if self.present is None else self.present.to(before.device)
         q = self.asked.arrays[0][:, :, :t]  # without those of a question that was undone
         seen = seen_by_layer(q, tail[0], present, q.shape[1] * t, self.seen)
-        counts = before.sum(1).tolist()
+        counts, whole = before.sum(1).tolist(), [group.opened() for group in groups]
 
         def of_sequence(i: int, b: int) -> SlotArrays:
-            held, heads = groups[i].of_sequences(torch.tensor(b)).arrays, list(groups[i].heads)
+            held, heads = whole[i].of_sequences(torch.tensor(b)).arrays, list(groups[i].heads)
             K, V = (array[b, heads][:, present[b].to(array.device)] for array in tail)
             if self.whole.issuperset(heads):
                 places = torch.arange(counts[b], counts[b] + K.shape[1], dtype=torch.int32, device=K.device)
@@ -167,7 +167,8 @@ class Renewal:
             return slots_of(seen[b].of_heads(heads), K, V, int(self.slots[i, b]), self.splits[i], counts[b], held)
 
         parts = [[of_sequence(i, b) for b in range(B)] for i in range(len(groups))]
-        found = [padded_together(group.heads, part) for group, part in zip(groups, parts, strict=True)]
+        pairs = zip(groups, parts, strict=True)
+        found = [padded_together(group.heads, part).coded(group.bits) for group, part in pairs]
         self.seen, self.asked, self.present = seen, Tail(), None
         return tuple(found), torch.cat([before, present], 1)
 
@@ -276,11 +277,11 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
             after = None if bool(after.all()) else after
         if self.renewal is not None:
             self.renewal.take(q * scale, after, length)
-        groups, kind = self.groups, tail[0].dtype
+        kind = tail[0].dtype
         if torch.is_autocast_enabled(q.device.type) and kind != torch.float64:
             kind = torch.get_autocast_dtype(q.device.type)
-            groups = tuple(replace(x, keys=x.keys.to(kind), values=x.values.to(kind)) for x in groups)
             tail = [array.to(kind) for array in tail]
+        groups = tuple(group.opened(kind) for group in self.groups)
         return attended(q.to(kind), groups, tail, after, scale, softcap)
 
     def renew(self) -> None:

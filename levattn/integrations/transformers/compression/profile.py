@@ -159,8 +159,13 @@ class HeadSelections:
     source: str
 
     @classmethod
-    def of(cls, selection: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> HeadSelections:
-        """Return the selections from the arguments of `compress`, for a model with these layers, or raise."""
+    def of(
+        cls, selection: Any, profile: Any, full: Collection[int], sliding: Collection[int], gain: float
+    ) -> HeadSelections:
+        """Return the selections from the arguments of `compress`, for a model with these layers, or raise.
+
+        `gain`: how many positions of a head can be held in the bytes of one.
+        """
         if isinstance(selection, HeadProfile):
             raise TypeError(
                 "selection is a HeadProfile; expected a share, and the profile as heads: compress(model, context, "
@@ -182,7 +187,9 @@ class HeadSelections:
                     f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
                     "the profile splits"
                 )
-            found = cls(with_budgets(whole, profile.shares(whole.budget)), None, "heads")
+            gain = 1.0 if whole.budget == 1.0 else gain
+            shares = profile.shares(min(1.0, whole.budget * gain))  # of the positions
+            found = cls(with_budgets(whole, {head: share / gain for head, share in shares.items()}), None, "heads")
         for layer, head in found.named:
             if layer in sliding:
                 raise ValueError(

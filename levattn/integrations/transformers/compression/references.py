@@ -11,6 +11,7 @@ import torch
 from levattn.attention import Selection, fit_slots
 from levattn.attention.pruned.selection import FITTED_SINKS
 from levattn.integrations.transformers.compression.cache import tokens_and_present
+from levattn.integrations.transformers.compression.coding import Coded
 from levattn.integrations.transformers.compression.rotation import Rotation
 from levattn.integrations.transformers.compression.slots import SlotArrays, Split, wide
 
@@ -45,27 +46,28 @@ class References:
         return cls(rotations, found.to(tokens), there)
 
     def slots_of(
-        self, number: int, b: int, arrays: tuple[Any, Any, Any], later: tuple[Any, Any], how: Selection
+        self, number: int, b: int, arrays: tuple[Any, Any, Any], later: tuple[Any, Any], how: Selection, bits: int
     ) -> tuple[SlotArrays, float]:
         """Return the slots of a head of a sequence, and the error of its outputs on queries that were left out.
 
         `arrays`: queries (1, g, n, d) times their scale, keys and values (1, n, ·) of the context. `later`: queries
-        and keys of the tokens after it.
+        and keys of the tokens after it. `bits`: in which the slots will be held.
         """
         Q, K, _ = arrays
         rows = [] if self.rotations is None else [_own_queries(self.rotations[number], Q)]
         if self.tokens.shape[1]:
             rows.append(_following(*later, K, self.present[b].to(K.device)))
         asked, weights = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
-        return _fitted(asked, weights, *arrays[1:], how)
+        return _fitted(asked, weights, *arrays[1:], how, bits)
 
 
-def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection) -> tuple[SlotArrays, float]:
+def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> tuple[SlotArrays, float]:
     """Return the slots of a head, and the error of its outputs on queries that were left out.
 
     `Q`: (1, g, m, d), times their scale, and `weights`: (1, g, m, 1). `K`, `V`: (1, n, ·).
     """
-    found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0)
+    rounded = None if bits == 16 else lambda rows: Coded.of(rows, bits).opened()
+    found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0, rounded=rounded)
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
     largest = torch.finfo(V.dtype).max
     held = (

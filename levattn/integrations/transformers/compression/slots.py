@@ -22,6 +22,7 @@ from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import own_scores
 from levattn.attention.pruned.selection import LAST, SINKS, Checks, Selection, SelectionRule, Slots, share_of
+from levattn.integrations.transformers.compression.coding import Coded, opened
 from levattn.sensitivity.leverage import leverage_scores
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
@@ -116,7 +117,7 @@ class HeadSlots:
     """The slots of some heads of a layer, for the contexts of some sequences.
 
     `heads`: their numbers, ascending.
-    `keys`, `values`: (B, G, s, d) and (B, G, s, D).
+    `keys`, `values`: (B, G, s, d) and (B, G, s, D), or their codes.
     `log_weight`: (B, G, s) float32, added to the logits; -inf where a sequence has fewer slots. None for zeros.
     `places`: (B, G, s) int32, the position of a slot in its sequence, -1 for a summary.
     `residuals`: (B, G) float32, errors of outputs on queries that were left out of a fit, NaN without any; or None.
@@ -138,6 +139,21 @@ class HeadSlots:
     def nbytes(self) -> int:
         """Bytes of keys, values and weights."""
         return sum(array.nbytes for array in self.arrays[:3] if array is not None)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code; 16 stands for no code."""
+        return self.keys.bits if isinstance(self.keys, Coded) else 16
+
+    def coded(self, bits: int) -> HeadSlots:
+        """Return the slots with codes of so many bits for keys and values; 16 stands for no code."""
+        if bits == 16:
+            return self
+        return replace(self, keys=Coded.of(self.keys, bits), values=Coded.of(self.values, bits))
+
+    def opened(self, dtype: Any = None) -> HeadSlots:
+        """Return the slots with keys and values as numbers, of their dtype or another one."""
+        return replace(self, keys=opened(self.keys, dtype), values=opened(self.values, dtype))
 
     def of_heads(self, heads: tuple[int, ...]) -> HeadSlots:
         """Return the slots of some of the heads."""

@@ -1,0 +1,157 @@
+"""Keys and values in few bits: whole numbers for their entries, and scales of their blocks and columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_BLOCKS = {4: 32, 8: 256}  # largest number of entries of a row that share a scale, for each number of bits
+BITS = (*_BLOCKS, 16)  # 16 stands for no code
+_SCALES = torch.bfloat16  # of blocks: the range of float32
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    r"""Rows (..., s, d) in few bits, where entry c of a row is :math:`m_c + b_c (l + h z_c)` for its code z_c.
+
+    `codes`: (..., s, w) uint8, of 8 bits, or two codes of 4 bits in each.
+    `lows`, `steps`: (..., s, blocks) bfloat16, l and h of a block of columns.
+    `means`, `columns`: (..., 1, d), m and b, which are powers of 2.
+    `dtype`: of the rows.
+    `bits`: of a code.
+    """
+
+    codes: Any
+    lows: Any
+    steps: Any
+    means: Any
+    columns: Any
+    dtype: Any
+    bits: int
+
+    @classmethod
+    def of(cls, rows: Any, bits: int) -> Coded:
+        """Return rows as codes; an entry errs by 0.51 of the range of its block over 2^bits - 1, in units of b_c.
+
+        The columns are moved to the mean 0 and a mean square near 1 first. So a column that is large in all rows, as a
+        bias makes it, does not coarsen the others. Rows of zeros do not count, as they stand for no slot.
+        """
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        means, columns = _column_scales(wide)
+        X, largest = _in_blocks((wide - means) / columns, bits), 2**bits - 1
+        lows = _rounded(X.amin(-1), up=False)
+        steps = _rounded((X.amax(-1) - lows.to(X.dtype)) / largest, up=True)
+        low, step = lows.to(X.dtype)[..., None], steps.to(X.dtype)[..., None]
+        codes = ((X - low) / torch.where(step > 0, step, 1)).round().clamp(0, largest).to(torch.uint8).flatten(-2)
+        if bits == 4:
+            low_half, high_half = codes.unflatten(-1, (2, -1)).unbind(-2)
+            codes = low_half | (high_half << 4)
+        return cls(codes, lows, steps, means, columns, rows.dtype, bits)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return (*self.codes.shape[:-1], self.columns.shape[-1])
+
+    @property
+    def device(self) -> Any:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Codes have no gradient."""
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(int(array.nbytes) for array in (self.codes, self.lows, self.steps, self.means, self.columns))
+
+    def opened(self, dtype: Any = None) -> Any:
+        """Return the rows, in their dtype or another one."""
+        kind, codes = self.columns.dtype, self.codes
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], -1)
+        blocks = codes.unflatten(-1, (self.steps.shape[-1], -1)).to(kind)
+        X = torch.addcmul(self.lows[..., None].to(kind), blocks, self.steps[..., None].to(kind))
+        X = torch.addcmul(self.means, X.flatten(-2)[..., : self.columns.shape[-1]], self.columns)
+        if self.dtype == torch.float16:  # half a step beyond its largest number is infinity
+            largest = torch.finfo(self.dtype).max
+            X = X.clamp(-largest, largest)
+        return X.to(self.dtype if dtype is None else dtype)
+
+
+def opened(rows: Any, dtype: Any = None) -> Any:
+    """Return rows that may be coded, in their dtype or another one."""
+    if isinstance(rows, Coded):
+        return rows.opened(dtype)
+    return rows if dtype is None else rows.to(dtype)
+
+
+def coded_nbytes(width: int, bits: int) -> int:
+    """Return the bytes of a coded row, without the scales of the columns."""
+    blocks, entries = _blocks_of(width, bits)
+    return blocks * (entries * bits // 8 + 2 * _SCALES.itemsize)
+
+
+def position_nbytes(widths: tuple[int, int], own: int, bits: int) -> int:
+    """Return the bytes of a position's key and value: of 16 bits an entry beside codes, else of `own` bytes."""
+    return sum(widths) * (own if bits == 16 else 2)
+
+
+def slot_nbytes(widths: tuple[int, int], own: int, bits: int, *, weight: bool) -> int:
+    """Return the bytes of the key, the value and perhaps the log-weight of a slot."""
+    rows = sum(widths) * own if bits == 16 else sum(coded_nbytes(width, bits) for width in widths)
+    return rows + 4 * weight
+
+
+def positions_of_one(width: int, bits: int) -> float:
+    """Return how many positions take the bytes of one, if all of a head are coded."""
+    widths = width, width
+    return position_nbytes(widths, 2, bits) / slot_nbytes(widths, 2, bits, weight=False)
+
+
+def check_bits(name: str, bits: Any) -> None:
+    """Raise for a number of bits that no code has."""
+    if isinstance(bits, bool) or bits not in BITS:
+        raise ValueError(f"{name} is {bits!r}; expected 4, 8, or 16 for keys and values in the dtype of the model")
+
+
+def _blocks_of(width: int, bits: int) -> tuple[int, int]:
+    """Return how many blocks a row has, and their entries, an even number."""
+    blocks = max(1, -(-width // _BLOCKS[bits]))
+    return blocks, 2 * -(-width // (2 * blocks))
+
+
+def _in_blocks(X: Any, bits: int) -> Any:
+    """Return rows (..., d) in blocks (..., blocks, entries); entries behind the last repeat it."""
+    blocks, entries = _blocks_of(X.shape[-1], bits)
+    more = blocks * entries - X.shape[-1]
+    return (torch.cat([X, X[..., -1:].expand(*X.shape[:-1], more)], -1) if more else X).unflatten(-1, (blocks, -1))
+
+
+def _column_scales(X: Any) -> tuple[Any, Any]:
+    """Return the means (..., 1, d) of columns, and powers of 2 near their standard deviations; 1 for none.
+
+    They are formed in float64, so that rows of zeros behind the last one do not change them.
+    """
+    there, X64 = (X != 0).any(-1, keepdim=True), X.double()
+    count = there.sum(-2, keepdim=True).clamp(min=1)
+    means = (X64 / count).sum(-2, keepdim=True).to(X.dtype)
+    moved = torch.where(there, X64 - means, 0)
+    unit = moved.abs().amax((-2, -1), keepdim=True) if X.shape[-2] else torch.zeros_like(moved[..., :1])
+    unit = torch.where(unit > 0, unit, 1)
+    size = ((moved / unit).square().sum(-2, keepdim=True) / count).sqrt() * unit
+    exponent = size.log2().round().clamp(-100, 100)
+    return means, torch.where(size > 0, exponent.exp2(), 1).nan_to_num(1.0).to(X.dtype)
+
+
+def _rounded(X: Any, *, up: bool) -> Any:
+    """Return numbers as scales of blocks, none of them less, or greater."""
+    found = X.to(_SCALES)
+    there = found.to(X.dtype)
+    beyond = there < X if up else there > X
+    return torch.where(beyond, torch.nextafter(found, torch.full_like(found, torch.inf if up else -torch.inf)), found)
