@@ -18,7 +18,7 @@ class Coded:
 
     `codes`: (..., s, w) uint8, of 8 bits, or two codes of 4 bits in each.
     `lows`, `steps`: (..., s, blocks) bfloat16, l and h of a block of columns.
-    `means`, `columns`: (..., 1, d), m and b, which are powers of 2.
+    `means`, `columns`: (..., 1, d), m and b.
     `dtype`: of the rows.
     `bits`: of a code.
     """
@@ -35,8 +35,10 @@ class Coded:
     def of(cls, rows: Any, bits: int) -> Coded:
         """Return rows as codes; an entry errs by 0.51 of the range of its block over 2^bits - 1, in units of b_c.
 
-        The columns are moved to the mean 0 and a mean square near 1 first. So a column that is large in all rows, as a
-        bias makes it, does not coarsen the others. Rows of zeros do not count, as they stand for no slot.
+        Means of columns are taken away where they are larger than the deviations from them, as a bias of keys makes
+        them. Then columns are divided by the roots of their root mean squares. The same error for all columns would be
+        too much for small ones, and an error in proportion to a column too much for large ones, which decide logits.
+        Rows of zeros do not count, as they stand for no slot.
         """
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         means, columns = _column_scales(wide)
@@ -134,19 +136,22 @@ def _in_blocks(X: Any, bits: int) -> Any:
 
 
 def _column_scales(X: Any) -> tuple[Any, Any]:
-    """Return the means (..., 1, d) of columns, and powers of 2 near their standard deviations; 1 for none.
+    """Return what columns are moved by and divided by, both (..., 1, d): means, where they are large, and roots.
 
     They are formed in float64, so that rows of zeros behind the last one do not change them.
     """
     there, X64 = (X != 0).any(-1, keepdim=True), X.double()
     count = there.sum(-2, keepdim=True).clamp(min=1)
-    means = (X64 / count).sum(-2, keepdim=True).to(X.dtype)
-    moved = torch.where(there, X64 - means, 0)
-    unit = moved.abs().amax((-2, -1), keepdim=True) if X.shape[-2] else torch.zeros_like(moved[..., :1])
+    means = (X64 / count).sum(-2, keepdim=True)
+    unit = X64.abs().amax((-2, -1), keepdim=True) if X.shape[-2] else torch.zeros_like(means[..., :1])
     unit = torch.where(unit > 0, unit, 1)
-    size = ((moved / unit).square().sum(-2, keepdim=True) / count).sqrt() * unit
-    exponent = size.log2().round().clamp(-100, 100)
-    return means, torch.where(size > 0, exponent.exp2(), 1).nan_to_num(1.0).to(X.dtype)
+
+    def size_about(middle: Any) -> Any:
+        return (torch.where(there, (X64 - middle) / unit, 0).square().sum(-2, keepdim=True) / count).sqrt()
+
+    means = torch.where(means.abs() > size_about(means) * unit, means, 0).to(X.dtype)
+    root = size_about(means.double()).sqrt().clamp(min=2.0**-20)
+    return means, root.nan_to_num(1.0).to(X.dtype)
 
 
 def _rounded(X: Any, *, up: bool) -> Any:
