@@ -18,6 +18,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -31,6 +32,7 @@ from transformers.utils import logging
 
 from levattn.integrations.transformers import HeadProfile, compress
 
+ANSWER = 40  # tokens of the dense model's own answer, to a question without one
 PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
 
 # What models call their cache: since transformers 5.24, and before
@@ -77,15 +79,28 @@ def log_probabilities(model: Any, cache: Any, length: int, tokens: list[int]) ->
 
 
 def measured(model: Any, cache: Any, context: Context) -> tuple[float, float]:
-    """Return the share of the questions that are answered, and the loss of the text that follows."""
+    """Return the share of the questions that are answered (or of a summary's tokens), and the loss of what follows."""
     length, right = len(context.tokens), []
     for question in context.questions:
-        log_p = log_probabilities(model, cache, length, question.asked + question.answer)
         answer = torch.tensor(question.answer)
-        right.append(bool((log_p[-len(answer) - 1 : -1].argmax(-1) == answer).all()))
+        log_p = log_probabilities(model, cache, length, question.asked + question.answer)
+        same = log_p[-len(answer) - 1 : -1].argmax(-1) == answer
+        right.append(float(same.double().mean() if context.task == "summary" else same.all()))
     log_p = log_probabilities(model, cache, length, context.following)
     following = torch.tensor(context.following[1:])
     return float(np.mean(right)), float(-log_p[:-1].gather(1, following[:, None]).mean())
+
+
+def with_answers(model: Any, context: Context) -> Context:
+    """Return a context whose questions without an answer have the dense model's."""
+    if all(question.answer for question in context.questions):
+        return context
+    tokens, questions = torch.tensor([context.tokens]), []
+    for question in context.questions:
+        ids = torch.cat([tokens, torch.tensor([question.asked])], 1)
+        told = model.generate(ids, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, pad_token_id=0)
+        questions.append(replace(question, answer=told[0, ids.shape[1] :].tolist()))
+    return replace(context, questions=questions)
 
 
 def read_by_all(
@@ -126,7 +141,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
         every = [
-            (n, each)
+            (n, with_answers(model, each))
             for n in range(options.contexts)
             for each in contexts(tokenizer, length, 1000 * n + length, daily=options.daily)
         ]

@@ -28,7 +28,7 @@ FACTS = {
 }
 FREQUENT = "marble", "lantern", "pepper"
 TASKS = ("one number", "one of four", "three words", "three facts", "two hops", "frequent words")
-DAILY = "phones", "appointments", "table", "passage"  # none of them was used to choose anything in levattn
+DAILY = "phones", "appointments", "table", "passage", "code", "chat", "summary"  # nothing in levattn was chosen by them
 DAYS = "Monday", "Tuesday", "Wednesday", "Thursday", "Friday"
 PEOPLE = "Ames", "Burke", "Costa", "Dunn", "Ellis", "Ferro", "Grant", "Hicks"
 TOWNS = "Lisbon", "Oslo", "Cairo", "Delhi", "Quito", "Seoul", "Turin", "Perth"
@@ -39,10 +39,10 @@ FOLLOWING = 200  # tokens of the text after the context
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its answer, in tokens."""
+    """A question and its answer, in tokens; without an answer, the first 40 tokens that the dense model gives are it."""
 
     asked: list[int]
-    answer: list[int]
+    answer: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def contexts(tokenizer: Any, length: int, seed: int, *, daily: bool = False) -> 
         if task == "passage":
             found.append(Context(task, whole, _copies(whole, rng), text[start + room : start + room + FOLLOWING]))
             continue
-        questions = [Question(tokens_of(question), tokens_of(answer)) for question, answer in asked]
+        questions = [Question(tokens_of(ask), None if answer is None else tokens_of(answer)) for ask, answer in asked]
         found.append(Context(task, whole, questions, text[start + room : start + room + FOLLOWING]))
     return found
 
@@ -116,7 +116,7 @@ def reference(tokenizer: Any) -> list[int]:
     return found
 
 
-def _daily(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+def _daily(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Return the lines of a task from daily use, in their order in the text, and questions with their answers."""
     if task == "phones":
         numbers = [(name, str(rng.randrange(100000, 999999))) for name in rng.sample(PEOPLE, 2)]
@@ -128,6 +128,14 @@ def _daily(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, st
         lines = [f"The meeting with {name} is on {day}.", f"The office of {name} is in {town}."]
         asked = [(f"\nQ: When is the meeting with {name}?\nA: The meeting with {name} is on", f" {day}")]
         return lines, [*asked, (f"\nQ: Where is the office of {name}?\nA: The office of {name} is in", f" {town}")]
+    if task == "code":
+        numbers = [(name.upper(), str(rng.randrange(1000, 9999))) for name in rng.sample(PEOPLE, 3)]
+        lines = [f"RETRIES_{name} = {number}" for name, number in numbers]
+        return lines, [(f"\n>>> assert RETRIES_{name} ==", f" {number}") for name, number in numbers]
+    if task == "chat":
+        return _chat(rng)
+    if task == "summary":
+        return [], [("\n\nIn summary, the text above describes", None)]
     if task == "table":
         pairs = [(town, str(rng.randrange(100, 999))) for town in rng.sample(TOWNS, 4)]
         rows = [f"| {town} | {number} |" for town, number in pairs]
@@ -139,7 +147,27 @@ def _daily(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, st
     return [], []
 
 
-def _task(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+def _chat(rng: random.Random) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Return the lines and the five turns of a conversation, each with all turns before it."""
+    name = rng.choice(PEOPLE)
+    facts = [
+        ("meeting with {} is on", rng.choice(DAYS)),
+        ("office of {} is in", rng.choice(TOWNS)),
+        ("phone number of {} is", str(rng.randrange(10000, 99999))),
+        ("favorite color of {} is", rng.choice(FACTS["color"])),
+        ("hotel of {} is in", rng.choice(FACTS["city"])),
+    ]
+    lines = [f"The {fact.format(name)} {value}." for fact, value in facts]
+    rng.shuffle(facts)
+    turns, asked = "", []
+    for fact, value in facts:
+        turns += f"\nUser: Complete the sentence on the {fact.split()[0]} of {name}.\nAssistant: The {fact.format(name)}"
+        asked.append((turns, f" {value}"))
+        turns += f" {value}."
+    return lines, asked
+
+
+def _task(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Return the lines of a task, in their order in the text, and questions with their answers."""
     names = rng.sample(NAMES, 8)
     numbers = [str(rng.randrange(10000, 99999)) for _ in names]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,7 @@ from levattn.attention.pruned.selection import (
     as_selection,
     slots_to_fit,
 )
-from levattn.attention.regression import HeadFit, Weighted, fitted_heads, heads_at_once, slot_weights
+from levattn.attention.regression import HeadFit, Rounding, Weighted, fitted_heads, heads_at_once, slot_weights
 
 _Part = tuple[Any, Any, HeadFit]  # items of the batch, places of their keys or None for all, and their slots
 
@@ -151,7 +150,7 @@ def fit_slots(
     unseen: Any = None,
     scale: float | None = None,
     mask: Any = None,
-    rounded: Callable[[Any], Any] | None = None,
+    rounded: tuple[Rounding, Rounding] | None = None,
 ) -> FittedSlots:
     r"""Few keys with weights and values by which reference queries attend as by all keys.
 
@@ -206,10 +205,10 @@ def fit_slots(
         Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
         True for a key that takes part; leading axes are broadcast. The result is the same as without the others.
-    rounded : function, optional
-        Takes keys (b, s, d) or values (b, s, D) of the slots of some heads, and returns them as they will be held, in
-        fewer bits for example. Log-weights and values are then fitted to the keys that it returns, and the residuals
-        are of the keys and values that it returns. The result has keys and values before it.
+    rounded : pair of functions, optional
+        How keys and values will be held, in fewer bits for example. The first takes the keys (b, s, d) of the slots of
+        some heads and returns them rounded, and the second the values (b, s, D). Log-weights and values are then
+        fitted to rounded keys, and the residuals are those of rounded keys and values. The result has both unrounded.
 
     Returns
     -------
@@ -319,14 +318,15 @@ def _rule(selection: Selection, n: int) -> SelectionRule:
     return SelectionRule(slots_to_fit(selection, n), kind, None, selection.center is not False, None, function)
 
 
-def _with_arrays_of_caller(call: PrunedCall, rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a user's function of arrays for arrays of the call, which checks what it returns."""
-    if not callable(rounded):
-        raise TypeError(f"rounded is of type {type(rounded).__name__}; expected a function of keys or values, or None")
+def _with_arrays_of_caller(call: PrunedCall, rounded: Any) -> tuple[Rounding, Rounding]:
+    """Return a user's functions of arrays for arrays of the call, which check what they return."""
+    pair = rounded if isinstance(rounded, tuple) else ()
+    if len(pair) != 2 or not all(map(callable, pair)):
+        raise TypeError(f"rounded is {rounded!r}; expected two functions, of keys and of values, or None")
 
-    def of_call(array: Any) -> Any:
+    def of_call(function: Rounding, array: Any) -> Any:
         given = call.as_given(array)
-        found = dense_array("the result of rounded", rounded(given))
+        found = dense_array("the result of rounded", function(given))
         if found.shape != given.shape or type(found) is not type(given):
             raise ValueError(
                 f"rounded returned {type(found).__name__} {tuple(found.shape)} for {type(given).__name__} "
@@ -335,7 +335,7 @@ def _with_arrays_of_caller(call: PrunedCall, rounded: Callable[[Any], Any]) -> C
         found = call.torch.memory_of(found) if call.in_memory else found
         return namespace_of(array).astype(found, array.dtype, copy=False)
 
-    return of_call
+    return partial(of_call, pair[0]), partial(of_call, pair[1])
 
 
 def _fitted(call: PrunedCall, selection: Selection, factor: float, rounded: Any, rows: Any, keys: Any) -> list[_Part]:

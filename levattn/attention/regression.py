@@ -18,6 +18,8 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.selection import BY_ATTENTION, Checks, SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
 
+Rounding = Callable[[Any], Any]
+
 LARGEST = 3.0  # log-weights are at most this, and at least minus this
 _LOGITS, _ON_DEVICE = 1 << 22, 1 << 26  # at a time
 _MASS_RIDGE, _VALUE_RIDGE = 1e-2, 3e-3  # shares of the mean diagonals
@@ -81,13 +83,13 @@ def fitted_heads(
     unseen: Weighted,
     arrays: tuple[Any, Any, Any],
     largest: float,
-    rounded: Callable[[Any], Any] | None,
+    rounded: tuple[Rounding, Rounding] | None,
     checks: Checks,
 ) -> HeadFit:
     """Return the slots of heads with keys K (b, n, d) and values V (b, n, D), as `levattn.attention.fit_slots` does.
 
     arrays: K, V, and given scores (b, n) or None; n is at least 1. largest: the largest number that a value can be.
-    rounded: returns keys and values as they will be held, or None.
+    rounded: functions that return keys, and values, as they will be held; or None.
     """
     K, V, scores = arrays
     xp, n, slots = namespace_of(K), K.shape[1], rule.slots
@@ -102,7 +104,7 @@ def fitted_heads(
     if there is not None:
         c, own = (xp.where(there[:, :, None], X, xp.zeros_like(X)) for X in (c, own))
     old = C = xp.astype(own, xp.float64)
-    values, held = choice.rows_at(V, order), c if rounded is None else rounded(c)
+    values, held = choice.rows_at(V, order), c if rounded is None else rounded[0](c)
     log_weights, none = xp.zeros_like(old[:, :, 0]), xp.zeros_like(order[:, 0])
     bounded = clipped = none
     if not (everything or fit.empty):
@@ -116,7 +118,7 @@ def fitted_heads(
         values = xp.where(there[:, :, None], values, xp.zeros_like(values))
         log_weights = xp.where(there, log_weights, xp.full_like(log_weights, -math.inf))
     if rounded is not None:
-        C = (xp.astype(rounded(values), xp.float64) - middle) / unit
+        C = (xp.astype(rounded[1](values), xp.float64) - middle) / unit
     mass, output = _residuals(unseen, K, v, held, log_weights, C, middle / unit, checks)
     checks.settle()
     return HeadFit(order, there, c, values, xp.astype(log_weights, V.dtype), mass, output, bounded, clipped)

@@ -63,7 +63,7 @@ def queries_behind(model: Any, ids: Any, where: Any) -> tuple[list[Any], Any]:
 
 def test_slots_are_fitted_to_the_own_queries_at_the_position_after_the_context() -> None:
     model, ids = base().double(), tokens(1, N)
-    found = compress(model, ids, CUT)
+    found = compress(model, ids, CUT, bits=16)
     queries, dense = queries_behind(model, ids, torch.full((1, N), N))
     for (layer, head), count in CUT.items():
         K, V = (array[0, head] for array in (dense.layers[layer].keys, dense.layers[layer].values))
@@ -96,7 +96,7 @@ def test_padded_batch_equals_its_sequences_alone(side: str, references: str) -> 
 
 def test_tokens_that_follow_are_fitted_by_the_attention_that_the_context_gets() -> None:
     model, ids, after = base(max_position_embeddings=256).double(), tokens(1, N), tokens(1, 20).flip(1)
-    found = compress(model, ids, {(0, 0): 18}, references=after)
+    found = compress(model, ids, {(0, 0): 18}, references=after, bits=16)
     assert found.tokens.tolist() == ids.tolist()
     assert found.get_seq_length() == N
     queries, dense = queries_behind(model, torch.cat([ids, after], 1), torch.arange(N + 20)[None])
@@ -122,7 +122,7 @@ def test_tokens_that_follow_are_fitted_by_the_attention_that_the_context_gets() 
 def test_chunks_and_layers_that_slide_are_fitted_to_own_queries(family: str) -> None:
     model, ids = base(family), tokens(1, N)
     cut = {(1, 0): 0.5}
-    whole, parts = compress(model, ids, cut), compress(model, ids, cut, chunk=20)
+    whole, parts = (compress(model, ids, cut, bits=16, chunk=chunk) for chunk in (None, 20))
     assert whole.nbytes < compress(model, ids, 1.0).nbytes
     for cache in (whole, parts):
         assert 0 < residuals(cache)[1, 0] < 1
@@ -151,8 +151,8 @@ def test_files_and_forks_keep_weights_and_residuals(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_narrow_models_are_fitted_as_in_float64(dtype: str) -> None:
     model, ids = base(), tokens(1, N)
-    wide = {head: group_of(compress(model.double(), ids, CUT), *head) for head in CUT}
-    narrow = compress(model.to(getattr(torch, dtype)), ids, CUT)
+    wide = {head: group_of(compress(model.double(), ids, CUT, bits=16), *head) for head in CUT}
+    narrow = compress(model.to(getattr(torch, dtype)), ids, CUT, bits=16)
     for head, one in wide.items():
         other = group_of(narrow, *head)
         assert other.keys.dtype == getattr(torch, dtype)

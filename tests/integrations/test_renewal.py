@@ -57,7 +57,10 @@ def test_keys_that_are_alike_lose_nothing(every: int) -> None:
             layer.self_attn.k_proj.weight.zero_()  # so attention is the mean of all values
     dense = compress(model, tokens(1, CONTEXT), 1.0)
     cut = compress(
-        model, tokens(1, CONTEXT), of_heads({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every)
+        model,
+        tokens(1, CONTEXT),
+        of_heads({(i, j): 0.3 for i in (0, 1) for j in (0, 1)}, renew_every=every),
+        bits=16,
     )
     for turn in range(3):
         assert (
@@ -73,15 +76,16 @@ def test_a_head_that_is_cut_keeps_its_number_of_slots() -> None:
     cache = compress(model, tokens(1, CONTEXT), of_heads(CUT, renew_every=8))
 
     def slots() -> dict[tuple[int, int], int]:
-        groups = [(layer.number, group) for layer in cache.layers for group in layer.groups]
-        return {(number, head): group.keys.shape[2] for number, group in groups for head in group.heads}
+        return {(row["layer"], row["head"]): row["slots"] for row in cache.table()}
 
     before = slots()
     for turn in range(4):
         cache.ask(model, question(turn), **GREEDY)
     held = cache.get_seq_length() - cache.layers[0].tail.length
     assert held > CONTEXT
-    assert slots() == {head: before[head] if head in CUT else held for head in before}
+    for head, after in slots().items():
+        least, most = (0.9 * before[head], before[head]) if head in CUT else (held, held)  # a cluster may be empty
+        assert least <= after <= most
     places = next(group.places for group in cache.layers[0].groups if 0 in group.heads)[0, 0]
     kept = places[places >= 0].tolist()
     assert len(set(kept)) == len(kept)

@@ -9,7 +9,7 @@ import torch
 
 _BLOCKS = {4: 32, 8: 256}  # largest number of entries of a row that share a scale, for each number of bits
 BITS = (*_BLOCKS, 16)  # 16 stands for no code
-_SCALES = torch.bfloat16  # of blocks: the range of float32
+_SCALES = torch.bfloat16  # of blocks and columns: the range of float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,8 @@ class Coded:
 
     `codes`: (..., s, w) uint8, of 8 bits, or two codes of 4 bits in each.
     `lows`, `steps`: (..., s, blocks) bfloat16, l and h of a block of columns.
-    `means`, `columns`: (..., 1, d), m and b.
+    `sizes`: (..., 1, d) int8, and `means` int16, for b = 2^(size/8) and m = mean b²; None for b = 1 and m = 0.
+    `width`: d.
     `dtype`: of the rows.
     `bits`: of a code.
     """
@@ -26,23 +27,27 @@ class Coded:
     codes: Any
     lows: Any
     steps: Any
+    sizes: Any
     means: Any
-    columns: Any
+    width: int
     dtype: Any
     bits: int
 
     @classmethod
-    def of(cls, rows: Any, bits: int) -> Coded:
+    def of(cls, rows: Any, bits: int, *, columns: bool) -> Coded:
         """Return rows as codes; an entry errs by 0.51 of the range of its block over 2^bits - 1, in units of b_c.
 
-        Means of columns are taken away where they are larger than the deviations from them, as a bias of keys makes
-        them. Then columns are divided by the roots of their root mean squares. The same error for all columns would be
-        too much for small ones, and an error in proportion to a column too much for large ones, which decide logits.
-        Rows of zeros do not count, as they stand for no slot.
+        With `columns`, means of columns are taken away where they are larger than the deviations from them, as a bias
+        of keys makes them. Then columns are divided by the roots of their root mean squares. The same error for all
+        columns would be too much for small ones, and an error in proportion to a column too much for large ones, which
+        decide logits. Rows of zeros do not count, as they stand for no slot.
         """
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        means, columns = _column_scales(wide)
-        X, largest = _in_blocks((wide - means) / columns, bits), 2**bits - 1
+        sizes, means = _columns(wide) if columns else (None, None)
+        if columns:
+            b, m = _scales(sizes, means, wide.dtype)
+            wide = (wide - m) / b
+        X, largest = _in_blocks(wide, bits), 2**bits - 1
         lows = _rounded(X.amin(-1), up=False)
         steps = _rounded((X.amax(-1) - lows.to(X.dtype)) / largest, up=True)
         low, step = lows.to(X.dtype)[..., None], steps.to(X.dtype)[..., None]
@@ -50,12 +55,12 @@ class Coded:
         if bits == 4:
             low_half, high_half = codes.unflatten(-1, (2, -1)).unbind(-2)
             codes = low_half | (high_half << 4)
-        return cls(codes, lows, steps, means, columns, rows.dtype, bits)
+        return cls(codes, lows, steps, sizes, means, rows.shape[-1], rows.dtype, bits)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rows."""
-        return (*self.codes.shape[:-1], self.columns.shape[-1])
+        return (*self.codes.shape[:-1], self.width)
 
     @property
     def device(self) -> Any:
@@ -70,16 +75,20 @@ class Coded:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(int(array.nbytes) for array in (self.codes, self.lows, self.steps, self.means, self.columns))
+        arrays = self.codes, self.lows, self.steps, self.sizes, self.means
+        return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def opened(self, dtype: Any = None) -> Any:
         """Return the rows, in their dtype or another one."""
-        kind, codes = self.columns.dtype, self.codes
+        kind, codes = torch.promote_types(self.dtype, torch.float32), self.codes
         if self.bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], -1)
         blocks = codes.unflatten(-1, (self.steps.shape[-1], -1)).to(kind)
         X = torch.addcmul(self.lows[..., None].to(kind), blocks, self.steps[..., None].to(kind))
-        X = torch.addcmul(self.means, X.flatten(-2)[..., : self.columns.shape[-1]], self.columns)
+        X = X.flatten(-2)[..., : self.width]
+        if self.sizes is not None:
+            b, m = _scales(self.sizes, self.means, kind)
+            X = torch.addcmul(m, X, b)
         if self.dtype == torch.float16:  # half a step beyond its largest number is infinity
             largest = torch.finfo(self.dtype).max
             X = X.clamp(-largest, largest)
@@ -94,7 +103,7 @@ def opened(rows: Any, dtype: Any = None) -> Any:
 
 
 def coded_nbytes(width: int, bits: int) -> int:
-    """Return the bytes of a coded row, without the scales of the columns."""
+    """Return the bytes of a coded row, without the means and scales of the columns."""
     blocks, entries = _blocks_of(width, bits)
     return blocks * (entries * bits // 8 + 2 * _SCALES.itemsize)
 
@@ -110,10 +119,15 @@ def slot_nbytes(widths: tuple[int, int], own: int, bits: int, *, weight: bool) -
     return rows + 4 * weight
 
 
+def columns_nbytes(widths: tuple[int, int], bits: int) -> int:
+    """Return the bytes of the sizes and means of the columns of a head's keys."""
+    return 0 if bits == 16 else 3 * widths[0]
+
+
 def positions_of_one(width: int, bits: int) -> float:
     """Return how many positions take the bytes of one, if all of a head are coded."""
     widths = width, width
-    return position_nbytes(widths, 2, bits) / slot_nbytes(widths, 2, bits, weight=False)
+    return max(1.0, position_nbytes(widths, 2, bits) / slot_nbytes(widths, 2, bits, weight=False))
 
 
 def check_bits(name: str, bits: Any) -> None:
@@ -135,23 +149,31 @@ def _in_blocks(X: Any, bits: int) -> Any:
     return (torch.cat([X, X[..., -1:].expand(*X.shape[:-1], more)], -1) if more else X).unflatten(-1, (blocks, -1))
 
 
-def _column_scales(X: Any) -> tuple[Any, Any]:
-    """Return what columns are moved by and divided by, both (..., 1, d): means, where they are large, and roots.
+def _columns(X: Any) -> tuple[Any, Any]:
+    """Return the sizes of columns, the logarithms of the roots of their root mean squares, and their large means.
 
     They are formed in float64, so that rows of zeros behind the last one do not change them.
     """
     there, X64 = (X != 0).any(-1, keepdim=True), X.double()
     count = there.sum(-2, keepdim=True).clamp(min=1)
-    means = (X64 / count).sum(-2, keepdim=True)
-    unit = X64.abs().amax((-2, -1), keepdim=True) if X.shape[-2] else torch.zeros_like(means[..., :1])
-    unit = torch.where(unit > 0, unit, 1)
+    center = (X64 / count).sum(-2, keepdim=True)
 
     def size_about(middle: Any) -> Any:
-        return (torch.where(there, (X64 - middle) / unit, 0).square().sum(-2, keepdim=True) / count).sqrt()
+        apart = torch.where(there, X64 - middle, 0)
+        return torch.linalg.vector_norm(apart, dim=-2, keepdim=True) / count.sqrt()
 
-    means = torch.where(means.abs() > size_about(means) * unit, means, 0).to(X.dtype)
-    root = size_about(means.double()).sqrt().clamp(min=2.0**-20)
-    return means, root.nan_to_num(1.0).to(X.dtype)
+    biased = center.abs() > size_about(center)
+    size = size_about(torch.where(biased, center, 0))
+    sizes = (4 * size.log2()).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
+    b = _scales(sizes, torch.zeros_like(sizes), torch.float64)[0]
+    means = torch.where(biased, center / b**2, 0).nan_to_num(0.0).round().clamp(-32767, 32767).to(torch.int16)
+    return sizes, means
+
+
+def _scales(sizes: Any, means: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return what columns are divided by, and what is taken away before."""
+    b = torch.exp2(sizes.to(dtype) / 8)
+    return b, means.to(dtype) * b * b
 
 
 def _rounded(X: Any, *, up: bool) -> Any:

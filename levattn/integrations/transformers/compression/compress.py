@@ -24,6 +24,7 @@ from levattn.integrations.transformers.compression.cache import (
 )
 from levattn.integrations.transformers.compression.coding import (
     check_bits,
+    columns_nbytes,
     position_nbytes,
     positions_of_one,
     slot_nbytes,
@@ -104,7 +105,8 @@ def compress(
         fitted to the tokens alone.
     bits : int, default 8
         Bits of an entry of keys and values: 8, 4, or 16 for the dtype of the model. A share of the bytes is one of a
-        dense cache of 16 bits, and scales and weights of the slots count. So 8 bits keep about twice as many slots in
+        dense cache of 16 bits, and scales and weights of the slots count. (In a head that keeps all positions, two
+        numbers for each column do not.) So 8 bits keep about twice as many slots in
         the same bytes, and 4 bits three times as many. Weights and values are fitted to the keys as they are held.
         Heads with the budget 1.0 keep the dtype of the model, as do later positions. With 16 bits a share is one of a
         dense cache in the model's dtype.
@@ -394,9 +396,13 @@ class _Keeper:
         position = position_nbytes(widths, own, self.bits)
         weighted = bool(split.summaries) or fit is not None
         slot, unweighted = (slot_nbytes(widths, own, self.bits, weight=weight) for weight in (weighted, False))
-        budget = selection.budget
-        whole = isinstance(budget, float) and budget * position >= unweighted * (1 - 1e-9)
-        count = n if whole or budget == 1.0 else split.slots(selection, chunk, of, position / slot)
+        columns = columns_nbytes(widths, self.bits) / max(1, of)  # for each position
+        budget, factor = selection.budget, position / slot
+        whole = budget == 1.0
+        if isinstance(budget, float):
+            whole = whole or budget * position >= unweighted * (1 - 1e-9)
+            factor = max(0.0, position - columns / budget) / slot
+        count = n if whole else split.slots(selection, chunk, of, factor)
         if count == n and (fit is None or self.bits == 16 or budget == 1.0):
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), 0.0

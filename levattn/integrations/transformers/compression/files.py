@@ -22,7 +22,7 @@ from levattn.io import replace_file
 
 _FORMAT, _VERSION = "levattn context", 6
 _SLOTS = ("log_weight", "places", "residuals")  # beside keys and values
-_CODES = ("codes", "lows", "steps", "means", "columns")
+_CODES = ("codes", "lows", "steps", "sizes", "means")
 _MANY = 1 << 20  # more heads than any layer has
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
 _FIGURES = {  # of modules: of attention, of norms, and of the adapters of PEFT
@@ -58,7 +58,9 @@ def write_context(path: str | os.PathLike[str], cache: Any) -> None:
         groups, positions = held_by(layer), cache.get_seq_length()
         own = {f"{i}.{name}": array for i, group in enumerate(groups) for name, array in _arrays_of(group)}
         kept.append({"heads": [group.heads for group in groups], "length": getattr(layer, "length", positions)})
-        kept[-1] |= {"bits": [group.bits for group in groups], "dtype": str(groups[0].keys.dtype).partition(".")[2]}
+        rows = groups[0].keys, groups[0].values
+        kept[-1] |= {"bits": [group.bits for group in groups], "dtype": str(rows[0].dtype).partition(".")[2]}
+        kept[-1]["widths"] = [int(array.shape[-1]) for array in rows]
         if layer.is_sliding:
             kept[-1]["window"] = layer.sliding_window
         else:
@@ -158,12 +160,13 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
     _need(n <= positions and length in lengths, f"layer {number} has slots of {length} of {positions} positions")
     kind, bits = _dtype(told), told["bits"]
     _need(len(bits) == len(told["heads"]) and set(bits) <= set(BITS), f"layer {number} has codes of {bits} bits")
-    d, D = (arrays[f"0.{name}" if bits[0] == 16 else f"0.{name}.columns"].shape[3] for name in ("keys", "values"))
+    d, D = (whole_number("widths", width) for width in told["widths"])
     wanted: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for i, heads in enumerate(told["heads"]):
         slots = (B, len(heads), arrays[f"{i}.places"].shape[2] if window is None else min(positions, window - 1))
-        wanted |= _rows_wanted(f"{i}.keys", kind, (*slots, d), bits[i])
-        wanted |= _rows_wanted(f"{i}.values", kind, (*slots, D), bits[i]) | {f"{i}.places": (torch.int32, slots)}
+        wanted |= _rows_wanted(f"{i}.keys", kind, (*slots, d), bits[i], columns=True)
+        wanted |= _rows_wanted(f"{i}.values", kind, (*slots, D), bits[i], columns=False)
+        wanted[f"{i}.places"] = torch.int32, slots
         if f"{i}.log_weight" in arrays:
             wanted[f"{i}.log_weight"] = torch.float32, slots
         if f"{i}.residuals" in arrays:
@@ -212,29 +215,33 @@ def _dtype(told: dict[str, Any]) -> Any:
     return kind
 
 
-def _rows_wanted(name: str, kind: Any, shape: tuple[int, ...], bits: int) -> dict[str, tuple[Any, tuple[int, ...]]]:
+def _rows_wanted(
+    name: str, kind: Any, shape: tuple[int, ...], bits: int, *, columns: bool
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Return the dtypes and shapes of the arrays of keys or values."""
     if bits == 16:
         return {name: (kind, shape)}
-    found = Coded.of(torch.zeros((1, shape[-1]), dtype=kind), bits)
-    parts = {part: getattr(found, part) for part in _CODES}
-    rows = {part: shape[:-2] + (1,) if part in ("means", "columns") else shape[:-1] for part in _CODES}
-    return {f"{name}.{part}": (array.dtype, (*rows[part], array.shape[-1])) for part, array in parts.items()}
+    found = Coded.of(torch.zeros((1, shape[-1]), dtype=kind), bits, columns=columns)
+    wanted = {}
+    for part in _CODES[: None if columns else -2]:
+        array, rows = getattr(found, part), 1 if part in _CODES[-2:] else shape[-2]
+        wanted[f"{name}.{part}"] = array.dtype, (*shape[:-2], rows, array.shape[-1])
+    return wanted
 
 
 def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions: int) -> Any:
     """Return a layer of a cache with these arrays."""
     kind = _dtype(told)
 
-    def rows(name: str, bits: int) -> Any:
+    def rows(name: str, width: int, bits: int) -> Any:
         if bits == 16:
             return arrays[name]
-        return Coded(*(arrays[f"{name}.{part}"] for part in _CODES), kind, bits)
+        return Coded(*(arrays.get(f"{name}.{part}") for part in _CODES), width, kind, bits)
 
     groups = tuple(
         HeadSlots(
             tuple(heads),
-            *(rows(f"{i}.{name}", told["bits"][i]) for name in ("keys", "values")),
+            *(rows(f"{i}.{name}", told["widths"][j], told["bits"][i]) for j, name in enumerate(("keys", "values"))),
             *(arrays.get(f"{i}.{name}") for name in _SLOTS),
         )
         for i, heads in enumerate(told["heads"])

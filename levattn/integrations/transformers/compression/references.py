@@ -66,7 +66,9 @@ def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> 
 
     `Q`: (1, g, m, d), times their scale, and `weights`: (1, g, m, 1). `K`, `V`: (1, n, ·).
     """
-    rounded = None if bits == 16 else lambda rows: Coded.of(rows, bits).opened()
+    rounded = None
+    if bits < 16:
+        rounded = tuple(lambda rows, own=own: Coded.of(rows, bits, columns=own).opened() for own in (True, False))
     found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0, rounded=rounded)
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
     largest = torch.finfo(V.dtype).max

@@ -149,7 +149,8 @@ class HeadSlots:
         """Return the slots with codes of so many bits for keys and values; 16 stands for no code."""
         if bits == 16:
             return self
-        return replace(self, keys=Coded.of(self.keys, bits), values=Coded.of(self.values, bits))
+        keys, values = (Coded.of(rows, bits, columns=rows is self.keys) for rows in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
 
     def opened(self, dtype: Any = None) -> HeadSlots:
         """Return the slots with keys and values as numbers, of their dtype or another one."""
