@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from levattn.integrations.transformers import HeadProfile, compress
 
+OWN = "levattn", "levattn, 16 bits", "levattn, no fit"
 ANSWER = 40  # tokens of the dense model's own answer, to a question without one
 PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
 
@@ -110,7 +111,8 @@ def read_by_all(
     tokens = torch.tensor([context.tokens])
     for budget in budgets if profile is not None else ():
         yield "levattn", budget, compress(model, tokens, budget, heads=profile)
-        yield "levattn, no fit", budget, compress(model, tokens, budget, heads=profile, references="none")
+        yield "levattn, 16 bits", budget, compress(model, tokens, budget, heads=profile, bits=16)
+        yield "levattn, no fit", budget, compress(model, tokens, budget, heads=profile, references="none", bits=16)
     if others is not None:
         yield from others.read(tokens)
 
@@ -234,14 +236,14 @@ def show_one(rows: list[dict[str, Any]]) -> None:
         about = f"{accuracy:.0%} ± {spread[0] / best[:, 0].mean():.0%} | {loss:.3f} ± {spread[1]:.3f}"
         print(f"| {budget:.0%} | {name} | {cells} | {about} |")
     told = list(losses(mine, [*kept, "accuracy / dense", "loss / dense"]))
-    if {name for name, _ in mine} - {"dense", "levattn", "levattn, no fit"}:  # nobody loses to nobody
+    if {name for name, _ in mine} - {"dense", *OWN}:  # nobody loses to nobody
         print("\n" + ("\n".join(told) or "- levattn loses nowhere in this table"))
 
 
 def losses(found: dict[tuple[str, float], tuple[float, ...]], columns: list[str]) -> Iterator[str]:
     """Yield a sentence for each figure in which rivals are ahead at the same share of the bytes."""
     for budget in dict.fromkeys(share for name, share in found if name == "levattn"):
-        rivals = {name: figures for (name, share), figures in found.items() if share == budget and name != "levattn"}
+        rivals = {name: figures for (name, share), figures in found.items() if share == budget and name not in OWN}
         for i, column in enumerate(columns):
             own, lower = found["levattn", budget][i], column.startswith("loss")
             form, least = (".3f", 5e-4) if lower else (".0%", 5e-3)

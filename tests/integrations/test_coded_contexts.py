@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 from decoders import CACHE, base, difference, of_heads, tokens  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
+from levattn.exceptions import RecallWarning  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,7 +193,15 @@ def test_a_profile_splits_positions_and_the_budget_holds() -> None:
     assert {group.bits for layer in exact.layers for group in layer.groups} == {16}
 
 
-@pytest.mark.parametrize("bits", [True, 2, 7, 16.5, "8", None])
+def test_few_bytes_are_held_in_few_bits_by_default() -> None:
+    model, ids = base(**WIDE), tokens(1, N)
+    for selection, bits in ((0.1, 4), (Selection(0.19), 4), (0.25, 8), (Selection(0.5), 8), (12, 8), (CUT, 8)):
+        with pytest.warns(RecallWarning) if selection is not CUT else nullcontext():
+            cache = compress(model, ids, selection)
+        assert {group.bits for layer in cache.layers for group in layer.groups} - {16} == {bits}
+
+
+@pytest.mark.parametrize("bits", [True, 2, 7, 16.5, "8", 8.5])
 def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=r"bits is .*; expected 4, 8, or 16"):
         compress(base(), tokens(1, N), CUT, bits=bits)

@@ -130,10 +130,11 @@ def positions_of_one(width: int, bits: int) -> float:
     return max(1.0, position_nbytes(widths, 2, bits) / slot_nbytes(widths, 2, bits, weight=False))
 
 
-def check_bits(name: str, bits: Any) -> None:
-    """Raise for a number of bits that no code has."""
+def check_bits(name: str, bits: Any) -> int:
+    """Return a number of bits that a code may have, or raise."""
     if isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"{name} is {bits!r}; expected 4, 8, or 16 for keys and values in the dtype of the model")
+    return int(bits)
 
 
 def _blocks_of(width: int, bits: int) -> tuple[int, int]:

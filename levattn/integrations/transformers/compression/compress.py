@@ -38,6 +38,7 @@ from levattn.integrations.transformers.compression.stand_in import UnreadError
 from levattn.integrations.transformers.interface import check_model
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
+_FEW = 0.2  # a share of the bytes below which codes have 4 bits: more slots are then worth more than finer ones
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
 
@@ -48,7 +49,7 @@ def compress(
     *,
     heads: Any = None,
     references: Any = None,
-    bits: int = 8,
+    bits: int | None = None,
     chunk: int | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> CompressedCache:
@@ -69,9 +70,9 @@ def compress(
 
     **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
     Each sequence of a padded batch is compressed as it would be alone. The output of a head whose slots are fitted
-    stays in the ball that holds its values, whatever the question, up to the rounding of values to `bits`. An entry
-    errs by at most 0.51 of the range of its block over :math:`2^{bits} - 1`, where the columns of a head are scaled to
-    one size, and a block is 32 columns (4 bits) or 256 (8 bits). Any other loss is measured, not bounded, and
+    stays in the ball that holds its values, whatever the question, up to the rounding of values to `bits`. That is at
+    most 0.51 of the range of a block over :math:`2^{bits} - 1`. A block is 32 entries of a row (4 bits) or 256 (8
+    bits), of keys after their columns were divided by the roots of their sizes. Any other loss is measured, not bounded, and
     questions unlike the text may lose more: `head_profile` measures which heads may be cut. With one budget for all
     heads, decoders fail to recall facts of the context.
 
@@ -103,13 +104,13 @@ def compress(
         tokenizer, are read after the context and forgotten. Their queries count beside the own ones: questions like
         those to come, for example. "repeat" stands for the tokens of the context. A model without rotary positions is
         fitted to the tokens alone.
-    bits : int, default 8
-        Bits of an entry of keys and values: 8, 4, or 16 for the dtype of the model. A share of the bytes is one of a
-        dense cache of 16 bits, and scales and weights of the slots count. (In a head that keeps all positions, two
-        numbers for each column do not.) So 8 bits keep about twice as many slots in
-        the same bytes, and 4 bits three times as many. Weights and values are fitted to the keys as they are held.
-        Heads with the budget 1.0 keep the dtype of the model, as do later positions. With 16 bits a share is one of a
-        dense cache in the model's dtype.
+    bits : int, optional
+        Bits of an entry of the keys and values in slots: 4, 8, or 16 for the dtype of the model. By default 4 if
+        `selection` is one share below a fifth, and 8 otherwise. With 4 or 8 bits a share is one of the bytes of a
+        dense cache of 16 bits, whatever the dtype, and scales and weights of the slots count. (In a head that keeps
+        all positions, two numbers for each column do not.) In the same bytes are then three times, or nearly twice, as
+        many slots. Weights and values are fitted to the keys as they are held. Heads with the budget 1.0 and later
+        positions stay in the dtype of the model.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
@@ -161,7 +162,7 @@ def compress(
     """
     tokens, present = tokens_and_present("context", context)
     check_model(model)
-    check_bits("bits", bits)
+    bits = _bits_of(selection, bits)
     _check(model, present, chunk)
     P = tokens.shape[1]
     chunk = P if chunk is None else min(P, whole_number("chunk", chunk))
@@ -272,6 +273,14 @@ def _empty_layers(model: Any) -> list[Any]:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise _without_keys(model, number)
     return [layer if layer.is_sliding else CompressedLayer(number) for number, layer in enumerate(layers)]
+
+
+def _bits_of(selection: Any, bits: Any) -> int:
+    """Return the bits of an entry, which are fewer by default where a share of the bytes leaves few slots."""
+    if bits is not None:
+        return check_bits("bits", bits)
+    budget = selection.budget if isinstance(selection, Selection) else selection
+    return 4 if isinstance(budget, float) and budget < _FEW else 8
 
 
 def _width(model: Any) -> int:
