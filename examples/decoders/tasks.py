@@ -28,7 +28,8 @@ FACTS = {
 }
 FREQUENT = "marble", "lantern", "pepper"
 TASKS = ("one number", "one of four", "three words", "three facts", "two hops", "frequent words")
-DAILY = "phones", "appointments", "table", "passage", "code", "chat", "summary"  # nothing in levattn was chosen by them
+# Nothing in levattn was chosen by them
+DAILY = "phones", "appointments", "table", "passage", "code", "chat", "summary"
 DAYS = "Monday", "Tuesday", "Wednesday", "Thursday", "Friday"
 PEOPLE = "Ames", "Burke", "Costa", "Dunn", "Ellis", "Ferro", "Grant", "Hicks"
 TOWNS = "Lisbon", "Oslo", "Cairo", "Delhi", "Quito", "Seoul", "Turin", "Perth"
@@ -39,7 +40,7 @@ FOLLOWING = 200  # tokens of the text after the context
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its answer, in tokens; without an answer, the first 40 tokens that the dense model gives are it."""
+    """A question and its answer, in tokens; without an answer, it is the first 40 tokens of the dense model."""
 
     asked: list[int]
     answer: list[int] | None
@@ -161,7 +162,8 @@ def _chat(rng: random.Random) -> tuple[list[str], list[tuple[str, str | None]]]:
     rng.shuffle(facts)
     turns, asked = "", []
     for fact, value in facts:
-        turns += f"\nUser: Complete the sentence on the {fact.split()[0]} of {name}.\nAssistant: The {fact.format(name)}"
+        turns += f"\nUser: Complete the sentence on the {fact.split()[0]} of {name}."
+        turns += f"\nAssistant: The {fact.format(name)}"
         asked.append((turns, f" {value}"))
         turns += f" {value}."
     return lines, asked

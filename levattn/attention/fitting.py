@@ -206,9 +206,9 @@ def fit_slots(
     mask : array of bool, shape (..., G, n), optional
         True for a key that takes part; leading axes are broadcast. The result is the same as without the others.
     rounded : pair of functions, optional
-        How keys and values will be held, in fewer bits for example. The first takes the keys (b, s, d) of the slots of
-        some heads and returns them rounded, and the second the values (b, s, D). Log-weights and values are then
-        fitted to rounded keys, and the residuals are those of rounded keys and values. The result has both unrounded.
+        How keys and values will be held, in fewer bits for example. The first function takes the keys (b, s, d) of the
+        slots of some heads and returns them rounded. The second one takes their values (b, s, D). Log-weights and
+        values are then fitted to rounded keys, and residuals measure rounded keys and values. The result is unrounded.
 
     Returns
     -------
@@ -319,7 +319,7 @@ def _rule(selection: Selection, n: int) -> SelectionRule:
 
 
 def _with_arrays_of_caller(call: PrunedCall, rounded: Any) -> tuple[Rounding, Rounding]:
-    """Return a user's functions of arrays for arrays of the call, which check what they return."""
+    """Return a user's functions of arrays for arrays of the call; they check the arrays that come back."""
     pair = rounded if isinstance(rounded, tuple) else ()
     if len(pair) != 2 or not all(map(callable, pair)):
         raise TypeError(f"rounded is {rounded!r}; expected two functions, of keys and of values, or None")

@@ -88,7 +88,10 @@ def fitted_heads(
 ) -> HeadFit:
     """Return the slots of heads with keys K (b, n, d) and values V (b, n, D), as `levattn.attention.fit_slots` does.
 
-    arrays: K, V, and given scores (b, n) or None; n is at least 1. largest: the largest number that a value can be.
+    arrays: K, V, and given scores (b, n) or None; n is at least 1.
+
+    largest: the largest number that a value can be.
+
     rounded: functions that return keys, and values, as they will be held; or None.
     """
     K, V, scores = arrays

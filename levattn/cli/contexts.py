@@ -78,6 +78,7 @@ class Compression:
     heads: Path | None
     tokens: int | None
     chunk: int | None
+    bits: int | None
     as_json: bool
     html: Path | None
 
@@ -132,7 +133,7 @@ def compress_text(asked: Compression) -> None:
     message, inputs = _tokens_of(asked, words, model, tokenizer)
     count = inputs["input_ids"].shape[1]
     start = time.perf_counter()
-    how: dict[str, Any] = {"heads": heads, "chunk": asked.chunk, "progress": sys.stderr.isatty()}
+    how: dict[str, Any] = {"heads": heads, "chunk": asked.chunk, "bits": asked.bits, "progress": sys.stderr.isatty()}
     with told_of_recall(), forward_errors_in_one_line(asked.model, count):
         cache = compressed(model, inputs, asked.budget, **how)
     seconds = time.perf_counter() - start

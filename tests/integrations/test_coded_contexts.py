@@ -195,7 +195,7 @@ def test_a_profile_splits_positions_and_the_budget_holds() -> None:
 
 def test_few_bytes_are_held_in_few_bits_by_default() -> None:
     model, ids = base(**WIDE), tokens(1, N)
-    for selection, bits in ((0.1, 4), (Selection(0.19), 4), (0.25, 8), (Selection(0.5), 8), (12, 8), (CUT, 8)):
+    for selection, bits in ((0.05, 4), (Selection(0.09), 4), (0.12, 8), (Selection(0.5), 8), (12, 8), (CUT, 8)):
         with pytest.warns(RecallWarning) if selection is not CUT else nullcontext():
             cache = compress(model, ids, selection)
         assert {group.bits for layer in cache.layers for group in layer.groups} - {16} == {bits}

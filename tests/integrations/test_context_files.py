@@ -302,7 +302,9 @@ RESEALED: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "whole numbers": _set("0.1.keys", lambda array: (100 * array).long()),
     "keys and values of two kinds": _set("0.1.values", lambda array: array.double()),
     "codes that are numbers": _set("0.0.keys.codes", lambda array: array.float()),
-    "a scale of columns that values do not have": lambda _, arrays: arrays.update({"0.0.values.sizes": 1 * arrays["0.0.keys.sizes"]}),
+    "sizes of the columns of values": lambda _, arrays: arrays.update(
+        {"0.0.values.sizes": 1 * arrays["0.0.keys.sizes"]}
+    ),
     "another width of codes": lambda head, _: head["layers"][0].update(widths=[8, 6]),
     "fewer codes": _set("0.0.keys.codes", lambda array: array[..., 1:]),
     "fewer scales": _set("0.0.values.steps", lambda array: array[:, :, 1:]),

@@ -41,7 +41,8 @@ Read a text once, keep a part of it for questions.
 
 The model reads the text, and the command keeps a share of the bytes of its KV cache. It keeps all positions of the
 heads that recall, according to --heads, and few positions of the others, with values fitted to the queries of the
-text. `levattn ask` answers from the file. The loss has no bound. The command needs torch and transformers.
+text. Entries are rounded to 4 or 8 bits. `levattn ask` answers from the file. The loss has no bound. The command needs
+torch and transformers.
 
 \b
 Examples:
@@ -94,6 +95,12 @@ def _share(value: float) -> float:
     return value
 
 
+def _bits(value: int | None) -> int | None:
+    if value not in (None, 4, 8, 16):
+        raise typer.BadParameter(f"--bits is {value}, expected 4, 8 or 16")
+    return value
+
+
 def _profile(
     model: ModelPath,
     output: Annotated[
@@ -138,11 +145,21 @@ def _compress(
         int | None,
         typer.Option(min=1, help="Tokens to read at once: fewer need less memory, but lose more. Default: all."),
     ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            callback=_bits,
+            help="Bits of an entry that is kept: 4, 8, or 16 for the type of the model. Default: 4 if the budget is "
+            "below 0.1, else 8.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     html: WebPage = None,
 ) -> None:
     budget = slots_or_share(budget, heads)
-    contexts.compress_text(contexts.Compression(model, text, output, budget, heads, tokens, chunk, as_json, html))
+    contexts.compress_text(
+        contexts.Compression(model, text, output, budget, heads, tokens, chunk, bits, as_json, html)
+    )
 
 
 def _ask(

@@ -486,7 +486,7 @@ def check_padding(model: Any, layers: Any, present: Any) -> None:
 def _position_nbytes(group: HeadSlots) -> int:
     """Return the bytes of a position's keys and values in all sequences and heads of a group."""
     widths = sum(array.shape[-1] * array.dtype.itemsize for array in (group.keys, group.values))
-    return group.keys.shape[0] * len(group.heads) * int(widths)
+    return int(group.keys.shape[0] * len(group.heads) * widths)
 
 
 def tokens_and_present(name: str, value: Any, mask: Any = None) -> tuple[Any, Any]:

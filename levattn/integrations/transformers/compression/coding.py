@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
+
 _BLOCKS = {4: 32, 8: 256}  # largest number of entries of a row that share a scale, for each number of bits
 BITS = (*_BLOCKS, 16)  # 16 stands for no code
 _SCALES = torch.bfloat16  # of blocks and columns: the range of float32
@@ -37,9 +39,9 @@ class Coded:
     def of(cls, rows: Any, bits: int, *, columns: bool) -> Coded:
         """Return rows as codes; an entry errs by 0.51 of the range of its block over 2^bits - 1, in units of b_c.
 
-        With `columns`, means of columns are taken away where they are larger than the deviations from them, as a bias
-        of keys makes them. Then columns are divided by the roots of their root mean squares. The same error for all
-        columns would be too much for small ones, and an error in proportion to a column too much for large ones, which
+        With `columns`, the mean of a column is subtracted if it is larger than the deviations from it, as a bias of
+        keys makes it. A column is then divided by the root of its root mean square. The same error for all columns
+        would be too much for small ones. An error in proportion to a column would be too much for large ones, which
         decide logits. Rows of zeros do not count, as they stand for no slot.
         """
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -134,7 +136,7 @@ def check_bits(name: str, bits: Any) -> int:
     """Return a number of bits that a code may have, or raise."""
     if isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"{name} is {bits!r}; expected 4, 8, or 16 for keys and values in the dtype of the model")
-    return int(bits)
+    return whole_number(name, bits)
 
 
 def _blocks_of(width: int, bits: int) -> tuple[int, int]:
@@ -172,7 +174,7 @@ def _columns(X: Any) -> tuple[Any, Any]:
 
 
 def _scales(sizes: Any, means: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return what columns are divided by, and what is taken away before."""
+    """Return the divisors of columns, and the means that are subtracted before."""
     b = torch.exp2(sizes.to(dtype) / 8)
     return b, means.to(dtype) * b * b
 

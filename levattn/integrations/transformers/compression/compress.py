@@ -38,7 +38,7 @@ from levattn.integrations.transformers.compression.stand_in import UnreadError
 from levattn.integrations.transformers.interface import check_model
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
-_FEW = 0.2  # a share of the bytes below which codes have 4 bits: more slots are then worth more than finer ones
+_FEW = 0.1  # a share of the bytes below which codes have 4 bits: more slots are then worth more than finer ones
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
 
@@ -70,11 +70,10 @@ def compress(
 
     **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
     Each sequence of a padded batch is compressed as it would be alone. The output of a head whose slots are fitted
-    stays in the ball that holds its values, whatever the question, up to the rounding of values to `bits`. That is at
-    most 0.51 of the range of a block over :math:`2^{bits} - 1`. A block is 32 entries of a row (4 bits) or 256 (8
-    bits), of keys after their columns were divided by the roots of their sizes. Any other loss is measured, not bounded, and
-    questions unlike the text may lose more: `head_profile` measures which heads may be cut. With one budget for all
-    heads, decoders fail to recall facts of the context.
+    stays in the ball that holds its values, whatever the question, up to the rounding to `bits`. That is at
+    most 0.51 of the range of a block of entries over :math:`2^{bits} - 1`. A block is 32 entries of a row (4 bits) or
+    256 (8 bits). Any other loss is measured, not bounded, and questions unlike the text may lose more: `head_profile`
+    measures which heads may be cut. With one budget for all heads, decoders fail to recall facts of the context.
 
     Parameters
     ----------
@@ -106,10 +105,10 @@ def compress(
         fitted to the tokens alone.
     bits : int, optional
         Bits of an entry of the keys and values in slots: 4, 8, or 16 for the dtype of the model. By default 4 if
-        `selection` is one share below a fifth, and 8 otherwise. With 4 or 8 bits a share is one of the bytes of a
-        dense cache of 16 bits, whatever the dtype, and scales and weights of the slots count. (In a head that keeps
-        all positions, two numbers for each column do not.) In the same bytes are then three times, or nearly twice, as
-        many slots. Weights and values are fitted to the keys as they are held. Heads with the budget 1.0 and later
+        `selection` is one share below a tenth, and 8 otherwise. With 4 or 8 bits a share is one of the bytes of a
+        dense cache of 16 bits, whatever the dtype. Scales and weights of the slots count. (In a head that keeps all
+        positions, two numbers for each column do not.) So there are three times, or nearly twice, as many slots in the
+        same bytes. Weights and values are fitted to the keys as they are held. Heads with the budget 1.0 and later
         positions stay in the dtype of the model.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads

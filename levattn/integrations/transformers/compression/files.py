@@ -236,7 +236,8 @@ def _layer(number: int, told: dict[str, Any], arrays: dict[str, Any], positions:
     def rows(name: str, width: int, bits: int) -> Any:
         if bits == 16:
             return arrays[name]
-        return Coded(*(arrays.get(f"{name}.{part}") for part in _CODES), width, kind, bits)
+        codes = {part: arrays.get(f"{name}.{part}") for part in _CODES}
+        return Coded(**codes, width=width, dtype=kind, bits=bits)
 
     groups = tuple(
         HeadSlots(

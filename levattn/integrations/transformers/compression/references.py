@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +67,12 @@ def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> 
 
     `Q`: (1, g, m, d), times their scale, and `weights`: (1, g, m, 1). `K`, `V`: (1, n, ·).
     """
-    rounded = None
-    if bits < 16:
-        rounded = tuple(lambda rows, own=own: Coded.of(rows, bits, columns=own).opened() for own in (True, False))
-    found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0, rounded=rounded)
+
+    def rounded(rows: Any, *, columns: bool) -> Any:
+        return Coded.of(rows, bits, columns=columns).opened()
+
+    roundings = None if bits == 16 else (partial(rounded, columns=True), partial(rounded, columns=False))
+    found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0, rounded=roundings)
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
     largest = torch.finfo(V.dtype).max
     held = (
