@@ -20,6 +20,7 @@ from levattn.exceptions import (
     NonFiniteError,
     RankWarning,
     RecallWarning,
+    ResidualWarning,
 )
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import causal_heavy_attention, heavy_attention
@@ -61,6 +62,7 @@ __all__ = [
     "Power",
     "RankWarning",
     "RecallWarning",
+    "ResidualWarning",
     "SelectedKeys",
     "Sensitivities",
     "Softmax",

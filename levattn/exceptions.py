@@ -33,3 +33,7 @@ class RankWarning(UserWarning):
 
 class RecallWarning(UserWarning):
     """All heads of a decoder are cut alike, so the decoder cannot recall facts of its context."""
+
+
+class ResidualWarning(UserWarning):
+    """Some heads of a compressed context lose far more than the others on queries that were not fitted."""

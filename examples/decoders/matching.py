@@ -108,16 +108,19 @@ def _fitted(Q: Any, K: Any, V: Any, counts: Sequence[int]) -> Iterator[tuple[Any
     """
     if not counts:
         return
-    logits = (Q @ K.T) / math.sqrt(K.shape[1])
-    E = torch.exp(logits - logits.amax(1, keepdim=True))
+    scale = 1 / math.sqrt(K.shape[1])
+    E = (Q @ K.T).mul_(scale)
+    E = E.sub_(E.amax(1, keepdim=True)).exp_()
     mass = E.sum(1, keepdim=True)
-    Y = E @ V / mass
-    order = (E / mass).square().mean(0).sqrt().topk(max(counts)).indices
+    W = E / mass
+    Y = W @ V
+    order = torch.linalg.vector_norm(W, dim=0).topk(max(counts)).indices
+    del W
     for count in counts:
         kept = order[:count].sort().values
-        log_weight = _bounded(E[:, kept], mass).log()[:, 0]
-        values = _least_squares(torch.softmax(logits[:, kept] + log_weight, 1), Y)
-        yield K[kept], values.to(V.dtype), log_weight.to(torch.float32), kept.to(torch.int32)
+        log_weight = _bounded(E[:, kept], mass).log()
+        values = _least_squares(torch.softmax((Q @ K[kept].T).mul_(scale).add_(log_weight.T), 1), Y)
+        yield K[kept], values, log_weight[:, 0], kept.to(torch.int32)
 
 
 def _bounded(A: Any, b: Any) -> Any:

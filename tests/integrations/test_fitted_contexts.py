@@ -17,6 +17,7 @@ from decoders import CACHE, base, difference, tokens  # noqa: E402
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 from levattn.attention import Selection, fit_slots  # noqa: E402
+from levattn.exceptions import ResidualWarning  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,3 +280,15 @@ def test_a_short_row_hides_no_residual() -> None:
 def test_references_are_checked_where_nothing_is_cut() -> None:
     with pytest.raises(TypeError, match=r"references is torch\.float32"):
         compress(base(), tokens(1, N), 1.0, references=torch.ones(1, 4))
+
+
+def test_heads_that_lose_far_more_than_the_others_are_told() -> None:
+    model, ids = base(num_hidden_layers=3).double(), tokens(1, N)
+    with torch.no_grad():  # each query attends to one key, of which two slots hold two
+        model.model.layers[2].self_attn.q_proj.weight.mul_(30)
+    heads = {(layer, head): 2 if layer == 2 else 0.95 for layer in (0, 1, 2) for head in (0, 1)}
+    with pytest.warns(ResidualWarning, match=r"2 heads lose far more .* layer 2 err by \d\d% .* \d% in the median"):
+        cache = compress(model, ids, heads, bits=16)
+    assert residuals(cache)[2, 0] > 0.5
+    alike = compress(model, ids, dict.fromkeys(heads, 2), bits=16)
+    assert max(residuals(alike).values()) > 0.5

@@ -84,7 +84,7 @@ def test_a_head_that_is_cut_keeps_its_number_of_slots() -> None:
     held = cache.get_seq_length() - cache.layers[0].tail.length
     assert held > CONTEXT
     for head, after in slots().items():
-        least, most = (0.9 * before[head], before[head]) if head in CUT else (held, held)  # a cluster may be empty
+        least, most = (0.8 * before[head], before[head]) if head in CUT else (held, held)  # a cluster may be empty
         assert least <= after <= most
     places = next(group.places for group in cache.layers[0].groups if 0 in group.heads)[0, 0]
     kept = places[places >= 0].tolist()
@@ -254,7 +254,8 @@ def test_queries_that_are_forgotten_choose_no_slots(forget: str, renewed: bool) 
     if forget == "reset" and renewed:
         pytest.skip("the context is no longer there alone")
     model, more = base().double(), torch.tensor([[30, 31, 32, 33]])
-    one, other = (compress(model, tokens(2, CONTEXT), of_heads(CUT, renew_every=12)) for _ in range(2))
+    how = of_heads(CUT, renew_every=12)
+    one, other = (compress(model, tokens(2, CONTEXT), how, bits=16) for _ in range(2))  # rounding may change a code
     for cache in (one, other):
         cache.batch_select_indices(torch.tensor([1]))
         if renewed:

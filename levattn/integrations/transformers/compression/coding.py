@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import whole_number
-
 _BLOCKS = {4: 32, 8: 256}  # largest number of entries of a row that share a scale, for each number of bits
 BITS = (*_BLOCKS, 16)  # 16 stands for no code
-_SCALES = torch.bfloat16  # of blocks and columns: the range of float32
+_SCALES, _SCALE_NBYTES = torch.bfloat16, 2  # of blocks: the range of float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +105,7 @@ def opened(rows: Any, dtype: Any = None) -> Any:
 def coded_nbytes(width: int, bits: int) -> int:
     """Return the bytes of a coded row, without the means and scales of the columns."""
     blocks, entries = _blocks_of(width, bits)
-    return blocks * (entries * bits // 8 + 2 * _SCALES.itemsize)
+    return blocks * (entries * bits // 8 + 2 * _SCALE_NBYTES)
 
 
 def position_nbytes(widths: tuple[int, int], own: int, bits: int) -> int:
@@ -136,7 +134,8 @@ def check_bits(name: str, bits: Any) -> int:
     """Return a number of bits that a code may have, or raise."""
     if isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"{name} is {bits!r}; expected 4, 8, or 16 for keys and values in the dtype of the model")
-    return whole_number(name, bits)
+    found: int = bits
+    return found
 
 
 def _blocks_of(width: int, bits: int) -> tuple[int, int]:

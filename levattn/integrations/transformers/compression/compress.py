@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from levattn._core.checks import whole_number
 from levattn._core.threads import parallel_for, reported
 from levattn.attention import Selection
+from levattn.exceptions import ResidualWarning
 from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression import slots
 from levattn.integrations.transformers.compression.cache import (
@@ -39,6 +42,7 @@ from levattn.integrations.transformers.interface import check_model
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
 _FEW = 0.1  # a share of the bytes below which codes have 4 bits: more slots are then worth more than finer ones
+_LARGE, _FAR = 0.5, 4  # a residual beyond this, and beyond so many times the median, is an outlier
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
 
@@ -69,11 +73,11 @@ def compress(
     "residual").
 
     **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
-    Each sequence of a padded batch is compressed as it would be alone. The output of a head whose slots are fitted
-    stays in the ball that holds its values, whatever the question, up to the rounding to `bits`. That is at
-    most 0.51 of the range of a block of entries over :math:`2^{bits} - 1`. A block is 32 entries of a row (4 bits) or
-    256 (8 bits). Any other loss is measured, not bounded, and questions unlike the text may lose more: `head_profile`
-    measures which heads may be cut. With one budget for all heads, decoders fail to recall facts of the context.
+    Each sequence of a padded batch is compressed as it would be alone. If the slots of a head are fitted, its output
+    stays in the ball that holds its values, whatever the question. Rounding to `bits` may move it by 0.51 of the range
+    of a block of entries over :math:`2^{bits} - 1`. A block is 32 entries of a row (4 bits) or 256 (8 bits). Any other
+    loss is measured, not bounded, and questions unlike the text may lose more: `head_profile` measures which heads may
+    be cut. With one budget for all heads, decoders fail to recall facts of the context.
 
     Parameters
     ----------
@@ -131,6 +135,13 @@ def compress(
         are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles that depend on
         the length. If "own" is given for a model without rotary positions. If tokens are given, and the context is
         read in chunks, or layers slide.
+
+    Warns
+    -----
+    RecallWarning
+        If all heads are cut alike, because there is no profile of them.
+    ResidualWarning
+        If a head has a residual of more than a half, and of more than four times the median of all heads.
 
     Notes
     -----
@@ -195,7 +206,24 @@ def compress(
                 raise ValueError(f"{type(model).__name__}: {error}") from error
             advance(last - first)
         keeper.close()
+    _tell_of_outliers(cache)
     return cache
+
+
+def _tell_of_outliers(cache: CompressedCache) -> None:
+    """Warn of heads whose outputs err much on queries that were not fitted, and far more than other heads do."""
+    rows = [row for row in cache.table() if row.get("residual", 0.0) > 0]
+    usual = median(row["residual"] for row in rows) if rows else 0.0
+    far = [row for row in rows if row["residual"] > max(_LARGE, _FAR * usual)]
+    if far:
+        worst = max(far, key=lambda row: float(row["residual"]))
+        warnings.warn(
+            f"{len(far)} heads lose far more than the others on queries that were not fitted: the outputs of head "
+            f"{worst['head']} of layer {worst['layer']} err by {worst['residual']:.0%} of their size, and by "
+            f"{usual:.0%} in the median. Give such heads more slots or bits; cache.table() has the residual of each",
+            ResidualWarning,
+            stacklevel=3,
+        )
 
 
 def _references(
