@@ -26,12 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from matching import matched
 from tasks import DAILY, TASKS, Context, contexts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaModel
 from transformers.utils import logging
 
 from levattn.integrations.transformers import HeadProfile, compress
 
+REQUEST = "\nRepeat the previous context.\n"  # of Attention Matching
 OWN = "levattn", "levattn, 16 bits", "levattn, no fit"
 ANSWER = 40  # tokens of the dense model's own answer, to a question without one
 PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
@@ -105,14 +107,17 @@ def with_answers(model: Any, context: Context) -> Context:
 
 
 def read_by_all(
-    model: Any, context: Context, budgets: list[float], profile: HeadProfile | None, others: Any
+    model: Any, context: Context, budgets: list[float], profile: HeadProfile | None, request: list[int], others: Any
 ) -> Iterator[tuple[str, float, Any]]:
-    """Yield method, budget and cache."""
+    """Yield method, budget and cache; `profile` is for levattn, and `request` for Attention Matching."""
     tokens = torch.tensor([context.tokens])
     for budget in budgets if profile is not None else ():
         yield "levattn", budget, compress(model, tokens, budget, heads=profile)
         yield "levattn, 16 bits", budget, compress(model, tokens, budget, heads=profile, bits=16)
         yield "levattn, no fit", budget, compress(model, tokens, budget, heads=profile, references="none", bits=16)
+    if request:
+        for budget, cache in matched(model, tokens, budgets, HeadProfile.load(PROFILE), request):
+            yield "Attention Matching", budget, cache
     if others is not None:
         yield from others.read(tokens)
 
@@ -123,7 +128,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.03, 0.06, 0.12, 0.25])
     parser.add_argument("--contexts", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=("levattn", "rivals"), default=["levattn"])
+    parser.add_argument("--methods", nargs="+", choices=("levattn", "matching", "rivals"), default=["levattn"])
     parser.add_argument("--daily", action="store_true", help="other texts and tasks, never used to choose anything")
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
@@ -140,6 +145,7 @@ def main() -> None:
 
         others = Rivals(model, tokenizer, profile, options.budgets)
     ours = profile if "levattn" in options.methods else None
+    request = tokenizer(REQUEST, add_special_tokens=False)["input_ids"] if "matching" in options.methods else []
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
         every = [
@@ -159,7 +165,7 @@ def main() -> None:
                 continue
             new = [
                 row(context, number, name, budget, measured(model, cache, context))
-                for name, budget, cache in read_by_all(model, context, options.budgets, ours, others)
+                for name, budget, cache in read_by_all(model, context, options.budgets, ours, request, others)
             ]
             written(options.write, new)
             rows += new

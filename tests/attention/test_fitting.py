@@ -126,6 +126,72 @@ def test_few_rows_have_an_unseen_one(m: int, unseen: list[int]) -> None:
         np.testing.assert_allclose(getattr(slots, name), getattr(same, name), rtol=1e-9, atol=1e-12)
 
 
+# -- keys and values that will be rounded ----------------------------------------------------------
+
+
+def rounded_to(step: float) -> Any:
+    """Functions that round keys and values to multiples."""
+
+    def nearest(rows: Float) -> Float:
+        return np.round(rows / step) * step
+
+    return nearest, nearest
+
+
+def test_weights_and_values_are_fitted_to_the_keys_as_they_are_held() -> None:
+    Q, K, V = heads(11, n=60)
+    coarse = rounded_to(0.25)
+    exact = fit_slots(Q, K, V, Selection(size=6), unseen=Q)
+    slots = fit_slots(Q, K, V, Selection(size=6), unseen=Q, rounded=coarse)
+    assert slots.indices.tolist() == exact.indices.tolist()
+    for g in range(2):
+        q, at = Q[2 * g : 2 * g + 2].reshape(-1, 5) / math.sqrt(5), slots.indices[g]
+        assert np.array_equal(slots.keys[g], K[g, at])
+        c, z = coarse[0](K[g, at]), q @ K[g].T
+        sums = np.log(np.exp(z).sum(axis=1))[:, None]
+        F = np.minimum(np.exp(q @ c.T - sums), 1)
+        y = softmax(z) @ V[g]
+        B, mu = np.exp(slots.log_weights[g]), 1e-2 * np.mean((F**2).sum(axis=0))
+        slope = F.T @ (F @ B - 1) + mu * (B - 1)  # of half the objective, zero but at a bound
+        assert np.all((np.abs(slope) < 1e-9) | ((B < LOW + 1e-9) & (slope > 0)) | ((B > HIGH - 1e-9) & (slope < 0)))
+        X = softmax(q @ c.T + slots.log_weights[g])
+        ridge = 3e-3 * np.mean((X**2).sum(axis=0)) * np.eye(6)
+        C = V[g, at] + np.linalg.solve(X.T @ X + ridge, X.T @ (y - X @ V[g, at]))
+        assert slots.clipped[g] == 0
+        np.testing.assert_allclose(slots.values[g], C, atol=1e-9)
+        apart = X @ coarse[1](slots.values[g]) - y
+        relative = np.linalg.norm(apart) / np.linalg.norm(y)
+        assert slots.output_residual[g] == pytest.approx(relative, rel=1e-9)
+        assert relative > exact.output_residual[g]
+
+
+@over_storages
+def test_rounding_to_nothing_changes_nothing_and_sees_arrays_of_the_caller(storage: str) -> None:
+    given = [stored(X, storage) for X in heads(12)]
+    kinds = set()
+
+    def same(rows: Any) -> Any:
+        kinds.add(type(rows))
+        return rows
+
+    plain, held = (fit_slots(*given, Selection(size=6), rounded=pair) for pair in (None, (same, same)))
+    assert kinds == {np.ndarray if storage == "jax" else type(given[0])}  # JAX computes by NumPy
+    for name in ("keys", "values", "log_weights"):
+        assert np.array_equal(as_float64(getattr(plain, name)), as_float64(getattr(held, name)))
+    np.testing.assert_allclose(held.output_residual, plain.output_residual, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rounded", [np.round, (np.round,), (np.round, 3), [np.round, np.round], "int8"])
+def test_rounding_needs_two_functions(rounded: Any) -> None:
+    with pytest.raises(TypeError, match=r"rounded is .*; expected two functions, of keys and of values, or None"):
+        fit_slots(*heads(13), 0.2, rounded=rounded)
+
+
+def test_rounding_keeps_shapes() -> None:
+    with pytest.raises(ValueError, match=r"rounded returned ndarray \(2, 6, 4\) for ndarray \(2, 6, 5\)"):
+        fit_slots(*heads(13), Selection(size=6), rounded=(lambda rows: rows[..., 1:], np.round))
+
+
 # -- least squares -------------------------------------------------------------------------------
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from levattn._kernels.codes import open_rows
+from levattn._kernels.tensors import in_plain_memory, memory_of
+
 _BLOCKS = {4: 32, 8: 256}  # largest number of entries of a row that share a scale, for each number of bits
 BITS = (*_BLOCKS, 16)  # 16 stands for no code
 _SCALES, _SCALE_NBYTES = torch.bfloat16, 2  # of blocks: the range of float32
@@ -80,19 +83,32 @@ class Coded:
 
     def opened(self, dtype: Any = None) -> Any:
         """Return the rows, in their dtype or another one."""
-        kind, codes = torch.promote_types(self.dtype, torch.float32), self.codes
-        if self.bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], -1)
-        blocks = codes.unflatten(-1, (self.steps.shape[-1], -1)).to(kind)
-        X = torch.addcmul(self.lows[..., None].to(kind), blocks, self.steps[..., None].to(kind))
-        X = X.flatten(-2)[..., : self.width]
-        if self.sizes is not None:
-            b, m = _scales(self.sizes, self.means, kind)
+        kind = torch.promote_types(self.dtype, torch.float32)
+        b, m = self._of_columns(kind)
+        lows, steps = self.lows.to(kind), self.steps.to(kind)
+        if kind == torch.float32 and in_plain_memory((self.codes, lows, b)):
+            X = torch.empty(self.shape)
+            heads = [array.flatten(0, -3).contiguous() for array in (self.codes, lows, steps, b, m)]
+            for z, low, step, of_b, of_m, rows in zip(*map(memory_of, (*heads, X.flatten(0, -3))), strict=True):
+                open_rows(z, low, step, of_b[0], of_m[0], self.bits, rows)
+        else:
+            codes = self.codes
+            if self.bits == 4:
+                codes = torch.cat([codes & 15, codes >> 4], -1)
+            blocks = codes.unflatten(-1, (steps.shape[-1], -1)).to(kind)
+            X = torch.addcmul(lows[..., None], blocks, steps[..., None]).flatten(-2)[..., : self.width]
             X = torch.addcmul(m, X, b)
         if self.dtype == torch.float16:  # half a step beyond its largest number is infinity
             largest = torch.finfo(self.dtype).max
             X = X.clamp(-largest, largest)
         return X.to(self.dtype if dtype is None else dtype)
+
+    def _of_columns(self, dtype: Any) -> tuple[Any, Any]:
+        """Return what columns were divided by, and their means, (..., 1, d)."""
+        if self.sizes is None:
+            shape = (*self.codes.shape[:-2], 1, self.width)
+            return self.lows.new_ones(shape, dtype=dtype), self.lows.new_zeros(shape, dtype=dtype)
+        return _scales(self.sizes, self.means, dtype)
 
 
 def opened(rows: Any, dtype: Any = None) -> Any:
