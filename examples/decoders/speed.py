@@ -1,9 +1,9 @@
-"""What compression costs and saves on SmolLM2: time of reading, time of a step, and memory, beside a dense cache.
+"""What compression costs and saves on SmolLM2: time of reading, of a step, and memory, beside dense and earlier forms.
 
     python examples/decoders/speed.py [--reading 4096] [--decoding 8192] [--budget 0.25] [--rounds 5]
 
 Times are medians of interleaved rounds in one process. Memory is by how much a process shrinks when it lets go of a
-cache, each in a process of its own.
+cache, and the most that a process held while it read, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,11 @@ from tasks import contexts
 
 from levattn.integrations.transformers import HeadProfile, compress
 
+WAYS: dict[str, dict[str, Any]] = {
+    "compressed": {},
+    "16 bits": {"bits": 16},
+    "no fit": {"bits": 16, "references": "none"},
+}
 STEPS = 20  # that are timed at once
 
 
@@ -59,13 +66,21 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def read(model: Any, tokens: Any, which: str, budget: float, profile: HeadProfile) -> Any:
+    """Return a cache that was made in one of the ways."""
+    if which == "dense":
+        return dense(model, tokens)
+    return compress(model, tokens, budget, heads=profile, **WAYS[which])
+
+
 def memory(which: str, length: int, budget: float) -> None:
-    """Print by how much this process shrinks once a cache is let go."""
+    """Print by how much this process shrinks once a cache is let go, and the most that it held."""
     model, tokens, profile = given(length)
-    cache = dense(model, tokens) if which == "dense" else compress(model, tokens, budget, heads=profile)
-    before = resident()
+    compress(model, tokens[:, :512], budget, heads=profile)
+    cache = read(model, tokens, which, budget, profile)
+    most, before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resident()
     del cache
-    print(before - resident())
+    print(before - resident(), most)
 
 
 def given(length: int) -> tuple[Any, Any, HeadProfile]:
@@ -81,7 +96,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--decoding", type=int, default=8192)
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", choices=("dense", "compressed"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory", choices=("dense", *WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_grad_enabled(False)
     if options.memory:
@@ -90,32 +105,23 @@ def main(arguments: Iterable[str] | None = None) -> None:
     model, tokens, profile = given(options.decoding)
     part = tokens[:, : options.reading]
     compress(model, part[:, :512], options.budget, heads=profile)
-    reading = {
-        "dense": lambda: dense(model, part),
-        "compressed": lambda: compress(model, part, options.budget, heads=profile),
-    }
+    names = "dense", *WAYS
+    reading = {which: partial(read, model, part, which, options.budget, profile) for which in names}
     found = medians(reading, options.rounds)
-    print(
-        f"reading {options.reading} tokens, {torch.get_num_threads()} threads: dense {found['dense']:.2f} s, with "
-        f"compression {found['compressed']:.2f} s, {found['compressed'] / found['dense']:.3f} times"
-    )
-    caches = {
-        "dense": dense(model, tokens),
-        "compressed": compress(model, tokens, options.budget, heads=profile),
-    }
+    print(f"\nReading {options.reading} tokens, {torch.get_num_threads()} threads, {options.budget:.0%} of the bytes:")
+    for which in names:
+        print(f"  {which}: {found[which]:.2f} s, {found[which] / found['dense']:.2f} times dense")
+    caches = {which: read(model, tokens, which, options.budget, profile) for which in names}
     found = medians({name: step(model, cache, options.decoding) for name, cache in caches.items()}, 2 * options.rounds)
-    print(
-        f"a step after {options.decoding} tokens: dense {1e3 * found['dense'] / STEPS:.1f} ms, compressed "
-        f"{1e3 * found['compressed'] / STEPS:.1f} ms, {found['dense'] / found['compressed']:.2f} times as fast"
-    )
-    grown = {}
-    for which in caches:
+    print(f"A step after {options.decoding} tokens:")
+    for which in names:
+        print(f"  {which}: {1e3 * found[which] / STEPS:.1f} ms, {found['dense'] / found[which]:.2f} times as fast")
+    print("Memory of the process that the cache takes, and the most while it was made:")
+    for which in names:
         command = [sys.executable, __file__, "--memory", which, "--decoding", str(options.decoding)]
-        grown[which] = int(subprocess.check_output([*command, "--budget", str(options.budget)]).split()[-1])
-    print(
-        f"memory of the process: dense {grown['dense'] / 2**20:.1f} MiB, compressed "
-        f"{grown['compressed'] / 2**20:.1f} MiB, {grown['compressed'] / grown['dense']:.1%}"
-    )
+        told = subprocess.check_output([*command, "--budget", str(options.budget)], stderr=subprocess.DEVNULL)
+        held, most = (int(number) / 2**20 for number in told.split()[-2:])
+        print(f"  {which}: {held:.1f} MiB, {most:.1f} MiB")
 
 
 if __name__ == "__main__":

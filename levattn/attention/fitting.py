@@ -37,6 +37,7 @@ from levattn.attention.pruned.selection import (
     slots_to_fit,
 )
 from levattn.attention.regression import HeadFit, Rounding, Weighted, fitted_heads, heads_at_once, slot_weights
+from levattn.exceptions import NonFiniteError
 
 _Part = tuple[Any, Any, HeadFit]  # items of the batch, places of their keys or None for all, and their slots
 
@@ -209,6 +210,7 @@ def fit_slots(
         How keys and values will be held, in fewer bits for example. The first function takes the keys (b, s, d) of the
         slots of some heads and returns them rounded. The second one takes their values (b, s, D). Log-weights and
         values are then fitted to rounded keys, and residuals measure rounded keys and values. The result is unrounded.
+        For JAX both see NumPy arrays.
 
     Returns
     -------
@@ -326,14 +328,17 @@ def _with_arrays_of_caller(call: PrunedCall, rounded: Any) -> tuple[Rounding, Ro
 
     def of_call(function: Rounding, array: Any) -> Any:
         given = call.as_given(array)
-        found = dense_array("the result of rounded", function(given))
+        again = given.clone() if is_torch(given) else namespace_of(given).asarray(given, copy=True)
+        found = dense_array("the result of rounded", function(again))
         if found.shape != given.shape or type(found) is not type(given):
             raise ValueError(
                 f"rounded returned {type(found).__name__} {tuple(found.shape)} for {type(given).__name__} "
                 f"{tuple(given.shape)}; expected an array of the same kind and shape"
             )
-        found = call.torch.memory_of(found) if call.in_memory else found
-        return namespace_of(array).astype(found, array.dtype, copy=False)
+        found = without_gradient(namespace_of(given).astype(found, given.dtype, copy=False))
+        if not bool(namespace_of(found).all(namespace_of(found).isfinite(found))):
+            raise NonFiniteError("rounded returned NaN or infinity; expected finite numbers, as keys and values are")
+        return call.torch.memory_of(found) if call.in_memory else found
 
     return partial(of_call, pair[0]), partial(of_call, pair[1])
 

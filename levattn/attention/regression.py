@@ -317,5 +317,5 @@ def _residuals(
         error = error + xp.sum(w * xp.sum(apart * apart, axis=2), axis=1)
         size = size + xp.sum(w * xp.sum(y * y, axis=2), axis=1)
     weight = xp.sum(rows.weights, axis=1)
-    relative = xp.where(error > 0, xp.sqrt(error / size), zero)
+    relative = xp.where(error > 0, xp.sqrt(error / size), error)
     return xp.sqrt(mass / weight), xp.where(weight > 0, relative, zero + math.nan)

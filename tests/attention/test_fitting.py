@@ -187,6 +187,32 @@ def test_rounding_needs_two_functions(rounded: Any) -> None:
         fit_slots(*heads(13), 0.2, rounded=rounded)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_rounding_to_numbers_that_are_not_finite_is_refused(place: int) -> None:
+    pair = [np.round, np.round]
+    pair[place] = lambda rows: rows * np.inf
+    with pytest.raises(NonFiniteError, match="rounded returned NaN or infinity"):
+        fit_slots(*heads(13), Selection(size=6), rounded=tuple(pair))
+
+
+def test_rounding_in_place_changes_no_result() -> None:
+    plain = fit_slots(*heads(13), Selection(size=6), rounded=(np.round, np.round))
+    same = fit_slots(*heads(13), Selection(size=6), rounded=(lambda rows: np.round(rows, out=rows),) * 2)
+    for name in ("keys", "values", "log_weights", "output_residual"):
+        assert np.array_equal(getattr(plain, name), getattr(same, name))
+
+
+@needs_torch
+def test_rounding_may_return_other_dtypes_of_torch() -> None:
+    Q, K, V = (torch.from_numpy(X) for X in heads(13))
+    found = [
+        fit_slots(Q, K, V, Selection(size=6), rounded=(lambda rows, kind=kind: rows.to(kind),) * 2)
+        for kind in (torch.bfloat16, torch.float16, torch.float64)
+    ]
+    assert all(slots.values.dtype == torch.float64 for slots in found)
+    assert float(found[0].output_residual[0]) != float(found[2].output_residual[0])
+
+
 def test_rounding_keeps_shapes() -> None:
     with pytest.raises(ValueError, match=r"rounded returned ndarray \(2, 6, 4\) for ndarray \(2, 6, 5\)"):
         fit_slots(*heads(13), Selection(size=6), rounded=(lambda rows: rows[..., 1:], np.round))

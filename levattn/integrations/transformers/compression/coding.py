@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ class Coded:
     bits: int
 
     @classmethod
-    def of(cls, rows: Any, bits: int, *, columns: bool) -> Coded:
-        """Return rows as codes; an entry errs by 0.51 of the range of its block over 2^bits - 1, in units of b_c.
+    def of(cls, rows: Any, bits: int, *, columns: bool, like: Any = None) -> Coded:
+        """Return rows as codes, which err by half a step, in units of b_c; `like`: codes whose columns are taken.
+
+        A step is at most (1 + 2^-7) of the range of a block and 2^-7 of its largest entry, over 2^bits - 1.
 
         With `columns`, the mean of a column is subtracted if it is larger than the deviations from it, as a bias of
         keys makes it. A column is then divided by the root of its root mean square. The same error for all columns
@@ -46,7 +49,8 @@ class Coded:
         decide logits. Rows of zeros do not count, as they stand for no slot.
         """
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        sizes, means = _columns(wide) if columns else (None, None)
+        sizes, means = (like.sizes, like.means) if like is not None else _columns(wide) if columns else (None, None)
+        columns = sizes is not None
         if columns:
             b, m = _scales(sizes, means, wide.dtype)
             wide = (wide - m) / b
@@ -87,7 +91,7 @@ class Coded:
         b, m = self._of_columns(kind)
         lows, steps = self.lows.to(kind), self.steps.to(kind)
         if kind == torch.float32 and in_plain_memory((self.codes, lows, b)):
-            X = torch.empty(self.shape)
+            X = torch.empty(self.shape, dtype=kind, device=self.device)
             heads = [array.flatten(0, -3).contiguous() for array in (self.codes, lows, steps, b, m)]
             for z, low, step, of_b, of_m, rows in zip(*map(memory_of, (*heads, X.flatten(0, -3))), strict=True):
                 open_rows(z, low, step, of_b[0], of_m[0], self.bits, rows)
@@ -148,9 +152,9 @@ def positions_of_one(width: int, bits: int) -> float:
 
 def check_bits(name: str, bits: Any) -> int:
     """Return a number of bits that a code may have, or raise."""
-    if isinstance(bits, bool) or bits not in BITS:
+    found = 0 if isinstance(bits, bool) or not isinstance(bits, Integral) else int(bits)
+    if found not in BITS:
         raise ValueError(f"{name} is {bits!r}; expected 4, 8, or 16 for keys and values in the dtype of the model")
-    found: int = bits
     return found
 
 
@@ -182,6 +186,7 @@ def _columns(X: Any) -> tuple[Any, Any]:
 
     biased = center.abs() > size_about(center)
     size = size_about(torch.where(biased, center, 0))
+    size = torch.maximum(size, torch.where(biased, center.abs() / 2**14, 0))  # so that `means` can hold the mean
     sizes = (4 * size.log2()).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
     b = _scales(sizes, torch.zeros_like(sizes), torch.float64)[0]
     means = torch.where(biased, center / b**2, 0).nan_to_num(0.0).round().clamp(-32767, 32767).to(torch.int16)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral, Real
 from statistics import median
 from typing import Any
 
@@ -74,10 +75,11 @@ def compress(
 
     **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers equal the answers of a dense cache.
     Each sequence of a padded batch is compressed as it would be alone. If the slots of a head are fitted, its output
-    stays in the ball that holds its values, whatever the question. Rounding to `bits` may move it by 0.51 of the range
-    of a block of entries over :math:`2^{bits} - 1`. A block is 32 entries of a row (4 bits) or 256 (8 bits). Any other
-    loss is measured, not bounded, and questions unlike the text may lose more: `head_profile` measures which heads may
-    be cut. With one budget for all heads, decoders fail to recall facts of the context.
+    stays in the ball that holds its values, whatever the question. Rounding to `bits` may move an entry by half of a
+    step. A step is the range of a block of entries over :math:`2^{bits} - 1`, and at most 2⁻⁷ of the range and of the
+    largest entry more. A block is 32 entries of a row (4 bits) or 256 (8 bits). Any other loss is measured, not
+    bounded, and questions unlike the text may lose more: `head_profile` measures which heads may be cut. With one
+    budget for all heads, decoders fail to recall facts of the context.
 
     Parameters
     ----------
@@ -212,15 +214,16 @@ def compress(
 
 def _tell_of_outliers(cache: CompressedCache) -> None:
     """Warn of heads whose outputs err much on queries that were not fitted, and far more than other heads do."""
-    rows = [row for row in cache.table() if row.get("residual", 0.0) > 0]
+    cut = [row for row in cache.table() if "residual" in row and row["slots"] < cache.context_length]
+    rows = [row for row in cut if row["residual"] > 0]
     usual = median(row["residual"] for row in rows) if rows else 0.0
     far = [row for row in rows if row["residual"] > max(_LARGE, _FAR * usual)]
     if far:
         worst = max(far, key=lambda row: float(row["residual"]))
         warnings.warn(
-            f"{len(far)} heads lose far more than the others on queries that were not fitted: the outputs of head "
-            f"{worst['head']} of layer {worst['layer']} err by {worst['residual']:.0%} of their size, and by "
-            f"{usual:.0%} in the median. Give such heads more slots or bits; cache.table() has the residual of each",
+            f"{len(far)} of {len(rows)} heads that are cut lose far more than the others on queries that were not "
+            f"fitted: the outputs of head {worst['head']} of layer {worst['layer']} err by {worst['residual']:.0%} of "
+            f"their size, and by {usual:.0%} in the median. Give them more slots; cache.table() has all residuals",
             ResidualWarning,
             stacklevel=3,
         )
@@ -307,7 +310,8 @@ def _bits_of(selection: Any, bits: Any) -> int:
     if bits is not None:
         return check_bits("bits", bits)
     budget = selection.budget if isinstance(selection, Selection) else selection
-    return 4 if isinstance(budget, float) and budget < _FEW else 8
+    share = 1.0 if isinstance(budget, Integral) or not isinstance(budget, Real) else float(budget)
+    return 4 if share < _FEW else 8
 
 
 def _width(model: Any) -> int:
@@ -380,10 +384,11 @@ class _Keeper:
             layer.look = None
             if self.renew_every is not None:
                 own = self.of_heads.of_layer(layer.number, sum(len(group.heads) for group in layer.groups))
-                whole = frozenset(head for head, selection in enumerate(own) if selection.budget == 1.0)
+                coded = {head for number, head in self.of_heads.whole if number == layer.number}
+                whole = coded | {head for head, selection in enumerate(own) if selection.budget == 1.0}
                 held = torch.stack([slots.slot_counts(group) for group in layer.groups])
                 splits = tuple(slots.Split.of(own[group.heads[0]]) for group in layer.groups)
-                layer.renewal = Renewal(self.renew_every, splits, whole, self.seen[layer.number], held)
+                layer.renewal = Renewal(self.renew_every, splits, frozenset(whole), self.seen[layer.number], held)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[slots.HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each selection."""

@@ -22,6 +22,7 @@ from levattn.io import replace_file
 
 _FORMAT, _VERSION = "levattn context", 6
 _SLOTS = ("log_weight", "places", "residuals")  # beside keys and values
+_DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _CODES = ("codes", "lows", "steps", "sizes", "means")
 _MANY = 1 << 20  # more heads than any layer has
 _SAMPLES = 64  # entries of each weight that tell whether a model is still the same
@@ -161,6 +162,7 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
     kind, bits = _dtype(told), told["bits"]
     _need(len(bits) == len(told["heads"]) and set(bits) <= set(BITS), f"layer {number} has codes of {bits} bits")
     d, D = (whole_number("widths", width) for width in told["widths"])
+    _need(max(d, D) <= _MANY, f"layer {number} has rows of {d} and {D} entries")
     wanted: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for i, heads in enumerate(told["heads"]):
         slots = (B, len(heads), arrays[f"{i}.places"].shape[2] if window is None else min(positions, window - 1))
@@ -211,7 +213,7 @@ def _check(number: int, told: dict[str, Any], arrays: dict[str, Any], present: A
 def _dtype(told: dict[str, Any]) -> Any:
     """Return the dtype of keys that a file tells, or raise."""
     kind = getattr(torch, str(told["dtype"]), None)
-    _need(isinstance(kind, torch.dtype) and kind.is_floating_point, f"its keys are in {told['dtype']!r}")
+    _need(kind in _DTYPES, f"its keys are in {told['dtype']!r}")
     return kind
 
 

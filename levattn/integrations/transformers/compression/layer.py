@@ -168,7 +168,7 @@ class Renewal:
 
         parts = [[of_sequence(i, b) for b in range(B)] for i in range(len(groups))]
         pairs = zip(groups, parts, strict=True)
-        found = [padded_together(group.heads, part).coded(group.bits) for group, part in pairs]
+        found = [padded_together(group.heads, part).coded(group.bits, group) for group, part in pairs]
         self.seen, self.asked, self.present = seen, Tail(), None
         return tuple(found), torch.cat([before, present], 1)
 

@@ -152,11 +152,14 @@ class HeadSelections:
     rest: of heads that are not named, or None if `named` must have all heads.
 
     source: the argument that named heads, for messages.
+
+    whole: heads that keep all positions, in codes.
     """
 
     named: Mapping[tuple[int, int], Selection]
     rest: Selection | None
     source: str
+    whole: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
     def of(
@@ -189,7 +192,9 @@ class HeadSelections:
                 )
             gain = 1.0 if whole.budget == 1.0 else gain
             shares = profile.shares(min(1.0, whole.budget * gain))  # of the positions
-            found = cls(with_budgets(whole, {head: share / gain for head, share in shares.items()}), None, "heads")
+            coded = frozenset(head for head, share in shares.items() if share == 1.0)
+            budgets = {head: share / gain for head, share in shares.items()}
+            found = cls(with_budgets(whole, budgets), None, "heads", coded)
         for layer, head in found.named:
             if layer in sliding:
                 raise ValueError(
@@ -203,7 +208,8 @@ class HeadSelections:
             raise ValueError(
                 "all layers of the model slide and keep their windows, so nothing is cut; expected the budget 1.0"
             )
-        if cut:
+        share = 0.0 if found.rest is None or not isinstance(found.rest.budget, float) else found.rest.budget
+        if cut and share * gain < 1:
             warnings.warn(
                 f"all heads are cut alike ({found.rest}), because there is no profile of them: decoders then fail to "
                 "recall facts of the context. Give heads=head_profile(model, tokenizer)",

@@ -145,12 +145,15 @@ class HeadSlots:
         """Bits of a code; 16 stands for no code."""
         return self.keys.bits if isinstance(self.keys, Coded) else 16
 
-    def coded(self, bits: int) -> HeadSlots:
-        """Return the slots with codes of so many bits for keys and values; 16 stands for no code."""
+    def coded(self, bits: int, like: HeadSlots | None = None) -> HeadSlots:
+        """Return the slots with codes of so many bits for keys and values; 16 stands for no code.
+
+        `like`: slots whose columns of keys are taken, so that keys which are coded again do not drift.
+        """
         if bits == 16:
             return self
-        keys, values = (Coded.of(rows, bits, columns=rows is self.keys) for rows in (self.keys, self.values))
-        return replace(self, keys=keys, values=values)
+        keys = Coded.of(self.keys, bits, columns=True, like=None if like is None else like.keys)
+        return replace(self, keys=keys, values=Coded.of(self.values, bits, columns=False))
 
     def opened(self, dtype: Any = None) -> HeadSlots:
         """Return the slots with keys and values as numbers, of their dtype or another one."""
