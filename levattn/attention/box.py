@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,57 @@ _BOLD = 20  # steps in which variables may leave their bounds before the others 
 _NEAR = 2.0**-34  # of the width of the box
 
 
-def least_in_box(H: Any, g: Any, x: Any, low: float, high: float) -> Any:
+@dataclass(frozen=True, eq=False)
+class Quadratic:
+    """Positive definite matrices: H (b, s, s), or RᵀR + ρ I of rows R (b, r, s) that are at least 0, and ρ (b, 1, 1).
+
+    With rows, products cost O(r s) and systems O(r² s), by the identity of Woodbury. They are for r below s, and for
+    ridges that are not small beside R: digits are lost by their ratio.
+    """
+
+    H: Any
+    rows: Any = None
+    ridge: Any = None
+
+    def times(self, x: Any) -> Any:
+        """Return the products (b, k, s) of the matrices and vectors (b, k, s)."""
+        xp = namespace_of(x)
+        if self.rows is None:
+            return xp.matmul(x, self.H)
+        return xp.matmul(xp.matmul(x, xp.matrix_transpose(self.rows)), self.rows) + self.ridge * x
+
+    def of_sizes(self, x: Any) -> Any:
+        """Return the products (b, s) of the absolute values of matrices and of vectors (b, s)."""
+        x = namespace_of(x).abs(x)[:, None, :]
+        return (self if self.rows is not None else Quadratic(namespace_of(x).abs(self.H))).times(x)[:, 0, :]
+
+    def solved(self, F: Any, y: Any) -> Any:
+        """Return the solutions x (b, s) of H x = y in the variables with flags F (b, s) of 1, and 0 in the others."""
+        xp, y = namespace_of(y), (y * F)[:, :, None]
+        if self.rows is None:
+            eye = xp.eye(y.shape[1], dtype=y.dtype, device=device_of(y))
+            ours = self.H * F[:, :, None] * F[:, None, :] + eye * (1 - F)[:, None, :]
+            return F * xp.linalg.solve(ours, y)[:, :, 0]
+        return F * ridge_solutions(self.rows * F[:, None, :], 1 / self.ridge[:, :, 0], y)[:, :, 0]
+
+    def taken(self, which: Any) -> Quadratic:
+        """Return the matrices of some items of the batch."""
+        return Quadratic(*(None if part is None else _rows(part, which) for part in (self.H, self.rows, self.ridge)))
+
+
+def ridge_solutions(X: Any, inverse: Any, y: Any) -> Any:
+    """Return (XᵀX + diag(1 / inverse))⁻¹ y for X (b, r, s), inverse (b, s or 1) and y (b, s, k), by r × r systems."""
+    xp, scaled = namespace_of(X), X * inverse[:, None, :]
+    inner = xp.matmul(scaled, xp.matrix_transpose(X)) + xp.eye(X.shape[1], dtype=X.dtype, device=device_of(X))
+    return inverse[:, :, None] * y - xp.matmul(
+        xp.matrix_transpose(scaled), xp.linalg.solve(inner, xp.matmul(scaled, y))
+    )
+
+
+def least_in_box(H: Quadratic, g: Any, x: Any, low: float, high: float) -> Any:
     """Return the minimizers (b, s) of ½ xᵀ H x − gᵀ x over low ≤ x ≤ high, by descent from points x within the bounds.
 
-    H: (b, s, s) float64, positive definite. A step is Newton's for the free variables, along a path bent at the bounds
+    A step is Newton's for the free variables, along a path bent at the bounds
     (Bertsekas, "Projected Newton methods", SIAM J. Control 20, 1982); none goes up. A variable near a bound goes
     onto it if the gradient leads beyond, and is not free. Else the path would bend before it leads down.
 
@@ -25,14 +73,14 @@ def least_in_box(H: Any, g: Any, x: Any, low: float, high: float) -> Any:
     puts another variable on its bound. Freeing variables with wrong multipliers leads down, so no face comes twice.
     A step that does not lead down by more than rounding is at the minimum. The limit of steps is for rounding alone.
     """
-    xp, (b, s) = namespace_of(H), g.shape
+    xp, (b, s) = namespace_of(g), g.shape
     if not b * s:
         return x
     parts, left, reach = [], np.arange(b), _NEAR * (high - low)
-    settled, failed = (xp.zeros((b,), dtype=xp.bool, device=device_of(H)) for _ in range(2))  # settled: on its face
+    settled, failed = (xp.zeros((b,), dtype=xp.bool, device=device_of(g)) for _ in range(2))  # settled: on its face
     for step in range(100 + 10 * s):
-        r = _product(H, x) - g
-        noise = 8 * xp.finfo(H.dtype).eps * (_product(xp.abs(H), xp.abs(x)) + xp.abs(g))
+        r = H.times(x[:, None, :])[:, 0, :] - g
+        noise = 8 * xp.finfo(g.dtype).eps * (H.of_sizes(x) + xp.abs(g))
         bound = (x <= low) | (x >= high)
         wrong = bound & (xp.where(x <= low, -r, r) > noise)
         ended = to_numpy(failed | (settled & ~xp.any(wrong, axis=1)))
@@ -42,8 +90,9 @@ def least_in_box(H: Any, g: Any, x: Any, low: float, high: float) -> Any:
             if not left.size:
                 order = np.argsort(np.concatenate([rows for rows, _ in parts]))
                 return _rows(xp.concat([part for _, part in parts], axis=0), order)
-            H, g, x, r, noise, bound, wrong, settled = (
-                _rows(each, on) for each in (H, g, x, r, noise, bound, wrong, settled)
+            H = H.taken(on)
+            g, x, r, noise, bound, wrong, settled = (
+                _rows(each, on) for each in (g, x, r, noise, bound, wrong, settled)
             )
         freed = wrong if step < _BOLD else wrong & settled[:, None]
         beyond = ((x <= low + reach) & (r > noise)) | ((x >= high - reach) & (r < -noise))
@@ -56,32 +105,26 @@ def least_in_box(H: Any, g: Any, x: Any, low: float, high: float) -> Any:
     )
 
 
-def _step(H: Any, r: Any, noise: Any, x: Any, free: Any, low: float, high: float) -> tuple[Any, Any, Any]:
+def _step(H: Quadratic, r: Any, noise: Any, x: Any, free: Any, low: float, high: float) -> tuple[Any, Any, Any]:
     """Return the best points of the paths, whether these lead down, and whether they are minima of their faces.
 
     r: (b, s), the gradient at x, to `noise`. free: (b, s), the variables that may move; others go to their bounds.
     """
-    xp, s = namespace_of(H), x.shape[1]
-    F, eye = xp.astype(free, H.dtype), xp.eye(s, dtype=H.dtype, device=device_of(H))
-    ours = H * F[:, :, None] * F[:, None, :] + eye * (1 - F)[:, None, :]
-    d = F * xp.linalg.solve(ours, -(r * F)[:, :, None])[:, :, 0]
+    xp = namespace_of(x)
+    d = H.solved(xp.astype(free, x.dtype), -r)
     ends = xp.where(xp.where(free, d, 2 * x - low - high) > 0, xp.full_like(x, high), xp.full_like(x, low))
     ratio = xp.where(d != 0, (ends - x) / xp.where(d != 0, d, xp.ones_like(d)), xp.full_like(d, xp.inf))
-    halves = xp.asarray(0.5 ** np.arange(_HALVINGS), dtype=H.dtype, device=device_of(H))
+    halves = xp.asarray(0.5 ** np.arange(_HALVINGS), dtype=x.dtype, device=device_of(x))
     first = xp.min(xp.where(ratio > 0, xp.clip(ratio, 0.0, 1.0), xp.ones_like(ratio)), axis=1, keepdims=True)
     t = xp.concat([xp.broadcast_to(halves, (x.shape[0], _HALVINGS)), first], axis=1)[:, :, None]
     bent = (ratio[:, None, :] <= t) | ~free[:, None, :]
     points = xp.where(bent, ends[:, None, :], x[:, None, :] + t * d[:, None, :])
     e = points - x[:, None, :]
-    change = xp.sum(e * (xp.matmul(e, H) / 2 + r[:, None, :]), axis=2)
-    picked = xp.argmin(change, axis=1)[:, None] == xp.arange(_HALVINGS + 1, device=device_of(H))
+    change = xp.sum(e * (H.times(e) / 2 + r[:, None, :]), axis=2)
+    picked = xp.argmin(change, axis=1)[:, None] == xp.arange(_HALVINGS + 1, device=device_of(x))
     found = xp.sum(xp.where(picked[:, :, None], points, xp.zeros_like(points)), axis=1)
     down = xp.min(change, axis=1) < -xp.sum(xp.abs(found - x) * noise, axis=1)
     return found, down, xp.all(found == x + d, axis=1)
-
-
-def _product(A: Any, x: Any) -> Any:
-    return namespace_of(A).matmul(A, x[:, :, None])[:, :, 0]
 
 
 def _rows(array: Any, which: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from levattn._core.arrays import is_away
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
-from levattn.attention.box import least_in_box
+from levattn.attention.box import Quadratic, least_in_box, ridge_solutions
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.selection import BY_ATTENTION, Checks, SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
@@ -219,12 +219,31 @@ def _log_shares(z: Any, sums: Any) -> Any:
     return xp.minimum(F, xp.zeros_like(F))
 
 
+def _with_gram(G: Any, X: Any, found: list[Any], few: bool) -> Any:
+    """Return a Gram matrix with that of further rows X (b, ·, s) added; if rows are `few`, only note them."""
+    xp = namespace_of(X)
+    if few:
+        found.append(X)
+        return None
+    more = xp.matmul(xp.matrix_transpose(X), X)
+    return more if G is None else G + more
+
+
 def _mean_diagonal(A: Any, there: Any) -> Any:
     """Return the mean (b, 1, 1) of the diagonal of matrices (b, s, s) over present slots, and 1 in place of 0."""
     xp, s = namespace_of(A), A.shape[1]
     eye = xp.eye(s, dtype=A.dtype, device=device_of(A))
-    count = s if there is None else xp.sum(xp.astype(there, A.dtype), axis=1)[:, None, None]
-    mean = xp.sum(A * eye, axis=(1, 2), keepdims=True) / count
+    return _mean_over(xp.sum(A * eye, axis=(1, 2), keepdims=True), s, there)
+
+
+def _mean_square(X: Any, there: Any) -> Any:
+    """Return the same of XᵀX for rows X (b, r, s)."""
+    return _mean_over(namespace_of(X).sum(X * X, axis=(1, 2), keepdims=True), X.shape[2], there)
+
+
+def _mean_over(total: Any, s: int, there: Any) -> Any:
+    xp = namespace_of(total)
+    mean = total / (s if there is None else xp.sum(xp.astype(there, total.dtype), axis=1)[:, None, None])
     return xp.where(mean > 0, mean, xp.ones_like(mean))
 
 
@@ -238,16 +257,17 @@ def _log_weights(rows: Weighted, sums: Any, c: Any, there: Any) -> tuple[Any, An
         peak = xp.maximum(peak, xp.max(xp.max(F, axis=2) + half[:, part], axis=1, keepdims=True))
     peak = xp.where(peak > -math.inf, peak, xp.zeros_like(peak))
     # √w F in units of its largest entry, so that no head underflows; the target 1 is in the same unit
-    G = xp.zeros((b, s, s), dtype=xp.float64, device=device_of(c))
-    g = xp.zeros((b, s), dtype=xp.float64, device=device_of(c))
-    target = xp.exp(xp.clip(-peak, -_FAR, _FAR))
+    target, few = xp.exp(xp.clip(-peak, -_FAR, _FAR)), rows.q.shape[1] < s
+    g, G = xp.zeros((b, s), dtype=xp.float64, device=device_of(c)), None
+    found: list[Any] = []
     for part, z in _slot_logits(rows.q, c, there):
         F = xp.exp(_log_shares(z, sums[:, part]) + (half[:, part] - peak)[:, :, None])
-        root = xp.sqrt(rows.weights[:, part])
-        G = G + xp.matmul(xp.matrix_transpose(F), F)
-        g = g + xp.sum(F * root[:, :, None], axis=1) * target
-    ridge = _MASS_RIDGE * _mean_diagonal(G, there)
-    H = G + ridge * xp.eye(s, dtype=xp.float64, device=device_of(c))
+        g = g + xp.sum(F * xp.sqrt(rows.weights[:, part])[:, :, None], axis=1) * target
+        G = _with_gram(G, F, found, few)
+    F = xp.concat(found, axis=1) if few else None
+    ridge = _MASS_RIDGE * (_mean_square(F, there) if few else _mean_diagonal(G, there))
+    eye = xp.eye(0 if few else s, dtype=xp.float64, device=device_of(c))
+    H = Quadratic(None, F, ridge) if few else Quadratic(G + ridge * eye)
     low, high = math.exp(-LARGEST), math.exp(LARGEST)
     B = least_in_box(H, g + ridge[:, :, 0], xp.ones_like(g), low, high)
     bounded = xp.sum(xp.astype((low >= B) | (high <= B), xp.int64), axis=1)
@@ -268,19 +288,24 @@ def _values(rows: Weighted, y: Any, c: Any, old: Any, log_weights: Any, there: A
 
     old: (b, s, D), the values of the slots' keys, toward which the ridge draws. radius: (b,), squared.
     """
-    xp, (b, s, _) = namespace_of(old), old.shape
-    A = xp.zeros((b, s, s), dtype=xp.float64, device=device_of(old))
-    right = xp.zeros_like(old)
+    xp, s = namespace_of(old), old.shape[1]
+    A, few, right = None, rows.q.shape[1] < s, xp.zeros_like(old)
+    found: list[Any] = []
     for part, z in _slot_logits(rows.q, c, there):
         root = xp.sqrt(rows.weights[:, part])[:, :, None]
         X = slot_weights(z + log_weights[:, None, :]) * root
-        A = A + xp.matmul(xp.matrix_transpose(X), X)
-        right = right + xp.matmul(xp.matrix_transpose(X), xp.astype(y[:, part, :], xp.float64) * root)
-    right = right - xp.matmul(A, old)
-    eye = xp.eye(s, dtype=xp.float64, device=device_of(old))
-    ridge = xp.broadcast_to(_VALUE_RIDGE * _mean_diagonal(A, there)[:, :, 0], (b, s))
+        apart = xp.astype(y[:, part, :], xp.float64) * root - xp.matmul(X, old)
+        right = right + xp.matmul(xp.matrix_transpose(X), apart)
+        A = _with_gram(A, X, found, few)
+    X = xp.concat(found, axis=1) if few else None
+    mean = _mean_square(X, there) if few else _mean_diagonal(A, there)
+    eye = xp.eye(0 if few else s, dtype=xp.float64, device=device_of(old))
+    ridge = xp.broadcast_to(_VALUE_RIDGE * mean[:, :, 0], old.shape[:2])
     for raises in range(_RAISES + 1):
-        C = old + xp.linalg.solve(A + ridge[:, :, None] * eye, right)
+        if few:
+            C = old + ridge_solutions(X, 1 / ridge, right)
+        else:
+            C = old + xp.linalg.solve(A + ridge[:, :, None] * eye, right)
         square = xp.sum(C * C, axis=2)
         far = square > _IN_BALL * radius[:, None]
         if raises == _RAISES or not bool(xp.any(far)):

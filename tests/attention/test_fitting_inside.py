@@ -48,7 +48,7 @@ def test_the_minimum_is_reached(kind: str, bold: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(box, "_BOLD", bold)  # without bold steps the end is proven
     for seed in range(20):
         F, target, H, g = problem(kind, seed)
-        x = box.least_in_box(H, g, np.ones_like(g), LOW, HIGH)
+        x = box.least_in_box(box.Quadratic(H), g, np.ones_like(g), LOW, HIGH)
         assert np.all((x >= LOW) & (x <= HIGH))
         gradient, noise = np.einsum("bij,bj->bi", H, x) - g, np.einsum("bij,bj->bi", np.abs(H), x) + np.abs(g)
         fine = np.abs(gradient) <= 1e-11 * noise
@@ -61,13 +61,13 @@ def test_the_minimum_is_reached(kind: str, bold: int, monkeypatch: Any) -> None:
 def test_no_step_goes_up_and_batch_mates_do_not_matter() -> None:
     for kind in KINDS:
         F, target, H, g = problem(kind, 3)
-        x = box.least_in_box(H, g, np.ones_like(g), LOW, HIGH)
+        x = box.least_in_box(box.Quadratic(H), g, np.ones_like(g), LOW, HIGH)
         ours, theirs = (np.linalg.norm(np.einsum("brs,bs->br", F, y) - target, axis=1) for y in (x, np.ones_like(g)))
         assert np.all(ours <= theirs * (1 + 1e-12))
-        again = box.least_in_box(H, g, x, LOW, HIGH)
+        again = box.least_in_box(box.Quadratic(H), g, x, LOW, HIGH)
         np.testing.assert_allclose(again, x, rtol=1e-7, atol=1e-9)
         for i in range(3):
-            alone = box.least_in_box(H[i : i + 1], g[i : i + 1], np.ones_like(g[:1]), LOW, HIGH)
+            alone = box.least_in_box(box.Quadratic(H[i : i + 1]), g[i : i + 1], np.ones_like(g[:1]), LOW, HIGH)
             np.testing.assert_array_equal(alone, x[i : i + 1])
 
 
@@ -84,15 +84,43 @@ def test_variables_at_a_distance_of_rounding_from_a_bound_end_no_path(F: Any, ta
         for factor in np.linspace(target, 1.001 * target, 20):
             H = rows.swapaxes(1, 2) @ rows + 1e-2 * (rows**2).sum() / 4 * np.eye(4)
             g = factor * rows.sum(axis=1) + 1e-2 * (rows**2).sum() / 4
-            x = box.least_in_box(H, g, np.ones_like(g), low, high)
+            x = box.least_in_box(box.Quadratic(H), g, np.ones_like(g), low, high)
             gradient, noise = np.einsum("bij,bj->bi", H, x) - g, np.einsum("bij,bj->bi", H, x) + g
             fine = np.abs(gradient) <= 1e-11 * noise
             assert np.all(fine | ((x == low) & (gradient > 0)) | ((x == high) & (gradient < 0)))
 
 
+@pytest.mark.parametrize("ridge", [3e-3, 1e-2, 10.0])
+@pytest.mark.parametrize("kind", ["plain", "repeated", "graded", "zeros"])
+def test_few_rows_are_solved_as_their_gram_matrix(kind: str, ridge: float) -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        R = rng.random((3, 5, 17)) ** rng.choice([1, 8])
+        if kind == "repeated":
+            R = R[:, :, rng.integers(0, 4, 17)]
+        elif kind == "graded":
+            R *= 10.0 ** rng.uniform(-6, 0, (3, 1, 17))
+        elif kind == "zeros":
+            R[1] = 0
+            R[:, :, 3] = 0
+        rho = ridge * np.maximum((R**2).sum(axis=(1, 2), keepdims=True) / 17, 1e-3)
+        g = np.einsum("brs,br->bs", R, 3 * rng.random((3, 5))) + rho[:, :, 0]
+        H = R.swapaxes(1, 2) @ R + rho * np.eye(17)
+        few, formed = box.Quadratic(None, R, rho), box.Quadratic(H)
+        room = 1e-12 / min(ridge, 1)
+        F, y = (rng.random((3, 17)) < 0.7).astype(float), rng.standard_normal((3, 17))
+        np.testing.assert_allclose(few.solved(F, y), formed.solved(F, y), rtol=room, atol=room / rho.min())
+        x = box.least_in_box(few, g, np.ones_like(g), LOW, HIGH)
+        gradient, noise = np.einsum("bij,bj->bi", H, x) - g, np.einsum("bij,bj->bi", H, x) + g
+        fine = np.abs(gradient) <= 1e-11 * noise
+        assert np.all(fine | ((x == LOW) & (gradient > 0)) | ((x == HIGH) & (gradient < 0)))
+
+
 def test_nothing_to_solve() -> None:
     for b, s in ((0, 3), (2, 0)):
-        assert box.least_in_box(np.ones((b, s, s)), np.ones((b, s)), np.ones((b, s)), LOW, HIGH).shape == (b, s)
+        assert box.least_in_box(
+            box.Quadratic(np.ones((b, s, s))), np.ones((b, s)), np.ones((b, s)), LOW, HIGH
+        ).shape == (b, s)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 3000])

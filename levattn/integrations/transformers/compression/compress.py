@@ -148,7 +148,7 @@ def compress(
     Notes
     -----
     Layers that slide keep their window, which the budget does not count. Time: reading the context. A
-    head with s slots takes O(m n d + m s² + s³) for m queries, 480 or 96 of each head of
+    head with s slots takes O(m n d + m² s) for m queries, 480 or 96 of each head of
     queries. (Without a fit O(n r d) for r summaries.)
     Memory: the slots and one layer (or with `chunk` the chunk) in full.
 
