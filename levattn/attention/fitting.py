@@ -231,9 +231,10 @@ def fit_slots(
 
     Notes
     -----
-    Time O(m n (d + D) + m s (min(m, s) + d + D)) for each head, and a few systems of the smaller of m and s unknowns.
-    (Some s of them, if keys lie on a smooth curve.) Memory O(m D + n (d + D) + s²), with 2²² logits at a time, or one row of them (2²⁶ for tensors on a
-    device). The Gram matrices and all that is solved are in float64. Bounds hold by a projected Newton method [2]_
+    Time O(m n (d + D) + m s (min(m, s) + d + D)) for each head. That includes a few systems of m or s unknowns,
+    whichever are fewer. (Some s of them, if keys lie on a smooth curve.) Memory O(m D + n (d + D) + min(m, s) s), and
+    2²² logits at a time, or one row of them. (On a device 2²⁶.) The Gram matrices and all that is solved
+    are in float64. Bounds hold by a projected Newton method [2]_
     that ends at the minimum, to rounding. Rank-deficient and graded F need no care, because the ridges bound condition
     numbers, by 1 + 100 s for the weights.
 

@@ -220,7 +220,7 @@ def _log_shares(z: Any, sums: Any) -> Any:
 
 
 def _with_gram(G: Any, X: Any, found: list[Any], few: bool) -> Any:
-    """Return a Gram matrix with that of further rows X (b, ·, s) added; if rows are `few`, only note them."""
+    """Add the Gram matrix of further rows X (b, ·, s) to G, or only note the rows if they are `few`."""
     xp = namespace_of(X)
     if few:
         found.append(X)

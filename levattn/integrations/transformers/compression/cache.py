@@ -69,6 +69,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     _labels: ClassVar[dict[str, str]] = {
         "share": "share of a dense head's bytes",
+        "bits": "bits of an entry",
         "slots": "slots",
         "summaries": "summaries",
         "residual": "error of outputs on unseen queries (relative)",
@@ -432,7 +433,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         -------
         list of dict
             ``layer``, ``head``; ``slots`` and the number of ``summaries`` among them (means over sequences). ``share``
-            of the bytes of a dense head; ``slides``, whether the layer keeps only its window, whatever the budget.
+            of the bytes of a dense head in the dtype of the model. ``bits`` of an entry, 16 for that dtype. ``slides``
+            tells whether the layer keeps only its window, whatever the budget.
             ``residual``, if slots are fitted: the relative error of the outputs on queries that were left out of the
             fit, the largest of the sequences. It is NaN if there was no such query.
         """
@@ -450,7 +452,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                     if group.residuals is not None:
                         known = group.residuals[:, place].nan_to_num(-torch.inf).max()
                         figures["residual"] = float(known) if known >= 0 else torch.nan
-                    rows.append({"layer": number, "head": head, **figures, "share": share, "slides": layer.is_sliding})
+                    kept = {"share": share, "bits": group.bits, "slides": layer.is_sliding}
+                    rows.append({"layer": number, "head": head, **figures, **kept})
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
 
     def __repr__(self) -> str:

@@ -108,7 +108,7 @@ class Coded:
         return X.to(self.dtype if dtype is None else dtype)
 
     def _of_columns(self, dtype: Any) -> tuple[Any, Any]:
-        """Return what columns were divided by, and their means, (..., 1, d)."""
+        """Return the divisors of columns and their means, (..., 1, d)."""
         if self.sizes is None:
             shape = (*self.codes.shape[:-2], 1, self.width)
             return self.lows.new_ones(shape, dtype=dtype), self.lows.new_zeros(shape, dtype=dtype)
