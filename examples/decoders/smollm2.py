@@ -35,6 +35,14 @@ from levattn.integrations.transformers import HeadProfile, compress
 
 REQUEST = "\nRepeat the previous context.\n"  # of Attention Matching
 OWN = "levattn", "levattn, 16 bits", "levattn, no fit"
+MOST = 1.2  # largest loss in a picture
+HIGHLIGHTED: dict[str, dict[str, Any]] = {  # in a picture; the others are gray
+    "levattn": {"color": "C3", "linewidth": 2.5, "marker": "o"},
+    "levattn, 16 bits": {"color": "C3", "linestyle": "--", "marker": "o"},
+    "Attention Matching": {"color": "C0", "marker": "s"},
+    "KVzip": {"color": "C2", "marker": "^"},
+    "DuoAttention": {"color": "C1", "marker": "v"},
+}
 ANSWER = 40  # tokens of the dense model's own answer, to a question without one
 PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
 
@@ -133,9 +141,13 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
     parser.add_argument("--show", type=Path, nargs="+", help="measure nothing; print what these files hold")
+    parser.add_argument("--draw", type=Path, help="with --show: draw accuracy and loss against bytes into this file")
     options = parser.parse_args()
     if options.show:
-        show([json.loads(line) for path in options.show for line in path.read_text().splitlines()])
+        lines = [json.loads(line) for path in options.show for line in path.read_text().splitlines()]
+        show(lines)
+        if options.draw:
+            draw(lines, options.draw)
         return
     torch.set_grad_enabled(False)
     model, tokenizer = opened()
@@ -244,6 +256,38 @@ def show_one(rows: list[dict[str, Any]]) -> None:
     told = list(losses(mine, [*kept, "accuracy / dense", "loss / dense"]))
     if {name for name, _ in mine} - {"dense", *OWN}:  # nobody loses to nobody
         print("\n" + ("\n".join(told) or "- levattn loses nowhere in this table"))
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy and loss, relative to the dense model, against the share of the bytes: means over all contexts."""
+    import matplotlib.pyplot as plt
+
+    kept = kept_tasks(rows)
+    read: dict[tuple[str, float], dict[tuple[Any, ...], Any]] = {}
+    for line in rows:
+        if line["task"] in kept:
+            where = read.setdefault((line["method"], line["budget"]), {})
+            where[line["length"], line["task"], line["seed"]] = np.array([line["right"], line["loss"]])
+    dense = read["dense", 1.0]
+    shared = set.intersection(*(set(where) for where in read.values()))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for name in dict.fromkeys(name for name, _ in read if name != "dense"):
+        budgets = sorted(budget for method, budget in read if method == name)
+        found = np.array([[read[name, budget][at] for at in shared] for budget in budgets])
+        of_dense = np.array([dense[at] for at in shared])
+        accuracy = found[:, :, 0].mean(1) / of_dense[:, 0].mean()
+        loss = (found[:, :, 1] / of_dense[:, 1]).mean(1)
+        how = HIGHLIGHTED.get(name, {"color": "0.8", "linewidth": 1, "zorder": 1})
+        for axis, values in zip(axes, (accuracy, np.minimum(loss, MOST)), strict=True):
+            axis.plot([100 * budget for budget in budgets], values, label=name if name in HIGHLIGHTED else None, **how)
+    axes[0].set(ylabel="answers / dense", ylim=(0, 1.03))
+    axes[1].set(ylabel="loss of the text that follows / dense", ylim=(0.99, MOST))
+    for axis in axes:
+        axis.set(xscale="log", xlabel="bytes of a dense cache of 16 bits (%)", xticks=[3, 6, 12, 25])
+        axis.set_xticks([3, 6, 12, 25], ["3", "6", "12", "25"])
+        axis.minorticks_off()
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=90)
 
 
 def losses(found: dict[tuple[str, float], tuple[float, ...]], columns: list[str]) -> Iterator[str]:
