@@ -291,6 +291,6 @@ def test_heads_that_lose_far_more_than_the_others_are_told() -> None:
         ResidualWarning, match=r"2 of 6 heads that are cut lose far more .* layer 2 err by \d\d% .* \d% in the median"
     ):
         cache = compress(model, ids, heads, bits=16)
-    assert residuals(cache)[2, 0] > 0.5
+    assert residuals(cache)[2, 0] > 0.8
     alike = compress(model, ids, dict.fromkeys(heads, 2), bits=16)
     assert max(residuals(alike).values()) > 0.5

@@ -43,7 +43,7 @@ from levattn.integrations.transformers.interface import check_model
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
 _FEW = 0.1  # a share of the bytes below which codes have 4 bits: more slots are then worth more than finer ones
-_LARGE, _FAR = 0.5, 4  # a residual beyond this, and beyond so many times the median, is an outlier
+_LARGE, _FAR = 0.8, 4  # a residual beyond this, and beyond so many times the median, is an outlier
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
 
@@ -143,7 +143,7 @@ def compress(
     RecallWarning
         If all heads are cut alike, because there is no profile of them.
     ResidualWarning
-        If a head has a residual of more than a half, and of more than four times the median of all heads.
+        If a head has a residual of more than 0.8, and of more than four times the median of all heads.
 
     Notes
     -----
