@@ -401,12 +401,13 @@ def test_a_mask_hides_the_padding_of_the_context_and_nothing_else_of_it(implemen
     model = base(attn_implementation=implementation).double()
     ids, mask = tokens(2), torch.ones(2, CONTEXT + 3, dtype=torch.int64)
     mask[1, slice(0, 5) if side == "left" else slice(CONTEXT - 5, CONTEXT)] = 0
-    padded = compress(model, {"input_ids": ids, "attention_mask": mask[:, :CONTEXT]}, CUT)
+    padded = compress(model, {"input_ids": ids, "attention_mask": mask[:, :CONTEXT]}, CUT, bits=16)
     positions = (mask.cumsum(1) - 1)[:, CONTEXT:]
     asked, options = [QUESTION.expand(2, -1)], {"attention_mask": mask, "position_ids": positions}
     found = answers(model, padded.copy(), asked, None, **options)[0]
-    alone = compress(model, ids[1:, mask[1, :CONTEXT].bool()], CUT)
-    torch.testing.assert_close(found[1:], answers(model, alone, [QUESTION], None)[0])
+    alone = compress(model, ids[1:, mask[1, :CONTEXT].bool()], CUT, bits=16)
+    room = {"rtol": 1e-5, "atol": 1e-5}  # norms of Llama are in float32, and products of a batch have other rounding
+    torch.testing.assert_close(found[1:], answers(model, alone, [QUESTION], None)[0], **room)
     for row, column in ((0, 0), (0, 7), (1, CONTEXT // 2)):
         more = mask.clone()
         more[row, column] = 0
@@ -415,7 +416,7 @@ def test_a_mask_hides_the_padding_of_the_context_and_nothing_else_of_it(implemen
         other = padded.copy()
         other.batch_select_indices(torch.tensor([1 - row, 1 - row]))
         theirs = {"position_ids": positions[[1 - row] * 2], "attention_mask": mask[[1 - row] * 2]}
-        torch.testing.assert_close(answers(model, other, asked, None, **theirs)[0], found[[1 - row] * 2])
+        torch.testing.assert_close(answers(model, other, asked, None, **theirs)[0], found[[1 - row] * 2], **room)
     with pytest.raises(ValueError, match="hides positions of the context other than its padding"):
         answers(model, cache_of(model), [QUESTION], None, attention_mask=mask[1:])
 

@@ -64,7 +64,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     >>> found.shape
     torch.Size([1, 7])
     >>> round(cache.nbytes / cache.dense_nbytes, 2)
-    0.68
+    0.59
     """
 
     _labels: ClassVar[dict[str, str]] = {

@@ -43,6 +43,7 @@ from levattn.integrations.transformers.interface import check_model
 
 _LEARNED = ("embed_positions", "position_embeddings", "wpe")  # modules with a weight for each position
 _FEW = 0.1  # a share of the bytes below which codes have 4 bits: more slots are then worth more than finer ones
+_MANY = 6  # heads that are cut, of which one can be an outlier
 _LARGE, _FAR = 0.8, 4  # a residual beyond this, and beyond so many times the median, is an outlier
 _ASKING = 2048  # at least so many queries score the keys of a head, if the context has more
 
@@ -143,7 +144,8 @@ def compress(
     RecallWarning
         If all heads are cut alike, because there is no profile of them.
     ResidualWarning
-        If a head has a residual of more than 0.8, and of more than four times the median of all heads.
+        If one of six or more heads that are cut has a residual of more than 0.8, and of more than four times the
+        median.
 
     Notes
     -----
@@ -170,7 +172,7 @@ def compress(
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
     >>> cache = compress(model, torch.arange(40)[None], {(0, 0): 0.25})
     >>> [row["slots"] for row in cache.table()]
-    [9.0, 40.0, 40.0, 40.0]
+    [10.0, 40.0, 40.0, 40.0]
     """
     tokens, present = tokens_and_present("context", context)
     check_model(model)
@@ -217,7 +219,7 @@ def _tell_of_outliers(cache: CompressedCache) -> None:
     cut = [row for row in cache.table() if "residual" in row and row["slots"] < cache.context_length]
     rows = [row for row in cut if row["residual"] > 0]
     usual = median(row["residual"] for row in rows) if rows else 0.0
-    far = [row for row in rows if row["residual"] > max(_LARGE, _FAR * usual)]
+    far = [row for row in rows if row["residual"] > max(_LARGE, _FAR * usual)] if len(rows) >= _MANY else []
     if far:
         worst = max(far, key=lambda row: float(row["residual"]))
         warnings.warn(
