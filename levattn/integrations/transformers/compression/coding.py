@@ -176,6 +176,7 @@ def _columns(X: Any) -> tuple[Any, Any]:
 
     They are formed in float64, so that rows of zeros behind the last one do not change them.
     """
+    device, X = X.device, X.cpu() if X.device.type == "mps" else X  # which has no float64
     there, X64 = (X != 0).any(-1, keepdim=True), X.double()
     count = there.sum(-2, keepdim=True).clamp(min=1)
     center = (X64 / count).sum(-2, keepdim=True)
@@ -190,7 +191,7 @@ def _columns(X: Any) -> tuple[Any, Any]:
     sizes = (4 * size.log2()).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
     b = _scales(sizes, torch.zeros_like(sizes), torch.float64)[0]
     means = torch.where(biased, center / b**2, 0).nan_to_num(0.0).round().clamp(-32767, 32767).to(torch.int16)
-    return sizes, means
+    return sizes.to(device), means.to(device)
 
 
 def _scales(sizes: Any, means: Any, dtype: Any) -> tuple[Any, Any]:
