@@ -97,6 +97,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--reading", type=int, default=4096)
     parser.add_argument("--decoding", type=int, default=8192)
     parser.add_argument("--budget", type=float, default=0.25)
+    parser.add_argument("--also", type=float, nargs="*", default=[], help="further budgets, of reading alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", choices=("dense", *WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -109,10 +110,12 @@ def main(arguments: Iterable[str] | None = None) -> None:
     compress(model, part[:, :512], options.budget, heads=profile)
     names = "dense", *WAYS
     reading = {which: partial(read, model, part, which, options.budget, profile) for which in names}
+    for budget in options.also:
+        reading[f"compressed to {budget:.0%}"] = partial(read, model, part, "compressed", budget, profile)
     found = medians(reading, options.rounds)
     print(f"\nReading {options.reading} tokens, {torch.get_num_threads()} threads, {options.budget:.0%} of the bytes:")
-    for which in names:
-        print(f"  {which}: {found[which]:.2f} s, {found[which] / found['dense']:.2f} times dense")
+    for which, seconds_of in found.items():
+        print(f"  {which}: {seconds_of:.2f} s, {seconds_of / found['dense']:.2f} times dense")
     caches = {which: read(model, tokens, which, options.budget, profile) for which in names}
     found = medians({name: step(model, cache, options.decoding) for name, cache in caches.items()}, 2 * options.rounds)
     print(f"A step after {options.decoding} tokens:")
