@@ -105,6 +105,16 @@ def test_compress_says_what_it_keeps(decoder, text, tmp_path):
     assert found["bytes"] <= 0.5 * found["dense_bytes"]
 
 
+@pytest.mark.parametrize(("options", "bits"), [((), 8), (("--bits", "4"), 4), (("--bits", "16"), 16)])
+def test_the_bits_of_entries_are_those_asked_for(decoder, text, tmp_path, options, bits):
+    path = tmp_path / "a.safetensors"
+    found = run("compress", decoder, "--text", text, "-o", path, "--budget", "0.3", "--json", *options)
+    assert {row["bits"] for row in json.loads(found.stdout)["heads"]} == {bits}
+    assert "--bits is 5, expected 4, 8 or 16" in refused(
+        "compress", decoder, "--text", text, "-o", path, "--bits", "5", status=2
+    )
+
+
 def test_the_commands_print_on_every_standard_output(program, decoder, context, text):
     commands = {
         f"compress {decoder} --text {text} -o b.safetensors --budget 0.5 --html b.html": ("b.safetensors", "b.html"),
