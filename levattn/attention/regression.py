@@ -261,7 +261,10 @@ def _log_weights(rows: Weighted, sums: Any, c: Any, there: Any) -> tuple[Any, An
     g, G = xp.zeros((b, s), dtype=xp.float64, device=device_of(c)), None
     found: list[Any] = []
     for part, z in _slot_logits(rows.q, c, there):
-        F = xp.exp(_log_shares(z, sums[:, part]) + (half[:, part] - peak)[:, :, None])
+        z = _log_shares(z, sums[:, part])
+        z += (half[:, part] - peak)[:, :, None]
+        F = xp.exp(z)
+        del z  # as large as F
         g = g + xp.sum(F * xp.sqrt(rows.weights[:, part])[:, :, None], axis=1) * target
         G = _with_gram(G, F, found, few)
     F = xp.concat(found, axis=1) if few else None
@@ -278,7 +281,8 @@ def slot_weights(z: Any) -> Any:
     """Return softmax weights of logits (..., s), zero where all are −∞."""
     xp = namespace_of(z)
     top = xp.max(without_gradient(z), axis=-1, keepdims=True)
-    E = xp.exp(z - xp.where(top > -math.inf, top, xp.zeros_like(top)))
+    E = z - xp.where(top > -math.inf, top, xp.zeros_like(top))
+    E = xp.exp(E)
     size = xp.sum(E, axis=-1, keepdims=True)
     return E / xp.where(size > 0, size, xp.ones_like(size))
 
@@ -293,7 +297,10 @@ def _values(rows: Weighted, y: Any, c: Any, old: Any, log_weights: Any, there: A
     found: list[Any] = []
     for part, z in _slot_logits(rows.q, c, there):
         root = xp.sqrt(rows.weights[:, part])[:, :, None]
-        X = slot_weights(z + log_weights[:, None, :]) * root
+        z += log_weights[:, None, :]
+        X = slot_weights(z)
+        del z
+        X *= root
         apart = xp.astype(y[:, part, :], xp.float64) * root - xp.matmul(X, old)
         right = right + xp.matmul(xp.matrix_transpose(X), apart)
         A = _with_gram(A, X, found, few)
