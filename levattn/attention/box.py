@@ -65,9 +65,9 @@ def ridge_solutions(X: Any, inverse: Any, y: Any) -> Any:
 def least_in_box(H: Quadratic, g: Any, x: Any, low: float, high: float) -> Any:
     """Return the minimizers (b, s) of ½ xᵀ H x − gᵀ x over low ≤ x ≤ high, by descent from points x within the bounds.
 
-    A step is Newton's for the free variables, along a path bent at the bounds
-    (Bertsekas, "Projected Newton methods", SIAM J. Control 20, 1982); none goes up. A variable near a bound goes
-    onto it if the gradient leads beyond, and is not free. Else the path would bend before it leads down.
+    A step is Newton's for the free variables, along a path bent at the bounds (Bertsekas, "Projected Newton methods",
+    SIAM J. Control 20, 1982); none goes up. A variable near a bound goes onto it if the gradient leads beyond, and is
+    not free. Else the path would bend before it leads down.
 
     Why it ends: after `_BOLD` steps, variables leave their bounds only at the minimum of a face. Until then each step
     puts another variable on its bound. Freeing variables with wrong multipliers leads down, so no face comes twice.

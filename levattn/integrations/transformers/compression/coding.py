@@ -48,13 +48,13 @@ class Coded:
         would be too much for small ones. An error in proportion to a column would be too much for large ones, which
         decide logits. Rows of zeros do not count, as they stand for no slot.
         """
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        sizes, means = (like.sizes, like.means) if like is not None else _columns(wide) if columns else (None, None)
+        X = wide(rows)
+        sizes, means = (like.sizes, like.means) if like is not None else _columns(X) if columns else (None, None)
         columns = sizes is not None
         if columns:
-            b, m = _scales(sizes, means, wide.dtype)
-            wide = (wide - m) / b
-        X, largest = _in_blocks(wide, bits), 2**bits - 1
+            b, m = _scales(sizes, means, X.dtype)
+            X = (X - m) / b
+        X, largest = _in_blocks(X, bits), 2**bits - 1
         lows = _rounded(X.amin(-1), up=False)
         steps = _rounded((X.amax(-1) - lows.to(X.dtype)) / largest, up=True)
         low, step = lows.to(X.dtype)[..., None], steps.to(X.dtype)[..., None]
@@ -113,6 +113,11 @@ class Coded:
             shape = (*self.codes.shape[:-2], 1, self.width)
             return self.lows.new_ones(shape, dtype=dtype), self.lows.new_zeros(shape, dtype=dtype)
         return _scales(self.sizes, self.means, dtype)
+
+
+def wide(rows: Any) -> Any:
+    """Return rows in float32 at least."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def opened(rows: Any, dtype: Any = None) -> Any:

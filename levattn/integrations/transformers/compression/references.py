@@ -12,9 +12,9 @@ import torch
 from levattn.attention import Selection, fit_slots
 from levattn.attention.pruned.selection import FITTED_SINKS
 from levattn.integrations.transformers.compression.cache import tokens_and_present
-from levattn.integrations.transformers.compression.coding import Coded
+from levattn.integrations.transformers.compression.coding import Coded, wide
 from levattn.integrations.transformers.compression.rotation import Rotation
-from levattn.integrations.transformers.compression.slots import SlotArrays, Split, wide
+from levattn.integrations.transformers.compression.slots import SlotArrays, Split
 
 _ROWS = 480  # queries of a context that a head of keys is fitted to, about, and as many of the tokens after it
 _FEWEST = 96  # of each head of queries

@@ -22,7 +22,7 @@ from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import own_scores
 from levattn.attention.pruned.selection import LAST, SINKS, Checks, Selection, SelectionRule, Slots, share_of
-from levattn.integrations.transformers.compression.coding import Coded, opened
+from levattn.integrations.transformers.compression.coding import Coded, opened, wide
 from levattn.sensitivity.leverage import leverage_scores
 
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
@@ -196,11 +196,6 @@ class Seen:
     def nbytes(self) -> int:
         """Bytes of the moments."""
         return int(self.queries.total.nbytes + self.queries.second.nbytes + self.keys.total.nbytes)
-
-
-def wide(array: Any) -> Any:
-    """Return an array in float32 at least."""
-    return array.to(torch.promote_types(array.dtype, torch.float32))
 
 
 def _read(array: Any) -> Any:
