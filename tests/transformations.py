@@ -7,6 +7,7 @@ A cell has the same value and gradient as the plain call, or raises one of `REFU
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import re
@@ -670,6 +671,7 @@ def _on_rank(rank: int, file: str, rows: list[str], names: list[str]) -> None:
             except Exception as error:
                 found[f"{row}|{name}"] = f"{type(error).__name__}: {error}"
     Path(f"{file}.{rank}").write_bytes(pickle.dumps(found))
+    gc.collect()  # sharded modules are cycles that hold the group, whose threads must end before the process does
     dist.destroy_process_group()
 
 
