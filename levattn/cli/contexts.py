@@ -1,4 +1,4 @@
-"""``levattn profile``, ``compress`` and ``ask``: compressed contexts, and questions to them."""
+"""``levattn profile`` and ``levattn compress``: contexts that a decoder reads once."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ _KEPT_HEADS = {
     "summaries": "summaries:.0f",
     "share": "share:.3f",
 }
-_MARK = "@@content@@"  # replaces the message while a chat template is read
-_TOLD = 3  # first tokens that show that a context begins a message
 _ROOM = 256  # positions that a context leaves for question and answer
 
 
@@ -127,10 +125,11 @@ def compress_text(asked: Compression) -> None:
     words = read_text(asked.text)
     check_profile(asked.heads)
     model, tokenizer = opened_decoder(asked.model)
+    from levattn.integrations.transformers import Prompt
     from levattn.integrations.transformers import compress as compressed
 
-    heads = profile_of(asked.heads, asked.budget)
-    message, inputs = _tokens_of(asked, words, model, tokenizer)
+    heads, prompt = profile_of(asked.heads, asked.budget), Prompt(tokenizer)
+    inputs = _tokens_of(asked, words, model, prompt)
     count = inputs["input_ids"].shape[1]
     start = time.perf_counter()
     how: dict[str, Any] = {"heads": heads, "chunk": asked.chunk, "bits": asked.bits, "progress": sys.stderr.isatty()}
@@ -144,7 +143,7 @@ def compress_text(asked: Compression) -> None:
     if asked.html is not None:
         facts = dict(_facts(sizes))
         shares = HeatMap.of(rows, "share", "Share of its bytes that each head keeps", ".3f", top=1.0)
-        text = _kept(cache, message, tokenizer)
+        text = _kept(cache, prompt, words)
         write_page(asked.html, f"{asked.text.name}, compressed", facts, [shares], rows, _KEPT_HEADS, text)
     if sliding:
         report(f"{sliding} of {len(cache.layers)} layers slide and keep their window, which the budget does not count")
@@ -157,95 +156,9 @@ def compress_text(asked: Compression) -> None:
         console.print(f"{name}: {value}")
 
 
-def ask(path: Path, context: Path, question: str, max_tokens: int, as_json: bool) -> None:
-    """Run ``levattn ask``."""
-    check_model_path(path)
-    if not context.exists():
-        fail(f"{context}: no such file; make it with `levattn compress`")
-    model, tokenizer = opened_decoder(path)
-    import transformers
-
-    from levattn.integrations.transformers import CompressedCache
-
-    cache = CompressedCache.load(context, model)
-    nbytes, dense = cache.nbytes, cache.dense_nbytes
-    ids = tokenizer(_question(cache, tokenizer, question), add_special_tokens=False, return_tensors="pt")["input_ids"]
-    if not ids.numel():
-        fail("the question has no tokens; ask something")
-    own = model.generation_config
-    how = transformers.GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
-    )
-    shown = None if as_json else transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    clock = _Clock(shown)
-    with forward_errors_in_one_line(path, cache.context_length + ids.shape[1], "ask a shorter question"):
-        found = cache.ask(model, ids.long(), generation_config=how, streamer=clock)
-    answer = found[0, ids.shape[1] :]
-    if as_json:
-        outcome = {"question": question, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
-        sizes = {"positions": cache.context_length, "bytes": nbytes, "dense_bytes": dense}
-        times = {"first_seconds": clock.first, "token_seconds": clock.each}
-        print_json("levattn.ask/1", {**outcome, "tokens": len(answer), **sizes, **times})
-        return
-    each = "" if clock.each is None else f", {clock.each:.3g} seconds for each further one"
-    report(
-        f"context of {cache.context_length} positions in {_size(nbytes)}, dense {_size(dense)}; {len(answer)} tokens, "
-        f"the first after {clock.first:.3g} seconds{each}"
-    )
-
-
-class _Clock:
-    """A streamer that hands tokens on, and notes their times."""
-
-    def __init__(self, shown: Any) -> None:
-        self._shown = shown
-        self._start = time.perf_counter()
-        self._times: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        """Receive the prompt, and then each token."""
-        self._times.append(time.perf_counter())
-        if self._shown is not None:
-            self._shown.put(tokens)
-
-    def end(self) -> None:
-        """Show the remaining text."""
-        if self._shown is not None:
-            self._shown.end()
-
-    @property
-    def first(self) -> float:
-        """Seconds to the first token."""
-        return self._times[1] - self._start
-
-    @property
-    def each(self) -> float | None:
-        """Seconds for each further token; None if there is none."""
-        further = len(self._times) - 2
-        return (self._times[-1] - self._times[1]) / further if further else None
-
-
-def _around(tokenizer: Any) -> tuple[str, str] | None:
-    """Return the text of a chat template before and after a message; None without a template."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    try:
-        whole = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    except ImportError:
-        raise
-    except Exception as error:  # of any kind, because templates are programs
-        fail(f"the chat template of the tokenizer cannot be read ({type(error).__name__}: {error}); mend or remove it")
-    before, mark, after = whole.partition(_MARK)
-    return (before, after) if mark else None
-
-
-def _tokens_of(asked: Compression, words: str, model: Any, tokenizer: Any) -> tuple[str, dict[str, Any]]:
-    """Return a text, after the start of a message if the model has a chat template, and its first tokens."""
-    around = _around(tokenizer)
-    message = words if around is None else around[0] + words
-    ids = tokenizer(message, add_special_tokens=around is None, return_tensors="pt")["input_ids"].long()
+def _tokens_of(asked: Compression, words: str, model: Any, prompt: Any) -> dict[str, Any]:
+    """Return the first tokens of a text, after the start of a message if the model has a chat template."""
+    ids = prompt.document(words)["input_ids"]
     most = most_tokens(model, None)
     limit = most - min(_ROOM, most // 8) if asked.tokens is None else min(asked.tokens, most)
     count = ids.shape[1]
@@ -253,23 +166,12 @@ def _tokens_of(asked: Compression, words: str, model: Any, tokenizer: Any) -> tu
         fail(f"{asked.text} has {count} tokens; give a longer text")
     if count > limit and asked.tokens is None:
         report(f"{asked.text} has {count} tokens and the model {most} positions: the first {limit} tokens are read")
-    return message, {"input_ids": ids[:, :limit]}
+    return {"input_ids": ids[:, :limit]}
 
 
-def _question(cache: Any, tokenizer: Any, question: str) -> str:
-    """Return the question with the text of the chat template around it, to follow a context."""
-    around = _around(tokenizer)
-    if around is None:
-        return f"\n{question}"
-    before, after = around
-    begun = tokenizer(before, add_special_tokens=False)["input_ids"][:_TOLD]
-    if cache.tokens[0, : len(begun)].tolist() == begun:  # the context begins the message, which the question ends
-        return f"\n\n{question}{after}"
-    return f"{before}{question}{after}"
-
-
-def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
+def _kept(cache: Any, prompt: Any, words: str) -> KeptText | None:
     """Return the text of a context with the number of cut heads that keep each token; None if it is unknown."""
+    message, tokenizer = prompt.text_of(words), prompt.tokenizer
     if not tokenizer.is_fast:
         return None
     import torch
@@ -284,8 +186,9 @@ def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
                 kept += torch.bincount(places[places >= 0], minlength=P)
     if not cut:
         return None
-    with_special = _around(tokenizer) is None
-    spans = tokenizer(message, add_special_tokens=with_special, return_offsets_mapping=True)["offset_mapping"][:P]
+    spans = tokenizer(message, add_special_tokens=not prompt.has_template, return_offsets_mapping=True)[
+        "offset_mapping"
+    ][:P]
     pieces, done = [], 0
     for _, end in spans:  # tokens of one letter's bytes share a span; the first token gets the letter
         pieces.append(message[done:end])
@@ -296,12 +199,13 @@ def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
 def _facts(sizes: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the figures of a compressed context, as text."""
     yield "positions", str(sizes["positions"])
-    yield "bytes", f"{_size(sizes['bytes'])} ({sizes['bytes'] / sizes['dense_bytes']:.1%} of dense)"
-    yield "dense bytes", _size(sizes["dense_bytes"])
+    yield "bytes", f"{size_of(sizes['bytes'])} ({sizes['bytes'] / sizes['dense_bytes']:.1%} of dense)"
+    yield "dense bytes", size_of(sizes["dense_bytes"])
     yield "seconds", f"{sizes['seconds']:.3g}"
 
 
-def _size(nbytes: int) -> str:
+def size_of(nbytes: int) -> str:
+    """Return a number of bytes as text."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.3g} {unit}"

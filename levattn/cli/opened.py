@@ -61,10 +61,10 @@ def check_model_path(path: Path) -> None:
         fail(f"{path} has no config.json; give the folder of a Hugging Face model, or a .gguf file")
 
 
-def read_text(path: Path) -> str:
-    """Return the text in a file, or end the program."""
+def read_text(path: Path, option: str = "--text") -> str:
+    """Return the text in a file that an option names, or end the program."""
     if not path.exists():
-        fail(f"{path}: no such file; name a text file with --text")
+        fail(f"{path}: no such file; name a text file with {option}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

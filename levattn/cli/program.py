@@ -37,7 +37,7 @@ keys alone, by leverage scores, and it is exact for attention with f(x) = x².
 
 Begin with `levattn demo`. The command universal-set takes keys in files; inspect and prune-report take a Hugging Face
 model and a text. profile, compress and ask read a text once with a decoder, keep a part of its KV cache, and answer
-questions from that part.
+questions from that part; evaluate tells which part is enough.
 
 \b
 Examples:

@@ -1,11 +1,11 @@
-"""The command lines of ``levattn profile``, ``levattn compress`` and ``levattn ask``."""
+"""The command lines of ``levattn profile``, ``compress``, ``ask`` and ``evaluate``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from levattn.cli import contexts
+from levattn.cli import asking, contexts
 from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in, slots_or_share
 from levattn.cli.program import Command
 
@@ -62,21 +62,55 @@ Output:
   seconds      of reading and compressing
 """
 _ASK = """\
-Answer a question from a compressed text.
+Answer questions from a compressed text.
 
 CONTEXT is a file that `levattn compress` made with the same MODEL. The text is not read again. The command prints the
 answer as it comes, by greedy decoding: the likeliest token each time. Then one line on standard error tells the bytes
-of the context and the time per token. The command needs torch and transformers.
+of the context and the time per token. With --questions it loads the model once, prints each question after ">" and
+answers it. Each answer is as if it were the only one, unless you give --follow. The command needs torch and
+transformers.
 
 \b
 Examples:
   levattn ask MODEL book.safetensors "Who comes home in the end?"
   levattn ask MODEL book.safetensors "List the places." --max-tokens 200
   levattn ask MODEL book.safetensors "Who is Ann?" --json
+  levattn ask MODEL book.safetensors --questions questions.txt --json
+  levattn ask MODEL book.safetensors --questions - --follow
 
 If the tokenizer has a chat template, text and question are one message, with an empty line between them, and the model
 answers it. Otherwise the model continues the text, a new line and the question as it is. Then write the beginning of
 the answer, such as "The one who comes home is".
+"""
+_EVALUATE = """\
+See which budget is safe for a text.
+
+The model answers questions on the text with its dense cache, and then with each --budget, as `levattn compress` keeps
+it. The command compares the answers. Without --questions it makes up 16 of them: passages of the text that the model
+is to continue to the letter. The command needs torch and transformers.
+
+\b
+Examples:
+  levattn evaluate MODEL --text book.txt --heads heads.json
+  levattn evaluate MODEL --text book.txt --questions questions.txt --json
+  levattn evaluate MODEL --text book.txt --budget 0.25 --budget 0.1
+  levattn evaluate MODEL --text book.txt --method prune --html book.html
+
+A line of --questions is a question. After a tab it may have words that a right answer contains.
+"""
+_EVALUATE_EPILOG = """\
+\b
+Output, one row for the dense cache and for each budget:
+  budget   share of the bytes, or number of slots
+  share    bytes of the cache, as a share of the dense ones
+  MB       the same in megabytes
+  seconds  to read the text, and to compress it
+  s/token  median time of a further token
+  changed  answers of which a token is not the dense one
+  at most  the same with a confidence of 95%, for questions like these
+  loss     rise of the loss of the dense answers, in nats a token
+  worst    the same of the worst question
+  right    answers that contain the words expected; - without any
 """
 
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the answer.")]
@@ -87,6 +121,7 @@ def add(app: typer.Typer) -> None:
     app.command("profile", cls=Command, help=_PROFILE, epilog=_PROFILE_EPILOG)(_profile)
     app.command("compress", cls=Command, help=_COMPRESS, epilog=_COMPRESS_EPILOG)(_compress)
     app.command("ask", cls=Command, help=_ASK)(_ask)
+    app.command("evaluate", cls=Command, help=_EVALUATE, epilog=_EVALUATE_EPILOG)(_evaluate)
 
 
 def _share(value: float) -> float:
@@ -165,8 +200,49 @@ def _compress(
 def _ask(
     model: ModelPath,
     context: Annotated[Path, typer.Argument(metavar="CONTEXT", help="File that `levattn compress` made.")],
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question, in quotes.")],
+    question: Annotated[
+        str | None, typer.Argument(metavar="[QUESTION]", help="The question, in quotes.", show_default=False)
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="Text file with a question on each line, or - for standard input, as lines come."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Let each question follow the answers before it, as in a conversation.")
+    ] = False,
     max_tokens: _MaxTokens = 64,
     as_json: AsJson = False,
 ) -> None:
-    contexts.ask(model, context, question, max_tokens, as_json)
+    if (question is None) == (questions is None):
+        raise typer.BadParameter("expected one of QUESTION and --questions")
+    asking.ask(asking.Asking(model, context, question, questions, follow, max_tokens, as_json))
+
+
+def _budgets(values: list[float], heads: Path | None) -> list[float]:
+    found = [slots_or_share(value, heads) for value in values]
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"--budget has a value twice: {', '.join(map(str, found))}")
+    return found
+
+
+def _evaluate(
+    model: ModelPath,
+    text: Annotated[Path, typer.Option(help="Text file in UTF-8. All of it is read.")],
+    questions: Annotated[
+        Path | None, typer.Option(help="Text file with a question on each line, or - for standard input.")
+    ] = None,
+    budget: Annotated[
+        list[float],
+        typer.Option(help="Share of the bytes in (0, 1], or number of slots of a head above 1; may be repeated."),
+    ] = [0.5, 0.25, 0.12, 0.06, 0.03],  # noqa: B006 (typer does not change it)
+    heads: ProfilePath = None,
+    method: Annotated[
+        Literal["compress", "prune"],
+        typer.Option(help="Compress the cache after dense reading, or prune the attention."),
+    ] = "compress",
+    max_tokens: _MaxTokens = 32,
+    as_json: AsJson = False,
+    html: WebPage = None,
+) -> None:
+    budgets = _budgets(budget, heads)
+    asking.evaluate(asking.Trial(model, text, questions, budgets, heads, method, max_tokens, as_json, html))

@@ -16,6 +16,7 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
     from levattn.integrations.transformers.compression.cache import CompressedCache
     from levattn.integrations.transformers.compression.compress import compress
     from levattn.integrations.transformers.compression.profile import HeadProfile
+    from levattn.integrations.transformers.evaluation import Evaluation, evaluate
     from levattn.integrations.transformers.inspection import Inspection, inspect_model
     from levattn.integrations.transformers.latents import (
         latent_parameters,
@@ -25,17 +26,21 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
         remove,
         state_size,
     )
+    from levattn.integrations.transformers.prompt import Prompt
     from levattn.integrations.transformers.pruning import prune, register
     from levattn.integrations.transformers.report import PruneReport
 
 __all__ = [
     "Calibration",
     "CompressedCache",
+    "Evaluation",
     "HeadProfile",
     "Inspection",
+    "Prompt",
     "PruneReport",
     "calibrate",
     "compress",
+    "evaluate",
     "head_profile",
     "inspect_model",
     "latent_parameters",

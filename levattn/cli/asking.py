@@ -1,0 +1,200 @@
+"""``levattn ask`` and ``levattn evaluate``: questions on a text that a decoder has read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from levattn.cli.contexts import size_of
+from levattn.cli.opened import (
+    check_model_path,
+    check_profile,
+    forward_errors_in_one_line,
+    opened_decoder,
+    profile_of,
+    read_text,
+    told_of_recall,
+)
+from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of, write_page
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The options of ``levattn ask``."""
+
+    model: Path
+    context: Path
+    question: str | None
+    questions: Path | None
+    follow: bool
+    max_tokens: int
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The options of ``levattn evaluate``."""
+
+    model: Path
+    text: Path
+    questions: Path | None
+    budgets: list[float]
+    heads: Path | None
+    method: str
+    max_tokens: int
+    as_json: bool
+    html: Path | None
+
+
+def ask(asked: Asking) -> None:
+    """Run ``levattn ask``."""
+    check_model_path(asked.model)
+    if not asked.context.exists():
+        fail(f"{asked.context}: no such file; make it with `levattn compress`")
+    model, tokenizer = opened_decoder(asked.model)
+    from levattn.integrations.transformers import CompressedCache, Prompt
+
+    cache, prompt = CompressedCache.load(asked.context, model), Prompt(tokenizer)
+    sizes = {"positions": cache.context_length, "bytes": cache.nbytes, "dense_bytes": cache.dense_nbytes}
+    alone = asked.question is not None
+    texts = _lines(asked.questions) if asked.question is None else iter([asked.question])
+    for text in texts:
+        inputs = prompt.question(text, cache)
+        if not inputs["input_ids"].numel():
+            fail("the question has no tokens; ask something")
+        if not alone and not asked.as_json:
+            sys.stdout.write(f"> {text}\n")
+            sys.stdout.flush()
+        clock = _Clock(None if asked.as_json else tokenizer)
+        found = _answered(asked, model, cache if asked.follow else cache.copy(), inputs, clock)
+        answer = found[0, inputs["input_ids"].shape[1] :]
+        if asked.as_json:
+            outcome = {"question": text, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
+            times = {"first_seconds": clock.first, "token_seconds": clock.each}
+            print_json("levattn.ask/1", {**outcome, "tokens": len(answer), **sizes, **times})
+            sys.stdout.flush()
+            continue
+        each = "" if clock.each is None else f", {clock.each:.3g} seconds for each further one"
+        report(
+            f"context of {sizes['positions']} positions in {size_of(sizes['bytes'])}, dense "
+            f"{size_of(sizes['dense_bytes'])}; {len(answer)} tokens, the first after {clock.first:.3g} seconds{each}"
+        )
+
+
+def _answered(asked: Asking, model: Any, cache: Any, inputs: Any, clock: Any) -> Any:
+    """Return the question and its greedy answer in tokens."""
+    import transformers
+
+    own = model.generation_config
+    how = transformers.GenerationConfig(
+        max_new_tokens=asked.max_tokens,
+        do_sample=False,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
+    )
+    count = cache.get_seq_length() + inputs["input_ids"].shape[1]
+    with forward_errors_in_one_line(asked.model, count, "ask a shorter question"):
+        return cache.ask(model, inputs.to(model.device), generation_config=how, streamer=clock)
+
+
+class _Clock:
+    """A streamer that notes the times of tokens, and shows their text if it has a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        import transformers
+
+        self._shown = None
+        if tokenizer is not None:
+            self._shown = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._start = time.perf_counter()
+        self._times: list[float] = []
+
+    def put(self, tokens: Any) -> None:
+        """Receive the prompt, and then each token."""
+        self._times.append(time.perf_counter())
+        if self._shown is not None:
+            self._shown.put(tokens)
+
+    def end(self) -> None:
+        """Show the remaining text."""
+        if self._shown is not None:
+            self._shown.end()
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self._times[1] - self._start
+
+    @property
+    def each(self) -> float | None:
+        """Seconds for each further token; None if there is none."""
+        further = len(self._times) - 2
+        return (self._times[-1] - self._times[1]) / further if further else None
+
+
+def _lines(path: Path | None) -> Iterator[str]:
+    """Yield the lines of a file, or of standard input for "-", as they come, without empty ones."""
+    if path is None:
+        return
+    if str(path) != "-":
+        found = [line.strip() for line in read_text(path, "--questions").splitlines()]
+        if not any(found):
+            fail(f"{path} has no questions; write one on each line")
+        yield from filter(None, found)
+        return
+    try:
+        for line in sys.stdin:
+            if line.strip():
+                yield line.strip()
+    except UnicodeDecodeError:
+        fail("standard input is not UTF-8 text; convert it")
+
+
+def evaluate(asked: Trial) -> None:
+    """Run ``levattn evaluate``."""
+    check_model_path(asked.model)
+    check_output(asked.html, "--html")
+    words = read_text(asked.text)
+    check_profile(asked.heads)
+    questions = None if asked.questions is None else _with_answers(_lines(asked.questions))
+    model, tokenizer = opened_decoder(asked.model)
+    from levattn.integrations.transformers import evaluate as evaluated
+    from levattn.integrations.transformers.evaluation import COLUMNS
+
+    how: dict[str, Any] = {
+        "budgets": sorted(asked.budgets, reverse=True),
+        "heads": profile_of(asked.heads, min(asked.budgets)),
+        "method": asked.method,
+        "answer_tokens": asked.max_tokens,
+        "progress": sys.stderr.isatty(),
+    }
+    with told_of_recall(), forward_errors_in_one_line(asked.model, len(words), "give a shorter text"):
+        found = evaluated(model, tokenizer, words, questions, **how)
+    at = None if found.changes_at is None else float(found.changes_at)
+    if asked.html is not None:
+        facts = {"positions": str(found.positions), "method": asked.method}
+        facts["answers change at"] = "no budget" if at is None else f"{at:.3g}"
+        write_page(asked.html, f"{asked.text.name} with fewer bytes", facts, [], found.printed(), COLUMNS)
+    if asked.as_json:
+        outcome = {"positions": found.positions, "method": asked.method, "changes_at": at}
+        print_json("levattn.evaluate/1", {**outcome, "budgets": found.table(), "answers": found.answers})
+        return
+    console = new_console()
+    console.print(table_of(found.printed(), COLUMNS))
+    console.print(found.legend)
+
+
+def _with_answers(lines: Iterator[str]) -> list[str] | dict[str, str]:
+    """Return questions, with the answers that follow them after a tab if there are any."""
+    pairs = [line.partition("\t") for line in lines]
+    known = [bool(answer.strip()) for _, _, answer in pairs]
+    if any(known) and not all(known):
+        fail("--questions has answers for some questions; write an answer after a tab for all of them, or for none")
+    questions = [question.strip() for question, _, _ in pairs]
+    if not all(known):
+        return questions
+    return dict(zip(questions, (answer.strip() for _, _, answer in pairs), strict=True))

@@ -1,0 +1,402 @@
+"""Compare a decoder's answers on a document with those that it gives with fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from levattn._core.checks import whole_number
+from levattn._core.threads import reported
+from levattn.integrations.transformers.calls import as_cache_of, inputs_device
+from levattn.integrations.transformers.compression.compress import compress
+from levattn.integrations.transformers.heads_table import in_columns
+from levattn.integrations.transformers.interface import check_model
+from levattn.integrations.transformers.prompt import Prompt
+from levattn.integrations.transformers.pruning import prune
+
+_PASSAGES = 16  # questions that are made up where none are given
+_GIVEN = 24  # tokens of a passage that a made-up question gives; the answer is what follows
+_CONTINUE = "Continue the text, word by word, from where these words stand in it."
+_STEPS = 9  # tokens whose time is measured; the first one may allocate
+_CONFIDENCE = 0.95
+COLUMNS = {
+    "budget": "budget",
+    "share": "share:.1%",
+    "MB": "megabytes:.4g",
+    "seconds": "seconds:.3g",
+    "s/token": "token_seconds:.3g",
+    "changed": "changed:.0%",
+    "at most": "changed_most:.0%",
+    "loss": "loss:.3f",
+    "worst": "worst_loss:.3f",
+    "right": "right:.0%",
+}
+
+
+class Evaluation:
+    """The answers of a decoder to questions on a document, with its dense cache and with smaller budgets.
+
+    `evaluate` makes it.
+
+    Attributes
+    ----------
+    answers : list of dict
+        A row for each budget and question: ``budget`` (None for the dense cache), ``question``, ``answer`` and, after
+        it, ``loss`` (nats a token of the dense answer above those of the dense cache), ``changed`` and ``right`` (None
+        without an expected answer).
+    method : str
+        "compress" or "prune".
+    positions : int
+        Tokens of the document.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], answers: list[dict[str, Any]], method: str, positions: int) -> None:
+        self._rows = rows
+        self.answers = answers
+        self.method = method
+        self.positions = positions
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for the dense cache, and one for each budget.
+
+        Returns
+        -------
+        list of dict
+            ``budget`` is None for the dense cache. ``nbytes`` are the bytes of the cache, ``share`` their share of
+            the dense ones, ``seconds`` the time to read (and compress) the document, and ``token_seconds`` the median
+            time of a further token. ``changed`` is the share of the answers of which a token is another one, and
+            ``changed_most`` a limit that the true share does not exceed with a confidence of 95 % (Clopper and
+            Pearson's, one-sided), for questions drawn as these are. ``loss`` is the mean over the questions of the
+            rise of the loss of the dense answer, in nats a token, and ``worst_loss`` the largest. ``right`` is the
+            share of the expected answers that occur in the answers, None without any.
+        """
+        return [dict(row) for row in self._rows]
+
+    @property
+    def changes_at(self) -> Any:
+        """The largest budget at which an answer changed; None if none did."""
+        return next((row["budget"] for row in self._rows if row["changed"]), None)
+
+    def __str__(self) -> str:
+        return f"{in_columns(self.printed(), COLUMNS)}\n{self.legend}"
+
+    def printed(self) -> list[dict[str, Any]]:
+        """Return the rows of `table` as they are shown.
+
+        Returns
+        -------
+        list of dict
+            Rows in which ``budget`` is a text, with ``megabytes``.
+        """
+        return [{**row, "budget": _shown(row["budget"]), "megabytes": row["nbytes"] / 1e6} for row in self._rows]
+
+    @property
+    def legend(self) -> str:
+        """One sentence on the columns."""
+        count = sum(row["budget"] is None for row in self.answers)
+        return (
+            f"{count} questions on {self.positions} tokens. changed: answers with another token than the dense ones; "
+            "at most: the same with a confidence of 95%, for questions like these; loss: rise of the loss of the "
+            "dense answers, in nats a token, in the mean and the worst case; right: expected answers that occur."
+        )
+
+    def __repr__(self) -> str:
+        at = self.changes_at
+        found = "no answer changed" if at is None else f"answers change from {_shown(at)} on"
+        return f"<Evaluation of {self.method} at {len(self._rows) - 1} budgets: {found}>"
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A question in tokens (1, m), as text, and the answer that is expected, if any."""
+
+    ids: Any
+    text: str
+    expected: str | None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer in tokens (k,), the loss of the dense one in nats a token, and whether the two differ."""
+
+    tokens: Any
+    loss: float
+    changed: bool
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A document that was read: its cache, the seconds that it took, and how to fork it."""
+
+    model: Any
+    tokens: Any
+    cache: Any
+    seconds: float
+
+    def fork(self) -> Any:
+        """Return a cache for one question."""
+        return self.cache.copy() if hasattr(self.cache, "ask") else copy.deepcopy(self.cache)
+
+    def answer(self, question: Any, count: int) -> Any:
+        """Return the tokens of a greedy answer, (k,)."""
+        own = self.model.generation_config
+        how = transformers.GenerationConfig(
+            max_new_tokens=count, do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id or 0
+        )
+        whole = torch.cat([self.tokens, question], 1)
+        given = {"attention_mask": torch.ones_like(whole), **as_cache_of(self.model, self.fork())}
+        return self.model.generate(whole, generation_config=how, **given)[0, whole.shape[1] :]
+
+    def log_p(self, question: Any, answer: Any) -> Any:
+        """Return the log-probabilities of all tokens at the places of an answer (rows)."""
+        logits = self._read(torch.cat([question, answer[None]], 1), self.fork())
+        return logits[-len(answer) - 1 : -1].double().log_softmax(-1)
+
+    def token_seconds(self, question: Any, answer: Any) -> float:
+        """Return the median time of a further token."""
+        cache, times = self.fork(), []
+        self._read(question, cache)
+        for place in range(_STEPS):
+            token, start = answer[place % len(answer)], time.perf_counter()
+            self._read(token.reshape(1, 1), cache)
+            times.append(time.perf_counter() - start)
+        return median(times[1:])
+
+    def _read(self, ids: Any, cache: Any) -> Any:
+        return self.model(ids, **as_cache_of(self.model, cache)).logits[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        own = getattr(self.cache, "nbytes", None)
+        if own is not None:
+            return int(own)
+        held = [(layer.keys, layer.values) for layer in self.cache.layers]
+        return sum(part.numel() * part.element_size() for pair in held for part in pair)
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    document: str,
+    questions: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    budgets: Iterable[Any] = (0.5, 0.25, 0.12, 0.06, 0.03),
+    heads: Any = None,
+    method: Literal["compress", "prune"] = "compress",
+    answer_tokens: int = 32,
+    progress: bool | Callable[[int, int | None], None] | None = None,
+    **options: Any,
+) -> Evaluation:
+    """Ask a decoder about a document, with its dense cache and with smaller budgets, and compare the answers.
+
+    The model reads the document once densely and once for each budget, as `compress` reads it, or pruned by `prune`.
+    Then it answers each question by greedy decoding on a copy of each cache. An answer counts as changed if one of its
+    tokens is not the one that the dense cache gives, so it may say the same in other words. The loss of the dense
+    answer tells how far the model has moved, also where no token changed.
+
+    **Guarantee.** None beyond these questions. ``changed_most`` is a limit for further questions *drawn as these
+    were*: with 16 questions and no change it is 17 %, with 60 questions 5 %.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder, in evaluation mode. It is as it was afterwards.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer. `Prompt` puts its chat template around document and questions, if it has one.
+    document : str
+        The text.
+    questions : sequence of str, or mapping of str to str, optional
+        Questions, or questions and words that a right answer contains (case and spaces do not matter). By default 16
+        passages from all parts of the document: 24 tokens are given, and the model is to continue them. They need
+        recall to the letter, which few questions of users do.
+    budgets : iterable, default (0.5, 0.25, 0.12, 0.06, 0.03)
+        The arguments `selection` of `compress` or `prune`, largest first.
+    heads : HeadProfile, optional
+        The profile of the model's heads, which splits the budgets.
+    method : {"compress", "prune"}, default "compress"
+        Compress the cache after dense reading, or prune the attention while reading and answering.
+    answer_tokens : int, default 32
+        Maximum number of tokens of an answer.
+    progress : bool or function, optional
+        True for a bar, or a function of the answers compared and their number.
+    **options
+        Of `compress` or `prune`, the same for all budgets.
+
+    Returns
+    -------
+    Evaluation
+        ``print`` shows a table. ``evaluation.answers`` has all texts, and ``changes_at`` the largest budget at which
+        an answer changed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is out of range, or `compress` or `prune` refuses the model or an option. If document, question
+        and answer have more tokens than the model has positions.
+
+    Notes
+    -----
+    Time: for each budget one reading, one pass over each question with its dense answer, and `answer_tokens` steps for
+    each changed answer. Memory: two caches of the document.
+
+    Examples
+    --------
+    >>> from levattn.integrations.transformers import evaluate
+    >>> found = evaluate(model, tokenizer, text, ["Who wrote the letter?"], heads=profile)  # doctest: +SKIP
+    >>> print(found)  # doctest: +SKIP
+    """
+    check_model(model)
+    if method not in ("compress", "prune"):
+        raise ValueError(f"method is {method!r}; expected 'compress' or 'prune'")
+    if not isinstance(document, str) or not document.strip():
+        raise TypeError(f"document is {document!r:.50}; expected a text")
+    count, budgets = whole_number("answer_tokens", answer_tokens), list(budgets)
+    if not budgets:
+        raise ValueError("budgets is empty; expected at least one, such as 0.25")
+    prompt, device = Prompt(tokenizer), inputs_device(model)
+    tokens = prompt.document(document)["input_ids"].to(device)
+    asked = list(_questions(prompt, questions, document, device))
+    _check_length(model, tokens.shape[1] + max(each.ids.shape[1] for each in asked) + max(count, _STEPS))
+    rows, answers = [], []
+    with torch.no_grad(), reported(progress, len(asked) * (1 + len(budgets)), "answers") as advance:
+        dense, told = _read_densely(model, tokens), []
+        for each in asked:
+            told.append(_told(dense, each, None, count))
+            answers.append(_row(prompt, None, each, told[-1]))
+            advance(1)
+        first = asked[0].ids, told[0].tokens
+        rows.append(_summary(None, dense, dense.nbytes, answers, dense.token_seconds(*first)))
+        for budget in budgets:
+            with _read_with(model, tokens, budget, method, {"heads": heads, **options}) as reading:
+                new = []
+                for each, own in zip(asked, told, strict=True):
+                    new.append(_row(prompt, budget, each, _told(reading, each, own, count)))
+                    advance(1)
+                rows.append(_summary(budget, reading, dense.nbytes, new, reading.token_seconds(*first)))
+            answers += new
+    return Evaluation(rows, answers, method, int(tokens.shape[1]))
+
+
+def _questions(prompt: Prompt, questions: Any, document: str, device: Any) -> Iterator[_Question]:
+    """Yield the questions, or passages of the document if there are none, or raise."""
+    if questions is None:
+        yield from _passages(prompt, document, device)
+        return
+    if isinstance(questions, str) or not isinstance(questions, Sequence | Mapping) or not questions:
+        raise TypeError(
+            f"questions is {questions!r:.50}; expected a sequence of texts, a mapping from them to expected answers, "
+            "or None"
+        )
+    for text in questions:
+        expected = questions[text] if isinstance(questions, Mapping) else None
+        if not isinstance(text, str) or not text.strip() or not isinstance(expected, str | None):
+            raise TypeError(f"questions has {text!r:.50}: {expected!r:.50}; expected texts that are not empty")
+        yield _Question(prompt.question(text)["input_ids"].to(device), text, expected)
+
+
+def _passages(prompt: Prompt, document: str, device: Any) -> Iterator[_Question]:
+    """Yield questions to continue passages from all parts of a document."""
+    ids = prompt.tokenizer(document, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    room = ids.shape[1] - 2 * _GIVEN
+    if room < 1:
+        raise ValueError(
+            f"document has {ids.shape[1]} tokens; expected more than {2 * _GIVEN} to make up questions. Give questions"
+        )
+    start = prompt.question(_CONTINUE)["input_ids"]
+    for place in sorted({int(x) for x in torch.linspace(0, room - 1, _PASSAGES)}):
+        given = ids[:, place : place + _GIVEN]
+        yield _Question(torch.cat([start, given], 1).to(device), prompt.tokenizer.decode(given[0]), None)
+
+
+def _check_length(model: Any, positions: int) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and positions > most:
+        raise ValueError(
+            f"document, question and answer have up to {positions} tokens, and the model has {most} positions; "
+            "expected no more. Give a shorter document"
+        )
+
+
+def _read_densely(model: Any, tokens: Any) -> _Reading:
+    """Read a document into a cache of transformers."""
+    base, cache = model.base_model, transformers.DynamicCache(config=model.config)
+    start = time.perf_counter()
+    base(tokens, use_cache=True, **as_cache_of(base, cache))
+    return _Reading(model, tokens, cache, time.perf_counter() - start)
+
+
+@contextmanager
+def _read_with(model: Any, tokens: Any, budget: Any, method: str, options: dict[str, Any]) -> Iterator[_Reading]:
+    """Give a document that was read with a budget; a pruned model stays pruned meanwhile."""
+    if method == "prune":
+        with prune(model, budget, **{"measure": False} | options):
+            yield _read_densely(model, tokens)
+        return
+    start = time.perf_counter()
+    cache = compress(model, tokens, budget, **options)
+    yield _Reading(model, tokens, cache, time.perf_counter() - start)
+
+
+def _told(reading: _Reading, question: _Question, dense: _Answer | None, count: int) -> _Answer:
+    """Return the answer to a question; `dense`: that of the dense cache, or None where this is it."""
+    own = reading.answer(question.ids, count) if dense is None else dense.tokens
+    log_p = reading.log_p(question.ids, own)
+    loss = -float(log_p.gather(1, own[:, None]).mean())
+    if dense is None:
+        return _Answer(own, loss, changed=False)
+    if bool((log_p.argmax(1) == own).all()):
+        return _Answer(own, loss - dense.loss, changed=False)
+    found = reading.answer(question.ids, count)
+    return _Answer(found, loss - dense.loss, changed=not torch.equal(found, own))
+
+
+def _row(prompt: Prompt, budget: Any, question: _Question, answer: _Answer) -> dict[str, Any]:
+    """Return the row of an answer."""
+    text = str(prompt.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+    right = None if question.expected is None else _plain(question.expected) in _plain(text)
+    loss = 0.0 if budget is None else answer.loss
+    told = {"budget": budget, "question": question.text, "answer": text}
+    return {**told, "loss": loss, "changed": answer.changed, "right": right}
+
+
+def _summary(budget: Any, reading: _Reading, of_dense: int, answers: list[dict[str, Any]], seconds: float) -> Any:
+    """Return the row of a budget."""
+    changed = sum(row["changed"] for row in answers)
+    known = [row["right"] for row in answers if row["right"] is not None]
+    losses = [row["loss"] for row in answers]
+    return {
+        "budget": budget,
+        "nbytes": reading.nbytes,
+        "share": reading.nbytes / of_dense,
+        "seconds": reading.seconds,
+        "token_seconds": seconds,
+        "changed": changed / len(answers),
+        "changed_most": None if budget is None else _most(changed, len(answers)),
+        "loss": fmean(losses),
+        "worst_loss": max(losses),
+        "right": fmean(known) if known else None,
+    }
+
+
+def _most(changed: int, count: int) -> float:
+    """Return Clopper and Pearson's upper limit of a share of which `changed` of `count` were seen."""
+    from scipy.special import betaincinv
+
+    return 1.0 if changed == count else float(betaincinv(changed + 1, count - changed, _CONFIDENCE))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _shown(budget: Any) -> str:
+    return "dense" if budget is None else f"{budget:.3g}" if isinstance(budget, int | float) else str(budget)
