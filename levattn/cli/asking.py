@@ -154,7 +154,7 @@ def _lines(path: Path | None) -> Iterator[str]:
         fail("standard input is not UTF-8 text; convert it")
 
 
-def evaluate(asked: Trial) -> None:
+def try_budgets(asked: Trial) -> None:
     """Run ``levattn evaluate``."""
     check_model_path(asked.model)
     check_output(asked.html, "--html")
@@ -162,8 +162,8 @@ def evaluate(asked: Trial) -> None:
     check_profile(asked.heads)
     questions = None if asked.questions is None else _with_answers(_lines(asked.questions))
     model, tokenizer = opened_decoder(asked.model)
-    from levattn.integrations.transformers import evaluate as evaluated
-    from levattn.integrations.transformers.evaluation import COLUMNS
+    from levattn.integrations.transformers import evaluate
+    from levattn.integrations.transformers.evaluation import BUDGET_COLUMNS
 
     how: dict[str, Any] = {
         "budgets": sorted(asked.budgets, reverse=True),
@@ -173,18 +173,18 @@ def evaluate(asked: Trial) -> None:
         "progress": sys.stderr.isatty(),
     }
     with told_of_recall(), forward_errors_in_one_line(asked.model, len(words), "give a shorter text"):
-        found = evaluated(model, tokenizer, words, questions, **how)
+        found = evaluate(model, tokenizer, words, questions, **how)
     at = None if found.changes_at is None else float(found.changes_at)
     if asked.html is not None:
         facts = {"positions": str(found.positions), "method": asked.method}
         facts["answers change at"] = "no budget" if at is None else f"{at:.3g}"
-        write_page(asked.html, f"{asked.text.name} with fewer bytes", facts, [], found.printed(), COLUMNS)
+        write_page(asked.html, f"{asked.text.name} with fewer bytes", facts, [], found.printed(), BUDGET_COLUMNS)
     if asked.as_json:
         outcome = {"positions": found.positions, "method": asked.method, "changes_at": at}
         print_json("levattn.evaluate/1", {**outcome, "budgets": found.table(), "answers": found.answers})
         return
     console = new_console()
-    console.print(table_of(found.printed(), COLUMNS))
+    console.print(table_of(found.printed(), BUDGET_COLUMNS))
     console.print(found.legend)
 
 

@@ -1,11 +1,13 @@
-"""``levattn inspect`` and ``levattn prune-report``: universal sets and pruning on a text."""
+"""``levattn inspect`` and ``prune-report``: universal sets and pruning on a text; ``levattn convert``."""
 
+import copy
 import math
 import time
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from levattn.cli.opened import (
@@ -67,6 +69,43 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     )
     if any(row["vacuous"] for row in found.rows):
         console.print("* vacuous: the bound rank/ε is not below n, so the theorem alone does not promise a small set.")
+
+
+def convert(path: Path, folder: Path, dtype: str | None) -> None:
+    """Run ``levattn convert``."""
+    check_model_path(path)
+    if folder.exists():
+        fail(f"{folder} exists; name a new folder")
+    check_output(folder, "FOLDER")
+    model, tokenizer = opened_model(path)
+    import torch
+
+    model = _plain(model if dtype is None else model.to(getattr(torch, dtype)))
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.absolute().parent) as made:
+        whole = Path(made) / folder.name
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        whole.rename(folder)
+    nbytes = sum(file.stat().st_size for file in folder.iterdir())
+    console = new_console()
+    for name, value in {"folder": folder, "dtype": str(model.dtype).removeprefix("torch."), "bytes": nbytes}.items():
+        console.print(f"{name}: {value}")
+
+
+def _plain(model: Any) -> Any:
+    """Return a model with the weights of another, because transformers does not save one that it read from GGUF."""
+    import torch
+
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        found = type(model)(config)
+    found.load_state_dict(model.state_dict(), assign=True)
+    found.tie_weights()
+    if model.can_generate():
+        found.generation_config = model.generation_config
+    return found
 
 
 def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, **options: Any) -> None:

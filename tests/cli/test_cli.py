@@ -29,8 +29,9 @@ from levattn import cli  # noqa: E402
 Array = npt.NDArray[Any]
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+def run(*arguments: str | Path, given: str | None = None) -> Result:
+    """Run a command, with `given` on its standard input."""
+    return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments], input=given)
 
 
 def refused(*arguments: str | Path, status: int = 1) -> str:
@@ -619,7 +620,10 @@ def test_version_help_and_status_of_a_real_process(file: Path) -> None:
 
 # -- help ------------------------------------------------------------------------------------------------
 
-COMMANDS = ["demo", "universal-set", "inspect", "prune-report", "profile", "compress", "ask", "warmup", "completion"]
+COMMANDS = [
+    *("demo", "universal-set", "inspect", "prune-report", "convert", "profile", "compress", "ask", "evaluate"),
+    *("warmup", "completion"),
+]
 
 
 def shown_help(*arguments: str) -> str:

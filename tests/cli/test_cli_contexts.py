@@ -231,3 +231,72 @@ def test_the_page_of_prune_report(decoder, text, tmp_path):
         f"layer {layer}, head {head}" for layer in range(2) for head in range(2)
     ]
     refused("prune-report", decoder, "--text", text, "--html", "a.txt", status=2)
+
+
+def answers(*arguments, lines=None):
+    if lines is None:
+        result = run("ask", *arguments, "--max-tokens", "4", "--json")
+    else:
+        more = ("--questions", "-", "--max-tokens", "4", "--json")
+        result = run("ask", *arguments, *more, given="\n".join(lines))
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_many_questions_have_the_answers_of_each_alone(decoder, context, tmp_path):
+    lines = ["the head", "", "few and many", "the head"]
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    alone = [answers(decoder, context, line)[0]["answer"] for line in lines if line]
+    for found in (answers(decoder, context, lines=lines), answers(decoder, context, "--questions", file)):
+        assert [row["question"] for row in found] == [line for line in lines if line]
+        assert [row["answer"] for row in found] == alone
+    shown = run("ask", decoder, context, "--questions", file, "--max-tokens", "4")
+    pairs = zip(filter(None, lines), alone, strict=True)
+    assert shown.stdout.splitlines() == [text for line, answer in pairs for text in (f"> {line}", answer)]
+    assert shown.stderr.count("levattn: context of") == 3
+
+
+def test_questions_that_follow_read_the_answers_before(decoder, context):
+    first, second = answers(decoder, context, "--follow", lines=["the head", "few and many"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(decoder)
+    cache = ours.CompressedCache.load(context, model)
+    prompt = ours.Prompt(transformers.AutoTokenizer.from_pretrained(decoder))
+    for row in (first, second):
+        asked = prompt.question(row["question"], cache)
+        found = cache.ask(model, asked, max_new_tokens=4, do_sample=False)
+        assert row["answer"] == prompt.answers(found, asked)[0]
+
+
+def test_wrong_lists_of_questions_are_refused(decoder, context, text, tmp_path):
+    empty, some = tmp_path / "empty.txt", tmp_path / "some.txt"
+    empty.write_text(" \n", encoding="utf-8")
+    some.write_text("the head\tfew\nmany\n", encoding="utf-8")
+    assert "expected one of QUESTION and --questions" in refused("ask", decoder, context, status=2)
+    assert "expected one of" in refused("ask", decoder, context, "the", "--questions", empty, status=2)
+    assert "has no questions; write one on each line" in refused("ask", decoder, context, "--questions", empty)
+    assert "name a text file with --questions" in refused("ask", decoder, context, "--questions", tmp_path / "none")
+    tried = ("evaluate", decoder, "--text", text)
+    assert "has answers for some questions" in refused(*tried, "--questions", some)
+    assert "has a value twice" in refused(*tried, "--budget", "0.5", "--budget", "0.5", status=2)
+    refused(*tried, "--method", "drop", status=2)
+
+
+def test_evaluate_compares_budgets(decoder, text, tmp_path):
+    questions, html = tmp_path / "questions.txt", tmp_path / "a.html"
+    questions.write_text("the head\tfew\nmany more\tkeys\n", encoding="utf-8")
+    arguments = ("evaluate", decoder, "--text", text, "--questions", questions, "--max-tokens", "4")
+    result = run(*arguments, "--budget", "0.2", "--budget", "1", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert_as_documented(found)
+    assert [row["budget"] for row in found["budgets"]] == [None, 1, 0.2]
+    assert found["budgets"][1]["changed"] == 0
+    assert [row["question"] for row in found["answers"]] == ["the head", "many more"] * 3
+    shown = run(*arguments, "--html", html)
+    assert shown.exit_code == 0, shown.output
+    assert_columns_explained("evaluate", shown.stdout)
+    assert [line.split()[0] for line in shown.stdout.splitlines() if re.match(r" *(dense|0\.)", line)] == [
+        *("dense", "0.5", "0.25", "0.12", "0.06", "0.03")
+    ]
+    Tags(html)

@@ -181,3 +181,22 @@ def test_wrong_options(encoder, text, tmp_path):
         assert message in refused("inspect", encoder, "--text", path)
     picture = tmp_path / "no" / "a.png"
     assert "there is no folder" in refused("inspect", encoder, "--text", text, "--plot", picture)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_converted_model_is_the_same(decoder, tmp_path, dtype):
+    folder = tmp_path / "new"
+    result = run("convert", decoder, folder, *(() if dtype is None else ("--dtype", dtype)))
+    assert result.exit_code == 0, result.output
+    assert f"dtype: {dtype or 'float32'}\n" in result.stdout
+    first, second = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (decoder, folder))
+    assert second.dtype == getattr(torch, dtype or "float32")
+    for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(one.to(second.dtype), other), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+    ids = [
+        transformers.AutoTokenizer.from_pretrained(path)(" ".join(WORDS))["input_ids"] for path in (decoder, folder)
+    ]
+    assert ids[0] == ids[1]
+    assert "exists; name a new folder" in refused("convert", decoder, folder)
+    assert "there is no folder" in refused("convert", decoder, tmp_path / "none" / "new")

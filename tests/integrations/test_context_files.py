@@ -43,6 +43,19 @@ def saved(model: Any, file: Path, budget: Any = CUT) -> Any:
 # -- the model ------------------------------------------------------------------------------------------------------
 
 
+def test_a_model_of_a_gguf_file_is_known_by_its_weights_whatever_the_file_is_called(tmp_path: Path) -> None:
+    model, file = seeded(), tmp_path / "a.safetensors"
+    model.config.quantization_config = {"quant_method": "gguf", "gguf_file": "a.gguf"}
+    told = saved(model, file)
+    other, plain = seeded(), seeded()
+    other.config.quantization_config = {"quant_method": "gguf", "gguf_file": "b.gguf"}
+    for same in (other, plain):
+        assert torch.equal(CompressedCache.load(file, same).ask(same, QUESTION, **GREEDY), told)
+    plain.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=ANOTHER):
+        CompressedCache.load(file, plain)
+
+
 class Adapted(torch.nn.Linear):
     """A layer with two adapters, as PEFT has them."""
 

@@ -191,9 +191,14 @@ def test_a_whole_budget_changes_nothing() -> None:
 
 def test_made_up_questions_are_passages_from_all_parts() -> None:
     text = document(200)
-    found = evaluate(model_of(), tokenizer_of(), text, budgets=[0.5], answer_tokens=2)
-    asked = [row["question"] for row in found.answers if row["budget"] is None]
+    found = evaluate(model_of(), tokenizer_of(), text, budgets=[0.5], answer_tokens=20)
+    rows = [row for row in found.answers if row["budget"] is None]
+    asked = [row["question"] for row in rows]
     places = [text.index(question) for question in asked]
+    for row, question, place in zip(rows, asked, places, strict=True):
+        following = text[place + len(question) :].split()[:8]
+        assert row["right"] == (" ".join(following) in row["answer"])
+        assert len(row["answer"].split()) <= 16
     assert len(set(asked)) == 16
     assert places == sorted(places)
     assert places[0] == 0

@@ -122,7 +122,7 @@ def test_the_program_answers_from_the_weights_in_their_file(
     def run(*arguments: object) -> Any:
         result = testing.CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
+        return json.loads(result.stdout) if "--json" in arguments else None
 
     _, tokenizer = opened
     model, text, file = example.weights(), tmp_path / "text.txt", tmp_path / "context.safetensors"
@@ -134,3 +134,6 @@ def test_the_program_answers_from_the_weights_in_their_file(
     answered = run("ask", model, file, question, "--max-tokens", 24, "--json")
     assert right.strip() in answered["answer"]
     assert answered["bytes"] == found["bytes"]
+    folder = tmp_path / "converted"
+    run("convert", model, folder)
+    assert run("ask", folder, file, question, "--max-tokens", 24, "--json")["answer"] == answered["answer"]

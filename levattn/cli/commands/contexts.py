@@ -107,7 +107,7 @@ Output, one row for the dense cache and for each budget:
   seconds  to read the text, and to compress it
   s/token  median time of a further token
   changed  answers of which a token is not the dense one
-  at most  the same with a confidence of 95%, for questions like these
+  limit    the same at most, for questions like these (95% confidence)
   loss     rise of the loss of the dense answers, in nats a token
   worst    the same of the worst question
   right    answers that contain the words expected; - without any
@@ -245,4 +245,4 @@ def _evaluate(
     html: WebPage = None,
 ) -> None:
     budgets = _budgets(budget, heads)
-    asking.evaluate(asking.Trial(model, text, questions, budgets, heads, method, max_tokens, as_json, html))
+    asking.try_budgets(asking.Trial(model, text, questions, budgets, heads, method, max_tokens, as_json, html))

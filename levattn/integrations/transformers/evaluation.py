@@ -1,4 +1,4 @@
-"""Compare a decoder's answers on a document with those that it gives with fewer bytes."""
+"""Compare the answers of a decoder on a document with its answers from fewer bytes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from levattn.integrations.transformers.prompt import Prompt
 from levattn.integrations.transformers.pruning import prune
 
 _PASSAGES = 16  # questions that are made up where none are given
-_GIVEN = 24  # tokens of a passage that a made-up question gives; the answer is what follows
+_GIVEN, _EXPECTED = 24, 8  # tokens of a passage that a made-up question gives, and that a right answer begins with
+_CONTINUED = 16  # tokens of an answer to it, at most
 _CONTINUE = "Continue the text, word by word, from where these words stand in it."
 _STEPS = 9  # tokens whose time is measured; the first one may allocate
 _CONFIDENCE = 0.95
-COLUMNS = {
+BUDGET_COLUMNS = {
     "budget": "budget",
     "share": "share:.1%",
     "MB": "megabytes:.4g",
     "seconds": "seconds:.3g",
     "s/token": "token_seconds:.3g",
     "changed": "changed:.0%",
-    "at most": "changed_most:.0%",
+    "limit": "changed_most:.0%",
     "loss": "loss:.3f",
     "worst": "worst_loss:.3f",
     "right": "right:.0%",
@@ -48,18 +49,30 @@ class Evaluation:
 
     Attributes
     ----------
+    rows : list of dict
+        The rows that `table` returns.
     answers : list of dict
-        A row for each budget and question: ``budget`` (None for the dense cache), ``question``, ``answer`` and, after
-        it, ``loss`` (nats a token of the dense answer above those of the dense cache), ``changed`` and ``right`` (None
-        without an expected answer).
+        A row for each budget and question. ``budget`` is None for the dense cache. ``question`` and ``answer`` are
+        texts. ``loss`` is the loss of the dense answer, in nats a token, less its loss with the dense cache.
+        ``changed`` tells whether a token differs from the dense answer, and ``right`` whether the expected words occur
+        (None without any).
     method : str
         "compress" or "prune".
     positions : int
         Tokens of the document.
+
+    Examples
+    --------
+    >>> from levattn.integrations.transformers import Evaluation
+    >>> figures = dict(nbytes=100, share=1.0, seconds=1.0, token_seconds=0.1, loss=0.0, worst_loss=0.0, right=None)
+    >>> rows = [dict(budget=None, changed=0.0, changed_most=None, **figures)]
+    >>> rows += [dict(budget=0.1, changed=0.5, changed_most=0.9, **figures)]
+    >>> Evaluation(rows, [], "compress", 1000).changes_at
+    0.1
     """
 
     def __init__(self, rows: list[dict[str, Any]], answers: list[dict[str, Any]], method: str, positions: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self.answers = answers
         self.method = method
         self.positions = positions
@@ -70,23 +83,23 @@ class Evaluation:
         Returns
         -------
         list of dict
-            ``budget`` is None for the dense cache. ``nbytes`` are the bytes of the cache, ``share`` their share of
-            the dense ones, ``seconds`` the time to read (and compress) the document, and ``token_seconds`` the median
-            time of a further token. ``changed`` is the share of the answers of which a token is another one, and
-            ``changed_most`` a limit that the true share does not exceed with a confidence of 95 % (Clopper and
-            Pearson's, one-sided), for questions drawn as these are. ``loss`` is the mean over the questions of the
-            rise of the loss of the dense answer, in nats a token, and ``worst_loss`` the largest. ``right`` is the
-            share of the expected answers that occur in the answers, None without any.
+            ``budget`` is None for the dense cache. ``nbytes`` are the bytes of the cache, and ``share`` is their
+            share of the dense ones. ``seconds`` is the time to read the document, and to compress it.
+            ``token_seconds`` is the median time of a further token. ``changed`` is the share of the answers in which a
+            token differs. ``changed_most`` is its upper limit by Clopper and Pearson, with a confidence of 95 %, for
+            questions of the same kind. ``loss`` is the mean rise of the loss of the dense answers, in nats a token,
+            and ``worst_loss`` the largest. ``right`` is the share of the expected answers that occur,
+            None without any.
         """
-        return [dict(row) for row in self._rows]
+        return [dict(row) for row in self.rows]
 
     @property
     def changes_at(self) -> Any:
         """The largest budget at which an answer changed; None if none did."""
-        return next((row["budget"] for row in self._rows if row["changed"]), None)
+        return next((row["budget"] for row in self.rows if row["changed"]), None)
 
     def __str__(self) -> str:
-        return f"{in_columns(self.printed(), COLUMNS)}\n{self.legend}"
+        return f"{in_columns(self.printed(), BUDGET_COLUMNS)}\n{self.legend}"
 
     def printed(self) -> list[dict[str, Any]]:
         """Return the rows of `table` as they are shown.
@@ -96,7 +109,7 @@ class Evaluation:
         list of dict
             Rows in which ``budget`` is a text, with ``megabytes``.
         """
-        return [{**row, "budget": _shown(row["budget"]), "megabytes": row["nbytes"] / 1e6} for row in self._rows]
+        return [{**row, "budget": _shown(row["budget"]), "megabytes": row["nbytes"] / 1e6} for row in self.rows]
 
     @property
     def legend(self) -> str:
@@ -104,23 +117,24 @@ class Evaluation:
         count = sum(row["budget"] is None for row in self.answers)
         return (
             f"{count} questions on {self.positions} tokens. changed: answers with another token than the dense ones; "
-            "at most: the same with a confidence of 95%, for questions like these; loss: rise of the loss of the "
-            "dense answers, in nats a token, in the mean and the worst case; right: expected answers that occur."
+            "limit: the same at most, with a confidence of 95%, for questions like these; loss: rise of the loss of "
+            "the dense answers, in nats a token, in the mean and the worst case; right: expected answers that occur."
         )
 
     def __repr__(self) -> str:
         at = self.changes_at
         found = "no answer changed" if at is None else f"answers change from {_shown(at)} on"
-        return f"<Evaluation of {self.method} at {len(self._rows) - 1} budgets: {found}>"
+        return f"<Evaluation of {self.method} at {len(self.rows) - 1} budgets: {found}>"
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A question in tokens (1, m), as text, and the answer that is expected, if any."""
+    """A question in tokens (1, m), as text, the answer that is expected, if any, and the most tokens of an answer."""
 
     ids: Any
     text: str
     expected: str | None
+    count: int
 
 
 @dataclass(frozen=True)
@@ -200,7 +214,7 @@ def evaluate(
 
     The model reads the document once densely and once for each budget, as `compress` reads it, or pruned by `prune`.
     Then it answers each question by greedy decoding on a copy of each cache. An answer counts as changed if one of its
-    tokens is not the one that the dense cache gives, so it may say the same in other words. The loss of the dense
+    tokens differs. So a changed answer may say the same in other words. The loss of the dense
     answer tells how far the model has moved, also where no token changed.
 
     **Guarantee.** None beyond these questions. ``changed_most`` is a limit for further questions *drawn as these
@@ -209,15 +223,15 @@ def evaluate(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder, in evaluation mode. It is as it was afterwards.
+        A decoder, in evaluation mode. It stays as it is.
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer. `Prompt` puts its chat template around document and questions, if it has one.
     document : str
         The text.
     questions : sequence of str, or mapping of str to str, optional
         Questions, or questions and words that a right answer contains (case and spaces do not matter). By default 16
-        passages from all parts of the document: 24 tokens are given, and the model is to continue them. They need
-        recall to the letter, which few questions of users do.
+        passages from all parts of the document: 24 tokens are given, and the model is to continue them, by at most 16.
+        A right answer begins with the next 8 tokens of the document. So these questions need recall to the letter.
     budgets : iterable, default (0.5, 0.25, 0.12, 0.06, 0.03)
         The arguments `selection` of `compress` or `prune`, largest first.
     heads : HeadProfile, optional
@@ -248,6 +262,11 @@ def evaluate(
     Time: for each budget one reading, one pass over each question with its dense answer, and `answer_tokens` steps for
     each changed answer. Memory: two caches of the document.
 
+    References
+    ----------
+    The limit of a share: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the
+    binomial", Biometrika 26, 1934.
+
     Examples
     --------
     >>> from levattn.integrations.transformers import evaluate
@@ -264,13 +283,13 @@ def evaluate(
         raise ValueError("budgets is empty; expected at least one, such as 0.25")
     prompt, device = Prompt(tokenizer), inputs_device(model)
     tokens = prompt.document(document)["input_ids"].to(device)
-    asked = list(_questions(prompt, questions, document, device))
+    asked = list(_questions(prompt, questions, document, count, device))
     _check_length(model, tokens.shape[1] + max(each.ids.shape[1] for each in asked) + max(count, _STEPS))
     rows, answers = [], []
     with torch.no_grad(), reported(progress, len(asked) * (1 + len(budgets)), "answers") as advance:
         dense, told = _read_densely(model, tokens), []
         for each in asked:
-            told.append(_told(dense, each, None, count))
+            told.append(_told(dense, each, None))
             answers.append(_row(prompt, None, each, told[-1]))
             advance(1)
         first = asked[0].ids, told[0].tokens
@@ -279,17 +298,17 @@ def evaluate(
             with _read_with(model, tokens, budget, method, {"heads": heads, **options}) as reading:
                 new = []
                 for each, own in zip(asked, told, strict=True):
-                    new.append(_row(prompt, budget, each, _told(reading, each, own, count)))
+                    new.append(_row(prompt, budget, each, _told(reading, each, own)))
                     advance(1)
                 rows.append(_summary(budget, reading, dense.nbytes, new, reading.token_seconds(*first)))
             answers += new
     return Evaluation(rows, answers, method, int(tokens.shape[1]))
 
 
-def _questions(prompt: Prompt, questions: Any, document: str, device: Any) -> Iterator[_Question]:
+def _questions(prompt: Prompt, questions: Any, document: str, count: int, device: Any) -> Iterator[_Question]:
     """Yield the questions, or passages of the document if there are none, or raise."""
     if questions is None:
-        yield from _passages(prompt, document, device)
+        yield from _passages(prompt, document, min(count, _CONTINUED), device)
         return
     if isinstance(questions, str) or not isinstance(questions, Sequence | Mapping) or not questions:
         raise TypeError(
@@ -300,10 +319,10 @@ def _questions(prompt: Prompt, questions: Any, document: str, device: Any) -> It
         expected = questions[text] if isinstance(questions, Mapping) else None
         if not isinstance(text, str) or not text.strip() or not isinstance(expected, str | None):
             raise TypeError(f"questions has {text!r:.50}: {expected!r:.50}; expected texts that are not empty")
-        yield _Question(prompt.question(text)["input_ids"].to(device), text, expected)
+        yield _Question(prompt.question(text)["input_ids"].to(device), text, expected, count)
 
 
-def _passages(prompt: Prompt, document: str, device: Any) -> Iterator[_Question]:
+def _passages(prompt: Prompt, document: str, count: int, device: Any) -> Iterator[_Question]:
     """Yield questions to continue passages from all parts of a document."""
     ids = prompt.tokenizer(document, add_special_tokens=False, return_tensors="pt")["input_ids"]
     room = ids.shape[1] - 2 * _GIVEN
@@ -313,8 +332,9 @@ def _passages(prompt: Prompt, document: str, device: Any) -> Iterator[_Question]
         )
     start = prompt.question(_CONTINUE)["input_ids"]
     for place in sorted({int(x) for x in torch.linspace(0, room - 1, _PASSAGES)}):
-        given = ids[:, place : place + _GIVEN]
-        yield _Question(torch.cat([start, given], 1).to(device), prompt.tokenizer.decode(given[0]), None)
+        given, rest = ids[:, place : place + _GIVEN], ids[0, place + _GIVEN :][:_EXPECTED]
+        text, expected = (prompt.tokenizer.decode(part) for part in (given[0], rest))
+        yield _Question(torch.cat([start, given], 1).to(device), text, expected, count)
 
 
 def _check_length(model: Any, positions: int) -> None:
@@ -346,16 +366,16 @@ def _read_with(model: Any, tokens: Any, budget: Any, method: str, options: dict[
     yield _Reading(model, tokens, cache, time.perf_counter() - start)
 
 
-def _told(reading: _Reading, question: _Question, dense: _Answer | None, count: int) -> _Answer:
-    """Return the answer to a question; `dense`: that of the dense cache, or None where this is it."""
-    own = reading.answer(question.ids, count) if dense is None else dense.tokens
+def _told(reading: _Reading, question: _Question, dense: _Answer | None) -> _Answer:
+    """Return the answer to a question; `dense`: the answer of the dense cache, or None for that answer itself."""
+    own = reading.answer(question.ids, question.count) if dense is None else dense.tokens
     log_p = reading.log_p(question.ids, own)
     loss = -float(log_p.gather(1, own[:, None]).mean())
     if dense is None:
         return _Answer(own, loss, changed=False)
     if bool((log_p.argmax(1) == own).all()):
         return _Answer(own, loss - dense.loss, changed=False)
-    found = reading.answer(question.ids, count)
+    found = reading.answer(question.ids, question.count)
     return _Answer(found, loss - dense.loss, changed=not torch.equal(found, own))
 
 

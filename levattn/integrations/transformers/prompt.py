@@ -15,10 +15,10 @@ _TOLD = 3  # first tokens that show that a context begins a message
 class Prompt:
     """Tokens of documents and of questions on them, with the text of the tokenizer's chat template around them.
 
-    A document and the first question are one message, with an empty line between them: `document` gives its beginning,
-    which `compress` reads once, and `question` its end. A question after an answer is the next message. Without a
-    chat template a document is read as it is, and a question follows it on a new line; the model then continues the
-    question.
+    A document and the first question are one message, with an empty line between them. `document` gives the beginning
+    of this message, which `compress` reads once, and `question` gives its end. A question after an answer is the next
+    message. Without a chat template the model reads the document as it is. A question then follows on a new line, and
+    the model continues it.
 
     Parameters
     ----------
@@ -34,6 +34,14 @@ class Prompt:
     ------
     ValueError
         If the chat template cannot be read.
+
+    Notes
+    -----
+    Time: the template is rendered twice, and the tokenizer reads each text once.
+
+    References
+    ----------
+    Own construction, on chat templates of transformers.
 
     Examples
     --------
@@ -117,8 +125,9 @@ class Prompt:
         question : str or sequence of str
             The question. Several make a batch, with padding on the left.
         cache : CompressedCache, optional
-            The cache that is asked: it tells whether the question ends the message of its document, begins one (the
-            document was read without the template), or follows an answer. Without it, the question ends the message.
+            The cache that is asked. If it holds an answer, the question is the next message. If its document was read
+            without the template, the question is a message of its own. Otherwise, and without a cache, the question
+            ends the message of the document.
 
         Returns
         -------

@@ -424,6 +424,9 @@ def _there(module: Any) -> AbstractContextManager[Any]:
 def _entries(config: Any) -> str:
     """Return the entries of a config that may change keys, as text."""
     if isinstance(config, dict):
+        if config.get("quant_method") == "gguf":  # only names a file, whose weights are hashed
+            return ""
         kept = sorted((str(name), value) for name, value in config.items() if str(name) not in _HARMLESS)
-        return "{" + ", ".join(f"{name}: {_entries(value)}" for name, value in kept if value is not None) + "}"
+        kept = [(name, value) for name, value in kept if value is not None and _entries(value)]
+        return "{" + ", ".join(f"{name}: {_entries(value)}" for name, value in kept) + "}"
     return repr(config)
