@@ -59,6 +59,7 @@ class Measurement:
     output: Path
     tasks: int
     positions: int
+    rounds: int
     share: float
     as_json: bool
     plot: Path | None
@@ -90,7 +91,8 @@ def profile(asked: Measurement) -> None:
     from levattn.integrations.transformers import head_profile
 
     start = time.perf_counter()
-    options: dict[str, Any] = {"tasks": asked.tasks, "positions": asked.positions, "share": asked.share}
+    options: dict[str, Any] = {"tasks": asked.tasks, "positions": asked.positions, "rounds": asked.rounds}
+    options["share"] = asked.share
     with forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"):
         found = head_profile(model, tokenizer, **options, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start

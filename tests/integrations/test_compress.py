@@ -620,8 +620,31 @@ def test_profile_measures_every_head(texts: list[str] | None) -> None:
     found = levattn_profile(model, texts=texts, progress=lambda heads, total: done.append((heads, total)))
     assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(math.isfinite(row[name]) for row in found.table() for name in ("recall", "text", "recall_error"))
-    assert done[-1] == (3 * 2 * 4, 3 * 2 * 4)
+    steps = 2 + 3 * 2 * 4 + (0 if texts else 256)  # readings, heads, tokens that the model writes
+    assert done == [(k, steps) for k in range(1, steps + 1)]
     assert dict(levattn_profile(model, texts=texts)) == dict(found)
+
+
+def test_one_round_of_a_profile_cuts_each_head_alone() -> None:
+    model, texts = base(max_position_embeddings=512), ["the quick brown fox jumps over the dog " * 10] * 2
+    done: list[Any] = []
+    one = levattn_profile(model, texts=texts, rounds=1, progress=lambda *steps: done.append(steps))
+    assert done[-1] == (2 + 2 * 4, 2 + 2 * 4)
+    assert dict(one) != dict(levattn_profile(model, texts=texts))
+    with pytest.raises(ValueError, match="rounds is 0"):
+        levattn_profile(model, texts=texts, rounds=0)
+
+
+def test_the_time_of_a_long_profile_is_told_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inside: a clock that runs fast stands for a slow model."""
+    clock = iter(range(0, 10**6, 300))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    texts = ["the quick brown fox jumps over the dog " * 10] * 2
+    with caplog.at_level("INFO", "levattn"):
+        levattn_profile(base(max_position_embeddings=512), texts=texts, rounds=1)
+    assert "measuring the heads takes about 20 minutes: 8 steps of 1.5e+02 seconds" in caplog.text
 
 
 def changed(output: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,10 +23,9 @@ from levattn.integrations.transformers.compression.profile import HeadProfile, c
 from levattn.integrations.transformers.discovery import attention_modules
 from levattn.integrations.transformers.interface import check_model
 
+_log = logging.getLogger("levattn")
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
-# Round 1 finds heads that recall alone, round 2 heads that stand in for others, round 3 the remaining ones
-_ROUNDS = 3
 _DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
@@ -41,6 +42,7 @@ def head_profile(
     texts: Sequence[str] | None = None,
     tasks: int = 4,
     positions: int = 1024,
+    rounds: int = 3,
     share: float = 1 / 16,
     seed: int = 0,
     progress: bool | Callable[[int, int | None], None] | None = None,
@@ -50,7 +52,7 @@ def head_profile(
     Contexts are texts with lines "key = value" of random words in them. After each context the model must answer with
     the values, repeat passages of the context, and continue the text. The model reads the context densely. The first
     round cuts one head to `share`, as `compress` cuts it. It compares the losses of the answers and of the text with
-    the losses of the dense cache. In two further rounds all heads share an eighth of the bytes, split by the costs so
+    the losses of the dense cache. In further rounds all heads share an eighth of the bytes, split by the costs so
     far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the
     rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
     assumption.
@@ -67,12 +69,18 @@ def head_profile(
         Number of contexts. Of `texts`, only the first `tasks` are used.
     positions : int, default 1024
         Tokens of a context.
+    rounds : int, default 3
+        The first round finds heads that recall alone. The second finds heads that stand in for others, and a third
+        the remaining ones. For a first split in about a tenth of the time take ``tasks=1, rounds=1``.
     share : float in (0, 1), default 1/16
         Share of its bytes that a cut head keeps.
     seed : int, default 0
         Seed of the random words, and of the texts that the model writes.
     progress : bool or function, optional
-        True for a bar, or a function of the heads measured and their total number (three rounds over all contexts).
+        True for a bar, or a function of the steps made and their number. A step is a token of the texts that the model
+        writes, the reading of a context, or a head of the keys in a context and a round. Steps of these kinds take
+        different times. Before the first head an entry of the log "levattn" estimates the time of all heads, if
+        it is above a minute.
 
     Returns
     -------
@@ -101,21 +109,42 @@ def head_profile(
     >>> cache = compress(model, context, 0.25, heads=profile)  # doctest: +SKIP
     """
     tasks, positions = whole_number("tasks", tasks), whole_number("positions", positions, 256)
-    share, seed = fraction("share", share), whole_number("seed", seed, 0)
+    rounds, share, seed = whole_number("rounds", rounds), fraction("share", share), whole_number("seed", seed, 0)
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
-    given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed)
-    words, rng = _words(tokenizer), np.random.default_rng(seed)
-    with torch.no_grad():
-        trials = [_Trial(model, share, *_task(tokenizer, text, positions, words, rng)) for text in given]
-        shares, rounds = dict.fromkeys(trials[0].heads, 1.0), []
-        with reported(progress, _ROUNDS * tasks * len(shares), "heads") as advance:
-            for _ in range(_ROUNDS):
-                rounds.append([trial.costs(shares, advance) for trial in trials])
-                profile = _profile(model, list(shares), np.mean(rounds, 0), share)
-                shares = profile.shares(_COMPANY)
+    words, rng, heads = _words(tokenizer), np.random.default_rng(seed), _heads_of(model)
+    steps = tasks + rounds * tasks * len(heads) + (_PIECE if texts is None else 0)
+    with torch.no_grad(), reported(progress, steps, "steps") as advance:
+        given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed, advance)
+        trials: list[_Trial] = []
+        for text in given:
+            trials.append(_Trial(model, share, *_task(tokenizer, text, positions, words, rng)))
+            advance(1)
+        shares, found = dict.fromkeys(heads, 1.0), []
+        _tell_time(trials[0].step_seconds(), rounds * tasks * len(heads))
+        for _ in range(rounds):
+            found.append([trial.costs(shares, advance) for trial in trials])
+            profile = _profile(model, list(shares), np.mean(found, 0), share)
+            shares = profile.shares(_COMPANY)
     return profile
+
+
+def _heads_of(model: Any) -> list[tuple[int, int]]:
+    """Return the layer and head of the keys in layers that do not slide."""
+    cache = compress(model, torch.zeros((1, 1), dtype=torch.long, device=inputs_device(model)), 1.0)
+    return _not_sliding(cache)
+
+
+def _not_sliding(cache: CompressedCache) -> list[tuple[int, int]]:
+    return [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
+
+
+def _tell_time(step: float, steps: int) -> None:
+    """Write the time of all steps to the log, where they take more than a minute."""
+    minutes = step * steps / 60
+    if minutes > 1:
+        _log.info("measuring the heads takes about %.2g minutes: %d steps of %.2g seconds", minutes, steps, step)
 
 
 def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float) -> HeadProfile:
@@ -128,10 +157,12 @@ def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float)
     return HeadProfile(rows, type(model).__name__, share)
 
 
-def _texts(model: Any, tokenizer: Any, texts: Any, count: int, length: int, seed: int) -> list[Any]:
+def _texts(
+    model: Any, tokenizer: Any, texts: Any, count: int, length: int, seed: int, advance: Callable[[int], None]
+) -> list[Any]:
     """Return the tokens of texts, or of some that the model writes, or raise if they are too few or too short."""
     if texts is None:
-        return _written(model, tokenizer, count, length, seed)
+        return _written(model, tokenizer, count, length, seed, advance)
     if isinstance(texts, str) or len(texts) < count or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"texts is {type(texts).__name__}; expected at least tasks={count} strings")
     found = [_tokens(tokenizer, text) for text in texts[:count]]
@@ -148,7 +179,9 @@ def _tokens(tokenizer: Any, text: str) -> Any:
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
 
-def _written(model: Any, tokenizer: Any, count: int, length: int, seed: int) -> list[Any]:
+def _written(
+    model: Any, tokenizer: Any, count: int, length: int, seed: int, advance: Callable[[int], None]
+) -> list[Any]:
     """Return the tokens of texts that a model samples token by token, each in several pieces."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     pieces = -(-length // _PIECE)
@@ -156,8 +189,25 @@ def _written(model: Any, tokenizer: Any, count: int, length: int, seed: int) -> 
     unused = {"pad_token_id": int(start[0, 0] == 0)}  # because all pieces have one length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        found = model.generate(start, attention_mask=torch.ones_like(start), **_SAMPLED, **_LENGTH, **unused)
+        whole = {"attention_mask": torch.ones_like(start), "streamer": _Steps(advance)}
+        found = model.generate(start, **whole, **_SAMPLED, **_LENGTH, **unused)
     return list(found[:, 1:].reshape(count, -1)[:, :length].cpu().numpy())
+
+
+class _Steps:
+    """A streamer of `generate` that counts the tokens that each sequence gets."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance, self._begun = advance, False
+
+    def put(self, _tokens: Any) -> None:
+        """Receive the prompt, and then each token."""
+        if self._begun:
+            self._advance(1)
+        self._begun = True
+
+    def end(self) -> None:
+        """Receive nothing."""
 
 
 def _words(tokenizer: Any) -> Any:
@@ -203,7 +253,7 @@ class _Trial:
         self._asked = [(torch.tensor(tokens, device=device), counted[1:]) for tokens, counted in asked]
         self._whole = compress(model, self._context, 1.0)
         self._likely = self._log_p(self._whole, self._asked[1][0]).exp()  # of tokens of the text after the context
-        self.heads = [(row["layer"], row["head"]) for row in self._whole.table() if not row["slides"]]
+        self.heads = _not_sliding(self._whole)
         self._light = compress(model, self._context, dict.fromkeys(self.heads, share))
 
     def costs(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> list[Any]:
@@ -220,6 +270,12 @@ class _Trial:
             found.append(rise if kept == 1 else -rise * (curves(self._share) / curves(kept)))
             advance(1)
         return found
+
+    def step_seconds(self) -> float:
+        """Return about the time in which `costs` measures a head: half of the layers are computed in the mean."""
+        start = time.perf_counter()
+        self._losses(self._light, [nullcontext(), nullcontext()])
+        return (time.perf_counter() - start) / 2
 
     def _losses(self, cache: CompressedCache, passes: list[Any]) -> Any:
         """Return the mean losses of answers and of the text after the context, in nats a token, in such passes.
