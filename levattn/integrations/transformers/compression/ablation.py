@@ -78,8 +78,8 @@ def head_profile(
         Seed of the random words, and of the texts that the model writes.
     progress : bool or function, optional
         True for a bar, or a function of the steps made and their number. Each token of the texts that the model writes
-        is a step, and so is the reading of each context. Each head is a step in each context and round. Before the first head an entry of the log "levattn" estimates the time of all heads, if
-        it is above a minute.
+        is a step, and so is the reading of each context. Each head is a step in each context and round. Before the
+        first head an entry of the log "levattn" estimates the time of all heads, if it is above a minute.
 
     Returns
     -------
