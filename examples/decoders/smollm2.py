@@ -208,9 +208,47 @@ def kept_tasks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print a table for each length."""
+    """Print a table for each length, for tasks that hide lines and for those from daily use, and one of both."""
     for length in sorted({row["length"] for row in rows}):
-        show_one([row for row in rows if row["length"] == length])
+        of_length = [row for row in rows if row["length"] == length]
+        parts = [[row for row in of_length if (row["task"] in DAILY) is daily] for daily in (False, True)]
+        for part in filter(None, parts):
+            show_one(part)
+        if all(parts):
+            summarize(of_length)
+
+
+def shared_means(rows: list[dict[str, Any]]) -> tuple[int, dict[tuple[str, float], tuple[float, float]]]:
+    """Return the number of contexts that all have read, and the means over them: answers and loss, by dense ones."""
+    kept = kept_tasks(rows)
+    read: dict[tuple[str, float], dict[tuple[Any, ...], Any]] = {}
+    for line in rows:
+        if line["task"] in kept:
+            where = read.setdefault((line["method"], line["budget"]), {})
+            where[line["length"], line["task"], line["seed"]] = np.array([line["right"], line["loss"]])
+    shared = set.intersection(*(set(where) for where in read.values()))
+    found = {which: np.array([where[at] for at in sorted(shared)]) for which, where in read.items()}
+    dense = found["dense", 1.0]
+    return len(shared), {
+        which: (each[:, 0].mean() / dense[:, 0].mean(), (each[:, 1] / dense[:, 1]).mean())
+        for which, each in found.items()
+    }
+
+
+def summarize(rows: list[dict[str, Any]]) -> None:
+    """Print the means over all contexts of a length, beside the best rival in each of both."""
+    count, means = shared_means(rows)
+    own = [name for name in OWN if any(method == name for method, _ in means)]
+    print(f"\n{rows[0]['length']} tokens, all {count} contexts.\n")
+    print("| bytes |", " | ".join(own), "| the most answers of a rival | the least loss of a rival |")
+    print("| ---: |", " | ".join(["---:"] * len(own)), "| --- | --- |")
+    for budget in sorted({share for name, share in means if name == "levattn"}, reverse=True):
+        rivals = {name: figures for (name, share), figures in means.items() if share == budget and name not in OWN}
+        cells = [f"{means[name, budget][0]:.0%}, {means[name, budget][1]:.3f}" for name in own]
+        if rivals:
+            most, least = max(rivals, key=lambda name: rivals[name][0]), min(rivals, key=lambda name: rivals[name][1])
+            cells += [f"{rivals[most][0]:.0%}, {most}", f"{rivals[least][1]:.3f}, {least}"]
+        print(f"| {budget:.0%} |", " | ".join(cells), "|")
 
 
 def show_one(rows: list[dict[str, Any]]) -> None:
@@ -262,21 +300,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw accuracy and loss, relative to the dense model, against the share of the bytes: means over all contexts."""
     import matplotlib.pyplot as plt
 
-    kept = kept_tasks(rows)
-    read: dict[tuple[str, float], dict[tuple[Any, ...], Any]] = {}
-    for line in rows:
-        if line["task"] in kept:
-            where = read.setdefault((line["method"], line["budget"]), {})
-            where[line["length"], line["task"], line["seed"]] = np.array([line["right"], line["loss"]])
-    dense = read["dense", 1.0]
-    shared = set.intersection(*(set(where) for where in read.values()))
+    _, means = shared_means(rows)
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for name in dict.fromkeys(name for name, _ in read if name != "dense"):
-        budgets = sorted(budget for method, budget in read if method == name)
-        found = np.array([[read[name, budget][at] for at in shared] for budget in budgets])
-        of_dense = np.array([dense[at] for at in shared])
-        accuracy = found[:, :, 0].mean(1) / of_dense[:, 0].mean()
-        loss = (found[:, :, 1] / of_dense[:, 1]).mean(1)
+    for name in dict.fromkeys(name for name, _ in means if name != "dense"):
+        budgets = sorted(budget for method, budget in means if method == name)
+        accuracy, loss = np.array([means[name, budget] for budget in budgets]).T
         how = HIGHLIGHTED.get(name, {"color": "0.8", "linewidth": 1, "zorder": 1})
         for axis, values in zip(axes, (accuracy, np.minimum(loss, MOST)), strict=True):
             axis.plot([100 * budget for budget in budgets], values, label=name if name in HIGHLIGHTED else None, **how)

@@ -1,9 +1,14 @@
-"""All families of causal models in transformers, each as a tiny one with random weights."""
+"""All families of causal models in transformers, each as a tiny one with random weights, and the page about them.
+
+``python tests/integrations/families.py`` writes the page; `test_families.py` checks what it says.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,33 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES  # noqa: E402
 
+# Families with nothing but latents, states, biases of positions or keys of their own kind, which no cache of keys and
+# values of each head can hold. All others must be compressed.
+UNCOMPRESSED = """
+    axk1 axk2 bart bigbird_pegasus blenderbot blenderbot-small bloom cpmant deepseek_v2 deepseek_v3 deepseek_v32
+    deepseek_v4 diffllama dots3_note_text falcon_h1 falcon_mamba flint glm4_moe_lite glm_moe_dsa gpt_neo
+    gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text longcat_flash mamba
+    marian mbart mimo_v2_flash minicpm3 minimax mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart
+    prophetnet qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv sarvam_mla trocr whisper xglm xlnet
+    youtu zaya
+"""
+# Families that go past the attention interface, or add to it what pruning refuses
+UNPRUNED = """
+    axk2 big_bird bloom deepseek_v32 deepseek_v4 diffllama doge dory dots3_note_text falcon falcon_h1 flint gemma2
+    glm_moe_dsa gpt_neo gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hrm_text hy_v4 inkling_text
+    llama4_text longcat_flash megatron-bert mimo_v2_flash minimax mvp olmo_hybrid openai-gpt prophetnet rembert
+    roformer rwkv trocr vaultgemma xglm xlnet zaya
+"""
+# Families of which there is no tiny model, or whose dense cache does not answer as the whole text
+UNTRIED = """
+    bailing_hybrid bamba blt cohere_compass_text cpmant dbrx dory dots3_note emu3 falcon_mamba fuyu gemma3
+    gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant git got_ocr2
+    granitemoehybrid inkling2_loop_text inkling2_text jamba kimi_linear lfm2_moe llama4 mamba mamba2 mllama moshi
+    moss_transcribe_diarize mpt musicgen musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp
+    qwen4_exp_text recurrent_gemma reformer roc_bert xlm xlstm xmod zamba zamba2
+"""
+RELEASE = "5.24."  # whose families the page lists
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 VOCABULARY = 60
 LARGEST = 4_000_000  # parameters of a tiny model
 # What configs call their sizes: those that a config has are set
@@ -107,3 +139,42 @@ def _config(kind: Any, way: dict[str, Any], sizes: dict[str, Any]) -> Any:
     if "layer_types" in way and not {"layer_types", "sliding_window"} <= names:
         raise ValueError("has no layers that slide")
     return kind(**{name: value for name, value in {**SIZES, **way, **sizes}.items() if name in names})
+
+
+_OURS = "levattn.integrations.transformers"
+_INTRODUCTION = f"""# Families of decoders
+
+This page says which causal models of transformers {RELEASE}x may be compressed
+({{py:func}}`~{_OURS}.compress`) and pruned
+({{py:func}}`~{_OURS}.prune`). A test makes a tiny model of each family with random weights,
+and compares it with itself. A compressed cache that keeps everything answers as a dense one. A model whose slots hold
+all keys computes what it did before. A family that is refused raises an error with the reason. Names are the
+`model_type` of a config.
+
+`python tests/integrations/families.py` writes this page.
+"""
+
+
+def page() -> str:
+    """The page of the documentation about families."""
+    untried, unpruned, whole = (set(names.split()) for names in (UNTRIED, UNPRUNED, UNCOMPRESSED))
+    tried = set(NAMES) - untried
+    parts = {
+        "Compressed and pruned": tried - whole - unpruned,
+        "Compressed only": (tried & unpruned) - whole,
+        "Pruned only": (tried & whole) - unpruned,
+        "Neither": tried & whole & unpruned,
+        "Not tried": set(NAMES) & untried,
+    }
+    lines = [_INTRODUCTION]
+    for title, names in parts.items():
+        lines.append(f"## {title}\n")
+        if title == "Not tried":
+            lines.append("There is no tiny model of these, or a dense cache does not answer as the whole text.\n")
+        listed = ", ".join(f"`{name}`" for name in sorted(names))
+        lines.append(textwrap.fill(listed, 119, break_on_hyphens=False, break_long_words=False) + "\n")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

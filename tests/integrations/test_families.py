@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.24")
 
 from decoders import CACHE  # noqa: E402
-from families import NAMES, VOCABULARY, model_of  # noqa: E402
+from families import NAMES, PAGE, RELEASE, UNCOMPRESSED, UNPRUNED, UNTRIED, VOCABULARY, model_of, page  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.integrations.transformers import compress, prune  # noqa: E402
@@ -34,23 +34,6 @@ LOGITS = {
     "output_logits": True,
     "return_dict_in_generate": True,
 }
-# Families with nothing but latents, states, biases of positions or keys of their own kind, which no cache of keys and
-# values of each head can hold. All others must be compressed.
-UNCOMPRESSED = """
-    axk1 axk2 bart bigbird_pegasus blenderbot blenderbot-small bloom cpmant deepseek_v2 deepseek_v3 deepseek_v32
-    deepseek_v4 diffllama dots3_note_text falcon_h1 falcon_mamba flint glm4_moe_lite glm_moe_dsa gpt_neo
-    gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hy_v4 inkling_text llama4_text longcat_flash mamba
-    marian mbart mimo_v2_flash minicpm3 minimax mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart
-    prophetnet qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv sarvam_mla trocr whisper xglm xlnet
-    youtu zaya
-"""
-# Families that go past the attention interface, or add to it what pruning refuses
-UNPRUNED = """
-    axk2 big_bird bloom deepseek_v32 deepseek_v4 diffllama doge dory dots3_note_text falcon falcon_h1 flint gemma2
-    glm_moe_dsa gpt_neo gpt_neox_japanese gpt_oss granite_swa granitemoe_swa hrm_text hy_v4 inkling_text
-    llama4_text longcat_flash megatron-bert mimo_v2_flash minimax mvp olmo_hybrid openai-gpt prophetnet rembert
-    roformer rwkv trocr vaultgemma xglm xlnet zaya
-"""
 
 
 def logits(found: Any) -> Any:
@@ -183,6 +166,25 @@ EACH = [
     for family in NAMES
     for way in ("sdpa", "eager")
 ]
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith(RELEASE), reason="another release has other families")
+def test_the_page_lists_all_families() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not transformers.__version__.startswith(RELEASE), reason="another release has other families")
+@pytest.mark.parametrize("family", NAMES)
+def test_a_family_is_listed_as_untried_if_it_is(family: str) -> None:
+    tried = []
+    for implementation in ("sdpa", "eager"):
+        try:
+            tiny(family, implementation)
+        except pytest.skip.Exception:
+            continue
+        tried.append(implementation)
+    assert (family in UNTRIED.split()) == (not tried)
 
 
 @pytest.mark.parametrize(("family", "implementation"), EACH)
