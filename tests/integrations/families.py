@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ This page says which causal models of transformers {RELEASE}x may be compressed
 ({{py:func}}`~{_OURS}.compress`) and pruned
 ({{py:func}}`~{_OURS}.prune`). A test makes a tiny model of each family with random weights,
 and compares it with itself. A compressed cache that keeps everything answers as a dense one. A model whose slots hold
-all keys computes what it did before. A family that is refused raises an error with the reason. Names are the
+all keys gives its own outputs. A family that is refused raises an error with the reason. Names are the
 `model_type` of a config.
 
 `python tests/integrations/families.py` writes this page.
@@ -158,22 +157,13 @@ all keys computes what it did before. A family that is refused raises an error w
 def page() -> str:
     """The page of the documentation about families."""
     untried, unpruned, whole = (set(names.split()) for names in (UNTRIED, UNPRUNED, UNCOMPRESSED))
-    tried = set(NAMES) - untried
-    parts = {
-        "Compressed and pruned": tried - whole - unpruned,
-        "Compressed only": (tried & unpruned) - whole,
-        "Pruned only": (tried & whole) - unpruned,
-        "Neither": tried & whole & unpruned,
-        "Not tried": set(NAMES) & untried,
-    }
-    lines = [_INTRODUCTION]
-    for title, names in parts.items():
-        lines.append(f"## {title}\n")
-        if title == "Not tried":
-            lines.append("There is no tiny model of these, or a dense cache does not answer as the whole text.\n")
-        listed = ", ".join(f"`{name}`" for name in sorted(names))
-        lines.append(textwrap.fill(listed, 119, break_on_hyphens=False, break_long_words=False) + "\n")
-    return "\n".join(lines)
+    lines = [_INTRODUCTION, "| `model_type` | compressed | pruned |", "| --- | --- | --- |"]
+    for name in sorted(set(NAMES) - untried):
+        cells = ["refused" if name in names else "yes" for names in (whole, unpruned)]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines += ["\n## Not tried\n", "No tiny model of these can be made, or its dense cache gives other answers.\n"]
+    lines += [f"- `{name}`" for name in sorted(set(NAMES) & untried)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
