@@ -155,7 +155,7 @@ def choose(path: Path, names: Sequence[str], tensor: str | None) -> str:
         raise refusal(path, "holds no array", "check how it was written")
     if tensor is None:
         if len(names) > 1:
-            raise refusal(path, f"holds {len(names)} arrays ({shown(names)})", "say which one with tensor=")
+            raise refusal(path, f"holds {len(names)} arrays ({listed(names)})", "say which one with tensor=")
         return names[0]
     require_name(path, names, tensor, "tensor", "tensor=")
     return tensor
@@ -166,10 +166,10 @@ def require_name(path: Path, names: Sequence[str], name: str, what: str, option:
     if name not in names:
         close = difflib.get_close_matches(name, names, n=3)
         remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else f"give one of these as {option}"
-        raise refusal(path, f"has no {what} {name!r}, it holds {shown(names)}", remedy)
+        raise refusal(path, f"has no {what} {name!r}, it holds {listed(names)}", remedy)
 
 
-def shown(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return names for a message."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more

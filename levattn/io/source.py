@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import whole_number
 from levattn._kernels import BLOCK
-from levattn.io.common import Format, Identity, Opened, Wanted, check_shape, missing_file, refusal, refusing, shown
+from levattn.io.common import Format, Identity, Opened, Wanted, check_shape, listed, missing_file, refusal, refusing
 from levattn.io.formats import (
     INDEX_SUFFIX,
     NPY_MAGIC,
@@ -304,16 +304,10 @@ class KeySource:
             inside = wanted[(wanted >= low - self._first) & (wanted < high - self._first)]
             if len(inside):
                 row = int(inside[0])
-                for part in self.ids_between(row, int(inside[-1]) + 1):
+                for part in ids_between(self, row, int(inside[-1]) + 1):
                     found.append(part[inside[(inside >= row) & (inside < row + len(part))] - row])
                     row += len(part)
         return _one_kind(self, found)[places]
-
-    def ids_between(self, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
-        """Yield the identifiers of the rows from `start` up to `stop`, in parts."""
-        with self._reading(ids=True) as pieces:
-            for low in range(start, stop, _ID_ROWS):
-                yield from pieces(low, min(low + _ID_ROWS, stop))
 
     def load(self) -> npt.NDArray[Any]:
         """Return the whole array, shape ``(..., n, d)``.
@@ -510,6 +504,13 @@ def open_keys(
     return KeySource(whole, name, shape, kind, rows, first.columns, id, tuple(shards), tuple(identities))
 
 
+def ids_between(source: KeySource, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield the identifiers of the rows of a source from `start` up to `stop`, in parts."""
+    with source._reading(ids=True) as pieces:
+        for low in range(start, stop, _ID_ROWS):
+            yield from pieces(low, min(low + _ID_ROWS, stop))
+
+
 def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
     """Return a record of the files of a source that is another one after any change.
 
@@ -616,7 +617,7 @@ def _require_alike(shard: _Shard, first: _Shard, wanted: Wanted) -> None:
         problem = f"holds {shard}, whose rows cannot follow those of {first} in {first.path}"
         raise refusal(shard.path, problem, "save all of the keys with one dtype and one shape of rows")
     if (shard.columns or first.columns) and shard.columns != first.columns:
-        problem = f"has the columns {shown(shard.columns or ())}, and {first.path} has {shown(first.columns or ())}"
+        problem = f"has the columns {listed(shard.columns or ())}, and {first.path} has {listed(first.columns or ())}"
         raise refusal(shard.path, problem, "choose columns of all files with columns=")
 
 

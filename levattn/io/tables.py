@@ -23,12 +23,12 @@ from levattn.io.common import (
     damaged,
     identity_of,
     let_go,
+    listed,
     needing_package,
     refusal,
     refuse_name,
     refusing,
     require_name,
-    shown,
 )
 
 _FLOATS = {"double": "float64", "float": "float32", "halffloat": "float16"}
@@ -173,7 +173,7 @@ def _check_names(path: Path, names: list[str], wanted: Wanted, others: dict[str,
     """Refuse names that a table has more than once, or that are wanted and not there."""
     twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
     if twice:
-        raise refusal(path, f"several columns have the same name, {shown(sorted(twice))}", "rename them")
+        raise refusal(path, f"several columns have the same name, {listed(sorted(twice))}", "rename them")
     there = {*names, *others}
     for name in wanted.columns or ():
         if name not in there:
@@ -396,14 +396,14 @@ def _has_names(path: Path, names: list[str]) -> bool:
     """Tell whether the first line of a text has the names of the columns, not the first row; refuse doubtful lines."""
     numbers = [name for name in names if _is_number(name)]
     if all(map(_WHOLE.fullmatch, names)):
-        problem = f"begins with a line of whole numbers, {shown(names)}, which may be names or a row"
+        problem = f"begins with a line of whole numbers, {listed(names)}, which may be names or a row"
         raise refusal(path, problem, "write a line of names before it, or in its place, such as x0")
     if len(numbers) == len(names):
         return False
     points = [name for name in numbers if not _WHOLE.fullmatch(name)]
     if points:
         raise refusal(
-            path, f"begins with a line that holds {shown(points)} beside text", "write a line of names before it"
+            path, f"begins with a line that holds {listed(points)} beside text", "write a line of names before it"
         )
     return True
 

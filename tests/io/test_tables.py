@@ -415,6 +415,13 @@ def test_sets_of_tables_are_those_of_arrays(tmp_path: Path, kind: str) -> None:
     np.testing.assert_array_equal(found.scores, expected.scores)
 
 
+def test_bounds_of_files_are_those_of_arrays(tmp_path: Path) -> None:
+    source = open_keys(save(tmp_path / "keys.parquet", features()))
+    for f in (4, "huber", "softmax:2"):
+        expected = levattn.sensitivities(K, f)
+        np.testing.assert_array_equal(levattn.sensitivities(source, f).upper, expected.upper)
+
+
 class StoppedError(Exception):
     """Ends a run half-way."""
 
