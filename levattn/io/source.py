@@ -157,7 +157,7 @@ class KeySource:
     Memory: ``chunk_rows`` rows at a time. Rows of ``.npy`` and ``.safetensors`` files are memory-mapped and read-only,
     and released chunk by chunk. From a zarr store, only the store's chunks that hold the requested rows are read. This
     is fastest where `chunk_rows` is a multiple of the rows of such a chunk. ``.parquet`` files are read page by page,
-    and text a mebibyte at a time, from its beginning on: rows in the middle of a text take as long as all before them.
+    and text a mebibyte at a time. Text is read from its beginning, so its last rows take as long as all rows.
     An array in an ``.npz`` file is read whole, because a compressed member has no random access.
 
     A file must not be cut while it is read, unless it is an ``.npz`` file or a zarr store. Its size is checked before
@@ -442,19 +442,19 @@ def open_keys(
         A ValueError. It is raised in these cases:
 
         - a file is truncated, damaged, pickled, or of another kind;
-        - the array has fewer than two axes, or is not floating-point: integers need `dtype`, and a number beyond the
-          range of `dtype` is refused when it is read;
-        - `tensor`, `id` or a column is not in the file (the error lists the names in it), or `tensor` is left out
-          although there are several;
+        - the array has fewer than two axes, or holds neither floats nor, with `dtype`, integers;
+        - a number is beyond the range of `dtype` (this is found when it is read);
+        - `tensor`, `id` or a column is not in the file (the error lists the names in it);
+        - `tensor` is left out although there are several arrays;
         - a column has nulls, strings, or lists of several lengths, or two have the same name;
         - a zarr store lacks chunks;
         - an ``.npz`` file holds a sparse matrix of scipy;
         - a folder holds no file of keys, or not all files numbered like ``-00001-of-00003``;
         - several files differ in dtype or in any axis except the axis of the rows.
     TypeError, ValueError
-        If `path` is neither a path nor a sequence of paths, or is empty, or `tensor`, `id` or `columns` are not
-        strings, or `dtype` is another. Also if `chunk_rows` or `memory` is not a positive integer, or both are given,
-        or `tensor` with `columns`.
+        If `path` is neither a path nor a sequence of paths, or is empty. Also if a name is no string, `dtype` is
+        another, or `chunk_rows` or `memory` is not a positive integer. Also if two options exclude each other:
+        `chunk_rows` and `memory`, or `tensor` and `columns`.
     ImportError
         If the package for a format is not installed: safetensors for ``.safetensors``, ml_dtypes for bfloat16,
         pyarrow for tables, or zarr for a zarr store.
@@ -467,9 +467,9 @@ def open_keys(
     under a sound header: ``.npz`` always has one, and zarr and parquet may have one.
 
     *Text* is UTF-8, with one row a line, separated by commas (``.csv``) or tabs (``.tsv``). Numbers are read as
-    float64. The first line names the columns; if all that stands there are numbers, with a point or an exponent among
-    them, it is a row, and the names are f0, f1, and so on. Lines of whole numbers alone could be either and are
-    refused. An empty field is a null, and ``nan`` is NaN. The first mebibyte decides whether a column holds integers.
+    float64. The first line names the columns. If all its fields are numbers, and not all of them whole, it is a row,
+    and the names are f0, f1, and so on. A first line of whole numbers could be either and is refused. An empty field
+    is a null, and ``nan`` is NaN. The first mebibyte decides whether a column holds integers.
 
     Examples
     --------
@@ -610,7 +610,7 @@ def _shard_of(path: Path, opened: Opened) -> _Shard:
 
 
 def _require_alike(shard: _Shard, first: _Shard, wanted: Wanted) -> None:
-    """Refuse a shard whose rows are unlike those of the first one."""
+    """Refuse a shard with other rows than the first one."""
     if _without_rows(shard.shape) != _without_rows(first.shape) or (
         wanted.dtype is None and shard.dtype != first.dtype
     ):
@@ -689,7 +689,7 @@ def _converted(path: Path, rows: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.
 
 
 def _one_kind(source: KeySource, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Join identifiers, or refuse those that are integers in one file and strings in another."""
+    """Join identifiers, or raise if they are integers in one file and strings in another."""
     kinds = {part.dtype.kind for part in parts}
     if len(kinds) > 1:
         problem = f"column {source.id!r} does not hold one kind of integers or strings in all files"

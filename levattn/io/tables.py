@@ -136,7 +136,7 @@ def _opened(
     wanted: Wanted,
     batches: Callable[[tuple[str, ...], int], _Batches],
 ) -> Opened:
-    """Return an open table of n rows; `batches` gives those of some columns, with the bytes of a row.
+    """Return an open table of n rows; `batches` gives the batches of some columns, with the bytes of a row.
 
     The file has a `size` in bytes.
     """
@@ -226,7 +226,7 @@ def _partition_of(path: Path, wanted: Wanted) -> dict[str, Any]:
 
 
 def _with_constants(batch: Any, names: tuple[str, ...], constants: dict[str, Any]) -> Any:
-    """Return the columns of a batch in the given order, beside those that are the same in all rows."""
+    """Return the columns of a batch in the given order; the constants are columns with one value."""
     from pyarrow import RecordBatch, repeat
 
     there = dict(zip(batch.schema.names, batch.columns, strict=True))

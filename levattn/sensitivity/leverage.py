@@ -170,9 +170,9 @@ def leverage_scores(
         be a numpy array, a torch tensor, an array of JAX, or an array of another namespace of the array-API standard.
         Or it may be one sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a
         dense array.
-        Method "svd" refuses it, and "srht" takes as long as for dense keys. Chunks are those of `universal_set`, such
-        as files opened with `open_keys`. The methods "auto" and "gram" alone read them twice and never hold them
-        together. With other options files are loaded, and other chunks refused.
+        Method "svd" refuses it, and "srht" takes as long as for dense keys. Chunks come as in `universal_set`, for
+        example from files opened with `open_keys`. The methods "auto" and "gram" alone read them twice and never hold
+        them together. With other options files are loaded, and other chunks refused.
     method : {"auto", "gram", "qr", "svd"}, or a sketch or its name
         Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
         loses the precision. "auto": as "gram", with products in float32 where the error above allows it. "qr":

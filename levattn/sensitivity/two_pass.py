@@ -226,7 +226,8 @@ def two_passes(
 ) -> Passes:
     """Score the keys of a source among all of them; `choose`, if given, gets each chunk with its scores.
 
-    `single` allows scores in float32, and `numerical` is that of `Factor.scores`. The caller removes the checkpoint.
+    `single` allows scores in float32, and `numerical` is the option of `Factor.scores`. The caller removes the
+    checkpoint.
     """
     run = _Run(source, choose, checkpoint, single, numerical)
     with reported(progress, None if source.n is None else 2 * source.n) as advance:
