@@ -307,7 +307,8 @@ class KeySource:
                 for part in ids_between(self, row, int(inside[-1]) + 1):
                     found.append(part[inside[(inside >= row) & (inside < row + len(part))] - row])
                     row += len(part)
-        return _one_kind(self, found)[places]
+        _require_one_kind(self, found)
+        return np.concatenate(found)[places]
 
     def load(self) -> npt.NDArray[Any]:
         """Return the whole array, shape ``(..., n, d)``.
@@ -507,8 +508,12 @@ def open_keys(
 def ids_between(source: KeySource, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
     """Yield the identifiers of the rows of a source from `start` up to `stop`, in parts."""
     with source._reading(ids=True) as pieces:
+        first = None
         for low in range(start, stop, _ID_ROWS):
-            yield from pieces(low, min(low + _ID_ROWS, stop))
+            for part in pieces(low, min(low + _ID_ROWS, stop)):
+                first = part if first is None else first
+                _require_one_kind(source, (first, part))
+                yield part
 
 
 def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
@@ -688,13 +693,11 @@ def _converted(path: Path, rows: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.
     return found
 
 
-def _one_kind(source: KeySource, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Join identifiers, or raise if they are integers in one file and strings in another."""
-    kinds = {part.dtype.kind for part in parts}
-    if len(kinds) > 1:
+def _require_one_kind(source: KeySource, parts: Iterable[npt.NDArray[Any]]) -> None:
+    """Raise if identifiers are integers in one file and strings in another."""
+    if len({part.dtype.kind for part in parts}) > 1:
         problem = f"column {source.id!r} does not hold one kind of integers or strings in all files"
         raise refusal(source._shards[0].path, problem, "save it as one type")
-    return np.concatenate(parts)
 
 
 def _joined(pieces: Iterator[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -123,7 +123,8 @@ def _names_of(batch: Any) -> npt.NDArray[Any]:
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if types.is_integer(column.type):
-        return np.asarray(column.to_numpy(zero_copy_only=False))
+        numbers = np.asarray(column.to_numpy(zero_copy_only=False))
+        return numbers.astype(np.uint64 if numbers.dtype.kind == "u" else np.int64)
     return np.asarray(column.to_pylist(), np.str_)
 
 
@@ -387,8 +388,11 @@ def open_text(path: Path, wanted: Wanted) -> Iterator[Opened]:
 
         n = wanted.rows
         if n is None:
+            n = 0
             with refusing(path, Exception):
-                n = sum(batch.num_rows for batch in reader({schema.names[0]: pyarrow.string()}, named=named))
+                for batch in reader({schema.names[0]: pyarrow.string()}, named=named):
+                    n += batch.num_rows
+                    let_go(pages)
         yield _opened(path, stream, len(pages), keys, n, wanted, batches)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,23 +29,23 @@ def _as_parquet(stream: IO[bytes], parts: Iterable[_Part]) -> None:
     with needing_package("a .parquet file to write it", "pyarrow"):
         import pyarrow
         from pyarrow.parquet import ParquetWriter
-    writer = None
-    for part in parts:
-        table = pyarrow.table(part)
-        writer = writer or ParquetWriter(stream, table.schema)
-        writer.write_table(table)
-    if writer is not None:
-        writer.close()
+    tables = map(pyarrow.table, parts)
+    first = next(tables)
+    with ParquetWriter(stream, first.schema) as writer:
+        for table in itertools.chain([first], tables):
+            writer.write_table(table)
 
 
 def _as_csv(stream: IO[bytes], parts: Iterable[_Part]) -> None:
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
     writer = csv.writer(text, lineterminator="\n")
-    for number, part in enumerate(parts):
-        if number == 0:
-            writer.writerow(part)
-        writer.writerows(_rows(part))
-    text.detach()
+    try:
+        for number, part in enumerate(parts):
+            if number == 0:
+                writer.writerow(part)
+            writer.writerows(_rows(part))
+    finally:
+        text.detach()
 
 
 def _as_json_lines(stream: IO[bytes], parts: Iterable[_Part]) -> None:

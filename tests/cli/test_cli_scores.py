@@ -282,6 +282,17 @@ def test_wrong_command_lines_of_scores(table: Path, arguments: tuple[str, ...], 
     assert line.endswith(" levattn scores --help\n")
 
 
+def test_identifiers_of_two_kinds_are_refused_and_leave_nothing(tmp_path: Path, keys: Array) -> None:
+    features = dict(zip("abc", keys.T, strict=True))
+    for name, ids in (("1", range(N)), ("2", NAMES)):
+        parquet.write_table(pa.table({"name": ids, **features}), tmp_path / f"{name}.parquet")
+    for suffix in (".csv", ".parquet"):
+        out = tmp_path / f"scores{suffix}"
+        line = refused("scores", tmp_path / "1.parquet", tmp_path / "2.parquet", "--id", "name", "-o", out)
+        assert "column 'name' does not hold one kind of integers or strings in all files; save it as one type" in line
+        assert not out.exists()
+
+
 def test_outputs_that_would_overwrite_the_keys(tmp_path: Path, table: Path) -> None:
     before = table.read_bytes()
     assert "is the file of the keys, which --output would overwrite" in refused(

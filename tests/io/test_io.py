@@ -24,6 +24,7 @@ from streams import BLOCK
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pa = pytest.importorskip("pyarrow")
+csv = pytest.importorskip("pyarrow.csv")
 parquet = pytest.importorskip("pyarrow.parquet")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 zarr = pytest.importorskip("zarr")
@@ -191,17 +192,25 @@ def test_a_source_can_be_pickled(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("kind", ["npy", "safetensors", "parquet"])
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "parquet", "parquet-lists", "parquet-columns", "csv"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     K = np.random.default_rng(0).random((2**19, 32), np.float32)
-    path = tmp_path / f"keys.{kind}"
+    path = tmp_path / f"keys.{kind.partition('-')[0]}"
+    columns = {f"x{j}": column for j, column in enumerate(K.T)}
     if kind == "parquet":  # in one row group
         parquet.write_table(pa.table({"K": lists_of(K)}), path, use_dictionary=False)
+    elif kind == "parquet-lists":
+        parquet.write_table(pa.table({"K": lists_of(K).cast(pa.list_(pa.float32()))}), path, use_dictionary=False)
+    elif kind == "parquet-columns":
+        parquet.write_table(pa.table(columns), path, use_dictionary=False)
+    elif kind == "csv":
+        csv.write_csv(pa.table(columns), path)
     else:
         write(kind, tmp_path, K)
+    del columns
     del K
     source = open_keys(path, memory=2**20)
     sum(float(chunk[0, 0]) for chunk in source.between(0, 2**16))  # what pyarrow takes once

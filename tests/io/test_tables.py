@@ -349,8 +349,9 @@ def test_wrong_identifiers_are_refused(tmp_path: Path) -> None:
         open_keys(path, columns=NAMES).ids()
     save(path, features() | {"name": range(N)})
     save(tmp_path / "2.parquet", features() | {"name": IDS})
-    with pytest.raises(KeyFileError, match="does not hold one kind of integers or strings in all files"):
-        open_keys(tmp_path, id="name").ids([0, 150])
+    for rows in ([0, 150], None):
+        with pytest.raises(KeyFileError, match="does not hold one kind of integers or strings in all files"):
+            open_keys(tmp_path, id="name").ids(rows)
     refused("column 'a' holds double, expected integers or strings; name another with id=", path, id="a")
 
 
@@ -447,6 +448,18 @@ def test_a_checkpoint_of_one_choice_of_columns_is_no_other(tmp_path: Path, kind:
         scan(["b", "c"])
     expected = levattn.universal_set(X[:, :2], 0.02)
     np.testing.assert_array_equal(scan(["a", "b"]).indices, expected.indices)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_that_is_cut_while_it_is_read(tmp_path: Path, kind: str) -> None:
+    X = np.random.default_rng(12).standard_normal((50_000, 3))
+    path = save(tmp_path / f"keys.{kind}", features(X))
+    chunks = iter(open_keys(path, chunk_rows=10))
+    next(chunks)
+    with path.open("r+b") as stream:
+        stream.truncate(100_000)
+    with pytest.raises(KeyFileError, match=r"truncated or damaged \(it was cut while it was read\)"):
+        next(chunks)
 
 
 @pytest.mark.parametrize("kind", TABLES)
