@@ -120,8 +120,6 @@ def _names_of(batch: Any) -> npt.NDArray[Any]:
     from pyarrow import types
 
     column = batch.column(0)
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if types.is_integer(column.type):
         numbers = np.asarray(column.to_numpy(zero_copy_only=False))
         return numbers.astype(np.uint64 if numbers.dtype.kind == "u" else np.int64)
@@ -209,11 +207,14 @@ def _check_id(path: Path, name: str, kind: Any) -> None:
 _FOLDER = re.compile(r"[^=]+=.*", re.DOTALL)
 
 
-def _partition_of(path: Path, wanted: Wanted) -> dict[str, Any]:
-    """Return the wanted values that names of folders like key=value give to all rows of a file."""
+def _partition_of(path: Path, wanted: Wanted, names_in_file: list[str]) -> dict[str, Any]:
+    """Return values that names of folders like key=value give to all rows of a file, if any of them is wanted.
+
+    A column of the file hides a folder of the same name.
+    """
     folders = list(itertools.takewhile(_FOLDER.fullmatch, (parent.name for parent in path.absolute().parents)))
     names = [folder.partition("=")[0] for folder in folders]
-    if not set(names) & {*(wanted.columns or ()), wanted.id}:
+    if not set(names) & {*(wanted.columns or ()), wanted.id} - {*names_in_file}:
         return {}
     from pyarrow import schema, string
     from pyarrow.dataset import HivePartitioning, get_partition_keys
@@ -223,14 +224,19 @@ def _partition_of(path: Path, wanted: Wanted) -> dict[str, Any]:
     return {
         name: int(value) if re.fullmatch("-?(0|[1-9][0-9]{0,17})", value or "") else value
         for name, value in values.items()
+        if name not in names_in_file
     }
 
 
 def _with_constants(batch: Any, names: tuple[str, ...], constants: dict[str, Any]) -> Any:
     """Return the columns of a batch in the given order; the constants are columns with one value."""
     from pyarrow import RecordBatch, repeat
+    from pyarrow.types import is_dictionary
 
-    there = dict(zip(batch.schema.names, batch.columns, strict=True))
+    there = {
+        name: column.dictionary_decode() if is_dictionary(column.type) else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
     there |= {name: repeat(value, batch.num_rows) for name, value in constants.items()}
     return RecordBatch.from_arrays([there[name] for name in names], names=list(names))
 
@@ -251,7 +257,7 @@ def open_parquet(path: Path, wanted: Wanted) -> Iterator[Opened]:
             pages = _mapped(stream)
             file = ParquetFile(BufferReader(pages), pre_buffer=False, page_checksum_verification=True)
             starts = _first_rows(path, file.metadata)
-            constants = _partition_of(path, wanted)
+            constants = _partition_of(path, wanted, file.schema_arrow.names)
             keys = _find(path, file, starts, wanted, constants)
 
         def batches(names: tuple[str, ...], row_bytes: int) -> _Batches:
@@ -362,7 +368,7 @@ def open_text(path: Path, wanted: Wanted) -> Iterator[Opened]:
             named = _has_names(path, schema.names)
             if not named:
                 schema = reader(None, named=False).schema
-            constants = _partition_of(path, wanted)
+            constants = _partition_of(path, wanted, schema.names)
             _check_names(path, schema.names, wanted, constants)
             kinds = {name: pyarrow.scalar(value).type for name, value in constants.items()}
             keys = _columns_of(path, kinds | _kinds_of(path, schema, wanted), wanted, {*constants})

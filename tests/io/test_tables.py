@@ -298,6 +298,19 @@ def test_folders_of_partitions(tmp_path: Path, kind: str) -> None:
     refused("the folder holds both 'month=1', 'year=2009'; open one of them", tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_column_hides_a_folder_of_its_name(tmp_path: Path, kind: str) -> None:
+    where = tmp_path / "a=7" / "b=8" / "x=9" / f"keys.{kind}"
+    save(where, features())
+    check(open_keys(tmp_path), K)
+    check(open_keys(tmp_path, columns=["b", "a"]), K[:, [1, 0]])
+    source = open_keys(tmp_path, columns="a", id="x")
+    assert source.ids([0]).tolist() == [9]
+    check(source, K[:, [0]])
+    mixed = np.column_stack([K[:, 1], np.full(N, 9.0), K[:, 0]])
+    check(open_keys(where, columns=["b", "x", "a"], dtype="float64"), mixed)
+
+
 def test_partitions_that_pyarrow_writes(tmp_path: Path) -> None:
     label = ["a b/c" if i % 2 else "x" for i in range(N)]
     parquet.write_to_dataset(pa.table(features() | {"label": label}), tmp_path, partition_cols=["label"])
@@ -347,6 +360,10 @@ def test_wrong_identifiers_are_refused(tmp_path: Path) -> None:
             source.ids(wrong)
     with pytest.raises(ValueError, match="has no identifiers; expected one that open_keys was given a column as id="):
         open_keys(path, columns=NAMES).ids()
+    indices = pa.array([0, None, *[0] * (N - 2)], pa.int8())
+    save(path, features() | {"name": pa.DictionaryArray.from_arrays(indices, pa.array(["x"]))})
+    with pytest.raises(KeyFileError, match="column 'name' has nulls, the first in row 1"):
+        open_keys(path, id="name").ids([0])
     save(path, features() | {"name": range(N)})
     save(tmp_path / "2.parquet", features() | {"name": IDS})
     for rows in ([0, 150], None):
