@@ -26,7 +26,7 @@ from _rivals import table, verdict
 
 import levattn
 from levattn.linalg.reading import RowDigest
-from levattn.sets import two_pass
+from levattn.sensitivity import two_pass
 
 EPSILON, CHUNK = 0.01, 32 << 20
 SHAPES = ((64, "float32"), (128, "float32"), (64, "float64"), (64, "float16"), (16, "float32"))

@@ -161,7 +161,9 @@ def remedy_of(array: Any, name: str) -> str:
     if package == "levattn" and hasattr(array, "load"):
         if name != "K":
             return f"Load them: {name}.load()"
-        return f"Load the keys: {name}.load(), or read them in chunks: levattn.universal_set({name}, epsilon).scores"
+        return (
+            f"Load the keys: {name}.load(), or read their leverage scores in chunks: levattn.leverage_scores({name})"
+        )
     if package == "dask":
         return (
             "For arrays on workers use levattn.distributed.dask.leverage_scores or its universal_set, or call "

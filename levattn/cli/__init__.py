@@ -1,8 +1,8 @@
 """The ``levattn`` program: universal sets of keys in files and models, and a demonstration on a real encoder.
 
 Results go to standard output, as tables or (``--json``) as one JSON document. Everything else goes to standard error,
-an error as one line. Exit status: 0 done, 1 the data or the machine did not allow it, 2 the command line is wrong, 130
-interrupted, 141 the reader of standard output closed it.
+an error as one line. Exit status: 0 done, 1 the data or the machine did not allow it, 2 the command line is wrong.
+A signal ended it: 130 interrupted, 141 the reader of standard output closed it, 143 terminated.
 """
 
 import sys

@@ -119,8 +119,18 @@ def _plainly(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(_HANDLER, _plainly)
 
 
-# Exit status, beside 0 and 1. The last two are the status of a program that a signal ends: 128 plus its number.
-WRONG_COMMAND_LINE, INTERRUPTED, CLOSED = 2, 130, 141
+# Exit status, beside 0 and 1. The last three are the status of a program that a signal ends: 128 plus its number.
+WRONG_COMMAND_LINE, INTERRUPTED, CLOSED, TERMINATED = 2, 130, 141, 143
+
+
+class TerminatedError(KeyboardInterrupt):
+    """A signal asked the program to end, as Ctrl-C does."""
+
+
+def ending_of(error: KeyboardInterrupt) -> tuple[str, int]:
+    """Return the word for the signal that ended the program, and the exit status."""
+    return ("terminated", TERMINATED) if isinstance(error, TerminatedError) else ("interrupted", INTERRUPTED)
+
 
 _VACUOUS = "vacuous: the bound{} is not below n, so the theorem alone does not promise that any key is left out"
 VACUOUS = _VACUOUS.format(" rank/ε")

@@ -1,7 +1,9 @@
 """Shared code of all commands: the help of the program, one line for each error, and the exit status."""
 
 import logging
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +17,11 @@ from typer.core import TyperCommand, TyperGroup
 import levattn
 from levattn.cli.output import (
     CLOSED,
-    INTERRUPTED,
     WRONG_COMMAND_LINE,
+    TerminatedError,
     drop_rest,
     encodable,
+    ending_of,
     fail,
     is_broken,
     of_system,
@@ -35,14 +38,15 @@ Find the few keys of an attention head that any query can attend to heavily.
 A universal set holds every key that some query can give an attention score of at least ε. levattn finds it from the
 keys alone, by leverage scores, and it is exact for attention with f(x) = x².
 
-Begin with `levattn demo`. The command universal-set takes keys in files; inspect and prune-report take a Hugging Face
-model and a text. profile, compress and ask read a text once with a decoder, keep a part of its KV cache, and answer
-questions from that part; evaluate tells which part is enough.
+Begin with `levattn demo`. The commands universal-set and scores take keys in files; inspect and prune-report take a
+Hugging Face model and a text. profile, compress and ask read a text once with a decoder, keep a part of its KV cache,
+and answer questions from that part; evaluate tells which part is enough.
 
 \b
 Examples:
   levattn demo
   levattn universal-set keys.npy --epsilon 0.1
+  levattn scores table.parquet --id name -o scores.csv
   levattn inspect MODEL --text book.txt
   levattn prune-report MODEL --text book.txt --budget 0.2
   levattn profile MODEL -o heads.json
@@ -57,6 +61,7 @@ Exit status:
   2    the command line is wrong
   130  interrupted (Ctrl-C)
   141  the reader of the output closed it, as `head` does
+  143  terminated (SIGTERM)
 
 `levattn COMMAND --help` explains a command: examples, options, and its output. The environment variable
 LEVATTN_NUM_THREADS sets the number of threads, by default one for each core.
@@ -107,7 +112,7 @@ class _Program(TyperGroup):
             return super().main(*args, **extra)
         prepare_streams()
         try:
-            with _errors_in_one_line(), _warnings_in_one_line(), _notes_in_one_line():
+            with _errors_in_one_line(), _ended_by_signal(), _warnings_in_one_line(), _notes_in_one_line():
                 status = super().main(*args, **extra)
         except _UsageError as error:
             message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
@@ -181,8 +186,8 @@ def _errors_in_one_line() -> Iterator[None]:
     except BrokenPipeError:
         drop_rest(sys.stdout)
         sys.exit(CLOSED)
-    except KeyboardInterrupt:
-        fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        fail(*ending_of(error))
     except MemoryError:
         fail("not enough memory; give a smaller file or fewer --tokens")
     except OSError as error:
@@ -191,6 +196,24 @@ def _errors_in_one_line() -> Iterator[None]:
         fail(of_system(error))
     except (ValueError, ImportError) as error:
         fail(str(error))
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """End by SIGTERM as by Ctrl-C, so that files are whole and messages come; a handler of the caller stays."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TerminatedError
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 import levattn
+from levattn.cli.files import KeyFiles, check_targets, member_rows
 from levattn.cli.output import (
-    INTERRUPTED,
     VACUOUS,
     VACUOUS_IN_GENERAL,
-    check_output,
     fail,
     new_console,
     print_json,
@@ -30,6 +25,8 @@ from levattn.cli.output import (
 from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 from levattn.io import replace_file
 from levattn.io.source import whole_keys
+from levattn.io.tables import TEXTS
+from levattn.io.written import write_table
 from levattn.sets.result import saved_arrays
 
 ALLOWED = f"{NAMES} (without a radius only with --queries)"
@@ -67,6 +64,7 @@ def parse_function(text: str, *, for_queries: bool = False) -> Function:
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
+_TABLES = (".parquet", *TEXTS)
 _COLUMNS = {
     "item": "item",
     "n": "n",
@@ -86,10 +84,6 @@ _COLUMNS_WITH_COVERAGE = {heading: key for heading, key in _COLUMNS.items() if h
     "queries": "threshold_queries",
 }
 
-_PIPED = re.compile(r"\S*/stdin\.(npy|npz|safetensors)\b")  # the file of what came by a pipe
-_HEAD = 9  # bytes, by which these formats are known:
-_MAGIC = {".npy": b"\x93NUMPY", ".npz": b"PK\x03\x04", ".safetensors": b"{"}
-
 SetMethod = Literal["auto", "gram", "qr", "svd"]
 
 
@@ -97,8 +91,7 @@ SetMethod = Literal["auto", "gram", "qr", "svd"]
 class Request:
     """The options of the command line."""
 
-    files: tuple[Path, ...]
-    tensor: str | None
+    keys: KeyFiles
     epsilon: float | None
     size: int | None
     function: Function
@@ -109,10 +102,8 @@ class Request:
     center: bool
     duplicates: float | None
     method: SetMethod
-    memory: int | None  # in bytes
     checkpoint: Path | None
     scheduler: str | None
-    shown: str | None = None  # the name of a file that is not the user's
 
     @property
     def in_passes(self) -> bool:
@@ -120,77 +111,77 @@ class Request:
         plain = self.function.is_square and not self.center and self.duplicates is None and self.queries is None
         return plain and self.method in ("auto", "gram")
 
-    @property
-    def name(self) -> str:
-        """The name of the keys in messages and plots."""
-        if self.shown is not None:
-            return self.shown
-        return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
-    @property
-    def paths(self) -> Path | tuple[Path, ...]:
-        """The files as an argument of `open_keys`."""
-        return self.files[0] if len(self.files) == 1 else self.files
+@dataclass(frozen=True)
+class Outputs:
+    """The forms of the result."""
 
-
-@contextmanager
-def read_from_pipe(request: Request) -> Iterator[Request]:
-    """Yield the request; if it names -, save the keys of standard input in a temporary file."""
-    pipe = Path("-")
-    if pipe not in request.files:
-        yield request
-        return
-    if len(request.files) > 1:
-        fail("- stands for standard input; expected no other file with it")
-    begin = sys.stdin.buffer.read(_HEAD)
-    suffix = next((suffix for suffix, magic in _MAGIC.items() if magic in begin), None)
-    if suffix is None:
-        fail("standard input holds no keys; expected a file of .npy, .npz or .safetensors")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"stdin{suffix}")
-        with path.open("wb") as file:
-            file.write(begin)
-            shutil.copyfileobj(sys.stdin.buffer, file)
-        yield replace(request, files=(path,), shown="standard input")
+    as_json: bool
+    plot: Path | None
+    output: Path | None
+    scores: Path | None
+    title: bool = False  # whether the name of the array stands above its table
 
 
-def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None, *, title: bool = False) -> None:
-    """Run the command; with `title`, name the array above its table."""
-    _check_targets(request, plot, output)
-    source = _opened(request.paths, request.tensor, request.memory)
+def find_sets(request: Request, outputs: Outputs) -> None:
+    """Run the command."""
+    keys, plot, output = request.keys, outputs.plot, outputs.output
+    targets = (
+        (plot, "--plot"),
+        (output, "--output"),
+        (outputs.scores, "--scores"),
+        (request.checkpoint, "--checkpoint"),
+    )
+    check_targets(targets, keys.files, request.queries)
+    source = keys.opened()
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
-        raise typer.BadParameter(f"--size is {request.size}, but {request.name} holds {source.shape[-2]} keys")
-    try:
+        raise typer.BadParameter(f"--size is {request.size}, but {keys.name} holds {source.shape[-2]} keys")
+    with keys.working(request.checkpoint):
         if request.queries is not None:
             sets: levattn.UniversalSet | levattn.StreamedSet = _found_for_queries(request, request.queries, source)
         else:
-            sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
-    except levattn.NonFiniteError as error:  # its text names an argument and options that the program lacks
-        problem = str(error).partition(";")[0].partition(" of the keys")[0].removeprefix("K ")
-        fail(f"{request.name} {problem}; remove these rows and save the file again")
-    except KeyboardInterrupt:
-        if request.checkpoint is None or not request.checkpoint.exists():
-            raise
-        fail(
-            f"interrupted; {request.checkpoint} holds the progress, so run the same command again to continue",
-            INTERRUPTED,
-        )
+            sets = _found(request, source) if request.scheduler is None else _found_by_workers(request, source)
+        members = _Members.of(sets, source)
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
         with replace_file(output) as stream:
-            np.savez(stream, **_arrays(sets, request.function))
+            np.savez(stream, **_arrays(sets, request.function, members))
+    if outputs.scores is not None:
+        write_table(outputs.scores, member_rows(members.batch, members.indices, members.ids, members.scores))
     if plot is not None and picture is not None:
         with replace_file(plot) as stream:
             stream.write(picture)
-    reports = _set_reports(sets, request.function)
-    if as_json:
+    reports = _set_reports(sets, request.function, members)
+    if outputs.as_json:
         print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
-        if title:
-            new_console().print(f"{request.name}: {request.tensor}")
+        if outputs.title:
+            new_console().print(f"{keys.name}: {keys.tensor}")
         _print_reports(reports, source, request)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The keys of the sets of a batch: their indices and scores, and the identifiers of the one matrix of a table."""
+
+    batch: tuple[int, ...]
+    indices: list[npt.NDArray[Any]]
+    scores: list[npt.NDArray[Any]]
+    ids: npt.NDArray[Any] | None
+
+    @classmethod
+    def of(cls, sets: levattn.UniversalSet | levattn.StreamedSet, source: levattn.KeySource) -> _Members:
+        """Return the members of sets, with their identifiers if the source has some."""
+        if isinstance(sets, levattn.StreamedSet):
+            batch, found = sets.batch, [(keys.indices, keys.scores) for keys in sets.items]
+        else:
+            batch, all_scores = sets.mask.shape[:-1], np.asarray(sets.scores)
+            every = [(item, np.flatnonzero(sets.mask[item])) for item in np.ndindex(batch)]
+            found = [(indices, all_scores[item][indices]) for item, indices in every]
+        indices, scores = [each for each, _ in found], [each for _, each in found]
+        return cls(batch, indices, scores, None if source.id is None else source.ids(indices[0]))
 
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
@@ -206,19 +197,27 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
 
 
 def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
-    """Return the set for queries like the queries in a file; errors of that file name it."""
-    queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
+    """Return the set for queries like the queries in a file."""
+    with queries_of(path, request.queries_tensor, request.keys, source) as sample:
+        return levattn.covering_set(
+            source,
+            sample,
+            request.epsilon,
+            size=request.size,
+            f=request.function.f,
+            coverage=request.coverage or 0.0,  # the options of the command go together
+            mass=request.mass,
+        )
+
+
+@contextmanager
+def queries_of(path: Path, tensor: str | None, keys: KeyFiles, source: levattn.KeySource) -> Iterator[Any]:
+    """Yield the queries in a file, in the columns of the keys where both are tables; their errors name the file."""
+    columns = source.columns if path.suffix.lower() in _TABLES else None
+    queries = KeyFiles((path,), tensor, columns, dtype=keys.dtype).opened("--queries-tensor")
     try:
         with whole_keys(queries) as sample:
-            return levattn.covering_set(
-                source,
-                sample,
-                request.epsilon,
-                size=request.size,
-                f=request.function.f,
-                coverage=request.coverage or 0.0,  # the options of the command go together
-                mass=request.mass,
-            )
+            yield sample
     except ValueError as error:
         if not str(error).startswith("queries "):
             raise
@@ -228,52 +227,18 @@ def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) 
         fail(f"{path}: {problem}")
 
 
-def _found_by_workers(request: Request) -> levattn.StreamedSet:
+def _found_by_workers(request: Request, source: levattn.KeySource) -> levattn.StreamedSet:
     """Return the set that the workers of a scheduler find, with scores of its keys only."""
     from levattn.distributed.dask import universal_set_of_files
 
     try:
         return universal_set_of_files(
-            request.paths,
-            request.epsilon or 0.0,
-            tensor=request.tensor,
-            f=request.function.f,
-            memory=request.memory,
-            scheduler=request.scheduler,
+            source, request.epsilon or 0.0, f=request.function.f, scheduler=request.scheduler
         )
     except OSError as error:
         if error.errno is not None:  # of a file
             raise
         fail(f"{error}; check --scheduler, and whether it is running")
-
-
-def _opened(
-    paths: Path | tuple[Path, ...], tensor: str | None, memory: int | None, option: str = "--tensor"
-) -> levattn.KeySource:
-    """Return the keys or the queries; an error names options, not arguments."""
-    try:
-        return levattn.open_keys(paths, tensor=tensor, memory=memory)
-    except levattn.KeyFileError as error:
-        problem, semicolon, remedy = str(error).rpartition("; ")
-        remedy = re.sub(r"\btensor\b=?", option, remedy)
-        if option != "--tensor":
-            remedy = remedy.replace("the keys", "the queries")
-        fail(_PIPED.sub("standard input", problem.replace("got tensor=", f"got {option} ") + semicolon + remedy))
-
-
-def _check_targets(request: Request, plot: Path | None, output: Path | None) -> None:
-    """End the program if it cannot write an output file, or would overwrite a file in use."""
-    named = ((plot, "--plot"), (output, "--output"), (request.checkpoint, "--checkpoint"))
-    targets = [(path, option) for path, option in named if path is not None]
-    read = [*((file, "keys") for file in request.files), *([(request.queries, "queries")] if request.queries else [])]
-    for path, option in targets:
-        check_output(path, option)
-        for file, content in read:
-            if path.exists() and file.exists() and path.samefile(file):
-                fail(f"{path} is the file of the {content}, which {option} would overwrite; name another")
-    for (path, option), (other, another) in itertools.combinations(targets, 2):
-        if os.path.realpath(path) == os.path.realpath(other):
-            fail(f"{path} and {other} are the same file; name two with {option} and {another}")
 
 
 def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
@@ -294,14 +259,17 @@ def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
         if sets.scores.ndim == 1:  # of a batch the line is the median
             ax.lines[0].set_label("scores by queries")
             ax.legend(loc="best", fontsize="small")
-    name = request.files[0].name if len(request.files) == 1 and request.shown is None else request.name
-    title = name if request.tensor is None else f"{name}: {request.tensor}"
+    keys = request.keys
+    name = keys.files[0].name if len(keys.files) == 1 and keys.shown is None else keys.name
+    title = name if keys.tensor is None else f"{name}: {keys.tensor}"
     ax.set_title(title if request.function.is_square else f"{title} ({request.function.text})")
     return plots.figure_bytes(figure, suffix)
 
 
-def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> dict[str, Any]:
+def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function, members: _Members) -> dict[str, Any]:
     """Return the contents of a set as arrays that need no pickling."""
+    if members.ids is not None:
+        return _arrays(sets, function, replace(members, ids=None)) | {"ids": members.ids}
     if isinstance(sets, levattn.StreamedSet):
         arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
         return arrays | {"indices": sets._joined("indices"), "member_scores": sets._joined("scores")}
@@ -317,9 +285,9 @@ def _of_coverage(sets: levattn.UniversalSet | levattn.StreamedSet) -> dict[str, 
 
 
 def _request_report(request: Request, source: levattn.KeySource) -> dict[str, Any]:
-    return {
-        "file": request.name if len(request.files) == 1 else [str(file) for file in request.files],
+    return request.keys.report | {
         "tensor": source.tensor,
+        "columns": source.columns,
         "shape": source.shape,
         "dtype": source.dtype.name,
         "function": request.function.text,
@@ -331,23 +299,25 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
     }
 
 
-def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
+def _set_reports(
+    sets: levattn.UniversalSet | levattn.StreamedSet, function: Function, members: _Members
+) -> list[dict[str, Any]]:
     """Return one report per matrix; `item` is its place in the batch, empty for a single matrix."""
     columns = {name: getattr(sets, name) for name in ("epsilon", "rank", "size_bound", "is_vacuous")}
+    batch = members.batch
     if isinstance(sets, levattn.StreamedSet):
-        batch, columns["condition"] = sets.batch, sets.factor.condition.reshape(sets.batch)
-        of_items = [keys.indices for keys in sets.items]
+        columns["condition"] = sets.factor.condition.reshape(batch)
     else:
-        batch, columns["condition"] = sets.mask.shape[:-1], sets.condition
-        of_items = [np.flatnonzero(sets.mask[item]) for item in np.ndindex(batch)]
+        columns["condition"] = sets.condition
     columns |= _of_coverage(sets)
     columns = {name: np.broadcast_to(column, batch) for name, column in columns.items()}
     return [
         {"item": item, "size": len(indices)}
         | {name: column.item(*item) for name, column in columns.items()}
         | {"guarantee": sets.guarantee, "f": function.text, "indices": indices.tolist()}
+        | {"ids": None if members.ids is None else members.ids.tolist()}
         | {"hidden_groups": _group_reports(sets, item)}
-        for item, indices in zip(np.ndindex(batch), of_items, strict=True)
+        for item, indices in zip(np.ndindex(batch), members.indices, strict=True)
     ]
 
 
@@ -376,9 +346,13 @@ def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, req
         console.print(f"function: {function.text}; scores are certified bounds")
     if len(reports) == 1:
         indices = reports[0]["indices"]
-        shown = ", ".join(map(str, indices[:_INDICES_SHOWN])) or "none"
+        names = reports[0]["ids"]
+        first = zip(indices[:_INDICES_SHOWN], (names or indices)[:_INDICES_SHOWN], strict=True)
+        shown = ", ".join(str(row) if names is None else f"{row} ({name})" for row, name in first) or "none"
         rest = len(indices) - _INDICES_SHOWN
-        console.print(f"keys: {shown}" + (f" and {rest} more (all with --json or --output)" if rest > 0 else ""))
+        console.print(
+            f"keys: {shown}" + (f" and {rest} more (all with --json, --output or --scores)" if rest > 0 else "")
+        )
     hidden = [group for report in reports for group in report["hidden_groups"]]
     if hidden:
         count, keys = len(hidden), sum(len(group["indices"]) for group in hidden)

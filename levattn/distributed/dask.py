@@ -314,19 +314,16 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
     ((40, 40, 20), array([0, 1, 2]))
     """
     _require_dask()
-    if not isinstance(source, KeySource):
-        source = open_keys(_absolute(source))
+    source = _as_source(source)
     return _over(source, source.chunk_rows, _read, source.dtype)
 
 
 def universal_set_of_files(
-    paths: _Path | Sequence[_Path],
+    source: KeySource | _Path | Sequence[_Path],
     /,
     epsilon: float,
     *,
-    tensor: str | None = None,
     f: Any = 2,
-    memory: int | None = None,
     scheduler: Any = None,
 ) -> StreamedSet:
     """Universal set of keys in files, computed on the workers of a dask scheduler.
@@ -336,16 +333,12 @@ def universal_set_of_files(
 
     Parameters
     ----------
-    paths : path-like, or sequence of path-like
-        As in `levattn.open_keys`, on a file system that all workers share.
+    source : KeySource, path-like, or sequence of path-like
+        As in `from_keys`, on a file system that all workers share. A task holds one chunk at a time.
     epsilon : float in (0, 1]
         As in `universal_set`.
-    tensor : str, optional
-        Name of the array, if a file holds several.
     f : float, str or AttentionFunction, default 2
         As in `universal_set`.
-    memory : int, optional
-        Number of bytes of keys that a task may hold at a time; 32 MiB by default.
     scheduler : distributed.Client, str or cluster, optional
         As `client` in `universal_set`. By default, dask chooses the scheduler.
 
@@ -361,7 +354,7 @@ def universal_set_of_files(
     FileNotFoundError, KeyFileError
         As in `levattn.open_keys`.
     TypeError, ValueError
-        If ε, f or `memory` is invalid.
+        If ε or f is invalid.
     NonFiniteError
         If the keys hold NaN or infinity. The error names the start of the range and the rows in it.
     OSError
@@ -392,7 +385,7 @@ def universal_set_of_files(
     array([0, 1, 2])
     """
     _require_dask()
-    source = open_keys(_absolute(paths), tensor=tensor, memory=memory)
+    source = _as_source(source)
     new = partial(StreamingUniversalSet, epsilon, f=f)
     new().update(_no_rows(source))  # raises for wrong arguments
     rows = math.ceil(min(_RANGE * source.d / epsilon, 2.0**62) / source.chunk_rows) * source.chunk_rows
@@ -419,6 +412,10 @@ def _computed(lazy: Any, client: Any) -> Any:
         return client.compute(lazy, sync=True)
     with Client(client, set_as_default=False) as own:
         return own.compute(lazy, sync=True)
+
+
+def _as_source(source: KeySource | _Path | Sequence[_Path]) -> KeySource:
+    return source if isinstance(source, KeySource) else open_keys(_absolute(source))
 
 
 def _absolute(paths: _Path | Sequence[_Path]) -> Path | list[Path]:

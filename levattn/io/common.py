@@ -43,6 +43,16 @@ class Identity(NamedTuple):
     changed: int = 0  # of the contents, name or rights; no program can set it
 
 
+class Wanted(NamedTuple):
+    """What to read of a file."""
+
+    tensor: str | None = None  # the name of an array
+    columns: tuple[str, ...] | None = None  # of a table, each one a feature
+    id: str | None = None  # the column with the names of the rows
+    dtype: np.dtype[Any] | None = None  # to which numbers are converted
+    rows: int | None = None  # the number of rows, if it is known; the reader of text else counts them
+
+
 class Opened(NamedTuple):
     """An array in an open file: the entries of its header, a function that reads its rows, and the file."""
 
@@ -51,6 +61,8 @@ class Opened(NamedTuple):
     dtype: np.dtype[Any]
     read: ReadRows
     identity: Identity
+    columns: tuple[str, ...] | None = None  # of a table, if each one is a feature
+    ids: ReadRows | None = None  # reads the names of the rows of a table, (stop - start,)
 
 
 def identity_of(stream: IO[bytes]) -> Identity:
@@ -60,8 +72,8 @@ def identity_of(stream: IO[bytes]) -> Identity:
     return Identity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev, changed)
 
 
-# Given a path and the name of a tensor: opens the file and makes all checks that need no reading of the data.
-Format = Callable[[Path, str | None], AbstractContextManager[Opened]]
+# Given a path and what to read: opens the file and makes all checks that need no reading of the data.
+Format = Callable[[Path, Wanted], AbstractContextManager[Opened]]
 
 
 def printable(text: str) -> str:
@@ -129,22 +141,38 @@ def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFile
     )
 
 
+def check_dtype(path: Path, array: str, dtype: object, wanted: Wanted) -> None:
+    """Refuse integers, unless they are to be converted."""
+    if wanted.dtype is None and "int" in str(dtype):
+        raise refusal(
+            path, f"{array} holds {dtype}, expected floats", "convert it with dtype='float64' or dtype='float32'"
+        )
+
+
 def choose(path: Path, names: Sequence[str], tensor: str | None) -> str:
     """Return the name of the array to read, of the named arrays of a file."""
     if not names:
         raise refusal(path, "holds no array", "check how it was written")
-    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-    if len(names) > _NAMES_SHOWN:
-        shown += f" and {len(names) - _NAMES_SHOWN} more"
     if tensor is None:
         if len(names) > 1:
-            raise refusal(path, f"holds {len(names)} arrays ({shown})", "say which one with tensor=")
+            raise refusal(path, f"holds {len(names)} arrays ({listed(names)})", "say which one with tensor=")
         return names[0]
-    if tensor not in names:
-        close = difflib.get_close_matches(tensor, names, n=3)
-        remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else "give one of these as tensor="
-        raise refusal(path, f"has no tensor {tensor!r}, it holds {shown}", remedy)
+    require_name(path, names, tensor, "tensor", "tensor=")
     return tensor
+
+
+def require_name(path: Path, names: Sequence[str], name: str, what: str, option: str) -> None:
+    """Refuse a name that a file lacks; `what` it should name, by which option."""
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=3)
+        remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else f"give one of these as {option}"
+        raise refusal(path, f"has no {what} {name!r}, it holds {listed(names)}", remedy)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more
 
 
 def refuse_name(path: Path, tensor: str | None, kind: str) -> None:

@@ -1,12 +1,9 @@
-"""Readers of files of keys: .npy and .npz, Parquet, safetensors, Zarr."""
+"""Readers of arrays in files: .npy and .npz, safetensors, Zarr."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import math
-import mmap
 import os
 import re
 import struct
@@ -23,11 +20,11 @@ import numpy.typing as npt
 from levattn.io.common import (
     Identity,
     Opened,
-    check_size,
+    Wanted,
+    check_dtype,
     choose,
     damaged,
     identity_of,
-    let_go,
     mapped_rows,
     missing_file,
     needing_package,
@@ -46,7 +43,7 @@ _FIELD = re.compile(
     \s*(?:,|(?=\}))""",
     re.VERBOSE,
 )
-_ALLOWED = "float64, float32, float16 or bfloat16"
+_ALLOWED = "float64, float32, float16, bfloat16 or integers"
 _PIECE = 2**20
 
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")
@@ -109,7 +106,7 @@ def _parse_header(path: Path, what: str, text: str) -> tuple[str, bool, tuple[in
 
 
 def _as_dtype(path: Path, what: str, descr: str) -> np.dtype[Any]:
-    if re.fullmatch("[<>=|]?f[248]", descr):
+    if re.fullmatch("[<>=|]?(f[248]|[iu][1248])", descr):
         return np.dtype(descr)
     if re.search(r"(^|')\|O", descr):
         raise refusal(
@@ -129,17 +126,18 @@ def _as_dtype(path: Path, what: str, descr: str) -> np.dtype[Any]:
 
 
 @contextmanager
-def open_npy(path: Path, tensor: str | None) -> Iterator[Opened]:
+def open_npy(path: Path, wanted: Wanted) -> Iterator[Opened]:
     """Open a numpy array, mapped."""
-    refuse_name(path, tensor, "a .npy file")
+    refuse_name(path, wanted.tensor, "a .npy file")
     with path.open("rb") as stream:
         header = _read_header(path, "the array", stream, os.fstat(stream.fileno()).st_size)
+        check_dtype(path, "the array", header.dtype, wanted)
         read = mapped_rows(path, stream, header.dtype, header.shape, offset=header.offset, order=header.order)
         yield Opened(None, header.shape, header.dtype, read, identity_of(stream))
 
 
 @contextmanager
-def open_npz(path: Path, tensor: str | None) -> Iterator[Opened]:
+def open_npz(path: Path, wanted: Wanted) -> Iterator[Opened]:
     """Open a numpy archive, whose array is read at once."""
     keys: npt.NDArray[Any] | None = None
 
@@ -156,13 +154,28 @@ def open_npz(path: Path, tensor: str | None) -> Iterator[Opened]:
         with refusing(path, _ZIP_ERRORS):
             archive = zipfile.ZipFile(stream)
             names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-            name = choose(path, names, tensor)
+            refuse_sparse(path, names, wanted)
+            name = choose(path, names, wanted.tensor)
             info = archive.getinfo(name + ".npy")
             if info.compress_type not in _ZIP_METHODS:
                 raise refusal(path, f"tensor {name!r} has a compression that numpy does not write", "save it again")
             with archive.open(info) as member:
                 header = _read_header(path, f"tensor {name!r}", member, info.file_size)
+            check_dtype(path, f"tensor {name!r}", header.dtype, wanted)
         yield Opened(name, header.shape, header.dtype, read, identity_of(stream))
+
+
+_SPARSE = {"format", "shape", "data"}  # what scipy.sparse.save_npz writes of every sparse matrix
+
+
+def refuse_sparse(path: Path, names: list[str], wanted: Wanted) -> None:
+    """Refuse a sparse matrix of scipy, whose parts are no keys."""
+    if wanted.tensor is None and set(names) >= _SPARSE:
+        raise refusal(
+            path,
+            "holds a sparse matrix of scipy, which is not read in chunks",
+            "load it, and give universal_set or leverage_scores scipy.sparse.load_npz(path).tocsr()",
+        )
 
 
 def _read_member(path: Path, name: str, member: IO[bytes], total: int) -> npt.NDArray[Any]:
@@ -178,131 +191,32 @@ def _read_member(path: Path, name: str, member: IO[bytes], total: int) -> npt.ND
     return data.view(header.dtype).reshape(header.shape, order=header.order)
 
 
-_FLOATS = {"double": "float64", "float": "float32", "halffloat": "float16"}
-_BATCH_BYTES = 2 * 2**20
-
-
-@contextmanager
-def open_parquet(path: Path, tensor: str | None) -> Iterator[Opened]:
-    """Open a column of lists."""
-    with path.open("rb") as stream:
-        column = _Column(path, stream, tensor)
-        yield Opened(column.name, (column.starts[-1], column.d), column.dtype, column.read, identity_of(stream))
-
-
-class _Column:
-    """A column; a read continues where the last one ended, or starts at the beginning of a row group."""
-
-    def __init__(self, path: Path, stream: IO[bytes], tensor: str | None) -> None:
-        with needing_package(path, "pyarrow"):
-            from pyarrow import BufferReader
-            from pyarrow.parquet import ParquetFile
-        self._path = path
-        self._stream = stream
-        # Any error of pyarrow is due to the file. With its own mapping or buffers, pyarrow would hold whole row groups
-        # in memory, or as much as damaged sizes of pages ask for.
-        with refusing(path, Exception):
-            self._pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            self._file = ParquetFile(BufferReader(self._pages), pre_buffer=False, page_checksum_verification=True)
-            self.name, self._kind = _find(path, self._file.schema_arrow, tensor)
-            self.starts = _first_rows(path, self._file.metadata)
-        self.d: int = self._kind.list_size
-        self.dtype = np.dtype(_FLOATS[str(self._kind.value_type)])
-        self._next = -1  # the next row to read; at first none
-        self._rest = np.empty((0, self.d), self.dtype)
-        self._batches: Iterator[npt.NDArray[Any]] = iter(())
-
-    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        with refusing(self._path, Exception):
-            rows = np.empty((stop - start, self.d), self.dtype)
-            check_size(self._path, self._stream, len(self._pages))
-            if start != self._next:
-                self._rest, self._batches = rows[:0], self._batches_from(start)
-            self._next, filled = -1, 0
-            while filled < len(rows):
-                if len(self._rest) == 0:
-                    self._rest = next(self._batches)
-                    let_go(self._pages)
-                part = self._rest[: len(rows) - filled]
-                rows[filled : filled + len(part)] = part
-                self._rest = self._rest[len(part) :]
-                filled += len(part)
-            self._next = stop
-        return rows
-
-    def _batches_from(self, start: int) -> Iterator[npt.NDArray[Any]]:
-        group = bisect.bisect_right(self.starts, start) - 1
-        passed = self.starts[group]
-        batches = self._file.iter_batches(
-            max(1, _BATCH_BYTES // (self.d * self.dtype.itemsize)),
-            row_groups=range(group, len(self.starts) - 1),
-            columns=[self.name],
-            use_threads=False,
-        )
-        for batch in batches:
-            batch.validate()
-            lists = batch.column(self.name)
-            values = lists.flatten()
-            if lists.type != self._kind or lists.null_count or values.null_count:
-                raise refusal(self._path, f"tensor {self.name!r} has nulls", "leave out the rows with nulls")
-            rows = values.to_numpy().reshape(len(lists), self.d)
-            yield rows[max(0, start - passed) :]
-            passed += len(rows)
-        raise damaged(self._path, f"tensor {self.name!r}", f"it ends after {passed} rows")
-
-
-def _find(path: Path, schema: Any, tensor: str | None) -> tuple[str, Any]:
-    """Return the name and the type of the column of keys."""
-    from pyarrow.types import is_fixed_size_list
-
-    kinds = dict(zip(schema.names, schema.types, strict=True))
-    if len(kinds) < len(schema.names):
-        raise refusal(path, "several columns have the same name", "rename them")
-    wanted = [name for name, kind in kinds.items() if is_fixed_size_list(kind) and str(kind.value_type) in _FLOATS]
-    expected = "fixed-size lists of double, float or halffloat"
-    remedy = "cast the column to pyarrow.list_(pyarrow.float32(), d) and write it again"
-    if tensor in kinds and tensor not in wanted:
-        raise refusal(path, f"column {tensor!r} holds {kinds[tensor]}, expected {expected}", remedy)
-    if not wanted:
-        raise refusal(path, f"has no column of {expected}", remedy)
-    name = choose(path, wanted, tensor)
-    if kinds[name].list_size < 1:
-        raise damaged(path, f"tensor {name!r}", f"its lists have {kinds[name].list_size} numbers")
-    return name, kinds[name]
-
-
-def _first_rows(path: Path, metadata: Any) -> list[int]:
-    """Return the first row of each row group, and at the end the number of rows."""
-    # The columns of the row groups are not read: pyarrow ends the process where their statistics are damaged.
-    counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
-        raise damaged(path, "the file", f"it has {metadata.num_rows} rows in row groups of {counts}")
-    return [0, *itertools.accumulate(counts)]
-
-
 INDEX_SUFFIX = ".safetensors.index.json"
-_SAFETENSORS_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_SAFETENSORS_NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"} | {
+    f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)
+}
 
 
 @contextmanager
-def open_safetensors(path: Path, tensor: str | None) -> Iterator[Opened]:
+def open_safetensors(path: Path, wanted: Wanted) -> Iterator[Opened]:
     """Open a tensor."""
     with needing_package(path, "safetensors"):
         from safetensors import SafetensorError, safe_open
     with path.open("rb") as stream:
         # The package checks the whole header, but its slices copy slowly, so this module maps the rows.
         with refusing(path, (SafetensorError, OSError)), safe_open(path, framework="numpy") as tensors:
-            name = choose(path, sorted(tensors.keys()), tensor)
+            name = choose(path, sorted(tensors.keys()), wanted.tensor)
         with refusing(path, (ValueError, KeyError)):
             length = int.from_bytes(stream.read(8), "little")
             entry = json.loads(stream.read(length))[name]
             stored, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if stored == "BF16":
             dtype = _bfloat16()
-        elif stored in _SAFETENSORS_FLOATS:
-            dtype = np.dtype(_SAFETENSORS_FLOATS[stored])
+        elif stored in _SAFETENSORS_NUMBERS:
+            dtype = np.dtype(_SAFETENSORS_NUMBERS[stored])
         else:
-            raise wrong_dtype(path, f"tensor {name!r}", stored, "F64, F32, F16 or BF16")
+            raise wrong_dtype(path, f"tensor {name!r}", stored, "F64, F32, F16, BF16 or integers")
+        check_dtype(path, f"tensor {name!r}", dtype, wanted)
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise damaged(path, f"tensor {name!r}", f"{dtype} {shape} in {stop - start} bytes")
         read = mapped_rows(path, stream, dtype, shape, offset=8 + length + start)
@@ -317,14 +231,14 @@ def _bfloat16() -> np.dtype[Any]:
 
 
 @contextmanager
-def open_index(path: Path, tensor: str | None) -> Iterator[Opened]:
+def open_index(path: Path, wanted: Wanted) -> Iterator[Opened]:
     """Open the shard that holds a tensor, according to the index of a model."""
     with refusing(path, (ValueError, RecursionError)):
         index = json.loads(path.read_bytes())
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
         raise damaged(path, "the index", "it has no weight_map that says which file holds which tensor")
-    name = choose(path, sorted(shards), tensor)
+    name = choose(path, sorted(shards), wanted.tensor)
     file = shards[name]
     if not isinstance(file, str) or not file.endswith(".safetensors"):
         raise damaged(path, "the index", f"it places tensor {name!r} in {file!r}, which is no .safetensors file")
@@ -334,13 +248,18 @@ def open_index(path: Path, tensor: str | None) -> Iterator[Opened]:
     shard = path.parent / file
     if not shard.is_file():
         raise refusal(shard, "not a regular file", f"it should be the .safetensors file that {path} names")
-    with open_safetensors(shard, name) as opened:
+    with open_safetensors(shard, wanted._replace(tensor=name)) as opened:
         yield opened
 
 
 _METADATA = "zarr.json"
 _VERSION_2 = (".zarray", ".zgroup")
-_ZARR_FLOATS = ("float64", "float32", "float16")
+_ZARR_NUMBERS = (
+    "float64",
+    "float32",
+    "float16",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+)
 _CODECS = ("bytes", "crc32c", "gzip", "transpose", "zstd")
 _BLOSC_HEADER = 16
 _INDEX_ENTRY = 16
@@ -352,19 +271,20 @@ def is_store(path: Path) -> bool:
 
 
 @contextmanager
-def open_zarr(path: Path, tensor: str | None) -> Iterator[Opened]:
+def open_zarr(path: Path, wanted: Wanted) -> Iterator[Opened]:
     """Open an array of a store."""
     if any((path / name).exists() for name in _VERSION_2):
         raise refusal(path, "is a zarr store of version 2", "write it again with zarr_format=3")
     node = _read_node(path, path)
     if node["node_type"] == "array":
-        refuse_name(path, tensor, "a zarr array")
-        folder, what = path, "the array"
+        refuse_name(path, wanted.tensor, "a zarr array")
+        tensor, folder, what = None, path, "the array"
     else:
         arrays = dict(_arrays_below(path))
-        tensor = choose(path, sorted(arrays), tensor)
+        tensor = choose(path, sorted(arrays), wanted.tensor)
         node, folder, what = arrays[tensor], path / tensor, f"tensor {tensor!r}"
     layout = _read_layout(path, what, node)
+    check_dtype(path, what, layout.dtype, wanted)
     array = _Array(path, folder, what, layout)
     # chunks are files of their own, so the time of no file tells whether one of them changed
     yield Opened(tensor, layout.shape, layout.dtype, array.read, Identity())
@@ -408,8 +328,8 @@ def _read_layout(path: Path, what: str, node: dict[str, Any]) -> _Layout:
                 raise refusal(path, problem, "write it again with one of these")
 
     stored = node.get("data_type")
-    if stored not in _ZARR_FLOATS:
-        raise wrong_dtype(path, what, stored, "float64, float32 or float16")
+    if stored not in _ZARR_NUMBERS:
+        raise wrong_dtype(path, what, stored, "float64, float32, float16 or integers")
     with refusing(path, (LookupError, TypeError, ValueError, AttributeError)):
         shape = _lengths(node["shape"], 0)
         chunk = _lengths(node["chunk_grid"]["configuration"]["chunk_shape"], 1)

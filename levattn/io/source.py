@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import whole_number
 from levattn._kernels import BLOCK
-from levattn.io.common import Format, Identity, Opened, check_shape, missing_file, refusal, refusing
+from levattn.io.common import Format, Identity, Opened, Wanted, check_shape, listed, missing_file, refusal, refusing
 from levattn.io.formats import (
     INDEX_SUFFIX,
     NPY_MAGIC,
@@ -29,10 +29,10 @@ from levattn.io.formats import (
     open_index,
     open_npy,
     open_npz,
-    open_parquet,
     open_safetensors,
     open_zarr,
 )
+from levattn.io.tables import TEXTS, open_parquet, open_text
 
 _PART = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,18})(\.\w+)", re.DOTALL)
 
@@ -44,7 +44,18 @@ def shards_of(path: Path, suffixes: Collection[str]) -> list[Path]:
     if not path.is_dir() or is_store(path):
         return [path]
     visible = sorted((entry for entry in path.iterdir() if not entry.name.startswith(".")), key=_natural)
-    shards = [entry for entry in visible if entry.suffix.lower() in suffixes or is_store(entry)]
+    parts = [entry for entry in visible if "=" in entry.name and entry.is_dir() and not is_store(entry)]
+    shards = [
+        entry for entry in visible if entry not in parts and (entry.suffix.lower() in suffixes or is_store(entry))
+    ]
+    if parts:
+        keys = list(dict.fromkeys(part.name.partition("=")[0] for part in parts))
+        if shards or len(keys) > 1:
+            names = ", ".join(
+                repr(entry.name) for entry in (shards[:1] + parts if shards else _firsts(parts, keys))[:2]
+            )
+            raise refusal(path, f"the folder holds both {names}", "open one of them")
+        return [shard for part in parts for shard in shards_of(part, suffixes)]
     indices = [entry for entry in visible if entry.name.endswith(INDEX_SUFFIX)]
     if indices:
         others = [shard for shard in shards if shard.suffix.lower() != ".safetensors"]
@@ -55,12 +66,17 @@ def shards_of(path: Path, suffixes: Collection[str]) -> list[Path]:
     if not shards:
         known = ", ".join(suffixes)
         raise refusal(path, f"the folder holds no file of keys ({known}, or a zarr store)", "check the path")
-    parts = Counter(part.groups() for shard in shards if (part := _PART.fullmatch(shard.name)))
-    for (name, count, suffix), found in parts.items():
+    numbered = Counter(part.groups() for shard in shards if (part := _PART.fullmatch(shard.name)))
+    for (name, count, suffix), found in numbered.items():
         if found != int(count):
             what = f"{name}-...-of-{count}{suffix}"
             raise refusal(path, f"the folder holds {found} of {int(count)} files {what}", "copy the others there")
     return shards
+
+
+def _firsts(parts: list[Path], keys: list[str]) -> list[Path]:
+    """Return the first folder of each key."""
+    return [next(part for part in parts if part.name.partition("=")[0] == key) for key in keys]
 
 
 def _natural(path: Path) -> tuple[list[str | int], str]:
@@ -70,12 +86,15 @@ def _natural(path: Path) -> tuple[list[str | int], str]:
     return pieces, path.name
 
 
+_ID_ROWS = 1 << 16
+_KINDS = tuple(map(np.dtype, ("float64", "float32", "float16")))  # to which numbers are converted
 _CHUNK_BYTES = 32 * 2**20
 _FORMATS: dict[str, Format] = {
     ".npy": open_npy,
     ".npz": open_npz,
     ".safetensors": open_safetensors,
     ".parquet": open_parquet,
+    **dict.fromkeys(TEXTS, open_text),
 }
 
 _TICK = 20_000_000  # nanoseconds in which times of files may not advance
@@ -91,6 +110,7 @@ class _Shard(NamedTuple):
     tensor: str | None
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    columns: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
@@ -110,14 +130,18 @@ class KeySource:
     path : pathlib.Path or tuple of pathlib.Path
         The file or folder, or the given sequence of them, as absolute paths.
     tensor : str or None
-        Name of the array inside the file. None if it has no name (``.npy``, a zarr array), or not the same name
-        in all files.
+        Name of the array inside the file. None if it has no name (``.npy``, a zarr array, `columns`), or not the
+        same name in all files.
     shape : tuple of int
         ``(..., n, d)``, from the headers alone.
     dtype : numpy.dtype
-        float64, float32, float16, or ml_dtypes' bfloat16, in native byte order.
+        float64, float32, float16, or ml_dtypes' bfloat16, in native byte order: of the files, or the asked one.
     chunk_rows : int
         Number of rows in every chunk except the last, which may be shorter.
+    columns : tuple of str or None
+        Names of the columns of a table, if each one is a feature.
+    id : str or None
+        Name of the column that `ids` reads.
 
     Raises
     ------
@@ -132,10 +156,11 @@ class KeySource:
 
     Memory: ``chunk_rows`` rows at a time. Rows of ``.npy`` and ``.safetensors`` files are memory-mapped and read-only,
     and released chunk by chunk. From a zarr store, only the store's chunks that hold the requested rows are read. This
-    is fastest where `chunk_rows` is a multiple of the rows of such a chunk. ``.parquet`` files are read page by page.
+    is fastest where `chunk_rows` is a multiple of the rows of such a chunk. ``.parquet`` files are read page by page,
+    and text a mebibyte at a time. Text is read from its beginning, so its last rows take as long as all rows.
     An array in an ``.npz`` file is read whole, because a compressed member has no random access.
 
-    A ``.npy``, ``.safetensors`` or ``.parquet`` file must not be cut while it is read. Its size is checked before
+    A file must not be cut while it is read, unless it is an ``.npz`` file or a zarr store. Its size is checked before
     each chunk. But if it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
     every mapped file. Copy a file that may be cut first. Replacing it as a whole, by a rename, does no harm to an
     iteration in progress; the next one raises.
@@ -160,6 +185,8 @@ class KeySource:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_rows: int
+    columns: tuple[str, ...] | None
+    id: str | None
     _shards: tuple[_Shard, ...] = field(repr=False)
     _identities: tuple[Identity, ...] = field(repr=False, compare=False)  # of their files
     _first: int = field(default=0, repr=False)  # row of the shards at which this source begins
@@ -235,6 +262,54 @@ class KeySource:
         start, stop = self._checked(start, stop)
         return replace(self, shape=(*self.shape[:-2], stop - start, self.d), _first=self._first + start)
 
+    def ids(self, indices: npt.ArrayLike | None = None) -> npt.NDArray[Any]:
+        """Return the identifiers of some rows, from the column that `open_keys` was given as ``id=``.
+
+        Parameters
+        ----------
+        indices : array of int, shape (k,), optional
+            Row numbers in ``range(n)``, in any order, such as the `indices` of a set. All rows if left out.
+
+        Returns
+        -------
+        numpy.ndarray, shape (k,)
+            Integers or strings, one for each index. Of a text file they are always strings, as they stand there.
+
+        Raises
+        ------
+        ValueError
+            If the source was opened without `id`, or an index is out of range.
+        TypeError
+            If the indices are not whole numbers.
+        KeyFileError
+            A ValueError: if the column has nulls, not one kind in all files, or a file changed since it was opened.
+        FileNotFoundError
+            If a file is missing.
+
+        Notes
+        -----
+        Reads this column of the files that hold the rows, and no other, in chunks. Memory: the identifiers of the
+        rows. Nothing checks that identifiers differ.
+        """
+        if self.id is None:
+            raise ValueError("this source has no identifiers; expected one that open_keys was given a column as id=")
+        rows = np.arange(self.n) if indices is None else np.asarray(indices)
+        if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
+            raise TypeError(f"indices are {rows.dtype} {rows.shape}; expected whole numbers (k,), such as set.indices")
+        if rows.size and not 0 <= rows.min() <= rows.max() < self.n:
+            raise ValueError(f"indices range from {rows.min()} to {rows.max()}; expected 0 <= index < n = {self.n}")
+        wanted, places = np.unique(rows.astype(np.int64), return_inverse=True)
+        found = [np.empty(0, np.int64)] if not len(wanted) else []
+        for low, high in itertools.pairwise(self._starts()):
+            inside = wanted[(wanted >= low - self._first) & (wanted < high - self._first)]
+            if len(inside):
+                row = int(inside[0])
+                for part in ids_between(self, row, int(inside[-1]) + 1):
+                    found.append(part[inside[(inside >= row) & (inside < row + len(part))] - row])
+                    row += len(part)
+        _require_one_kind(self, found)
+        return np.concatenate(found)[places]
+
     def load(self) -> npt.NDArray[Any]:
         """Return the whole array, shape ``(..., n, d)``.
 
@@ -254,7 +329,7 @@ class KeySource:
             If a file is missing.
         """
         with self._reading() as pieces:
-            if len(self._shards) == 1:
+            if len(self._shards) == 1 and self._shards[0].dtype == self.dtype:
                 return next(pieces(0, self.n))
             with refusing(self._shards[0].path, ValueError):
                 whole = np.empty(self.shape, self.dtype)
@@ -270,14 +345,18 @@ class KeySource:
             raise ValueError(f"start, stop are {start}, {stop}; expected 0 <= start <= stop <= n = {self.n}")
         return start, stop
 
+    def _starts(self) -> list[int]:
+        """Return the first row of each shard, and at the end the number of rows of all."""
+        return [0, *itertools.accumulate(shard.shape[-2] for shard in self._shards)]
+
     @contextmanager
-    def _reading(self) -> Iterator[Callable[[int, int], Iterator[npt.NDArray[Any]]]]:
+    def _reading(self, *, ids: bool = False) -> Iterator[Callable[[int, int], Iterator[npt.NDArray[Any]]]]:
         """Open for reading: yields a function that yields the rows of a range, shard by shard."""
         files = _files(self.path)
         if files != [shard.path for shard in self._shards]:
             problem = f"the folder changed since it was opened, from {len(self._shards)} files to {len(files)}"
             raise refusal(files[0].parent, problem, "open it again")
-        starts = [0, *itertools.accumulate(shard.shape[-2] for shard in self._shards)]
+        starts = self._starts()
         current: tuple[int, Opened] | None = None
 
         def pieces(start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
@@ -289,8 +368,11 @@ class KeySource:
                     stack.close()
                     current = index, stack.enter_context(_reopened(self, index))
                 offset, end = starts[index : index + 2]
-                rows = current[1].read(start - offset, min(stop, end) - offset)
-                yield rows.astype(self.dtype, copy=False)
+                part = start - offset, min(stop, end) - offset
+                if ids and current[1].ids is not None:
+                    yield current[1].ids(*part)
+                else:
+                    yield _converted(self._shards[index].path, current[1].read(*part), self.dtype)
                 start, index = end, index + 1
                 if stop <= end:
                     return
@@ -303,12 +385,16 @@ def open_keys(
     path: _Path | Sequence[_Path],
     *,
     tensor: str | None = None,
+    columns: str | Iterable[str] | None = None,
+    id: str | None = None,
+    dtype: npt.DTypeLike | None = None,
     chunk_rows: SupportsIndex | None = None,
     memory: SupportsIndex | None = None,
 ) -> KeySource:
-    """Open keys in files: ``.npy``, ``.npz``, ``.safetensors``, ``.parquet``, zarr v3, or a folder of such files.
+    """Open keys in files: .npy, .npz, .safetensors, zarr v3, tables (.parquet, .csv, .tsv), or a folder of such files.
 
-    Only headers are read. Pass the result to `universal_set`, iterate over its row chunks, or load it.
+    Only headers are read, and of text the lines are counted. Pass the result to `universal_set` or `leverage_scores`,
+    iterate over its row chunks, or load it.
 
     Parameters
     ----------
@@ -318,13 +404,26 @@ def open_keys(
         - a file, whose suffix tells the format;
         - the ``.safetensors.index.json`` of a model, which names the file beside it that holds `tensor`;
         - a zarr v3 store;
-        - a folder, whose files are taken in natural order (``shard-2`` before ``shard-10``).
+        - a folder, whose files are taken in natural order (``shard-2`` before ``shard-10``);
+        - a folder of folders with names like ``year=2025``, as Spark, dask and pandas write them.
 
         Rows of several files, which may be of different formats, follow each other. A sequence of paths is taken in
         its own order. Each array has shape ``(..., n, d)``; its rows are keys. Its dtype is float64, float32, float16,
-        or (``.safetensors`` only) bfloat16. In a ``.parquet`` file it is a column of fixed-size lists.
+        or (``.safetensors`` only) bfloat16. In a table the keys are either columns of numbers, one for each feature,
+        or (``.parquet`` only) one column of lists of the same length.
     tensor : str, optional
-        Name of the array, the same in all files. Required if a file holds several arrays.
+        Name of the array, or of the column of lists, the same in all files. Required if a file holds several of them.
+    columns : str or iterable of str, optional
+        Columns of numbers in a table, one for each feature, in this order. If left out, a ``.parquet`` file with
+        columns of lists has the keys there. Else all columns are features, without the one of `id` and an index of
+        pandas; any that holds no numbers is refused. The value in the name of a folder, as the year in ``year=2025``,
+        is a feature if it is named here.
+    id : str, optional
+        Column of a table with an integer or a string for each row, for `KeySource.ids`. It is no feature. It may also
+        be in the names of folders.
+    dtype : {"float64", "float32", "float16"}, optional
+        Converts the numbers while they are read, integers too, which are refused without it. Numbers are rounded to
+        the nearest.
     chunk_rows : int, optional
         Number of rows in a chunk, at least 1.
     memory : int, optional
@@ -344,17 +443,22 @@ def open_keys(
         A ValueError. It is raised in these cases:
 
         - a file is truncated, damaged, pickled, or of another kind;
-        - the array is not floating-point or has fewer than two axes;
-        - `tensor` is not in the file (the error lists the names in it), or is left out although there are several;
-        - a parquet column has nulls, or a zarr store lacks chunks;
+        - the array has fewer than two axes, or holds neither floats nor, with `dtype`, integers;
+        - a number is beyond the range of `dtype` (this is found when it is read);
+        - `tensor`, `id` or a column is not in the file (the error lists the names in it);
+        - `tensor` is left out although there are several arrays;
+        - a column has nulls, strings, or lists of several lengths, or two have the same name;
+        - a zarr store lacks chunks;
+        - an ``.npz`` file holds a sparse matrix of scipy;
         - a folder holds no file of keys, or not all files numbered like ``-00001-of-00003``;
         - several files differ in dtype or in any axis except the axis of the rows.
     TypeError, ValueError
-        If `path` is neither a path nor a sequence of paths, or is empty, or `tensor` is not a string. Also if
-        `chunk_rows` or `memory` is not a positive integer, or both are given.
+        If `path` is neither a path nor a sequence of paths, or is empty. Also if a name is no string, `dtype` is
+        another, or `chunk_rows` or `memory` is not a positive integer. Also if two options exclude each other:
+        `chunk_rows` and `memory`, or `tensor` and `columns`.
     ImportError
         If the package for a format is not installed: safetensors for ``.safetensors``, ml_dtypes for bfloat16,
-        pyarrow for ``.parquet``, or zarr for a zarr store.
+        pyarrow for tables, or zarr for a zarr store.
 
     Notes
     -----
@@ -362,6 +466,11 @@ def open_keys(
     Non-native byte order is converted on reading. In a folder, hidden files and files of other kinds are ignored. If a
     folder holds the index of a model, the index represents the folder. Only a checksum can reveal altered numbers
     under a sound header: ``.npz`` always has one, and zarr and parquet may have one.
+
+    *Text* is UTF-8, with one row a line, separated by commas (``.csv``) or tabs (``.tsv``). Numbers are read as
+    float64. The first line names the columns. If all its fields are numbers, and not all of them whole, it is a row,
+    and the names are f0, f1, and so on. A first line of whole numbers could be either and is refused. An empty field
+    is a null, and ``nan`` is NaN. The first mebibyte decides whether a column holds integers.
 
     Examples
     --------
@@ -374,8 +483,7 @@ def open_keys(
     [(400, 8), (400, 8), (200, 8)]
     """
     paths = _checked_paths(path)
-    if tensor is not None and not isinstance(tensor, str):
-        raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
+    wanted = _checked_wanted(tensor, columns, id, dtype)
     if chunk_rows is not None and memory is not None:
         raise ValueError("chunk_rows and memory are both given; expected at most one, a number of rows or of bytes")
     rows = None if chunk_rows is None else whole_number("chunk_rows", chunk_rows)
@@ -383,19 +491,29 @@ def open_keys(
 
     shards, identities = [], []
     for file in _files(paths):
-        with _opened(file, tensor) as opened:
-            shards.append(_Shard(file.absolute(), opened.tensor, opened.shape, _native(opened.dtype)))
+        with _opened(file, wanted) as opened:
+            shards.append(_shard_of(file.absolute(), opened))
             identities.append(opened.identity)
     first = shards[0]
     for shard in shards[1:]:
-        if (_without_rows(shard.shape), shard.dtype) != (_without_rows(first.shape), first.dtype):
-            problem = f"holds {shard}, whose rows cannot follow those of {first} in {first.path}"
-            raise refusal(shard.path, problem, "save all of the keys with one dtype and one shape of rows")
+        _require_alike(shard, first, wanted)
     shape = (*first.shape[:-2], sum(shard.shape[-2] for shard in shards), first.shape[-1])
     name = first.tensor if len({shard.tensor for shard in shards}) == 1 else None
-    rows = rows or _rows_within(budget, shape, first.dtype)
+    kind = first.dtype if wanted.dtype is None else wanted.dtype
+    rows = rows or _rows_within(budget, shape, kind)
     whole = tuple(each.absolute() for each in paths) if isinstance(paths, tuple) else paths.absolute()
-    return KeySource(whole, name, shape, first.dtype, rows, tuple(shards), tuple(identities))
+    return KeySource(whole, name, shape, kind, rows, first.columns, id, tuple(shards), tuple(identities))
+
+
+def ids_between(source: KeySource, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield the identifiers of the rows of a source from `start` up to `stop`, in parts."""
+    with source._reading(ids=True) as pieces:
+        first = None
+        for low in range(start, stop, _ID_ROWS):
+            for part in pieces(low, min(low + _ID_ROWS, stop)):
+                first = part if first is None else first
+                _require_one_kind(source, (first, part))
+                yield part
 
 
 def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
@@ -415,7 +533,8 @@ def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
         coarse = not (identity.time % 1_000_000_000 or identity.changed % 1_000_000_000)
         if not identity.changed or age < (_COARSE if coarse else _TICK):
             return None
-        found.append([shard.tensor, list(shard.shape), *identity._replace(device=0)])
+        what = [shard.tensor, shard.columns and list(shard.columns), shard.dtype.name]
+        found.append([*what, list(shard.shape), *identity._replace(device=0)])
     return found
 
 
@@ -464,10 +583,56 @@ def _files(path: Path | tuple[Path, ...]) -> list[Path]:
     return [file for each in paths for file in shards_of(each, _FORMATS)]
 
 
+def _checked_wanted(tensor: Any, columns: Any, id: Any, dtype: Any) -> Wanted:
+    """Return what to read of the files, or raise for options of the wrong kind."""
+    if tensor is not None and not isinstance(tensor, str):
+        raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
+    if id is not None and not isinstance(id, str):
+        raise TypeError(f"id must be the name of a column (str) or None, got {type(id).__name__}")
+    if columns is not None:
+        columns = (
+            (columns,) if isinstance(columns, str) else tuple(columns) if isinstance(columns, Iterable) else columns
+        )
+        if not isinstance(columns, tuple) or not all(isinstance(name, str) for name in columns):
+            raise TypeError(f"columns are {columns!r}; expected names of columns (str)")
+        if not columns or len(set(columns)) < len(columns) or id in columns:
+            raise ValueError(f"columns are {columns!r}; expected one or more names, each once, without the one of id")
+        if tensor is not None:
+            raise ValueError(
+                f"tensor is {tensor!r} and columns are given; expected one of them, a column of lists or of numbers"
+            )
+    try:
+        kind = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
+    if kind is not None and kind not in _KINDS:
+        raise ValueError(f"dtype is {dtype!r}; expected 'float64', 'float32' or 'float16'")
+    return Wanted(tensor, columns, id, kind)
+
+
+def _shard_of(path: Path, opened: Opened) -> _Shard:
+    return _Shard(path, opened.tensor, opened.shape, _native(opened.dtype), opened.columns)
+
+
+def _require_alike(shard: _Shard, first: _Shard, wanted: Wanted) -> None:
+    """Refuse a shard with other rows than the first one."""
+    if _without_rows(shard.shape) != _without_rows(first.shape) or (
+        wanted.dtype is None and shard.dtype != first.dtype
+    ):
+        problem = f"holds {shard}, whose rows cannot follow those of {first} in {first.path}"
+        raise refusal(shard.path, problem, "save all of the keys with one dtype and one shape of rows")
+    if (shard.columns or first.columns) and shard.columns != first.columns:
+        problem = f"has the columns {listed(shard.columns or ())}, and {first.path} has {listed(first.columns or ())}"
+        raise refusal(shard.path, problem, "choose columns of all files with columns=")
+
+
 @contextmanager
-def _opened(path: Path, tensor: str | None) -> Iterator[Opened]:
-    with _format_of(path)(path, tensor) as opened:
+def _opened(path: Path, wanted: Wanted) -> Iterator[Opened]:
+    with _format_of(path)(path, wanted) as opened:
         check_shape(path, opened)
+        for option, given, found in (("columns", wanted.columns, opened.columns), ("id", wanted.id, opened.ids)):
+            if given is not None and found is None:
+                raise refusal(path, f"holds an array without columns, got {option}={given!r}", f"leave {option} out")
         yield opened
 
 
@@ -475,8 +640,9 @@ def _opened(path: Path, tensor: str | None) -> Iterator[Opened]:
 def _reopened(source: KeySource, index: int) -> Iterator[Opened]:
     """Open a shard of a source again; raise if it is not as it was."""
     shard, before = source._shards[index], source._identities[index]
-    with _opened(shard.path, shard.tensor) as opened:
-        now = shard._replace(shape=opened.shape, dtype=_native(opened.dtype))
+    tensor = None if shard.columns else shard.tensor
+    with _opened(shard.path, Wanted(tensor, shard.columns, source.id, source.dtype, shard.shape[-2])) as opened:
+        now = _shard_of(shard.path, opened)
         if now != shard:
             raise refusal(shard.path, f"changed since it was opened, from {shard} to {now}", "open it again")
         for name in ("size", "time", "inode", "device"):
@@ -510,6 +676,28 @@ def _conversion_hint(path: Path) -> str:
     if path.suffix.lower() in {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}:
         return "such files hold pickled objects, which are never loaded: save the tensor with safetensors"
     return "save the keys with numpy.save or safetensors"
+
+
+def _converted(path: Path, rows: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return rows in another dtype, or refuse numbers beyond its range."""
+    if rows.dtype == dtype:
+        return rows
+    with np.errstate(over="ignore"):
+        found = rows.astype(dtype, copy=False)
+    if (
+        not np.can_cast(rows.dtype, dtype)
+        and not np.isfinite(found).all()
+        and (np.isfinite(rows) > np.isfinite(found)).any()
+    ):
+        raise refusal(path, f"holds numbers beyond the range of {dtype}", "name a wider dtype=")
+    return found
+
+
+def _require_one_kind(source: KeySource, parts: Iterable[npt.NDArray[Any]]) -> None:
+    """Raise if identifiers are integers in one file and strings in another."""
+    if len({part.dtype.kind for part in parts}) > 1:
+        problem = f"column {source.id!r} does not hold one kind of integers or strings in all files"
+        raise refusal(source._shards[0].path, problem, "save it as one type")
 
 
 def _joined(pieces: Iterator[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -13,6 +13,8 @@ from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
+from levattn.io import KeySource
+from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.certificates import (
     BLOCK_BOUND,
@@ -170,7 +172,7 @@ def sensitivities(
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys, as in `leverage_scores`.
+        Keys, as in `leverage_scores`, dense, or files opened with `open_keys`, which are loaded.
     f : float, str, AttentionFunction or Softmax, default 2
         The attention function; a number p is abs(x)^p.
     method : {"auto", "leverage", "lewis", "lift", "block", "jensen", "ball"}
@@ -231,6 +233,9 @@ def sensitivities(
     >>> int(found.upper.argmax()), bool(found.upper[1:].max() < 0.1)
     (0, True)
     """
+    if isinstance(K, KeySource):
+        with whole_keys(K) as keys:
+            return sensitivities(keys, f, method=method, mask=mask, epsilon=epsilon, iterations=iterations, rng=rng)
     function = as_function(f)
     matrices = as_matrices(K, "K").masked(mask)
     bounds = certify(matrices, function, method=method, epsilon=epsilon, iterations=iterations, rng=rng)

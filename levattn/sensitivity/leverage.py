@@ -16,12 +16,15 @@ from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import KEYS, Rows
+from levattn.io import KeySource
+from levattn.io.source import whole_keys
 from levattn.linalg.centered import centered
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
+from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
 from levattn.sketch import Distribution, GaussianJL, Sketch
 from levattn.states.blocks import in_main_memory
 
@@ -29,6 +32,7 @@ _Pair = tuple[Distribution, GaussianJL]
 ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"] | Distribution | _Pair
 
 _EXACT = ("auto", "gram", "qr", "svd")
+SCANNED = ("auto", "gram")  # methods that read chunks
 
 
 def factorize(
@@ -161,12 +165,14 @@ def leverage_scores(
 
     Parameters
     ----------
-    K : array of shape (..., n, d)
+    K : array of shape (..., n, d), or chunks of one
         Keys, one per row; leading axes are batches (heads). The dtype is float64, float32, float16 or bfloat16. K may
         be a numpy array, a torch tensor, an array of JAX, or an array of another namespace of the array-API standard.
         Or it may be one sparse matrix (n, d) in scipy's CSR format, float64 or float32, which is never converted to a
         dense array.
-        Method "svd" refuses it, and "srht" takes as long as for dense keys.
+        Method "svd" refuses it, and "srht" takes as long as for dense keys. Chunks come as in `universal_set`, for
+        example from files opened with `open_keys`. The methods "auto" and "gram" alone read them twice and never hold
+        them together. With other options files are loaded, and other chunks refused.
     method : {"auto", "gram", "qr", "svd"}, or a sketch or its name
         Four methods are exact. "gram": moments in float64, formed again in a well-conditioned basis where one pass
         loses the precision. "auto": as "gram", with products in float32 where the error above allows it. "qr":
@@ -205,6 +211,9 @@ def leverage_scores(
         If a shape, a range or an option is wrong.
     NonFiniteError
         If the keys hold NaN or infinity outside the mask; the first such rows are named.
+    KeyFileError
+        A ValueError: if files change while they are read. Other chunks that are not the same each time raise a
+        ValueError.
 
     See Also
     --------
@@ -245,6 +254,23 @@ def leverage_scores(
     array([1. , 1. , 0.5, 0.5])
     """
     approximate = check_method(method)
+    source = as_source(K)
+    if source is not None:
+        if (
+            method in SCANNED
+            and center is False
+            and mask is None
+            and rtol is None
+            and real_number("ridge", ridge) == 0
+        ):
+            return scores_of_chunks(source, str(method))
+        if not isinstance(K, KeySource):
+            raise ValueError(
+                "K gives chunks; expected method 'auto' or 'gram', and no ridge, center, mask or rtol. For other "
+                "options give keys in an array or a file"
+            )
+        with whole_keys(K) as keys:
+            return leverage_scores(keys, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
     matrices = as_matrices(K, "K", sparse=True).masked(mask)
     if approximate:
         if ridge or rtol is not None:
@@ -266,6 +292,14 @@ def leverage_scores(
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
         scores = scores.astype(np.float64 if matrices.format == "float64" else np.float32, copy=False)
     return matrices.wrap(scores)
+
+
+def scores_of_chunks(source: Source, method: str, progress: Any = None, path: Any = None) -> Any:
+    """Return the scores of keys in chunks, in two passes; `path` is of a checkpoint."""
+    checkpoint = Checkpoint.checked(path, None, {"scores": method})
+    found = two_passes(source, None, progress, checkpoint, single=method == "auto", numerical=True)
+    checkpoint.remove()
+    return found.example.wrap(found.scores)
 
 
 def _approximated(matrices: Matrices, method: Any, center: Any) -> Any:

@@ -21,8 +21,8 @@ from levattn.io.source import whole_keys
 from levattn.sensitivity.expected import as_queries, mean_shares, of_sample
 from levattn.sensitivity.leverage import check_epsilon, factorize
 from levattn.sensitivity.shares import share_blocks
+from levattn.sensitivity.two_pass import as_source
 from levattn.sets.result import UniversalSet, keys_at, known_by, require_set_of, rescored, result_of
-from levattn.sets.two_pass import as_source
 
 _DRAWS = 1024  # normal queries beside the given ones
 _SMALL = 2.0**-16  # the scores left out of a set of a given size are as certain as one of this

@@ -25,9 +25,9 @@ from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import name_of, screen, sketches_of
 from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
-from levattn.sensitivity.leverage import ScoreMethod, check_epsilon, check_method, factorize, rows_of
+from levattn.sensitivity.leverage import SCANNED, ScoreMethod, check_epsilon, check_method, factorize, rows_of
+from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, reaches, rescore_known, rescored, result_of
-from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of the listed rows, one after the other
 _SMALL_SCORE = 2.0**-100  # smaller float32 scores may have underflowed
@@ -147,7 +147,6 @@ def warn_of_rank(
     )
 
 
-_SCANNED = ("auto", "gram")  # methods that read chunks
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
 
 
@@ -268,7 +267,7 @@ def universal_set(
     asked = _Asked(epsilon, size, method, center)
     source = as_source(K)
     if source is not None:
-        if square and method in _SCANNED and not center and mask is None:
+        if square and method in SCANNED and not center and mask is None:
             return _warned(_of_chunks(source, asked), chunks=True)
         if not isinstance(K, KeySource):
             raise ValueError(
@@ -382,7 +381,7 @@ def scan_set(
             f"source is of type {type(source).__name__}; expected chunks of keys: files opened with open_keys, an "
             "object to iterate twice, or a function that returns an iterator. Give arrays and lists to universal_set"
         )
-    if method not in _SCANNED:
+    if method not in SCANNED:
         raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")
     asked = _Asked(epsilon, size, method)
     return _warned(_of_chunks(chunks, asked, progress, checkpoint, checkpoint_rows), chunks=True)

@@ -231,6 +231,10 @@ def scores(K, mask, method):
     return levattn.leverage_scores(K, mask=mask, method=method)
 
 
+def scores_in_two_passes(K, seed, method):
+    return levattn.leverage_scores(in_parts(K, 1 + seed % len(K)), method=method)
+
+
 def judge_scores(case: Case, truth: Truth, result: Any, *, method: str) -> Iterator[Breach]:
     yield from promises.scores_hold(truth, result, _relative(case, method, 1e-9))
 
@@ -834,6 +838,16 @@ ROUTES: dict[str, Route] = {
         Route("batch", in_a_batch, judge_batch, (turn(1, 2),)),
         *_each("layout", in_layouts, judge_bits("bits of a layout"), "method", ("auto", "qr"), 2),
         *_each("scores", scores, judge_scores, "method", _METHODS, 2),
+        *(
+            Route(
+                f"scores in two passes {m}",
+                scores_in_two_passes,
+                partial(judge_scores, method=m),
+                (_no_mask,),
+                (("method", m),),
+            )
+            for m in ("auto", "gram")
+        ),
         Route("threads", in_threads, judge_bits("bits of a number of threads"), (above(2000),)),
         *_each("set centered", centered, judge_centered, "method", _METHODS, 2),
         *_each("size centered", centered_size, judge_centered_size, "method", _METHODS, 4),

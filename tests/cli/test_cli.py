@@ -130,7 +130,9 @@ def test_json_and_file_say_what_the_library_says(file: Path, keys: Array, text: 
         "schema": "levattn.universal-set/1",
         "levattn": levattn.__version__,
         "file": str(file),
+        "id": None,
         "tensor": None,
+        "columns": None,
         "shape": [200, 6],
         "dtype": "float32",
         "function": text,
@@ -154,6 +156,7 @@ def test_json_and_file_say_what_the_library_says(file: Path, keys: Array, text: 
         "guarantee": expected.guarantee,
         "f": text,
         "indices": expected.indices.tolist(),
+        "ids": None,
         "hidden_groups": [],
         "coverage": None,
         "mass": None,
@@ -200,7 +203,7 @@ def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path, key
     assert_columns_explained("universal-set", result.stdout)
     output = run("universal-set", file, "--epsilon", "0.01").stdout
     assert "vacuous: the bound rank/ε is not below n" in output
-    assert "more (all with --json or --output)" in output
+    assert "more (all with --json, --output or --scores)" in output
 
 
 @pytest.mark.filterwarnings("default::levattn.AxesWarning")
@@ -353,7 +356,7 @@ def test_bad_queries_are_named_with_their_file(tmp_path: Path, file: Path, queri
         ("inf", broken, "queries hold NaN or infinity, first at [[0, 7]]; remove these rows and save the file again"),
         ("none", queries[:0], "queries have shape (0, 6); expected at least one query"),
         ("flat", queries[0], "the array has shape (6,), expected (..., n, d); save the queries as rows of a matrix"),
-        ("whole", queries.astype(int), "has dtype int64, expected float64"),
+        ("whole", queries.astype(int), "holds int64, expected floats; convert it with --dtype float64"),
     ):
         path = tmp_path / f"{name}.npy"
         np.save(path, array)
@@ -451,7 +454,7 @@ def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Arra
     before = {path.name for path in tmp_path.iterdir()}
     for name, reason in {
         "nan.npy": "7",
-        "int.npy": "has dtype int64, expected float64",
+        "int.npy": "holds int64, expected floats; convert it with --dtype float64",
         "flat.npy": "expected (..., n, d)",
         "text.npy": "does not start as a .npy file does",
         "cut.npy": "is truncated or damaged",
@@ -621,8 +624,8 @@ def test_version_help_and_status_of_a_real_process(file: Path) -> None:
 # -- help ------------------------------------------------------------------------------------------------
 
 COMMANDS = [
-    *("demo", "universal-set", "inspect", "prune-report", "convert", "profile", "compress", "ask", "evaluate"),
-    *("warmup", "completion"),
+    *("demo", "universal-set", "scores", "inspect", "prune-report", "convert"),
+    *("profile", "compress", "ask", "evaluate", "warmup", "completion"),
 ]
 
 
@@ -637,7 +640,7 @@ def test_help_names_the_commands_and_comes_without_being_asked_for() -> None:
     listed = text.partition("Commands:\n")[2].partition("\n\n")[0]
     assert [line.split()[0] for line in listed.splitlines()] == COMMANDS
     assert "..." not in listed  # no sentence is cut off
-    assert re.findall(r"^ +(\d+)  ", text, flags=re.MULTILINE) == ["0", "1", "2", "130", "141"]
+    assert re.findall(r"^ +(\d+)  ", text, flags=re.MULTILINE) == ["0", "1", "2", "130", "141", "143"]
     alone = CliRunner(env={"COLUMNS": "80"}).invoke(cli.build_app(), [])
     assert (alone.exit_code, alone.stdout) == (0, text)
 
@@ -655,10 +658,10 @@ def test_help_of_a_command_fits_the_terminal_and_shows_examples(command: str) ->
 
 def test_examples_of_the_help_run(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = shown_help("universal-set")
+    text = shown_help("universal-set") + shown_help("scores").replace("year=2025 --id name", "table.csv --id f0")
     for code in re.findall(r"python -c '(.*)'", text):
         exec(code, {})
-    for arguments in re.findall(r"^    levattn (universal-set .*)$", text, flags=re.MULTILINE):
+    for arguments in re.findall(r"^    levattn ((?:universal-set|scores) .*)$", text, flags=re.MULTILINE):
         command, _, piped = arguments.partition(" < ")
         given = Path(piped).read_bytes() if piped else None
         assert CliRunner().invoke(cli.build_app(), command.split(), input=given).exit_code == 0, arguments

@@ -13,6 +13,8 @@ import itertools
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -506,3 +508,52 @@ def test_help_of_a_program_within_another_is_readable(monkeypatch: pytest.Monkey
         monkeypatch.setattr(sys, "stdout", out)
         typer.main.get_command(build_app()).main(["universal-set", "--help"], standalone_mode=False)
         assert "epsilon" in (out.flush(), (tmp_path / "out").read_text("ascii"))[1]
+
+
+# -- signals -------------------------------------------------------------------------------------------
+
+RUN = """
+import sys
+from levattn.sensitivity import two_pass
+two_pass._CHECKPOINT_ROWS = 3000
+write = two_pass._Run._write_if_due
+def waiting(run):
+    write(run)
+    if run._written:
+        print("here", file=sys.stderr, flush=True)
+        while True:
+            pass
+two_pass._Run._write_if_due = waiting
+from levattn import cli
+sys.argv = ["levattn", *sys.argv[1:]]
+cli.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize("command", ["universal-set", "scores"])
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_leaves_the_checkpoint_and_says_where(
+    tmp_path: Path, command: str, number: signal.Signals, status: int, word: str
+) -> None:
+    K = np.random.default_rng(4).standard_normal((9000, 4))
+    path, state = tmp_path / "keys.npy", tmp_path / "state"
+    np.save(path, K)
+    arguments = [command, str(path), "--checkpoint", str(state)]
+    process = subprocess.Popen([sys.executable, "-c", RUN, *arguments], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        while "here" not in (line := process.stderr.readline()):
+            assert line
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.wait() == status
+    assert said == (f"levattn: {word}; {state} holds the progress, so run the same command again to continue\n")
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["keys.npy", "state"]
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert not state.exists()
+    if command == "universal-set":
+        assert json.loads(result.stdout)["sets"][0]["indices"] == levattn.universal_set(K, 0.1).indices.tolist()

@@ -24,7 +24,18 @@ CLOSED = "levattn: standard output is closed; open it, as with > FILE\n"
 FULL = "levattn: no space left on the disk; free some, or write elsewhere\n"
 
 # Every command that needs no model, and the files that it makes; the tests of models have the others.
-HELPED = ("demo", "universal-set", "inspect", "prune-report", "profile", "compress", "ask", "warmup", "completion")
+HELPED = (
+    "demo",
+    "universal-set",
+    "scores",
+    "inspect",
+    "prune-report",
+    "profile",
+    "compress",
+    "ask",
+    "warmup",
+    "completion",
+)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "--help": (),
     "": (),
@@ -35,6 +46,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "universal-set keys.npy --epsilon 0.1 --json -o set.npz --plot set.svg": ("set.npz", "set.svg"),
     "universal-set two.npz --tensor a --tensor b --epsilon 0.1": (),
     "universal-set keys.npy --epsilon 0.1 --function softmax:1": (),
+    "universal-set keys.npy --epsilon 0.1 --scores set.csv": ("set.csv",),
+    "scores keys.npy -o scores.jsonl": ("scores.jsonl",),
+    "scores keys.npy --json -o scores.npy": ("scores.npy",),
 }
 
 

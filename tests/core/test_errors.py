@@ -81,11 +81,10 @@ def test_keys_in_files_and_on_workers_name_the_function_that_takes_them(tmp_path
     np.save(tmp_path / "keys.npy", GOOD)
     source = levattn.open_keys(tmp_path / "keys.npy")
     for call in (
-        lambda: levattn.leverage_scores(source),
-        lambda: levattn.sensitivities(source, 2),
+        lambda: levattn.online_leverage_scores(source),
         lambda: levattn.heavy_attention(GOOD, source, 0.1),
     ):
-        fails(call, TypeError, "KeySource", r"K\.load\(\)", r"levattn\.universal_set\(K, epsilon\)\.scores")
+        fails(call, TypeError, "KeySource", r"K\.load\(\)", r"levattn\.leverage_scores\(K\)")
     array = pytest.importorskip("dask.array").from_array(GOOD)
     fails(lambda: levattn.leverage_scores(array), TypeError, r"levattn\.distributed\.dask\.leverage_scores")
 

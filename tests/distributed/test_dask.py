@@ -220,8 +220,8 @@ def test_shards_are_read_in_chunks(shards: Path) -> None:
 
 
 def test_the_set_of_files(shards: Path) -> None:
-    check(universal_set_of_files(shards, 0.05, memory=700 * 24), keys().astype(np.float32), 0.05)
-    check(universal_set_of_files(shards, epsilon=1, memory=700 * 24), keys().astype(np.float32), 1)
+    check(universal_set_of_files(levattn.open_keys(shards, memory=700 * 24), 0.05), keys().astype(np.float32), 0.05)
+    check(universal_set_of_files(levattn.open_keys(shards, memory=700 * 24), epsilon=1), keys().astype(np.float32), 1)
     found = universal_set_of_files([shards / "shard-3.npy"], 0.05, f=4)
     assert (found.n, found.f) == (3000, 4)
 
@@ -229,7 +229,7 @@ def test_the_set_of_files(shards: Path) -> None:
 def test_a_tensor_of_several(tmp_path: Path) -> None:
     K = keys(600).reshape(2, 300, 6)
     np.savez(tmp_path / "layer.npz", K=K, V=np.ones((2, 300, 3)))
-    found = universal_set_of_files(tmp_path / "layer.npz", 0.05, tensor="K", memory=2 * 128 * 48)
+    found = universal_set_of_files(levattn.open_keys(tmp_path / "layer.npz", tensor="K", memory=2 * 128 * 48), 0.05)
     check(found, K, 0.05)
     with pytest.raises(KeyFileError, match="tensor"):
         universal_set_of_files(tmp_path / "layer.npz", 0.05)
@@ -299,7 +299,7 @@ def test_names_the_rows_that_are_not_finite(tmp_path: Path) -> None:
             lazy.compute()
     np.save(tmp_path / "keys.npy", K)
     with pytest.raises(NonFiniteError, match=r"rows from 5000 on: .* row 3017 of this part;.* Remove them$"):
-        universal_set_of_files(tmp_path / "keys.npy", 0.08, memory=500 * 48)
+        universal_set_of_files(levattn.open_keys(tmp_path / "keys.npy", memory=500 * 48), 0.08)
 
 
 @pytest.mark.parametrize("package", ["dask", "distributed"])
@@ -361,7 +361,11 @@ def test_on_processes(remote: Any, processes: Any, shards: Path) -> None:
     check(universal_set(X, 0.02, client=remote), K, 0.02)
     check(universal_set(X, 0.02, client=processes), K, 0.02)
     np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=1e-12)
-    check(universal_set_of_files(shards, 0.05, memory=700 * 24, scheduler=remote), K.astype(np.float32), 0.05)
+    check(
+        universal_set_of_files(levattn.open_keys(shards, memory=700 * 24), 0.05, scheduler=remote),
+        K.astype(np.float32),
+        0.05,
+    )
 
 
 def test_by_the_address_of_a_scheduler(cluster: Any, shards: Path) -> None:

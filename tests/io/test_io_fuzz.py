@@ -69,6 +69,21 @@ def parquet(**options: Any) -> Callable[[Path], object]:
     return lambda folder: write_parquet(folder / "keys.parquet", K, row_group_size=16, **options)
 
 
+def columns(folder: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table(dict(zip("abcd", K.T, strict=True))), folder / "keys.parquet", row_group_size=16)
+
+
+def lists(folder: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"K": K.tolist()}), folder / "keys.parquet", row_group_size=16)
+
+
+def text(folder: Path) -> None:
+    rows = (",".join(map(repr, row)) for row in K.tolist())
+    (folder / "keys.csv").write_text("".join(f"{row}\n" for row in ("a,b,c,d", *rows)))
+
+
 def zarr(kind: str = "zarr", codecs: tuple[str, ...] = (), **options: Any) -> Callable[[Path], object]:
     def make(folder: Path) -> None:
         compressors = {"compressors": zarr_codecs(*codecs)} if codecs else {}
@@ -101,6 +116,9 @@ KINDS = {
         "K",
         count=1000,
     ),
+    "parquet-columns": Kind(columns, "keys.parquet", count=1000),
+    "parquet-lists": Kind(lists, "keys.parquet", count=1000),
+    "csv": Kind(text, "keys.csv", count=1000),
     "folder": Kind(write_shards, "", count=500),
     "zarr": Kind(zarr(), "keys.zarr"),
     "zarr-group": Kind(zarr("zarr-group", compressors=None), "keys.zarr", "K"),

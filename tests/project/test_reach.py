@@ -31,7 +31,7 @@ def test_most_lines_of_tests_are_public_and_the_others_say_why() -> None:
     ("source", "reason"),
     [
         ("import levattn._core.arrays", "levattn._core.arrays"),
-        ("from levattn.sets.two_pass import pack", "levattn.sets.two_pass.pack"),
+        ("from levattn.sensitivity.two_pass import pack", "levattn.sensitivity.two_pass.pack"),
         ("from levattn.functions import as_function", "levattn.functions.as_function"),
         ("state._sums.settle()", "._sums"),
         ("def f(monkeypatch):\n    monkeypatch.setattr('os.replace', None)", "patches"),

@@ -24,7 +24,7 @@ import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import RowDigest
-from levattn.sets import two_pass
+from levattn.sensitivity import two_pass
 from levattn.states import Moments
 from strategies import STORAGE, as_bool, as_float64, examples, stores
 
@@ -238,6 +238,60 @@ def test_files(tmp_path: Path, name: str, storage: str) -> None:
         source = levattn.open_keys(saved(tmp_path, K, name), chunk_rows=rows)
         for asked in (EPSILON, 9):
             assert_agrees(find(source, asked), find(K, asked))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("storage", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("method", ["auto", "gram"])
+def test_scores_of_files_are_those_of_arrays(tmp_path: Path, kind: str, storage: str, method: str) -> None:
+    K = keys_of(kind, storage)
+    found = levattn.leverage_scores(levattn.open_keys(saved(tmp_path, K), chunk_rows=900), method=method)
+    expected = levattn.leverage_scores(K, method=method)
+    assert found.dtype == expected.dtype
+    # twice the documented error of a score: of float64 keys 1e-9, of others 1e-5
+    np.testing.assert_allclose(found, expected, rtol=2e-9 if storage == "float64" else 2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (8, 8), (2, 3, 5, 8), (3, 2000, 4), (0, 4), (2, 0, 4), (1, 1)])
+def test_scores_of_chunks_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    K = np.random.default_rng(3).standard_normal(shape)
+    expected = levattn.leverage_scores(K)
+    source = levattn.open_keys(saved(tmp_path, K), chunk_rows=700)
+    parts = [K[..., :3, :], K[..., 3:, :]]
+    for keys in (source, source.between(0, source.n), lambda: iter(parts), Chunks(K, (2, 0, 5))):
+        np.testing.assert_allclose(levattn.leverage_scores(keys), expected, rtol=2e-9)
+
+
+def test_scores_with_options_that_need_all_keys_load_files_and_refuse_chunks(tmp_path: Path) -> None:
+    K = keys_of("heavy-tailed")
+    source = levattn.open_keys(saved(tmp_path, K))
+    options: list[dict[str, Any]] = [
+        {"center": True},
+        {"ridge": 0.1},
+        {"rtol": 1e-3},
+        {"mask": np.arange(N) % 3 > 0},
+        *({"method": method} for method in ("qr", "svd", "countsketch")),
+    ]
+    for option in options:
+        expected = levattn.leverage_scores(K, **option)
+        np.testing.assert_array_equal(levattn.leverage_scores(source, **option), expected)
+        with pytest.raises(ValueError, match="K gives chunks; expected method 'auto' or 'gram', and no ridge, center"):
+            levattn.leverage_scores(Chunks(K), **option)
+    with pytest.raises(TypeError, match="gives its chunks only once"):
+        levattn.leverage_scores(iter([K]))
+    for wrong in ({"method": "x"}, {"ridge": -1}, {"rtol": 2}, {"mask": np.ones(3, np.bool_)}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} (is|has)"):
+            levattn.leverage_scores(source, **wrong)  # type: ignore[arg-type]
+
+
+def test_scores_of_files_that_change_are_refused(tmp_path: Path) -> None:
+    K = keys_of("gaussian")
+    passes = iter([[K[:4000], K[4000:]], [K[:4000], K[4000:] + 1]])
+    with pytest.raises(ValueError, match="gave other keys, or in another order, in the second pass"):
+        levattn.leverage_scores(lambda: iter(next(passes)))
+    K[5000, 2] = np.nan
+    with pytest.raises(NonFiniteError, match="row 5000"):
+        levattn.leverage_scores(levattn.open_keys(saved(tmp_path, K)))
 
 
 def test_a_folder_and_a_part_of_it(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ import levattn
 import naive
 from levattn.exceptions import KeyFileError
 from levattn.io import source as io_source
-from levattn.sensitivity import shares
-from levattn.sets import two_pass, universal
+from levattn.sensitivity import shares, two_pass
+from levattn.sets import universal
 from levattn.sets.coverage import conformal_quantile, least_queries
 
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from levattn.cli.commands import contexts, demo, models, universal_set
+from levattn.cli.commands import contexts, demo, models, scores, universal_set
 
 __all__ = ["add_commands"]
 
@@ -11,6 +11,7 @@ def add_commands(app: typer.Typer) -> None:
     """Add all commands to the program."""
     demo.add(app)
     universal_set.add(app)
+    scores.add(app)
     models.add(app)
     contexts.add(app)
     demo.add_warmup(app)

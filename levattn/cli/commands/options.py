@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from levattn._core.checks import fraction
 
 RESULTS = "Results"
+WORK = "Reading of keys"
+FOR_QUERIES = "For queries like given ones"
 PAGE = "https://levattn.readthedocs.io/en/stable/program.html"
 
 
@@ -89,6 +91,61 @@ ModelPath = Annotated[
         "downloaded.",
     ),
 ]
+
+
+KeyPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Keys (..., n, d) of floats: .npy, .npz, .safetensors (or its .index.json), a zarr store, columns of a "
+        ".parquet, .csv or .tsv table, or a folder of such files; - for one of the first three from standard input. "
+        "The rows of several files follow each other.",
+        metavar="PATH...",
+        show_default=False,
+    ),
+]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=WORK,
+        metavar="NAME,NAME,...",
+        help="Columns of a table, one for each feature; all columns of numbers if left out.",
+    ),
+]
+Id = Annotated[
+    str | None,
+    typer.Option(
+        "--id",
+        rich_help_panel=WORK,
+        metavar="NAME",
+        help="Column of a table that names its rows, by integers or strings. The results name keys by it too.",
+    ),
+]
+Dtype = Annotated[
+    Literal["float64", "float32", "float16"] | None,
+    typer.Option(rich_help_panel=WORK, help="Convert the numbers while they are read. Integers need it."),
+]
+CheckpointPath = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=WORK,
+        help="File with the progress of the passes, written every 4 million keys or so. If it exists, the passes "
+        "continue from it. It is removed in the end.",
+    ),
+]
+QueriesTensor = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=FOR_QUERIES, help="Name of the array, if the file of the queries holds several."),
+]
+
+
+def names_in(columns: str | None) -> tuple[str, ...] | None:
+    """Return the names in --columns, or raise."""
+    if columns is None:
+        return None
+    names = tuple(columns.split(","))
+    if "" in names or len(set(names)) < len(names):
+        raise typer.BadParameter(f"--columns is {columns!r}, expected different names with commas between them")
+    return names
 
 
 def slots_or_share(budget: float, heads: Path | None) -> float:

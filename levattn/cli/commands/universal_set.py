@@ -8,9 +8,26 @@ from typing import Annotated
 import typer
 
 from levattn.cli import sets
-from levattn.cli.commands.options import RESULTS, AsJson, Picture, by_library, ends_in
+from levattn.cli.commands.options import (
+    FOR_QUERIES,
+    RESULTS,
+    WORK,
+    AsJson,
+    CheckpointPath,
+    Columns,
+    Dtype,
+    Id,
+    KeyPaths,
+    Picture,
+    QueriesTensor,
+    by_library,
+    ends_in,
+    names_in,
+)
+from levattn.cli.files import KeyFiles
 from levattn.cli.program import Command
-from levattn.cli.sets import ALLOWED, SetMethod, parse_function
+from levattn.cli.sets import ALLOWED, Outputs, SetMethod, parse_function
+from levattn.io.written import SUFFIXES
 
 _HELP = """\
 Find the universal set of the keys in a file.
@@ -31,11 +48,13 @@ Examples:
   levattn universal-set keys.npy --epsilon 0.1 -o set.npz --plot scores.svg
   levattn universal-set keys.npy --epsilon 0.5 --function huber:0.5
   levattn universal-set keys.npy --queries q.npy --coverage 0.9 --mass 0.8
+  levattn universal-set table.csv --columns f0,f1 --scores heavy.csv
 
 \b
 Files for these examples come from:
 python -c 'import numpy as n; n.save("keys", n.random.standard_t(2, (99, 8)))'
 python -c 'import numpy as n; n.save("q", n.random.standard_normal((99, 8)))'
+python -c 'import numpy as n; n.savetxt("table.csv", n.eye(9, 2), "%f", ",")'
 """
 _EPILOG = """\
 \b
@@ -60,23 +79,13 @@ With --queries there is no bound that could be vacuous. The last columns are:
   mass       share of its attention that a new query gives the set (--mass)
   queries    queries that set the threshold; the others order the keys
 
-For one matrix, the numbers of its first 12 keys follow, counted from 0. --json and --output have all of them.
+For one matrix, the numbers of its first 12 keys follow, counted from 0, with --id with their identifiers. --json,
+--output and --scores have all of them.
 """
 _EPSILON = 0.1
-_CHOICE, _WORK = "Choice of keys (one of --epsilon, --size and --mass)", "Reading of keys"
-_FOR_QUERIES = "For queries like given ones"
+_CHOICE = "Choice of keys (one of --epsilon, --size and --mass)"
 
 
-_Files = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Keys (..., n, d) of floats: .npy, .npz, .safetensors (or its .index.json), .parquet, a zarr "
-        "store, or a folder of such files; - for one of the first three from standard input. The rows of several "
-        "files follow each other.",
-        metavar="PATH...",
-        show_default=False,
-    ),
-]
 _Epsilon = Annotated[
     float | None,
     typer.Option(
@@ -99,7 +108,7 @@ _Function = Annotated[
 _Queries = Annotated[
     Path | None,
     typer.Option(
-        rich_help_panel=_FOR_QUERIES,
+        rich_help_panel=FOR_QUERIES,
         help="Sample of the queries (..., m, d), in any format of the keys. For softmax, multiply them by the scale "
         "of the logits before saving. Half of them order the keys, and the others set the threshold.",
     ),
@@ -108,7 +117,7 @@ _Coverage = Annotated[
     float | None,
     typer.Option(
         callback=by_library("coverage"),
-        rich_help_panel=_FOR_QUERIES,
+        rich_help_panel=FOR_QUERIES,
         help="Probability that a new query, exchangeable with the queries of the file, finds all its keys in the "
         "set, in (0, 1), e.g. 0.9.",
     ),
@@ -117,13 +126,9 @@ _Mass = Annotated[
     float | None,
     typer.Option(
         callback=by_library("mass"),
-        rich_help_panel=_FOR_QUERIES,
+        rich_help_panel=FOR_QUERIES,
         help="Instead of --epsilon: keys that together get at least this share of the query's attention, in (0, 1).",
     ),
-]
-_QueriesTensor = Annotated[
-    str | None,
-    typer.Option(rich_help_panel=_FOR_QUERIES, help="Name of the array, if the file of the queries holds several."),
 ]
 _Duplicates = Annotated[
     float | None,
@@ -145,7 +150,7 @@ _Center = Annotated[
 _Tensor = Annotated[
     list[str] | None,
     typer.Option(
-        rich_help_panel=_WORK,
+        rich_help_panel=WORK,
         help="Name of the array, if a file holds several. If given more than once, each array gets its own table, or "
         "with --json a line.",
     ),
@@ -153,7 +158,7 @@ _Tensor = Annotated[
 _Method = Annotated[
     SetMethod,
     typer.Option(
-        rich_help_panel=_WORK,
+        rich_help_panel=WORK,
         help="Exact route to the scores: the second moment of the keys in float64 (gram), the same in float32 "
         "where that suffices (auto), QR or singular value decomposition.",
     ),
@@ -162,23 +167,15 @@ _Memory = Annotated[
     int | None,
     typer.Option(
         min=1,
-        rich_help_panel=_WORK,
+        rich_help_panel=WORK,
         help="MiB of keys to hold at a time, 32 by default. Files of any size are read in two passes, "
         "unless --center, --duplicates, --queries, --method qr or svd, or another --function loads all keys.",
-    ),
-]
-_Checkpoint = Annotated[
-    Path | None,
-    typer.Option(
-        rich_help_panel=_WORK,
-        help="File with the progress of the passes, written every 4 million keys or so. If it exists, the passes "
-        "continue from it. It is removed in the end.",
     ),
 ]
 _Scheduler = Annotated[
     str | None,
     typer.Option(
-        rich_help_panel=_WORK,
+        rich_help_panel=WORK,
         help="Address of a dask scheduler, e.g. tcp://10.0.0.1:8786. Its workers read the same files and do the "
         "work, in one pass.",
     ),
@@ -195,38 +192,58 @@ _Output = Annotated[
 ]
 
 
+_Scores = Annotated[
+    Path | None,
+    typer.Option(
+        callback=ends_in(*SUFFIXES),
+        rich_help_panel=RESULTS,
+        help="Write the keys of the sets and their scores into this .parquet, .csv or .jsonl file, one row each. "
+        "`levattn scores` writes those of all keys.",
+    ),
+]
+
+
 def add(app: typer.Typer) -> None:
     """Add the command to the program."""
     app.command("universal-set", cls=Command, help=_HELP, epilog=_EPILOG)(_universal_set)
 
 
 def _universal_set(
-    files: _Files,
+    files: KeyPaths,
     epsilon: _Epsilon = None,
     size: _Size = None,
     function: _Function = "2",
     queries: _Queries = None,
     coverage: _Coverage = None,
     mass: _Mass = None,
-    queries_tensor: _QueriesTensor = None,
+    queries_tensor: QueriesTensor = None,
     duplicates: _Duplicates = None,
     center: _Center = False,
     tensor: _Tensor = None,
+    columns: Columns = None,
+    id: Id = None,
+    dtype: Dtype = None,
     method: _Method = "auto",
     memory: _Memory = None,
-    checkpoint: _Checkpoint = None,
+    checkpoint: CheckpointPath = None,
     scheduler: _Scheduler = None,
     as_json: AsJson = False,
     plot: Picture = None,
     output: _Output = None,
+    scores: _Scores = None,
 ) -> None:
     names: list[str | None] = [*tensor] if tensor else [None]
-    several = (plot, output, checkpoint)
+    several = (plot, output, scores, checkpoint)
     if len(names) > 1 and any(path is not None for path in several):
-        raise typer.BadParameter("--plot, --output and --checkpoint are for one array; give one --tensor")
+        raise typer.BadParameter("--plot, --output, --scores and --checkpoint are for one array; give one --tensor")
     request = sets.Request(
-        files=tuple(files),
-        tensor=None,
+        keys=KeyFiles(
+            tuple(files),
+            columns=names_in(columns),
+            id=id,
+            dtype=dtype,
+            memory=None if memory is None else memory * 2**20,
+        ),
         epsilon=_EPSILON if epsilon is size is mass is None else epsilon,
         size=size,
         function=parse_function(function, for_queries=queries is not None),
@@ -237,16 +254,16 @@ def _universal_set(
         center=center,
         duplicates=duplicates,
         method=method,
-        memory=None if memory is None else memory * 2**20,
         checkpoint=checkpoint,
         scheduler=scheduler,
     )
     for wrong, message in _conflicts(request, plot):
         if wrong:
             raise typer.BadParameter(message)
-    with sets.read_from_pipe(request) as readable:
+    outputs = Outputs(as_json, plot, output, scores, title=len(names) > 1)
+    with request.keys.from_pipe() as readable:
         for name in names:
-            sets.find_sets(replace(readable, tensor=name), as_json, plot, output, title=len(names) > 1)
+            sets.find_sets(replace(request, keys=replace(readable, tensor=name)), outputs)
 
 
 def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
@@ -271,7 +288,7 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
         ),
         (grouped and (by_size or not is_square), "--duplicates is for --epsilon and --function 2"),
         (
-            (request.memory is not None or resumed) and not request.in_passes,
+            (request.keys.memory is not None or resumed) and not request.in_passes,
             "--memory and --checkpoint are for --function 2 and the methods auto and gram, without --center and "
             "--duplicates; all else loads the keys",
         ),
@@ -299,7 +316,7 @@ def _conflicts_of_queries(request: sets.Request) -> list[tuple[bool, str]]:
         "--center": request.center,
         "--duplicates": request.duplicates is not None,
         "--method": request.method != "auto",
-        "--memory": request.memory is not None,
+        "--memory": request.keys.memory is not None,
         "--checkpoint": request.checkpoint is not None,
         "--scheduler": request.scheduler is not None,
     }

@@ -155,7 +155,7 @@ def as_source(K: Any, name: str = "K") -> Source | None:
     if type(K).__module__.startswith("dask."):
         raise TypeError(
             f"{name} is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers "
-            "use levattn.distributed.dask.universal_set"
+            "use levattn.distributed.dask.leverage_scores or its universal_set"
         )
     if (
         isinstance(K, list | tuple | str | bytes | dict | os.PathLike)
@@ -200,6 +200,9 @@ def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
         start = max(start - size, 0)
 
 
+_Choose = Callable[[Factor, Matrices, Scores], tuple[npt.NDArray[np.bool_], bool]]
+
+
 @dataclass(frozen=True)
 class Passes:
     """The result of two passes over the keys."""
@@ -214,17 +217,19 @@ class Passes:
 
 def two_passes(
     source: Source,
-    choose: Callable[[Factor, Matrices, Scores], tuple[npt.NDArray[np.bool_], bool]],
+    choose: _Choose | None,
     progress: Any,
     checkpoint: Checkpoint,
     *,
     single: bool = True,
+    numerical: bool = False,
 ) -> Passes:
-    """Score the keys of a source among all of them; `choose` gets each chunk with its scores.
+    """Score the keys of a source among all of them; `choose`, if given, gets each chunk with its scores.
 
-    `single` allows scores in float32. The caller removes the checkpoint.
+    `single` allows scores in float32, and `numerical` is the option of `Factor.scores`. The caller removes the
+    checkpoint.
     """
-    run = _Run(source, choose, checkpoint, single)
+    run = _Run(source, choose, checkpoint, single, numerical)
     with reported(progress, None if source.n is None else 2 * source.n) as advance:
         advance(run.resume())
         for rows in run.first_pass():
@@ -242,8 +247,11 @@ class _Run:
     did are read again. With a checkpoint there always is a digest, because the next run may find the files elsewhere.
     """
 
-    def __init__(self, source: Source, choose: Any, checkpoint: Checkpoint, single: bool) -> None:
-        self._source, self._choose, self._checkpoint, self._single = source, choose, checkpoint, single
+    def __init__(
+        self, source: Source, choose: _Choose | None, checkpoint: Checkpoint, single: bool, numerical: bool
+    ) -> None:
+        self._source, self._choose, self._checkpoint = source, choose, checkpoint
+        self._single, self._numerical = single, numerical
         self._moments: Moments | None = None
         self._factor: Factor | None = None
         self._n: int | None = None  # known after the first pass
@@ -384,8 +392,9 @@ class _Run:
             if part.stop > self._n:
                 raise self._other_number(f"at least {part.stop}")
             rows = self._seen[1].watched(rows) if self._digests else rows
-            scores, counted = factor.on(rows).scores()
-            self._chosen[:, part], doubt = self._choose(factor, matrices, scores)
+            scores, counted = factor.on(rows).scores(numerical=self._numerical)
+            chosen, doubt = (False, False) if self._choose is None else self._choose(factor, matrices, scores)
+            self._chosen[:, part] = chosen
             self._scores[:, part], self._counted = scores, self._counted | counted | doubt
             self._count(matrices, rows)
             yield matrices.n
