@@ -15,7 +15,7 @@ from levattn._core.types import Float64
 from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
-from levattn.linalg.span import Span, nonzero_rows
+from levattn.linalg.span import Relations, Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
 _LIFT = 2.0**500  # multiplies rows whose squares may underflow: rows with a squared norm below _TINY
@@ -86,7 +86,7 @@ class Factor:
     basis: Float64 | None = None
     correction: Float64 | None = None
     null_directions: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
-    spans: dict[int, Span] = field(default_factory=dict)
+    spans: dict[int, Span | Relations] = field(default_factory=dict)
     hidden: dict[int, Factor | None] = field(default_factory=dict)
     projection: Float64 | None = None
     wide: Wide | None = None
@@ -539,7 +539,7 @@ def upper_form(A: Float64) -> Float64:
     d, k = A.shape
     T = np.zeros((d, d))
     if k:
-        T[:, d - k :] = rq(A, mode="full")[0] if k == d else rq(A)[0]
+        T[:, d - k :] = rq(A, mode="r")
     return np.triu(T)
 
 

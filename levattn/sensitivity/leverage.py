@@ -218,7 +218,8 @@ def leverage_scores(
     O(n d). With n < d time O(n² d) and memory O(n d), as the rank's number of columns is enough (not with `ridge` or
     `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
     every number of threads, memory layout and batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory
-    O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²). With n < d
+    O(d² + n) and some row blocks beyond K. Columns that depend exactly on others, as in full sets of dummies, cost no
+    more. Centered, ill-conditioned or hardly sparse keys cost O(n d²). With n < d
     the time is O(nnz + n³) where most columns have few entries, and never above O(n² d). Columns of zeros do not
     count in d. The memory is O(nnz + n²), and O(n d) with `center`.
 
