@@ -31,7 +31,7 @@ from levattn.sensitivity.bounds import Sensitivities, lewis_weights, sensitiviti
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.groups import group_leverage, near_duplicates
-from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
+from levattn.sensitivity.leverage import effective_dimension, leverage_scores, online_leverage_scores
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
@@ -74,6 +74,7 @@ __all__ = [
     "causal_heavy_attention",
     "covering_set",
     "datasets",
+    "effective_dimension",
     "exact_sensitivities",
     "expected_scores",
     "group_leverage",

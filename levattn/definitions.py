@@ -18,6 +18,7 @@ __all__ = [
     "attention_scores",
     "coding_rate",
     "covering_set",
+    "effective_dimension",
     "expected_scores",
     "fit_slots",
     "group_leverage",
@@ -95,7 +96,7 @@ def leverage_scores(K: Float64, ridge: float = 0.0) -> Float64:
 
     See Also
     --------
-    levattn.leverage_scores : The same for keys of any condition number; its ridge is relative.
+    levattn.leverage_scores : The same for keys of any condition number.
 
     Notes
     -----
@@ -114,6 +115,44 @@ def leverage_scores(K: Float64, ridge: float = 0.0) -> Float64:
     """
     G = K.T @ K + ridge * np.eye(K.shape[1])
     return np.asarray(np.sum(K @ _inverse(G) * K, axis=1))
+
+
+def effective_dimension(K: Float64, ridge: float) -> float:
+    r"""Return :math:`\sum_i \sigma_i^2 / (\sigma_i^2 + \lambda)`: the sum of the leverage scores with λ.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Keys.
+    ridge : float
+        The number λ, above 0.
+
+    Returns
+    -------
+    float
+        A number from 0 to the rank.
+
+    See Also
+    --------
+    levattn.effective_dimension : The same for batches and sparse keys.
+
+    Notes
+    -----
+    Time O(n d²).
+
+    References
+    ----------
+    Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", second edition, equation 3.50.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn import definitions
+    >>> round(definitions.effective_dimension(np.diag([1.0, 2.0, 3.0]), ridge=1.0), 6)
+    2.2
+    """
+    squares = np.linalg.svd(K, compute_uv=False) ** 2
+    return float(np.sum(squares / (squares + ridge)))
 
 
 def online_leverage_scores(K: Float64, ridge: float) -> Float64:

@@ -40,9 +40,7 @@ def scorers(scale: float) -> dict[str, Scorer]:
     return {
         OURS + "leverage": lambda _, K, __: levattn.leverage_scores(K),
         OURS + "leverage of centered keys": lambda _, K, __: levattn.leverage_scores(K, center=True),
-        RIDGE: lambda _, K, __: np.stack(
-            [levattn.leverage_scores(k, ridge=float(np.square(k).sum() / (10 * k.shape[1]))) for k in K]
-        ),
+        RIDGE: lambda _, K, __: np.stack([levattn.leverage_scores(k, relative_ridge=0.1) for k in K]),
         OURS + "online leverage": lambda _, K, __: levattn.online_leverage_scores(K),
         OURS + "expected scores, x²": lambda Q, K, _: levattn.expected_scores(K, Q),
         OURS + "expected scores, softmax": lambda Q, K, _: levattn.expected_scores(K, scale * Q, f=SOFTMAX),

@@ -33,13 +33,14 @@ from levattn.linalg.preconditioned import (
 from levattn.linalg.reading import require_finite
 from levattn.linalg.span import Relations, Span
 from levattn.linalg.sums import (
+    NO_RIDGE,
     SINGLE_SUMS,
+    Ridge,
     factored_in_range,
     first_sums,
     moments_in_bases,
     moments_of_items,
     moments_there,
-    ridge_penalty,
     scaled_columns,
 )
 
@@ -275,7 +276,7 @@ class _Batch:
 def factor_moments(
     rows: Rows,
     *,
-    ridge: float = 0.0,
+    ridge: Ridge = NO_RIDGE,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
 ) -> Factor:
@@ -306,7 +307,7 @@ def factor_moments(
     if single != "no" and short:
         least = math.inf if n >= BLOCK else SINGLE_SUMS
         batch.multiply_in_single(made.spreads(), sound & (bound <= least))
-    batch.counts_null_directions = rtol is None and ridge == 0
+    batch.counts_null_directions = rtol is None and not ridge
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~sound)
     bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
@@ -394,7 +395,7 @@ def _semidefinite(H: Float64) -> Float64:
     return np.where(live[:, None] & live, H, 0.0)
 
 
-def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
+def factor_qr(rows: Rows, *, method: str, ridge: Ridge = NO_RIDGE, rtol: float | None = None) -> Factor:
     """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole).
 
     Equal rows are rounded alike, so the error of either method grows with the number of copies. So the moments of K W
@@ -405,13 +406,13 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     rows = scaled_columns(rows, largest, 400)
-    batch = _Batch.of(rows, counts_null_directions=rtol is None and ridge == 0)
+    batch = _Batch.of(rows, counts_null_directions=rtol is None and not ridge)
     scale = np.ones((b, d)) if rows.scale is None else rows.scale
     target, limit = _DOUBLE_ERROR[rows.format], _limit(rows.format, d)
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else float64_rows(one, 0, n)
-        penalty = ridge_penalty(ridge, column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
+        penalty = ridge.penalty(column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         moments_in, at = moments_in_bases(rows, [item]), np.array([item])
         found = answered([decompose(R, penalty, cut, one if batch.counts_null_directions else None)], moments_in)
         if not found[0].null_directions.shape[1]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices
+from levattn._core.arrays import Matrices, as_matrices, to_numpy
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
@@ -20,6 +20,7 @@ from levattn.linalg.centered import centered
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
+from levattn.linalg.sums import NO_RIDGE, Ridge
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
 from levattn.sketch import Distribution, GaussianJL, Sketch
@@ -35,7 +36,7 @@ def factorize(
     matrices: Matrices,
     *,
     method: str,
-    ridge: float = 0.0,
+    ridge: Ridge = NO_RIDGE,
     center: bool = False,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
@@ -55,16 +56,14 @@ def factorize(
         keys, places = matrices.data.without_zero_columns(matrices.mask, least)
         if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
             made = replace(matrices, data=keys)
-            share = ridge * made.d / matrices.d
             options: dict[str, Any] = {"method": method, "center": center, "rtol": rtol, "single": single}
-            factor = factorize(made, ridge=share, scores_only=scores_only, **options)
+            factor = factorize(made, ridge=ridge.among(made.d / matrices.d), scores_only=scores_only, **options)
             return factor if ridge or scores_only else _among(factor, matrices, places)
     rows, wide = rows_of(matrices, center), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space
-    if b and n < d and rtol is None and (ridge == 0 or (sparse and n)):
-        rows, wide = _narrowed(rows, ridge=ridge > 0, scores_only=scores_only)
-        ridge = ridge * n / d
+    if b and n < d and rtol is None and (not ridge or (sparse and n)):
+        rows, wide, ridge = _narrowed(rows, ridge.among(n / d), scores_only=scores_only)
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
@@ -74,17 +73,19 @@ def factorize(
     return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
 
 
-def _narrowed(rows: Rows, *, ridge: bool, scores_only: bool) -> tuple[Rows, Wide | None]:
-    """Return keys with no more columns than rows that have the scores of wide keys, and how they were chosen."""
+def _narrowed(rows: Rows, ridge: Ridge, *, scores_only: bool) -> tuple[Rows, Wide | None, Ridge]:
+    """Return keys with no more columns than rows that have the scores of wide keys, how they were chosen, and λ."""
     sparse = isinstance(rows.keys, Csr)
     largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     if ridge:
-        return folded(rows, largest), None
+        rows, power = folded(rows, largest)
+        with np.errstate(over="ignore"):
+            return rows, None, replace(ridge, root=float(np.ldexp(ridge.root, -power)))
     wide = Wide.of(rows, largest)
     if scores_only and sparse and rows.shift is None and wide.clear.all():
-        return replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype)), wide
-    return wide.picked(rows), wide
+        return replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype)), wide, ridge
+    return wide.picked(rows), wide, ridge
 
 
 def _among(factor: Factor, matrices: Matrices, places: npt.NDArray[np.int64]) -> Factor:
@@ -128,6 +129,23 @@ def check_method(method: Any) -> bool:
     return method in SCORE_SKETCHES
 
 
+def ridge_of(ridge: Any, relative_ridge: Any) -> Ridge:
+    """Return the λ that two arguments give, of which one at most is not zero, or raise."""
+    number, relative = real_number("ridge", ridge), real_number("relative_ridge", relative_ridge)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, λ itself, in the units of KᵀK")
+    if not 0 <= relative < math.inf:
+        raise ValueError(
+            f"relative_ridge is {relative_ridge!r}; expected a finite number of at least 0, λ over ‖K‖²/d"
+        )
+    if number and relative:
+        raise ValueError(
+            f"ridge and relative_ridge are {ridge!r} and {relative_ridge!r}; expected one of them: "
+            "λ itself, or λ over ‖K‖²/d"
+        )
+    return Ridge(math.sqrt(number), relative)
+
+
 @where_arrays_are
 def leverage_scores(
     K: Any,
@@ -135,6 +153,7 @@ def leverage_scores(
     *,
     method: ScoreMethod = "auto",
     ridge: float = 0.0,
+    relative_ridge: float = 0.0,
     center: bool = False,
     mask: Any = None,
     rtol: float | None = None,
@@ -177,8 +196,12 @@ def leverage_scores(
         "jl" stand for default sizes and the seed 0. "osnap" and "srht" have 8 d rows, and "jl" has 8 ln n columns.
         "countsketch" has 4 d² rows, but no more than the larger of n/8 and 16 d. "auto" uses no sketch.
     ridge : float, default 0
-        Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score, so a threshold
-        on ridge scores may miss keys. The sum of the scores is then the effective dimension.
+        The number λ itself: scores are :math:`k_j^T (K^T K + \lambda I)^+ k_j`, as of ridge regression with a penalty
+        of :math:`\lambda \|\beta\|^2` beside the sum of squares. It has the units of KᵀK. It *under-estimates* every
+        leverage score, so a threshold on ridge scores may miss keys. The sum of the scores is `effective_dimension`.
+    relative_ridge : float, default 0
+        The same for λ = ``relative_ridge * ‖K‖_F² / d``, which has no units: multiples of the keys keep their scores.
+        The norm is taken after mask, weights and center. One of both arguments may be given.
     center : bool, default False
         Subtracts the mean of the keys first, which suits softmax: a common shift does not change it. The result is the
         exact scores of the centered keys, and with 1/n added an *over-estimate* of the scores of K. The mean is held
@@ -248,12 +271,13 @@ def leverage_scores(
     approximate = check_method(method)
     matrices = as_matrices(K, "K", sparse=True).masked(mask)
     if approximate:
-        if ridge or rtol is not None:
-            raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
+        if ridge or relative_ridge or rtol is not None:
+            raise ValueError(
+                f"ridge, relative_ridge and rtol are {ridge!r}, {relative_ridge!r} and {rtol!r}; expected 0, 0 and "
+                f"None for method={method!r}"
+            )
         return matrices.wrap(_approximated(matrices, method, center))
-    ridge = real_number("ridge", ridge)
-    if not 0 <= ridge < math.inf:
-        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
+    added = ridge_of(ridge, relative_ridge)
     if rtol is not None:
         rtol, least = real_number("rtol", rtol), rank_tolerance(matrices.d)
         if not least <= rtol < 1:
@@ -261,12 +285,94 @@ def leverage_scores(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
-    options: dict[str, Any] = {"ridge": ridge, "center": center, "rtol": rtol}
+    options: dict[str, Any] = {"ridge": added, "center": center, "rtol": rtol}
     factor = factorize(matrices, method=str(method), scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
         scores = scores.astype(np.float64 if matrices.format == "float64" else np.float32, copy=False)
     return matrices.wrap(scores)
+
+
+@where_arrays_are
+def effective_dimension(
+    K: Any,
+    /,
+    *,
+    ridge: float = 0.0,
+    relative_ridge: float = 0.0,
+    center: bool = False,
+    mask: Any = None,
+) -> Any:
+    r"""Effective dimension of keys: the sum of their ridge leverage scores.
+
+    It is the number of degrees of freedom of ridge regression on K,
+
+    .. math:: d_\lambda = \operatorname{tr}\bigl(K (K^T K + \lambda I)^+ K^T\bigr)
+        = \sum_i \frac{\sigma_i^2}{\sigma_i^2 + \lambda},
+
+    with the singular values :math:`\sigma_i` of K that are not 0. It falls from the rank, at λ = 0, toward 0.
+
+    All computation is in float64, whatever the dtype. The relative error is at most the error of the scores that
+    `leverage_scores` returns for float64 keys, in either direction.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, as in `leverage_scores`; also one sparse matrix.
+    ridge : float, default 0
+        The number λ itself, at least 0, in the units of KᵀK.
+    relative_ridge : float, default 0
+        The number λ over ‖K‖_F²/d, at least 0. One of both arguments may be given. Without them the result is the
+        rank.
+    center : bool, default False
+        Whether the mean of the keys is subtracted first.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part.
+
+    Returns
+    -------
+    float, or array of float64, shape (...)
+        The effective dimension of each matrix, from 0 to its rank; NumPy's, whatever the kind of K.
+
+    Raises
+    ------
+    TypeError
+        If K is not an array of real floating dtype, a ridge is no number, or the mask is not boolean.
+    ValueError
+        If a shape or a ridge is out of range, or both ridges are given.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask; the first such rows are named.
+
+    See Also
+    --------
+    leverage_scores : Its terms.
+    levattn.definitions.effective_dimension : The definition, in NumPy.
+
+    Notes
+    -----
+    Time O(n d²) and memory O(d² log n) for each thread, as for `leverage_scores`.
+
+    References
+    ----------
+    Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", second edition, equation 3.50.
+    Alaoui and Mahoney, "Fast randomized kernel ridge regression with statistical guarantees", NeurIPS 2015, section 2.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.diag([1.0, 2.0, 3.0])
+    >>> float(levattn.effective_dimension(K, ridge=1.0))  # 1/2 + 4/5 + 9/10
+    2.2
+    >>> float(levattn.effective_dimension(K))
+    3.0
+    """
+    added = ridge_of(ridge, relative_ridge)
+    factor = factorize(as_matrices(K, "K", sparse=True).masked(mask), method="gram", ridge=added, center=center)
+    batch = as_matrices(K, "K", sparse=True).batch
+    if not added:
+        return factor.rank.astype(np.float64).reshape(batch)[()]
+    scores = factor.scores(as_float64=True, numerical=True)[0]
+    return np.asarray(to_numpy(scores).sum(axis=1)).reshape(batch)[()]
 
 
 def _approximated(matrices: Matrices, method: Any, center: Any) -> Any:
@@ -313,8 +419,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     K : array of shape (..., n, d)
         Keys in the order in which they come, as in `leverage_scores`, but not sparse.
     ridge : float, default 0
-        The number λ itself, at least 0 (the ridge of `leverage_scores` is relative to the keys). It lowers every
-        score.
+        The number λ, at least 0, as in `leverage_scores`. It lowers every score.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others score 0, later scores ignore them, and their values are not read.
 
