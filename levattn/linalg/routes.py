@@ -210,11 +210,11 @@ class _Batch:
 
         Let columns be equilibrated, with moment H, and products k W be rounded like a random walk. They change a score
         by about u √tr H⁻¹ at most. This holds because the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖²
-        for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before.
+        for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before; once by a weight.
         """
         if not allowed.any():
             return
-        roundings = 1 if self.rows.shift is None else 3
+        roundings = 1 + 2 * (self.rows.shift is not None) + (self.rows.weights is not None)
         error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(roundings * spreads)
         chosen = allowed & (error <= _SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)

@@ -44,6 +44,11 @@ class Ridge:
         """Return the same λ for keys of which `share` times as many columns have the same ‖K‖²."""
         return replace(self, relative=self.relative * share)
 
+    def below(self, power: int) -> Ridge:
+        """Return the ridge for the same keys divided by a power of two."""
+        with np.errstate(over="ignore"):
+            return replace(self, root=float(np.ldexp(self.root, -power)))
+
     def penalty(self, norms: Float64, scale: Float64) -> Float64:
         """Return λ in the coordinates of the scaled columns, which have these norms, (b, d)."""
         true = norms / scale

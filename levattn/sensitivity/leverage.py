@@ -21,6 +21,7 @@ from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.sums import NO_RIDGE, Ridge
+from levattn.linalg.weighted import weighted
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
 from levattn.sketch import Distribution, GaussianJL, Sketch
@@ -37,12 +38,15 @@ def factorize(
     *,
     method: str,
     ridge: Ridge = NO_RIDGE,
+    weights: Float64 | None = None,
     center: bool = False,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
     scores_only: bool = False,
 ) -> Factor:
     """Factor keys by a method that was checked; `single` limits the use of float32 by "auto".
+
+    Each row is read times its number of `weights` (b, n), which are above 0. Only scores come of them.
 
     With `scores_only`, the factor of sparse rows that are proven to be independent has nothing but their scores.
     """
@@ -57,6 +61,7 @@ def factorize(
         if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
             made = replace(matrices, data=keys)
             options: dict[str, Any] = {"method": method, "center": center, "rtol": rtol, "single": single}
+            options |= {"weights": weights}
             factor = factorize(made, ridge=ridge.among(made.d / matrices.d), scores_only=scores_only, **options)
             return factor if ridge or scores_only else _among(factor, matrices, places)
     rows, wide = rows_of(matrices, center), None
@@ -64,6 +69,7 @@ def factorize(
     # a ridge and a tolerance of singular values depend on more than the column space
     if b and n < d and rtol is None and (not ridge or (sparse and n)):
         rows, wide, ridge = _narrowed(rows, ridge.among(n / d), scores_only=scores_only)
+    rows = replace(rows, weights=weights)
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
@@ -80,8 +86,7 @@ def _narrowed(rows: Rows, ridge: Ridge, *, scores_only: bool) -> tuple[Rows, Wid
     require_finite(rows, largest)
     if ridge:
         rows, power = folded(rows, largest)
-        with np.errstate(over="ignore"):
-            return rows, None, replace(ridge, root=float(np.ldexp(ridge.root, -power)))
+        return rows, None, ridge.below(power)
     wide = Wide.of(rows, largest)
     if scores_only and sparse and rows.shift is None and wide.clear.all():
         return replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype)), wide, ridge
@@ -156,6 +161,7 @@ def leverage_scores(
     relative_ridge: float = 0.0,
     center: bool = False,
     mask: Any = None,
+    weights: Any = None,
     rtol: float | None = None,
 ) -> Any:
     r"""Leverage scores of keys: the largest attention that any query can give each of them.
@@ -210,6 +216,12 @@ def leverage_scores(
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others are removed: their score is 0 and their values are not read.
         Leading axes of size 1 are repeated.
+    weights : array of float, broadcast to (..., n), optional
+        The weight w of each key, finite and of at least 0, as in weighted least squares. The keys √w k have the
+        scores :math:`w_j k_j^T (K^T W K)^+ k_j`. A key of weight 0 is removed, as by a mask. A common
+        factor of the weights changes no score without `ridge`. Products √w k are rounded, which adds about 2⁻⁵² times
+        the condition number to the relative error of a score. Weights and `center` do not go together: for a weighted
+        mean append a column of ones to K.
     rtol : float below 1, optional
         Singular values of K, with columns scaled to unit norm, count as zero at or below ``rtol`` times the largest.
         This *under-estimates* the scores of rows that reach into the directions left out. The default,
@@ -269,14 +281,14 @@ def leverage_scores(
     array([1. , 1. , 0.5, 0.5])
     """
     approximate = check_method(method)
-    matrices = as_matrices(K, "K", sparse=True).masked(mask)
+    matrices, roots, power = _read(K, mask, weights, center)
     if approximate:
         if ridge or relative_ridge or rtol is not None:
             raise ValueError(
                 f"ridge, relative_ridge and rtol are {ridge!r}, {relative_ridge!r} and {rtol!r}; expected 0, 0 and "
                 f"None for method={method!r}"
             )
-        return matrices.wrap(_approximated(matrices, method, center))
+        return matrices.wrap(_approximated(matrices, method, center, roots))
     added = ridge_of(ridge, relative_ridge)
     if rtol is not None:
         rtol, least = real_number("rtol", rtol), rank_tolerance(matrices.d)
@@ -285,7 +297,7 @@ def leverage_scores(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
-    options: dict[str, Any] = {"ridge": added, "center": center, "rtol": rtol}
+    options: dict[str, Any] = {"ridge": added.below(power), "center": center, "rtol": rtol, "weights": roots}
     factor = factorize(matrices, method=str(method), scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
@@ -302,6 +314,7 @@ def effective_dimension(
     relative_ridge: float = 0.0,
     center: bool = False,
     mask: Any = None,
+    weights: Any = None,
 ) -> Any:
     r"""Effective dimension of keys: the sum of their ridge leverage scores.
 
@@ -328,6 +341,8 @@ def effective_dimension(
         Whether the mean of the keys is subtracted first.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part.
+    weights : array of float, broadcast to (..., n), optional
+        The weight of each key, as in `leverage_scores`: K stands for its rows times the roots of their weights.
 
     Returns
     -------
@@ -361,24 +376,35 @@ def effective_dimension(
     --------
     >>> import numpy as np, levattn
     >>> K = np.diag([1.0, 2.0, 3.0])
-    >>> float(levattn.effective_dimension(K, ridge=1.0))  # 1/2 + 4/5 + 9/10
+    >>> round(float(levattn.effective_dimension(K, ridge=1.0)), 9)  # 1/2 + 4/5 + 9/10
     2.2
     >>> float(levattn.effective_dimension(K))
     3.0
     """
     added = ridge_of(ridge, relative_ridge)
-    factor = factorize(as_matrices(K, "K", sparse=True).masked(mask), method="gram", ridge=added, center=center)
-    batch = as_matrices(K, "K", sparse=True).batch
+    matrices, roots, power = _read(K, mask, weights, center)
+    options: dict[str, Any] = {"ridge": added.below(power), "center": center, "weights": roots}
+    factor = factorize(matrices, method="gram", scores_only=True, **options)
     if not added:
-        return factor.rank.astype(np.float64).reshape(batch)[()]
+        return factor.rank.astype(np.float64).reshape(matrices.batch)[()]
     scores = factor.scores(as_float64=True, numerical=True)[0]
-    return np.asarray(to_numpy(scores).sum(axis=1)).reshape(batch)[()]
+    return np.asarray(to_numpy(scores).sum(axis=1)).reshape(matrices.batch)[()]
 
 
-def _approximated(matrices: Matrices, method: Any, center: Any) -> Any:
+def _read(K: Any, mask: Any, weights: Any, center: Any) -> tuple[Matrices, Float64 | None, int]:
+    """Return the keys that take part, the roots of their weights over a power of two, and that power."""
+    if weights is not None and center:
+        raise ValueError(
+            "weights are given and center is True; expected one of both. For scores of keys less their weighted mean "
+            "append a column of ones to K, and subtract w / sum(w) from its scores"
+        )
+    return weighted(as_matrices(K, "K", sparse=True).masked(mask), weights)
+
+
+def _approximated(matrices: Matrices, method: Any, center: Any, weights: Float64 | None) -> Any:
     """Return approximate scores, (b, n)."""
     left, right = sketches_of(method, matrices.n, matrices.d)
-    rows = rows_of(matrices, center)
+    rows = replace(rows_of(matrices, center), weights=weights)
     factor = factor_moments(rows) if left is None else sketched_factor(rows, Sketch(left))
     return (factor if right is None else projected(factor, right)).scores()[0]
 
