@@ -32,6 +32,7 @@ from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import effective_dimension, leverage_scores, online_leverage_scores
+from levattn.sensitivity.sampling import RowSample, sample_rows, sample_size
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
@@ -63,6 +64,7 @@ __all__ = [
     "RankWarning",
     "RecallWarning",
     "ResidualWarning",
+    "RowSample",
     "SelectedKeys",
     "Sensitivities",
     "Softmax",
@@ -84,6 +86,8 @@ __all__ = [
     "near_duplicates",
     "online_leverage_scores",
     "open_keys",
+    "sample_rows",
+    "sample_size",
     "scan_set",
     "sensitivities",
     "thread_limit",

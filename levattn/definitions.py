@@ -28,6 +28,7 @@ __all__ = [
     "lewis_weights",
     "online_leverage_scores",
     "pruned_attention",
+    "sample_rows",
     "sensitivities",
     "softmax",
     "tssa",
@@ -190,6 +191,55 @@ def online_leverage_scores(K: Float64, ridge: float) -> Float64:
     [0.5, 0.333333, 0.25]
     """
     return np.array([leverage_scores(K[: t + 1], ridge)[t] for t in range(len(K))])
+
+
+def sample_rows(K: Float64, scores: Float64, size: int, seed: int) -> tuple[Int64, Float64]:
+    r"""Draw rows with probabilities :math:`p_j = s_j / \sum_l s_l`, and weigh each draw by :math:`1/(m p_j)`.
+
+    Then :math:`\sum w \, k k^T` over the sample has the mean KᵀK.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Rows.
+    scores : array of shape (n,)
+        Scores s of at least 0, such as leverage scores; positive for rows that are not zero.
+    size : int
+        Number m of draws, with replacement.
+    seed : int
+        Seed of NumPy's generator.
+
+    Returns
+    -------
+    indices : array of int, shape (m,)
+        The rows that were drawn, in order of the draws.
+    weights : array of shape (m,)
+        The weight of each.
+
+    See Also
+    --------
+    levattn.sample_rows : The same with each row once, sizes with a proof, and the distortion that was reached.
+
+    Notes
+    -----
+    Time O(n + m log n).
+
+    References
+    ----------
+    Drineas, Mahoney and Muthukrishnan, "Sampling algorithms for l2 regression and applications", SODA 2006.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn import definitions
+    >>> K = np.array([[3.0], [4.0], [0.0]])
+    >>> rows, weights = definitions.sample_rows(K, np.array([9.0, 16.0, 0.0]), 5, seed=0)
+    >>> float(round(weights @ K[rows, 0] ** 2, 6))  # scores of the squares leave no chance
+    25.0
+    """
+    p = scores / np.sum(scores)
+    rows = np.random.default_rng(seed).choice(len(K), size=size, p=p)
+    return rows, 1 / (size * p[rows])
 
 
 def group_leverage(K: Float64, labels: Int64) -> Float64:
