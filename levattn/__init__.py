@@ -30,8 +30,9 @@ from levattn.io import KeySource, open_keys
 from levattn.sensitivity.bounds import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.expected import expected_scores
+from levattn.sensitivity.figures import coherence, effective_dimension
 from levattn.sensitivity.groups import group_leverage, near_duplicates
-from levattn.sensitivity.leverage import effective_dimension, leverage_scores, online_leverage_scores
+from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
 from levattn.sensitivity.sampling import RowSample, sample_rows, sample_size
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
@@ -74,6 +75,7 @@ __all__ = [
     "UniversalSet",
     "__version__",
     "causal_heavy_attention",
+    "coherence",
     "covering_set",
     "datasets",
     "effective_dimension",

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices, to_numpy
-from levattn._core.checks import real_number
+from levattn._core.arrays import Matrices, as_matrices, to_device
+from levattn._core.checks import real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
@@ -24,6 +24,7 @@ from levattn.linalg.sums import NO_RIDGE, Ridge
 from levattn.linalg.weighted import weighted
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
+from levattn.sensitivity.truncated import scores_of_rank
 from levattn.sketch import Distribution, GaussianJL, Sketch
 from levattn.states.blocks import in_main_memory
 
@@ -157,6 +158,7 @@ def leverage_scores(
     /,
     *,
     method: ScoreMethod = "auto",
+    rank: int | None = None,
     ridge: float = 0.0,
     relative_ridge: float = 0.0,
     center: bool = False,
@@ -201,6 +203,11 @@ def leverage_scores(
         a `GaussianJL`, a projection of the columns. Or a pair of both. The names "countsketch", "osnap", "srht" and
         "jl" stand for default sizes and the seed 0. "osnap" and "srht" have 8 d rows, and "jl" has 8 ln n columns.
         "countsketch" has 4 d² rows, but no more than the larger of n/8 and 16 d. "auto" uses no sketch.
+    rank : int, optional
+        Takes the k = `rank` largest singular values of K alone. Scores are then the squared norms of the rows of the
+        first k left singular vectors, and sum to k. They measure influence on the best approximation of rank k, and
+        depend on the units of the columns. Rounding errs by about ``2⁻⁵³ d σ₁²/(σ_k (σ_k − σ_k₊₁))``, both ways.
+        A rank of at least the rank of K changes nothing. It goes with the exact methods, all of which give the same.
     ridge : float, default 0
         The number λ itself: scores are :math:`k_j^T (K^T K + \lambda I)^+ k_j`, as of ridge regression with a penalty
         of :math:`\lambda \|\beta\|^2` beside the sum of squares. It has the units of KᵀK. It *under-estimates* every
@@ -281,8 +288,10 @@ def leverage_scores(
     array([1. , 1. , 0.5, 0.5])
     """
     approximate = check_method(method)
-    matrices, roots, power = _read(K, mask, weights, center)
+    matrices, roots, power = read_keys(K, mask, weights, center)
     if approximate:
+        if rank is not None:
+            raise ValueError(f"rank is {rank!r}; expected None for method={method!r}, which has no singular vectors")
         if ridge or relative_ridge or rtol is not None:
             raise ValueError(
                 f"ridge, relative_ridge and rtol are {ridge!r}, {relative_ridge!r} and {rtol!r}; expected 0, 0 and "
@@ -290,6 +299,13 @@ def leverage_scores(
             )
         return matrices.wrap(_approximated(matrices, method, center, roots))
     added = ridge_of(ridge, relative_ridge)
+    if rank is not None:
+        count = whole_number("rank", rank, what="a whole number of singular values")
+        if added or rtol is not None:
+            raise ValueError("rank is given with a ridge or rtol; expected one of them, as each changes the scores")
+        rows = replace(rows_of(matrices, center), weights=roots)
+        full = factorize(matrices, method="gram", center=center, weights=roots)
+        return matrices.wrap(to_device(scores_of_rank(rows, full, count), matrices.data))
     if rtol is not None:
         rtol, least = real_number("rtol", rtol), rank_tolerance(matrices.d)
         if not least <= rtol < 1:
@@ -305,93 +321,7 @@ def leverage_scores(
     return matrices.wrap(scores)
 
 
-@where_arrays_are
-def effective_dimension(
-    K: Any,
-    /,
-    *,
-    ridge: float = 0.0,
-    relative_ridge: float = 0.0,
-    center: bool = False,
-    mask: Any = None,
-    weights: Any = None,
-) -> Any:
-    r"""Effective dimension of keys: the sum of their ridge leverage scores.
-
-    It is the number of degrees of freedom of ridge regression on K,
-
-    .. math:: d_\lambda = \operatorname{tr}\bigl(K (K^T K + \lambda I)^+ K^T\bigr)
-        = \sum_i \frac{\sigma_i^2}{\sigma_i^2 + \lambda},
-
-    with the singular values :math:`\sigma_i` of K that are not 0. It falls from the rank, at λ = 0, toward 0.
-
-    All computation is in float64, whatever the dtype. The relative error is at most the error of the scores that
-    `leverage_scores` returns for float64 keys, in either direction.
-
-    Parameters
-    ----------
-    K : array of shape (..., n, d)
-        Keys, as in `leverage_scores`; also one sparse matrix.
-    ridge : float, default 0
-        The number λ itself, at least 0, in the units of KᵀK.
-    relative_ridge : float, default 0
-        The number λ over ‖K‖_F²/d, at least 0. One of both arguments may be given. Without them the result is the
-        rank.
-    center : bool, default False
-        Whether the mean of the keys is subtracted first.
-    mask : array of bool, shape (..., n), optional
-        True for a key that takes part.
-    weights : array of float, broadcast to (..., n), optional
-        The weight of each key, as in `leverage_scores`: K stands for its rows times the roots of their weights.
-
-    Returns
-    -------
-    float, or array of float64, shape (...)
-        The effective dimension of each matrix, from 0 to its rank; NumPy's, whatever the kind of K.
-
-    Raises
-    ------
-    TypeError
-        If K is not an array of real floating dtype, a ridge is no number, or the mask is not boolean.
-    ValueError
-        If a shape or a ridge is out of range, or both ridges are given.
-    NonFiniteError
-        If the keys hold NaN or infinity outside the mask; the first such rows are named.
-
-    See Also
-    --------
-    leverage_scores : Its terms.
-    levattn.definitions.effective_dimension : The definition, in NumPy.
-
-    Notes
-    -----
-    Time O(n d²) and memory O(d² log n) for each thread, as for `leverage_scores`.
-
-    References
-    ----------
-    Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", second edition, equation 3.50.
-    Alaoui and Mahoney, "Fast randomized kernel ridge regression with statistical guarantees", NeurIPS 2015, section 2.
-
-    Examples
-    --------
-    >>> import numpy as np, levattn
-    >>> K = np.diag([1.0, 2.0, 3.0])
-    >>> round(float(levattn.effective_dimension(K, ridge=1.0)), 9)  # 1/2 + 4/5 + 9/10
-    2.2
-    >>> float(levattn.effective_dimension(K))
-    3.0
-    """
-    added = ridge_of(ridge, relative_ridge)
-    matrices, roots, power = _read(K, mask, weights, center)
-    options: dict[str, Any] = {"ridge": added.below(power), "center": center, "weights": roots}
-    factor = factorize(matrices, method="gram", scores_only=True, **options)
-    if not added:
-        return factor.rank.astype(np.float64).reshape(matrices.batch)[()]
-    scores = factor.scores(as_float64=True, numerical=True)[0]
-    return np.asarray(to_numpy(scores).sum(axis=1)).reshape(matrices.batch)[()]
-
-
-def _read(K: Any, mask: Any, weights: Any, center: Any) -> tuple[Matrices, Float64 | None, int]:
+def read_keys(K: Any, mask: Any, weights: Any, center: Any) -> tuple[Matrices, Float64 | None, int]:
     """Return the keys that take part, the roots of their weights over a power of two, and that power."""
     if weights is not None and center:
         raise ValueError(
