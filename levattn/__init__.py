@@ -34,6 +34,7 @@ from levattn.sensitivity.figures import coherence, effective_dimension
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
 from levattn.sensitivity.sampling import RowSample, sample_rows, sample_size
+from levattn.sensitivity.sketched import SketchedScores, sketched_scores
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
@@ -68,6 +69,7 @@ __all__ = [
     "RowSample",
     "SelectedKeys",
     "Sensitivities",
+    "SketchedScores",
     "Softmax",
     "StreamedSet",
     "StreamingUniversalSet",
@@ -92,6 +94,7 @@ __all__ = [
     "sample_size",
     "scan_set",
     "sensitivities",
+    "sketched_scores",
     "thread_limit",
     "universal_set",
     "warmup",
