@@ -93,8 +93,8 @@ def sketched_scores(
 
     Notes
     -----
-    The time of `leverage_scores` by the same method, and the time to measure the distortion: O(n d²) up to d = 320,
-    some 80 products of K and a vector beyond. Memory O(d² + n) beyond K and the sketch.
+    The time of `leverage_scores` by the same method, and the time to measure the distortion. This takes O(n d²) up to
+    d = 320, and some 80 products of K and a vector beyond. Memory O(d² + n) beyond K and the sketch.
 
     References
     ----------
