@@ -30,8 +30,11 @@ from levattn.io import KeySource, open_keys
 from levattn.sensitivity.bounds import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.expected import expected_scores
+from levattn.sensitivity.figures import coherence, effective_dimension
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
+from levattn.sensitivity.sampling import RowSample, sample_rows, sample_size
+from levattn.sensitivity.sketched import SketchedScores, sketched_scores
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
@@ -63,8 +66,10 @@ __all__ = [
     "RankWarning",
     "RecallWarning",
     "ResidualWarning",
+    "RowSample",
     "SelectedKeys",
     "Sensitivities",
+    "SketchedScores",
     "Softmax",
     "StreamedSet",
     "StreamingUniversalSet",
@@ -72,8 +77,10 @@ __all__ = [
     "UniversalSet",
     "__version__",
     "causal_heavy_attention",
+    "coherence",
     "covering_set",
     "datasets",
+    "effective_dimension",
     "exact_sensitivities",
     "expected_scores",
     "group_leverage",
@@ -83,8 +90,11 @@ __all__ = [
     "near_duplicates",
     "online_leverage_scores",
     "open_keys",
+    "sample_rows",
+    "sample_size",
     "scan_set",
     "sensitivities",
+    "sketched_scores",
     "thread_limit",
     "universal_set",
     "warmup",

@@ -18,6 +18,7 @@ __all__ = [
     "attention_scores",
     "coding_rate",
     "covering_set",
+    "effective_dimension",
     "expected_scores",
     "fit_slots",
     "group_leverage",
@@ -27,6 +28,7 @@ __all__ = [
     "lewis_weights",
     "online_leverage_scores",
     "pruned_attention",
+    "sample_rows",
     "sensitivities",
     "softmax",
     "tssa",
@@ -95,7 +97,7 @@ def leverage_scores(K: Float64, ridge: float = 0.0) -> Float64:
 
     See Also
     --------
-    levattn.leverage_scores : The same for keys of any condition number; its ridge is relative.
+    levattn.leverage_scores : The same for keys of any condition number.
 
     Notes
     -----
@@ -114,6 +116,44 @@ def leverage_scores(K: Float64, ridge: float = 0.0) -> Float64:
     """
     G = K.T @ K + ridge * np.eye(K.shape[1])
     return np.asarray(np.sum(K @ _inverse(G) * K, axis=1))
+
+
+def effective_dimension(K: Float64, ridge: float) -> float:
+    r"""Return :math:`\sum_i \sigma_i^2 / (\sigma_i^2 + \lambda)`: the sum of the leverage scores with λ.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Keys.
+    ridge : float
+        The number λ, above 0.
+
+    Returns
+    -------
+    float
+        A number from 0 to the rank.
+
+    See Also
+    --------
+    levattn.effective_dimension : The same for batches and sparse keys.
+
+    Notes
+    -----
+    Time O(n d²).
+
+    References
+    ----------
+    Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", second edition, equation 3.50.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn import definitions
+    >>> round(definitions.effective_dimension(np.diag([1.0, 2.0, 3.0]), ridge=1.0), 6)
+    2.2
+    """
+    squares = np.linalg.svd(K, compute_uv=False) ** 2
+    return float(np.sum(squares / (squares + ridge)))
 
 
 def online_leverage_scores(K: Float64, ridge: float) -> Float64:
@@ -151,6 +191,55 @@ def online_leverage_scores(K: Float64, ridge: float) -> Float64:
     [0.5, 0.333333, 0.25]
     """
     return np.array([leverage_scores(K[: t + 1], ridge)[t] for t in range(len(K))])
+
+
+def sample_rows(K: Float64, scores: Float64, size: int, seed: int) -> tuple[Int64, Float64]:
+    r"""Draw rows with probabilities :math:`p_j = s_j / \sum_l s_l`, and weigh each draw by :math:`1/(m p_j)`.
+
+    Then :math:`\sum w \, k k^T` over the sample has the mean KᵀK.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Rows.
+    scores : array of shape (n,)
+        Scores s of at least 0, such as leverage scores; positive for rows that are not zero.
+    size : int
+        Number m of draws, with replacement.
+    seed : int
+        Seed of NumPy's generator.
+
+    Returns
+    -------
+    indices : array of int, shape (m,)
+        The rows that were drawn, in order of the draws.
+    weights : array of shape (m,)
+        The weight of each.
+
+    See Also
+    --------
+    levattn.sample_rows : The same with each row once, sizes with a proof, and the distortion that was reached.
+
+    Notes
+    -----
+    Time O(n + m log n).
+
+    References
+    ----------
+    Drineas, Mahoney and Muthukrishnan, "Sampling algorithms for l2 regression and applications", SODA 2006.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn import definitions
+    >>> K = np.array([[3.0], [4.0], [0.0]])
+    >>> rows, weights = definitions.sample_rows(K, np.array([9.0, 16.0, 0.0]), 5, seed=0)
+    >>> float(round(weights @ K[rows, 0] ** 2, 6))  # scores of the squares leave no chance
+    25.0
+    """
+    p = scores / np.sum(scores)
+    rows = np.random.default_rng(seed).choice(len(K), size=size, p=p)
+    return rows, 1 / (size * p[rows])
 
 
 def group_leverage(K: Float64, labels: Int64) -> Float64:

@@ -163,19 +163,26 @@ def leverage_exact(
     K: ArrayLike,
     *,
     ridge: float = 0.0,
+    relative_ridge: float = 0.0,
     center: bool = False,
     mask: ArrayLike | None = None,
 ) -> Float:
     """Leverage scores of the stored keys, correct to the last bits of a double.
 
-    `ridge` is relative: λ = ridge · ‖K‖_F² / d, taken after masking and centering.
+    `ridge` is λ itself; λ = relative_ridge · ‖K‖_F² / d, taken after masking and centering.
     """
     kept, scatter = _take_part(K, mask)
-    return scatter(_scores(kept.tobytes(), kept.shape, ridge, center))
+    share = Fraction(relative_ridge)
+    if ridge:
+        X = np.array([[Fraction(x) for x in k] for k in kept.tolist()], dtype=object).reshape(kept.shape)
+        X = X - sum(X) / len(X) if center and len(X) else X
+        total = sum((x * x for x in X.ravel()), Fraction(0))
+        share = Fraction(ridge) * kept.shape[1] / total if total else Fraction(0)
+    return scatter(_scores(kept.tobytes(), kept.shape, share, center))
 
 
 @lru_cache(maxsize=256)
-def _scores(data: bytes, shape: tuple[int, ...], ridge: float, center: bool) -> Float:
+def _scores(data: bytes, shape: tuple[int, ...], ridge: Fraction, center: bool) -> Float:
     M = to_integers(np.frombuffer(data).reshape(shape), common=ridge > 0)
     if center and M.shape[0] > 0:
         M = M * M.shape[0] - M.sum(axis=0)[None, :]
@@ -183,10 +190,9 @@ def _scores(data: bytes, shape: tuple[int, ...], ridge: float, center: bool) -> 
         return np.zeros(M.shape[0])
     scale = 1
     if ridge > 0:
-        weight = Fraction(ridge)
         d = M.shape[1]
-        shrink = weight.numerator * int((M * M).sum())
-        scale = weight.denominator * d
+        shrink = ridge.numerator * int((M * M).sum())
+        scale = ridge.denominator * d
         A = scale * (M.T @ M) + shrink * np.eye(d, dtype=np.int64).astype(object)
         N, b = inverse_exact(M, A, digits=200 + 2 * _digits(M))
     else:

@@ -25,10 +25,10 @@ import levattn
 LINES: list[tuple[int, int, int, int, dict[str, Any]]] = [
     (50, 5_000, 5, 1, {}),
     (50, 5_000, 5, 2, {}),
-    (50, 5_000, 5, 1, {"ridge": 0.1}),
+    (50, 5_000, 5, 1, {"relative_ridge": 0.1}),
     (500, 20_000, 20, 1, {}),
     (500, 20_000, 20, 2, {}),
-    (500, 20_000, 20, 1, {"ridge": 0.1}),
+    (500, 20_000, 20, 1, {"relative_ridge": 0.1}),
     (1_000, 3_000, 10, 1, {}),
     (1_000, 3_000, 200, 1, {}),
     (2_000, 1_000_000, 50, 1, {}),
@@ -70,7 +70,7 @@ def main() -> None:
         K = keys(n, d, each, copies)
         calls: dict[str, Callable[[], Any]] = {
             "sparse": lambda K=K, chosen=chosen: levattn.leverage_scores(K, **chosen),
-            "scipy": lambda K=K, chosen=chosen: by_scipy(K, chosen.get("ridge", 0.0)),
+            "scipy": lambda K=K, chosen=chosen: by_scipy(K, chosen.get("relative_ridge", 0.0)),
         }
         if n * d <= _MOST and not chosen:
             copy = K.toarray()
@@ -80,12 +80,14 @@ def main() -> None:
         dense = times.get("dense", np.nan)
         measured = [1e3 * times["sparse"], 1e3 * times["scipy"], 1e3 * dense, memory]
         shown = ["" if np.isnan(figure) else f"{figure:.3g}" for figure in measured]
-        rows.append([f"{n} x {d}, {each} a row", str(copies), str(chosen.get("ridge", "")), *shown, f"{error:.1e}"])
+        rows.append(
+            [f"{n} x {d}, {each} a row", str(copies), str(chosen.get("relative_ridge", "")), *shown, f"{error:.1e}"]
+        )
         if copies == 1 and not chosen and n >= 500 and each <= 50:
             alone.append(times["scipy"] / times["sparse"])
         if not np.isnan(dense):
             dense_ratios.append(dense / times["sparse"])
-    table(["keys", "copies", "ridge", "ms", "scipy, ms", "dense copy, ms", "MB", "largest difference"], rows)
+    table(["keys", "copies", "λ d/‖K‖²", "ms", "scipy, ms", "dense copy, ms", "MB", "largest difference"], rows)
     print(f"scipy / levattn, independent rows with few entries, least: {verdict(min(alone), 1)}")
     print(f"dense copy / levattn, least: {verdict(min(dense_ratios), 1)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -9,13 +10,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy, where
+from levattn._core.arrays import (
+    Matrices,
+    array_namespace,
+    as_matrices,
+    on_cuda,
+    take_entries,
+    to_device,
+    to_numpy,
+    where,
+)
 from levattn._core.device import where_arrays_are
+from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
-from levattn.linalg.span import Span, nonzero_rows
+from levattn.linalg.span import Relations, Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
 _LIFT = 2.0**500  # multiplies rows whose squares may underflow: rows with a squared norm below _TINY
@@ -86,7 +97,7 @@ class Factor:
     basis: Float64 | None = None
     correction: Float64 | None = None
     null_directions: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
-    spans: dict[int, Span] = field(default_factory=dict)
+    spans: dict[int, Span | Relations] = field(default_factory=dict)
     hidden: dict[int, Factor | None] = field(default_factory=dict)
     projection: Float64 | None = None
     wide: Wide | None = None
@@ -234,6 +245,10 @@ class Factor:
         ------
         ValueError
             If `member` is False and the keys have fewer rows than columns.
+
+        See Also
+        --------
+        scores_of : The scores of other rows.
         """
         if self.wide is not None and not member:
             raise ValueError(
@@ -254,7 +269,7 @@ class Factor:
             GRAM.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=ceiling)
         counted = np.zeros(self.rows.shape[0], np.bool_)
         if not member:
-            self._mark_dead_columns(out)
+            self._mark_dead_columns(out, known=not numerical)
         for item, span in self.spans.items() if not numerical else ():
             if not member:
                 self._set(out, item, span.outside(self.rows.item(item)), np.inf)
@@ -271,17 +286,110 @@ class Factor:
                 counted[item] = False
         return out, counted
 
+    @where_arrays_are
+    def scores_of(self, X: Any, /) -> Any:
+        """Return the scores of any rows, which need not be among the factored keys: ``kᵀ G⁺ k``.
+
+        It is the largest ``⟨q, k⟩²/‖K q‖²`` over all queries q. For a row of the keys this is its leverage score. For
+        a new row it is τ/(1 − τ), where τ is the score that it would have among the keys. It is infinite for a row
+        outside the row space by more than rounding; for keys with fewer rows than columns, by anything.
+
+        Parameters
+        ----------
+        X : array of shape (..., m, d)
+            Rows, for each matrix of the batch; centered keys take their mean from them. A sparse matrix as well.
+
+        Returns
+        -------
+        array of float64, shape (..., m)
+            Scores, at least 0 and maybe above 1.
+
+        Raises
+        ------
+        TypeError
+            If X is no array of real floating dtype, or lies elsewhere than the factor.
+        ValueError
+            If its batch or its number of columns is another, or the keys are sparse with fewer rows than columns.
+        """
+        matrices, rows = self._given(X, "X")
+        factor, wide = self.on(rows).exactly(), self.wide
+        out = replace(factor, wide=None).scores(as_float64=True, member=False, numerical=True)[0]
+        if wide is not None:
+            if isinstance(wide.rows.keys, Csr):
+                raise ValueError(
+                    "the keys are sparse, with fewer rows than columns; expected dense ones, because their row space "
+                    "is decided in a dense basis. Give the factor of K.toarray()"
+                )
+            for item in range(len(self.rank)):
+                new = replace(rows.item(item), shift=wide.rows.shift, scale=None)
+                self._set(out, item, Span.of(wide.rows.item(item)).outside(new), np.inf)
+        return matrices.wrap(out)
+
+    @where_arrays_are
+    def cross_leverage(self, A: Any, B: Any | None = None, /) -> Float64:
+        """Return the cross-leverage ``aᵀ G⁺ b`` of rows, whose squares are at most the product of their scores.
+
+        For rows of the keys these are the entries of the hat matrix ``K G⁺ Kᵀ``, the projection to the column space.
+
+        Parameters
+        ----------
+        A : array of shape (..., m, d)
+            Rows, for each matrix of the batch.
+        B : array of shape (..., l, d), optional
+            Other rows; A itself if left out.
+
+        Returns
+        -------
+        array of float64, shape (..., m, l)
+            NumPy's, whatever the kind of A; NaN for a row outside the row space, as `scores_of` decides.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in `scores_of`.
+        """
+        first, x = self._whitened_rows(A, "A")
+        _, y = (first, x) if B is None else self._whitened_rows(B, "B")
+        products = np.stack([a @ b.T for a, b in zip(x, y, strict=True)]) if x else np.zeros((0, 0, 0))
+        return products.reshape(*first, *products.shape[1:])
+
+    def _whitened_rows(self, X: Any, name: str) -> tuple[tuple[int, ...], list[Float64]]:
+        """Return the batch of some rows and the whitened rows of each matrix, NaN where they are outside."""
+        matrices, rows = self._given(X, name)
+        outside = np.isinf(to_numpy(self.scores_of(X))).reshape(len(self.rank), -1)
+        whitened = []
+        for item in range(len(self.rank)):
+            one = self.item(item).on(rows.item(item))
+            whitened.append(np.where(outside[item][:, None], np.nan, one.whitened(as_read(one.rows))))
+        return matrices.batch, whitened
+
+    def _given(self, X: Any, name: str) -> tuple[Matrices, Rows]:
+        """Return rows of the caller for each matrix of the batch, or raise."""
+        matrices = as_matrices(X, name, sparse=True)
+        b = math.prod(matrices.batch)
+        if matrices.d != self.columns or b != len(self.rank):
+            raise ValueError(
+                f"{name} has {b} matrices of {matrices.d} columns; expected {len(self.rank)} of {self.columns}, as "
+                "the keys of the factor have"
+            )
+        if on_cuda(matrices.data) != on_cuda(self.W):
+            raise TypeError(f"{name} is of type {type(X).__name__}; expected an array on the device of the factor")
+        return matrices, Rows.of(matrices)
+
     def _set(self, out: Any, item: int, which: npt.NDArray[np.bool_], value: float) -> bool:
         """Set the scores that `which` marks in a matrix; return whether there are any."""
         if which.any():
             out[item, :] = where(to_device(which, out), value, out[item, :])
         return bool(which.any())
 
-    def _mark_dead_columns(self, out: Any) -> None:
-        """Set the scores of rows to infinity that are nonzero in a column in which all factored keys are zero."""
+    def _mark_dead_columns(self, out: Any, *, known: bool) -> None:
+        """Set the scores of rows to infinity that are nonzero in a column in which all factored keys are zero.
+
+        `known` tells that exact row spaces, where they are known, decide about such rows.
+        """
         for item in np.flatnonzero(self.rank < self.rows.shape[2]).tolist():
             dead = ~np.any(self.whitening[item] != 0, axis=1)
-            if dead.any() and item not in self.spans:
+            if dead.any() and not (known and item in self.spans):
                 one = self.rows.item(item)
                 size = one.zeros(as_float64=True)
                 with np.errstate(over="ignore"):
@@ -539,7 +647,7 @@ def upper_form(A: Float64) -> Float64:
     d, k = A.shape
     T = np.zeros((d, d))
     if k:
-        T[:, d - k :] = rq(A, mode="full")[0] if k == d else rq(A)[0]
+        T[:, d - k :] = rq(A, mode="r")
     return np.triu(T)
 
 

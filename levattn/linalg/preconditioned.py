@@ -44,6 +44,8 @@ class MatrixFactor:
 
     def embedded(self, live: npt.NDArray[np.bool_]) -> MatrixFactor:
         """Return the factor of all columns, when this one is of the live columns and the others are zero."""
+        if live.all():
+            return self
 
         def square(A: Float64) -> Float64:
             out = np.zeros((len(live), len(live)))

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
+from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows, kernels_for
-from levattn._kernels.factor import Inverses
 from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
+from levattn.linalg.dependent import factor_dependent
 from levattn.linalg.factor import Factor, column_norms, float64_rows
 from levattn.linalg.preconditioned import (
     MOST_ROUNDS,
@@ -30,15 +31,16 @@ from levattn.linalg.preconditioned import (
     resolve,
 )
 from levattn.linalg.reading import require_finite
-from levattn.linalg.span import Span
+from levattn.linalg.span import Relations, Span
 from levattn.linalg.sums import (
+    NO_RIDGE,
     SINGLE_SUMS,
+    Ridge,
     factored_in_range,
     first_sums,
     moments_in_bases,
     moments_of_items,
     moments_there,
-    ridge_penalty,
     scaled_columns,
 )
 
@@ -177,7 +179,7 @@ class _Batch:
     arithmetic: list[Arithmetic] = field(default_factory=list)
     counts_null_directions: bool = True  # whether rows with a part in the directions left out count
     found: dict[int, MatrixFactor] = field(default_factory=dict)
-    spans: dict[int, Span] = field(default_factory=dict)
+    spans: dict[int, Span | Relations] = field(default_factory=dict)
     hidden: dict[int, MatrixFactor | None] = field(default_factory=dict)
 
     @classmethod
@@ -201,17 +203,19 @@ class _Batch:
                 self.arithmetic[item] = "compensated"
             self.found[item] = one
 
-    def multiply_in_single(self, made: Inverses, allowed: Flags) -> None:
+    def multiply_in_single(self, spreads: Float64, allowed: Flags) -> None:
         """Let scores come from products in float32 where that is allowed and precise enough.
+
+        `spreads` (b,) are the sums of the squares of each W, for columns of unit norm.
 
         Let columns be equilibrated, with moment H, and products k W be rounded like a random walk. They change a score
         by about u √tr H⁻¹ at most. This holds because the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖²
-        for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before.
+        for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before; once by a weight.
         """
         if not allowed.any():
             return
-        roundings = 1 if self.rows.shift is None else 3
-        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(roundings * made.spreads())
+        roundings = 1 + 2 * (self.rows.shift is not None) + (self.rows.weights is not None)
+        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(roundings * spreads)
         chosen = allowed & (error <= _SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)
         self.arithmetic = ["single" if ok else "double" for ok in chosen.tolist()]
@@ -237,11 +241,31 @@ class _Batch:
         batch.put(np.array([0]), [found])
         return batch.factor().forget_keys()
 
-    def look_below(self, item: int, finer: Callable[[], MatrixFactor] | None, span: Span | None = None) -> None:
+    def factor_sparse(self, G: Float64, target: float, *, single: bool) -> bool:
+        """Factor sparse keys that depend on fewer columns by their moments (1, d, d); return whether that is done.
+
+        Where it is not, the exact row space may be known all the same.
+        """
+        if not isinstance(self.rows.keys, Csr) or self.rows.shift is not None or not self.counts_null_directions:
+            return False
+        made = factor_dependent(self.rows, G[0], target)
+        if made.space is not None:
+            self.spans[0] = made.space
+        if made.found is None:
+            return False
+        self.put(np.array([0]), [made.found])
+        if single:
+            self.multiply_in_single(np.array([made.spread]), np.array([True]))
+        return True
+
+    def look_below(
+        self, item: int, finer: Callable[[], MatrixFactor] | None, span: Span | Relations | None = None
+    ) -> None:
         """Compare the exact rank of a matrix with the rank of its factor; take a finer factor where it is higher."""
         found = self.found[item]
         if not self.counts_null_directions or not found.null_directions.shape[1]:
             return
+        span = self.spans.get(item) if span is None else span
         span = self.spans[item] = Span.of(self.rows.item(item)) if span is None else span
         if span.rank > found.rank:
             fine = None if finer is None else finer()
@@ -252,7 +276,7 @@ class _Batch:
 def factor_moments(
     rows: Rows,
     *,
-    ridge: float = 0.0,
+    ridge: Ridge = NO_RIDGE,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
 ) -> Factor:
@@ -282,11 +306,13 @@ def factor_moments(
     batch = _Batch(rows, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     if single != "no" and short:
         least = math.inf if n >= BLOCK else SINGLE_SUMS
-        batch.multiply_in_single(made, sound & (bound <= least))
-    batch.counts_null_directions = rtol is None and ridge == 0
+        batch.multiply_in_single(made.spreads(), sound & (bound <= least))
+    batch.counts_null_directions = rtol is None and not ridge
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~sound)
     bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
+    if len(hard) and batch.factor_sparse(G, target, single=single != "no" and short and n >= BLOCK):
+        return batch.factor()
     few = n <= _FEW_ROWS * d
     if on_cuda(G) and penalty is None and not few:
         bases |= _factor_together(batch, G, hard[made.ranks()[hard] == d], target, cut, limit)
@@ -344,7 +370,7 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     batch = _Batch(like, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
     if like.format != "float64":
-        batch.multiply_in_single(made, done & narrow)
+        batch.multiply_in_single(made.spreads(), done & narrow)
     hard = np.flatnonzero(~done)
     moments = moments.in_main_memory() if len(hard) else moments
     for item in hard.tolist():
@@ -369,7 +395,7 @@ def _semidefinite(H: Float64) -> Float64:
     return np.where(live[:, None] & live, H, 0.0)
 
 
-def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
+def factor_qr(rows: Rows, *, method: str, ridge: Ridge = NO_RIDGE, rtol: float | None = None) -> Factor:
     """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole).
 
     Equal rows are rounded alike, so the error of either method grows with the number of copies. So the moments of K W
@@ -380,13 +406,13 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     rows = scaled_columns(rows, largest, 400)
-    batch = _Batch.of(rows, counts_null_directions=rtol is None and ridge == 0)
+    batch = _Batch.of(rows, counts_null_directions=rtol is None and not ridge)
     scale = np.ones((b, d)) if rows.scale is None else rows.scale
     target, limit = _DOUBLE_ERROR[rows.format], _limit(rows.format, d)
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else float64_rows(one, 0, n)
-        penalty = ridge_penalty(ridge, column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
+        penalty = ridge.penalty(column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         moments_in, at = moments_in_bases(rows, [item]), np.array([item])
         found = answered([decompose(R, penalty, cut, one if batch.counts_null_directions else None)], moments_in)
         if not found[0].null_directions.shape[1]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64
 from levattn._kernels import PRECISE, Rows
 from levattn.linalg.reading import as_read
@@ -76,15 +78,21 @@ class Span:
 
     def outside(self, rows: Rows) -> Flags:
         """Tell which rows of a batch of one lie outside the space, (n,); a masked row does not."""
-        out = np.zeros(rows.shape[1], np.bool_)
-        if not self.whole:
-            basis, pivots, rank = self._room(0)
-            for part, X in _stored(rows):
-                PRECISE.mark_outside(PRECISE.field(), X, basis, pivots, rank, self.units, out[part])
-        return out
+        if self.whole:
+            return np.zeros(rows.shape[1], np.bool_)
+        basis, pivots, rank = self._room(0)
+        v = np.zeros(len(self.units), np.uint64)
+        PRECISE.orthogonal_vector(PRECISE.field(), basis, pivots, rank, self.units, v)
+        return _with_products(rows, v)
 
     def extended(self, rows: Rows) -> Span:
         """Return the sum of the space and the row space of a batch of one."""
+        if isinstance(rows.keys, Csr) and rows.shift is None:
+            basis, pivots, rank = self._room(rows.shape[1])
+            chosen = np.zeros(len(basis), np.int64)
+            entries = _stored_entries(rows)
+            found = int(PRECISE.insert_entries(PRECISE.field(), *entries, basis, pivots, rank, self.units, chosen))
+            return self._found(basis, rank, found, rows.keys.take(chosen[rank:found]).to_dense()[0])
         span = self
         for _, X in _stored(rows):
             if span.whole:
@@ -105,9 +113,13 @@ class Span:
         basis, pivots, rank = self._room(len(X))
         chosen = np.zeros(len(basis), np.int64)
         found = int(PRECISE.insert_rows(PRECISE.field(), X, basis, pivots, rank, self.units, chosen))
+        return self._found(basis, rank, found, X[chosen[rank:found]])
+
+    def _found(self, basis: npt.NDArray[np.uint64], rank: int, found: int, rows: Float64) -> Span:
+        """Return the space with these rows too, of which `basis` has a part in its first `found` rows."""
         if found == rank:
             return self
-        return replace(self, rows=np.concatenate([self.rows, X[chosen[rank:found]]]), basis=basis[:found].copy())
+        return replace(self, rows=np.concatenate([self.rows, rows]), basis=basis[:found].copy())
 
     def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
         """Return the basis with room for `more` rows, its pivot columns, and its number of rows."""
@@ -116,6 +128,29 @@ class Span:
         pivots = np.zeros(len(basis), np.int64)
         basis[:rank], pivots[:rank] = self.basis, np.argmax(self.basis != 0, axis=1)
         return basis, pivots, rank
+
+
+@dataclass(frozen=True, eq=False)
+class Relations:
+    """A row space by linear relations of the columns, ``K z = 0``, which take far less work than a basis.
+
+    top, bottom, unit: (d, k) the entries of each z as stored keys have them, ``top / (bottom unit)``; all are exact.
+    """
+
+    top: Float64
+    bottom: Float64
+    unit: Float64
+
+    @property
+    def rank(self) -> int:
+        """Its dimension, as relations are independent."""
+        return len(self.top) - int(self.top.shape[1])
+
+    def outside(self, rows: Rows) -> Flags:
+        """Tell which rows of a batch of one lie outside the space, (n,); a masked row does not."""
+        v = np.zeros(len(self.top), np.uint64)
+        PRECISE.relation_vector(PRECISE.field(), self.top, self.bottom, self.unit, v)
+        return _with_products(rows, v)
 
 
 def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
@@ -136,6 +171,25 @@ def nonzero_rows(rows: Rows) -> Flags:
             X = as_read(rows.between(part.start, part.stop))
         out[part] = np.any(X != 0, axis=1)  # of scaled rows less their mean the column of ones
     return out
+
+
+def _with_products(rows: Rows, v: npt.NDArray[np.uint64]) -> Flags:
+    """Tell which rows of a batch of one have a product with v that is not zero, (n,); a masked row has none."""
+    out = np.zeros(rows.shape[1], np.bool_)
+    if isinstance(rows.keys, Csr) and rows.shift is None:
+        PRECISE.mark_entry_products(PRECISE.field(), *_stored_entries(rows), v, out)
+        return out
+    for part, X in _stored(rows):
+        PRECISE.mark_products(PRECISE.field(), X, v, out[part])
+    return out
+
+
+def _stored_entries(rows: Rows) -> tuple[Any, Any, Any, Flags]:
+    """Return sparse rows as they are stored: bounds, columns, values, and the mask, of size 0 if none is left out."""
+    keep = np.zeros(0, np.bool_) if rows.mask is None else np.require(rows.mask[0], np.bool_, ["C", "W"])
+    if rows.weights is not None:
+        keep = (rows.weights[0] != 0) & (keep if keep.size else True)
+    return rows.keys.indptr, rows.keys.indices, rows.keys.values, keep
 
 
 def _stored(rows: Rows) -> Iterator[tuple[slice, Float64]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,43 @@ _PIECE_FROM = 16 * BLOCK  # rows from which one block decides which matrices are
 _HARD = 4.0  # squared norm of the inverse is so many times the limit or more, but less than
 _RESOLVED = 2.0**46  # this bound, above which the block may lack a direction of the keys
 _RANGE = 2.0**-80, 2.0**110  # of squares in float32, for each row
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """A number λ that is added to the diagonal of moments: ``root² + relative ‖K‖²/d``, at most one of them not zero.
+
+    The root of λ has the range of the columns, which λ may exceed.
+    """
+
+    root: float = 0.0
+    relative: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.root > 0 or self.relative > 0
+
+    def among(self, share: float) -> Ridge:
+        """Return the same λ for keys of which `share` times as many columns have the same ‖K‖²."""
+        return replace(self, relative=self.relative * share)
+
+    def below(self, power: int) -> Ridge:
+        """Return the ridge for the same keys divided by a power of two."""
+        with np.errstate(over="ignore"):
+            return replace(self, root=float(np.ldexp(self.root, -power)))
+
+    def penalty(self, norms: Float64, scale: Float64) -> Float64:
+        """Return λ in the coordinates of the scaled columns, which have these norms, (b, d)."""
+        true = norms / scale
+        largest = np.max(true, axis=1, keepdims=True, initial=0.0)
+        relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
+        factor = self.relative * np.mean(relative**2, axis=1, keepdims=True) if self.relative else 1.0
+        # beside a column that is smaller than all others by as much as this, or zero, no larger one changes a score
+        with np.errstate(over="ignore"):
+            sizes = np.minimum((largest if self.relative else self.root) * scale, 2.0**500)
+        return np.asarray(factor * sizes**2)
+
+
+NO_RIDGE = Ridge()
 
 
 def moments_of_items(
@@ -146,7 +184,7 @@ def _in_range(
 
 
 def factored_in_range(
-    rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: float, narrow: bool
+    rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: Ridge, narrow: bool
 ) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
     """Return the rows in range, their moments, which of them are still `quick`, the ridge penalty, and the factors."""
     b, _, d = rows.shape
@@ -155,7 +193,7 @@ def factored_in_range(
     rows, sums = _in_range(rows, G, made.extremes(), quick, narrow)
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
-        penalty = ridge_penalty(ridge, np.sqrt(to_numpy(sums.diagonal(axis1=1, axis2=2))), scale)
+        penalty = ridge.penalty(np.sqrt(to_numpy(sums.diagonal(axis1=1, axis2=2))), scale)
     if ridge or sums is not G:
         made = FACTOR.inverse_cholesky(_penalized(sums, penalty), limit=limits)
     again = np.flatnonzero(quick & ~(made.bound <= SINGLE_SUMS))
@@ -190,17 +228,6 @@ def moments_in_bases(rows: Rows, items: list[int]) -> MomentsInBasis:
         return to_numpy(moments_there(rows, np.array(items), which, there, arithmetic))
 
     return moments_in
-
-
-def ridge_penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
-    """Return the ridge λ = ridge ‖K‖²/d in the coordinates of the scaled columns, which have these norms."""
-    true = norms / scale
-    largest = np.max(true, axis=1, keepdims=True, initial=0.0)
-    relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
-    # beside a column that is smaller than all others by as much as this, or zero, no larger one changes a score
-    with np.errstate(over="ignore"):
-        sizes = np.minimum(largest * scale, 2.0**500)
-    return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * sizes**2)
 
 
 def _penalized(G: Any, penalty: Float64 | None) -> Any:

@@ -261,8 +261,8 @@ def _one_by_one(keys: Csr, largest: Float64) -> tuple[Places, Places]:
         np.subtract.at(number, gone.entries()[0], np.repeat(done, gone.counts))
 
 
-def folded(rows: Rows, largest: Float64) -> Rows:
-    """Return dense keys with as many columns as rows that have the products of sparse keys, up to a scale."""
+def folded(rows: Rows, largest: Float64) -> tuple[Rows, int]:
+    """Return dense keys with as many columns as rows and the products of sparse keys, less a power of two, and it."""
     n, powers = rows.shape[1], np.zeros(rows.shape[2], np.int32)
     if rows.scale is not None:  # a ridge is of the columns as they were
         powers = np.frexp(rows.scale[0])[1] - 1
@@ -275,7 +275,10 @@ def folded(rows: Rows, largest: Float64) -> Rows:
         if rows.mask is not None:  # before they are scaled, as they may be too large for it
             values[~rows.mask[0][places]] = 0.0
         values = np.ldexp(values, -top)
-        np.fill_diagonal(R, np.sqrt(np.bincount(places, values**2, minlength=n)))
+        sizes = np.zeros(n)  # a row may be so much smaller than others that its squares underflow
+        np.maximum.at(sizes, places, np.abs(values))
+        units = np.where(sizes > 0, sizes, 1.0)
+        np.fill_diagonal(R, sizes * np.sqrt(np.bincount(places, (values / units[places]) ** 2, minlength=n)))
         of_columns = of_columns.take(np.flatnonzero(of_columns.counts > 1))
     step = max(2 * n, _NUMBERS // n)
     for start in range(0, len(of_columns.counts), step):
@@ -284,7 +287,7 @@ def folded(rows: Rows, largest: Float64) -> Rows:
         scale, own = (None, 0) if rows.scale is None else (rows.scale[:, part], powers[part])
         some = replace(rows, keys=keys, shift=None if shift is None else shift[:, :, part], scale=scale)
         R = np.asarray(np.linalg.qr(np.vstack([R, np.ldexp(as_read(some), -top - own).T]), mode="r"))
-    return Rows(np.ascontiguousarray(R.T)[None], "float64", rows.mask)
+    return Rows(np.ascontiguousarray(R.T)[None], "float64", rows.mask), int(top)
 
 
 def _independent(rows: Rows, first: int) -> Places:

@@ -122,38 +122,44 @@ def projected(factor: Factor, family: GaussianJL, limit: float = _SINGLE_ERROR) 
 
 @dataclass(frozen=True)
 class Screened:
-    """Upper bounds of leverage scores from a sketch."""
+    """Bounds of leverage scores from a sketch."""
 
+    lower: Float64  # (b, n)
     upper: Float64  # (b, n)
+    scores: Float64  # (b, n) of the sketch, at most 1
+    ends: Float64  # (b, 2) the least and the largest ratio of squared norms, of keys to their sketch
     factor: Factor  # of the keys where `exact`, else of the sketch
     exact: bool
 
 
 def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> Screened:
-    """Return upper bounds of the leverage scores; they fail with a probability of at most `FAILURE`.
+    """Return bounds of the leverage scores; they fail with a probability of at most `FAILURE`.
 
     Let A = WᵀGW for the factor W of a sketch, and let λ be its least eigenvalue. Then a key's score is
-    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk. The factor of the keys measures λ where it costs little, else
-    Lanczos' method does. A factor, which holds up to that probability, bounds how far projected scores fall short.
+    xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk, and at least ‖x‖² over the largest eigenvalue. The factor of the keys measures both
+    where it costs little, else Lanczos' method does. Factors, which hold up to that probability, bound how far
+    projected scores fall short or exceed.
     """
     b, n, d = rows.shape
     exact = factor_moments(rows, single="scores") if left is None or d <= _MEASURED else None
     if left is None and exact is not None:
-        factor, least = exact, np.ones(b)
+        factor, ends = exact, np.ones((b, 2))
     elif left is not None:
         factor = sketched_factor(rows, Sketch(left), _SINGLE_BOUND)
         chance = FAILURE / (2 * max(b, 1))  # the projection may fail with the other half
-        least = np.array(
-            [_least(factor, i, left.seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
-        )
+        ends = np.array(
+            [_ends(factor, i, left.seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
+        ).reshape(b, 2)
     if right is not None:
         factor = projected(factor, right, _SINGLE_BOUND)
     # not as members of K: their scores would be cut at 1 before the division
     found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
-    short = 0.0 if right is None else projection_spread(right.size, n * b)[0]
+    short, over = (0.0, 0.0) if right is None else projection_spread(right.size, n * b)
+    slack = 4 * factor.score_error[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
+        upper = np.fmin(scores * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
+        lower = np.fmin(np.nan_to_num(scores * np.maximum(1 - slack, 0.0) / (ends[:, 1:] * (1 + over))), upper)
     for item in range(b) if left is not None else ():  # directions may be hidden from the sketch, or not measured
         if exact is not None:
             hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]
@@ -161,7 +167,8 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
             hidden = factor.rank[item] < min(n, d) and factor.rank[item] < Span.of(rows.item(item)).rank
         if hidden:
             upper[item, nonzero_rows(rows.item(item))] = 1.0
-    return Screened(upper, factor if exact is None else exact, exact is not None)
+            lower[item], ends[item] = 0.0, (0.0, np.inf)
+    return Screened(lower, upper, np.fmin(scores, 1.0), ends, factor if exact is None else exact, exact is not None)
 
 
 def projection_spread(columns: int, count: int) -> tuple[float, float]:
@@ -185,22 +192,24 @@ def _crossing(falling: Callable[[float], float], value: float, high: float) -> f
     return high
 
 
-def _compared(factor: Factor, exact: Factor, item: int) -> float:
-    """Return a lower bound of the least eigenvalue of WᵀGW = (NW)ᵀNW, with the factor N of the keys."""
+def _compared(factor: Factor, exact: Factor, item: int) -> tuple[float, float]:
+    """Return bounds of the least and the largest eigenvalue of WᵀGW = (NW)ᵀNW, with the factor N of the keys."""
     N, exponents = exact.even_normalizer(item)
     W = even_whitening(factor, item, exponents)
     live = np.any(W != 0, axis=0)
     if not live.any():
-        return 1.0
+        return 1.0, 1.0
     if not np.max(np.abs(W)) < _LARGEST:  # all but the smallest numbers of the sketch cancel
-        return 0.0
+        return 0.0, math.inf
     size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
-    least = float(np.linalg.svd(N @ W[:, live], compute_uv=False)[-1]) - 4 * UNIT * size
-    return max(least, 0.0) ** 2 * (1 - 4 * float(exact.error[item]))
+    found = np.linalg.svd(N @ W[:, live], compute_uv=False)
+    least, largest = float(found[-1]) - 4 * UNIT * size, float(found[0]) + 4 * UNIT * size
+    slack = 4 * float(exact.error[item])
+    return max(least, 0.0) ** 2 * (1 - slack), largest**2 * (1 + slack)
 
 
-def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
-    """Return a lower bound of the least eigenvalue of WᵀGW, by Lanczos' method; it fails with this `chance`.
+def _ends(factor: Factor, item: int, seed: int, chance: float) -> tuple[float, float]:
+    """Return bounds of the least and the largest eigenvalue of WᵀGW, by Lanczos' method; one fails with this `chance`.
 
     The start is random; let k be the number of steps and r the dimension. With a probability of at most
     1.648 √r exp(−√ε (2k − 1)), the method misses an end of the spectrum by more than ε times its width. (Kuczyński and
@@ -210,7 +219,7 @@ def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
     live = np.flatnonzero(np.any(W != 0, axis=0))
     r = len(live)
     if not r:
-        return 1.0
+        return 1.0, 1.0
     steps = min(_STEPS, r)
     epsilon = (math.log(2 * 1.648 * math.sqrt(r) / chance) / (2 * steps - 1)) ** 2
     q = normals(seed, _START, 0, r, 1)[:, 0]
@@ -230,7 +239,8 @@ def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
     T = np.diag(alpha) + np.diag(beta[: len(alpha) - 1], 1) + np.diag(beta[: len(alpha) - 1], -1)
     values = np.linalg.eigvalsh(T)
     width = float(values[-1] - values[0])
-    return max(float(values[0]) - epsilon * width / max(1 - 2 * epsilon, 1e-3), 0.0) * (1 - 1e-9)
+    beyond = epsilon * width / max(1 - 2 * epsilon, 1e-3)
+    return max(float(values[0]) - beyond, 0.0) * (1 - 1e-9), (float(values[-1]) + beyond) * (1 + 1e-9)
 
 
 def _times(factor: Factor, item: int, W: Float64, x: Float64) -> Float64:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices
-from levattn._core.checks import real_number
+from levattn._core.arrays import Matrices, as_matrices, to_device
+from levattn._core.checks import real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
@@ -22,8 +22,11 @@ from levattn.linalg.centered import centered
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
+from levattn.linalg.sums import NO_RIDGE, Ridge
+from levattn.linalg.weighted import weighted
 from levattn.linalg.wide import Wide, folded
 from levattn.sensitivity.approximate import SCORE_SKETCHES, check_sketches, projected, sketched_factor, sketches_of
+from levattn.sensitivity.truncated import scores_of_rank
 from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
 from levattn.sketch import Distribution, GaussianJL, Sketch
 from levattn.states.blocks import in_main_memory
@@ -39,13 +42,16 @@ def factorize(
     matrices: Matrices,
     *,
     method: str,
-    ridge: float = 0.0,
+    ridge: Ridge = NO_RIDGE,
+    weights: Float64 | None = None,
     center: bool = False,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
     scores_only: bool = False,
 ) -> Factor:
     """Factor keys by a method that was checked; `single` limits the use of float32 by "auto".
+
+    Each row is read times its number of `weights` (b, n), which are above 0. Only scores come of them.
 
     With `scores_only`, the factor of sparse rows that are proven to be independent has nothing but their scores.
     """
@@ -59,16 +65,16 @@ def factorize(
         keys, places = matrices.data.without_zero_columns(matrices.mask, least)
         if len(places) < matrices.d and (least > 1 or 2 * len(places) <= matrices.d):
             made = replace(matrices, data=keys)
-            share = ridge * made.d / matrices.d
             options: dict[str, Any] = {"method": method, "center": center, "rtol": rtol, "single": single}
-            factor = factorize(made, ridge=share, scores_only=scores_only, **options)
+            options |= {"weights": weights}
+            factor = factorize(made, ridge=ridge.among(made.d / matrices.d), scores_only=scores_only, **options)
             return factor if ridge or scores_only else _among(factor, matrices, places)
     rows, wide = rows_of(matrices, center), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values depend on more than the column space
-    if b and n < d and rtol is None and (ridge == 0 or (sparse and n)):
-        rows, wide = _narrowed(rows, ridge=ridge > 0, scores_only=scores_only)
-        ridge = ridge * n / d
+    if b and n < d and rtol is None and (not ridge or (sparse and n)):
+        rows, wide, ridge = _narrowed(rows, ridge.among(n / d), scores_only=scores_only)
+    rows = replace(rows, weights=weights)
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
@@ -78,17 +84,18 @@ def factorize(
     return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
 
 
-def _narrowed(rows: Rows, *, ridge: bool, scores_only: bool) -> tuple[Rows, Wide | None]:
-    """Return keys with no more columns than rows that have the scores of wide keys, and how they were chosen."""
+def _narrowed(rows: Rows, ridge: Ridge, *, scores_only: bool) -> tuple[Rows, Wide | None, Ridge]:
+    """Return keys with no more columns than rows that have the scores of wide keys, how they were chosen, and λ."""
     sparse = isinstance(rows.keys, Csr)
     largest = KEYS.column_figures(rows, largest=True)
     require_finite(rows, largest)
     if ridge:
-        return folded(rows, largest), None
+        rows, power = folded(rows, largest)
+        return rows, None, ridge.below(power)
     wide = Wide.of(rows, largest)
     if scores_only and sparse and rows.shift is None and wide.clear.all():
-        return replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype)), wide
-    return wide.picked(rows), wide
+        return replace(rows, keys=rows.keys.nonzero_rows()[None, :, None].astype(rows.keys.values.dtype)), wide, ridge
+    return wide.picked(rows), wide, ridge
 
 
 def _among(factor: Factor, matrices: Matrices, places: npt.NDArray[np.int64]) -> Factor:
@@ -132,15 +139,35 @@ def check_method(method: Any) -> bool:
     return method in SCORE_SKETCHES
 
 
+def ridge_of(ridge: Any, relative_ridge: Any) -> Ridge:
+    """Return the λ that two arguments give, of which one at most is not zero, or raise."""
+    number, relative = real_number("ridge", ridge), real_number("relative_ridge", relative_ridge)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, λ itself, in the units of KᵀK")
+    if not 0 <= relative < math.inf:
+        raise ValueError(
+            f"relative_ridge is {relative_ridge!r}; expected a finite number of at least 0, λ over ‖K‖²/d"
+        )
+    if number and relative:
+        raise ValueError(
+            f"ridge and relative_ridge are {ridge!r} and {relative_ridge!r}; expected one of them: "
+            "λ itself, or λ over ‖K‖²/d"
+        )
+    return Ridge(math.sqrt(number), relative)
+
+
 @where_arrays_are
 def leverage_scores(
     K: Any,
     /,
     *,
     method: ScoreMethod = "auto",
+    rank: int | None = None,
     ridge: float = 0.0,
+    relative_ridge: float = 0.0,
     center: bool = False,
     mask: Any = None,
+    weights: Any = None,
     rtol: float | None = None,
 ) -> Any:
     r"""Leverage scores of keys: the largest attention that any query can give each of them.
@@ -182,9 +209,18 @@ def leverage_scores(
         a `GaussianJL`, a projection of the columns. Or a pair of both. The names "countsketch", "osnap", "srht" and
         "jl" stand for default sizes and the seed 0. "osnap" and "srht" have 8 d rows, and "jl" has 8 ln n columns.
         "countsketch" has 4 d² rows, but no more than the larger of n/8 and 16 d. "auto" uses no sketch.
+    rank : int, optional
+        Takes the k = `rank` largest singular values of K alone. Scores are then the squared norms of the rows of the
+        first k left singular vectors, and sum to k. They measure influence on the best approximation of rank k, and
+        depend on the units of the columns. Rounding errs by about ``2⁻⁵³ d σ₁²/(σ_k (σ_k − σ_k₊₁))``, both ways.
+        A rank of at least the rank of K changes nothing. It goes with the exact methods, all of which give the same.
     ridge : float, default 0
-        Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score, so a threshold
-        on ridge scores may miss keys. The sum of the scores is then the effective dimension.
+        The number λ itself: scores are :math:`k_j^T (K^T K + \lambda I)^+ k_j`, as of ridge regression with a penalty
+        of :math:`\lambda \|\beta\|^2` beside the sum of squares. It has the units of KᵀK. It *under-estimates* every
+        leverage score, so a threshold on ridge scores may miss keys. The sum of the scores is `effective_dimension`.
+    relative_ridge : float, default 0
+        The same for λ = ``relative_ridge * ‖K‖_F² / d``, which has no units: multiples of the keys keep their scores.
+        The norm is taken after mask, weights and center. One of both arguments may be given.
     center : bool, default False
         Subtracts the mean of the keys first, which suits softmax: a common shift does not change it. The result is the
         exact scores of the centered keys, and with 1/n added an *over-estimate* of the scores of K. The mean is held
@@ -193,6 +229,12 @@ def leverage_scores(
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others are removed: their score is 0 and their values are not read.
         Leading axes of size 1 are repeated.
+    weights : array of float, broadcast to (..., n), optional
+        The weight w of each key, finite and of at least 0, as in weighted least squares. The keys √w k have the
+        scores :math:`w_j k_j^T (K^T W K)^+ k_j`. A key of weight 0 is removed, as by a mask. A common
+        factor of the weights changes no score without `ridge`. Products √w k are rounded, which adds about 2⁻⁵² times
+        the condition number to the relative error of a score. Weights and `center` do not go together: for a weighted
+        mean append a column of ones to K.
     rtol : float below 1, optional
         Singular values of K, with columns scaled to unit norm, count as zero at or below ``rtol`` times the largest.
         This *under-estimates* the scores of rows that reach into the directions left out. The default,
@@ -227,7 +269,8 @@ def leverage_scores(
     O(n d). With n < d time O(n² d) and memory O(n d), as the rank's number of columns is enough (not with `ridge` or
     `rtol`). Independent rows then have the score 1, exactly. The results are the same, to the bit, for
     every number of threads, memory layout and batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory
-    O(d² + n) and some row blocks beyond K. Centered, ill-conditioned or hardly sparse keys cost O(n d²). With n < d
+    O(d² + n) and some row blocks beyond K. Columns that depend exactly on others, as in full sets of dummies, cost no
+    more. Centered, ill-conditioned or hardly sparse keys cost O(n d²). With n < d
     the time is O(nnz + n³) where most columns have few entries, and never above O(n² d). Columns of zeros do not
     count in d. The memory is O(nnz + n²), and O(n d) with `center`.
 
@@ -256,29 +299,36 @@ def leverage_scores(
     approximate = check_method(method)
     source = as_source(K)
     if source is not None:
-        if (
-            method in SCANNED
-            and center is False
-            and mask is None
-            and rtol is None
-            and real_number("ridge", ridge) == 0
-        ):
+        plain = not center and all(option is None for option in (rank, mask, weights, rtol))
+        if method in SCANNED and plain and not ridge_of(ridge, relative_ridge):
             return scores_of_chunks(source, str(method))
         if not isinstance(K, KeySource):
             raise ValueError(
-                "K gives chunks; expected method 'auto' or 'gram', and no ridge, center, mask or rtol. For other "
-                "options give keys in an array or a file"
+                "K gives chunks; expected method 'auto' or 'gram', and no rank, ridge, center, mask, weights or rtol. "
+                "For other options give keys in an array or a file"
             )
+        given: dict[str, Any] = {"method": method, "ridge": ridge, "relative_ridge": relative_ridge}
+        given |= {"rank": rank, "center": center, "mask": mask, "weights": weights, "rtol": rtol}
         with whole_keys(K) as keys:
-            return leverage_scores(keys, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
-    matrices = as_matrices(K, "K", sparse=True).masked(mask)
+            return leverage_scores(keys, **given)
+    matrices, roots, power = read_keys(K, mask, weights, center)
     if approximate:
-        if ridge or rtol is not None:
-            raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
-        return matrices.wrap(_approximated(matrices, method, center))
-    ridge = real_number("ridge", ridge)
-    if not 0 <= ridge < math.inf:
-        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
+        if rank is not None:
+            raise ValueError(f"rank is {rank!r}; expected None for method={method!r}, which has no singular vectors")
+        if ridge or relative_ridge or rtol is not None:
+            raise ValueError(
+                f"ridge, relative_ridge and rtol are {ridge!r}, {relative_ridge!r} and {rtol!r}; expected 0, 0 and "
+                f"None for method={method!r}"
+            )
+        return matrices.wrap(_approximated(matrices, method, center, roots))
+    added = ridge_of(ridge, relative_ridge)
+    if rank is not None:
+        count = whole_number("rank", rank, what="a whole number of singular values")
+        if added or rtol is not None:
+            raise ValueError("rank is given with a ridge or rtol; expected one of them, as each changes the scores")
+        rows = replace(rows_of(matrices, center), weights=roots)
+        full = factorize(matrices, method="gram", center=center, weights=roots)
+        return matrices.wrap(to_device(scores_of_rank(rows, full, count), matrices.data))
     if rtol is not None:
         rtol, least = real_number("rtol", rtol), rank_tolerance(matrices.d)
         if not least <= rtol < 1:
@@ -286,7 +336,7 @@ def leverage_scores(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
-    options: dict[str, Any] = {"ridge": ridge, "center": center, "rtol": rtol}
+    options: dict[str, Any] = {"ridge": added.below(power), "center": center, "rtol": rtol, "weights": roots}
     factor = factorize(matrices, method=str(method), scores_only=True, **options)
     scores, _ = factor.scores(numerical=True)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
@@ -302,10 +352,20 @@ def scores_of_chunks(source: Source, method: str, progress: Any = None, path: An
     return found.example.wrap(found.scores)
 
 
-def _approximated(matrices: Matrices, method: Any, center: Any) -> Any:
+def read_keys(K: Any, mask: Any, weights: Any, center: Any) -> tuple[Matrices, Float64 | None, int]:
+    """Return the keys that take part, the roots of their weights over a power of two, and that power."""
+    if weights is not None and center:
+        raise ValueError(
+            "weights are given and center is True; expected one of both. For scores of keys less their weighted mean "
+            "append a column of ones to K, and subtract w / sum(w) from its scores"
+        )
+    return weighted(as_matrices(K, "K", sparse=True).masked(mask), weights)
+
+
+def _approximated(matrices: Matrices, method: Any, center: Any, weights: Float64 | None) -> Any:
     """Return approximate scores, (b, n)."""
     left, right = sketches_of(method, matrices.n, matrices.d)
-    rows = rows_of(matrices, center)
+    rows = replace(rows_of(matrices, center), weights=weights)
     factor = factor_moments(rows) if left is None else sketched_factor(rows, Sketch(left))
     return (factor if right is None else projected(factor, right)).scores()[0]
 
@@ -346,8 +406,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     K : array of shape (..., n, d)
         Keys in the order in which they come, as in `leverage_scores`, but not sparse.
     ridge : float, default 0
-        The number λ itself, at least 0 (the ridge of `leverage_scores` is relative to the keys). It lowers every
-        score.
+        The number λ, at least 0, as in `leverage_scores`. It lowers every score.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others score 0, later scores ignore them, and their values are not read.
 

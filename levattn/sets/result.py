@@ -188,6 +188,33 @@ class UniversalSet(ListedKeys):
         refuse_batch(self.batch, "indices are")
         return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0]).astype(np.int64, copy=False)
 
+    @where_arrays_are
+    def scores_of(self, X: Any, /) -> Any:
+        """Return the leverage scores of any rows against the keys, ``kᵀ G⁺ k``, as `levattn.linalg.Factor.scores_of`.
+
+        Parameters
+        ----------
+        X : array of shape (..., m, d)
+            Rows, for each matrix of the batch.
+
+        Returns
+        -------
+        array of float64, shape (..., m)
+            Scores, infinite for rows outside the row space.
+
+        Raises
+        ------
+        TypeError
+            If X is no array of real floating dtype, or lies elsewhere than the factor.
+        ValueError
+            If the factor of the set is of a sketch, or X has other columns or another batch.
+        """
+        if not self.exact_factor:
+            raise ValueError(
+                "the set holds the factor of a sketch; expected the factor of its keys. Use set.rechecked(K)"
+            )
+        return self.factor.scores_of(X)
+
     @property
     @where_arrays_are
     def member_scores(self) -> Any:

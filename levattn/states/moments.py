@@ -9,13 +9,14 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, to_numpy, with_shape
+from levattn._core.arrays import Matrices, named_numpy, to_numpy, with_shape
 from levattn._core.checks import check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, lock_of, locked, locked_with, shaped, twin, whole
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
+from levattn.linalg.weighted import checked_weights
 from levattn.states.blocks import BlockSums, RunningSums, held_as, present_rows, readable, same_decay
 
 
@@ -196,7 +197,7 @@ class Moments(StoredState, name="Moments", version=2):
             number in the stream, counted from the first row that this state was given. The state is as it was.
         """
         matrices, rows = readable(K, mask)
-        self.add(matrices, rows, None if weights is None else _weights(weights, matrices, rows))
+        self.add(matrices, rows, None if weights is None else checked_weights(weights, matrices, rows))
         return self
 
     def add(self, matrices: Matrices, rows: Rows, weights: Any = None) -> None:
@@ -398,29 +399,3 @@ def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None
     if not fits or not ((rates > 0) & (rates <= 1)).all():
         raise ValueError(problem)
     return None if (rates == 1).all() else rates
-
-
-def _weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
-    """Return weights as (b, m) in float64 where the rows are, 0 for masked ones, or raise."""
-    shape = (*matrices.batch, matrices.n)
-    if array_api_compat.is_torch_array(weights):
-        weights = weights.detach()
-        weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
-    found = as_cupy(weights) if not isinstance(rows.keys, np.ndarray) else None
-    if found is None:
-        found = named_numpy("weights", weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
-        found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
-        if not isinstance(rows.keys, np.ndarray):
-            found = array_namespace(rows.keys).asarray(found)
-    if found.dtype.kind not in "fiu":
-        raise TypeError(f"weights is of dtype {found.dtype}; expected numbers")
-    xp = array_namespace(found)
-    try:
-        found = xp.reshape(xp.broadcast_to(xp.astype(found, xp.float64), shape), rows.shape[:2])
-    except ValueError:
-        raise ValueError(f"weights has shape {tuple(found.shape)}; expected one that broadcasts to {shape}") from None
-    if rows.mask is not None:
-        found = xp.where(rows.mask, found, xp.zeros_like(found))
-    if not bool(xp.all((found >= 0) & xp.isfinite(found))):
-        raise ValueError("weights hold a number below 0, or NaN or infinity; expected finite ones of at least 0")
-    return found

@@ -210,7 +210,7 @@ def test_input_is_not_written(storage: str) -> None:
     raw = keys(7)
     K, Q, V = STORAGE[storage](raw), STORAGE[storage](keys(8, (5, 4))), STORAGE[storage](keys(9))
     before = [as_float64(x) for x in (K, Q, V)]
-    for options in ({}, {"center": True}, {"ridge": 0.1}, {"method": "qr"}, {"method": "svd"}):
+    for options in ({}, {"center": True}, {"relative_ridge": 0.1}, {"method": "qr"}, {"method": "svd"}):
         levattn.leverage_scores(K, **options)
     levattn.universal_set(K, size=5)
     levattn.heavy_attention(Q, K, 0.1).apply(V, compensate="mean")

@@ -48,7 +48,11 @@ def test_scores_of_the_library_are_those_defined(K):
     close(levattn.leverage_scores(K), definitions.leverage_scores(K))
     relative = 0.3
     absolute = relative * np.sum(K**2) / K.shape[1]
-    close(levattn.leverage_scores(K, ridge=relative), definitions.leverage_scores(K, absolute))
+    close(levattn.leverage_scores(K, relative_ridge=relative), definitions.leverage_scores(K, absolute))
+    close(levattn.leverage_scores(K, ridge=absolute), definitions.leverage_scores(K, absolute))
+    dimension = definitions.effective_dimension(K, absolute)
+    close([levattn.effective_dimension(K, relative_ridge=relative)], [dimension])
+    close([definitions.leverage_scores(K, absolute).sum()], [dimension])
     close(levattn.online_leverage_scores(K, ridge=0.5), definitions.online_leverage_scores(K, 0.5))
     labels = np.arange(len(K)) % 3
     close(levattn.group_leverage(K, labels), definitions.group_leverage(K, labels))

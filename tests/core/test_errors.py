@@ -313,8 +313,12 @@ def wrong_arguments() -> Iterator[Any]:
         yield f"{name} by no method", unknown, ValueError, "method", "cholesky", "auto", "gram", r"\bqr\b", "svd"
         yield f"{name} by None", partial(FUNCTIONS[name], GOOD, method=None), either, "method"
     for value in (-1e-3, np.nan, np.inf):
-        ridge = partial(levattn.leverage_scores, GOOD, ridge=value)
-        yield f"ridge {value}", ridge, ValueError, "ridge", re.escape(str(value))
+        for name in ("ridge", "relative_ridge"):
+            for function in (levattn.leverage_scores, levattn.effective_dimension):
+                call = partial(function, GOOD, **{name: value})
+                yield f"{name} {value} of {function.__name__}", call, ValueError, rf"^{name} is", re.escape(str(value))
+    both = partial(levattn.leverage_scores, GOOD, ridge=1, relative_ridge=2)
+    yield "two ridges", both, ValueError, "ridge and relative_ridge are 1 and 2", "one of them"
     for value in (-1e-3, np.nan, 1.5, 0.0, 1e-17):
         yield f"rtol {value}", partial(levattn.leverage_scores, GOOD, rtol=value), ValueError, "rtol"
     for method in (SignJL(20), (OSNAP(20), 8), Sketch(OSNAP(20))):
@@ -427,7 +431,7 @@ def test_no_queries() -> None:
 def test_keys_of_zeros(method: str) -> None:
     K = np.zeros((5, 3))
     assert not np.any(levattn.leverage_scores(K, method=method))
-    assert not np.any(levattn.leverage_scores(K, method=method, ridge=0.1))
+    assert not np.any(levattn.leverage_scores(K, method=method, relative_ridge=0.1))
     found = levattn.universal_set(K, 1e-300, method=method)
     assert len(found) == 0
     assert found.rank == 0

@@ -17,7 +17,7 @@ N, D = 60, 4
 # name -> shapes of the arrays, and a function of them; the result is made of arrays
 ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "leverage_scores": (((N, D),), levattn.leverage_scores),
-    "leverage_scores, centered": (((2, N, D),), lambda K: levattn.leverage_scores(K, center=True, ridge=0.1)),
+    "leverage_scores, centered": (((2, N, D),), lambda K: levattn.leverage_scores(K, center=True, relative_ridge=0.1)),
     "universal_set": (((N, D),), lambda K: levattn.universal_set(K, 0.1).mask),
     "universal_set, f": (((N, D),), lambda K: levattn.universal_set(K, 0.1, f=levattn.Huber()).scores),
     "universal_set, coverage": (

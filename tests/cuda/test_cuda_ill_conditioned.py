@@ -103,7 +103,7 @@ def test_a_head_has_the_same_bits_alone_and_beside_others(cupy: Any, name: str) 
 @pytest.mark.parametrize("rtol", [None, 1e-6])
 def test_a_ridge_and_a_tolerance_decide_as_in_main_memory(cupy: Any, ridge: float, rtol: float | None) -> None:
     K = np.stack([KEYS[name] for name in SPREADS])
-    options: dict[str, Any] = {"ridge": ridge, "rtol": rtol}
+    options: dict[str, Any] = {"relative_ridge": ridge, "rtol": rtol}
     expected = levattn.leverage_scores(K, **options)
     np.testing.assert_allclose(levattn.leverage_scores(cupy.asarray(K), **options).get(), expected, rtol=1e-5)
 

@@ -132,8 +132,8 @@ def test_named_keys(name: str, storage: str) -> None:
 def test_ridge(name: str, ridge: float, storage: str) -> None:
     keys = STORAGE[storage](strategies.case(name))
     values = as_float64(keys)
-    exact = naive.leverage_exact(values, ridge=ridge)
-    scores = levattn.leverage_scores(keys, ridge=ridge)
+    exact = naive.leverage_exact(values, relative_ridge=ridge)
+    scores = levattn.leverage_scores(keys, relative_ridge=ridge)
     assert relative_error(scores, exact, values.shape[1]) <= (1e-9 if storage == "float64" else 1e-6)
 
 
@@ -141,8 +141,8 @@ def test_ridge(name: str, ridge: float, storage: str) -> None:
 def test_ridge_on_graded_columns(method: str) -> None:
     # The penalty is of the size of the large columns: the others' directions fade, and no row counts as 1.
     keys = strategies.graded(_rng("ridge"), 51, 16, 1e-16)
-    scores = levattn.leverage_scores(keys, method=method, ridge=10.0)
-    np.testing.assert_allclose(scores, naive.leverage_exact(keys, ridge=10.0), rtol=1e-9)
+    scores = levattn.leverage_scores(keys, method=method, relative_ridge=10.0)
+    np.testing.assert_allclose(scores, naive.leverage_exact(keys, relative_ridge=10.0), rtol=1e-9)
 
 
 @pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])

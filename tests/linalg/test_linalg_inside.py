@@ -1,15 +1,18 @@
 """Factors, their parts.
 
-Inside: the memory of a machine is made small.
+Inside: the memory of a machine is made small, and sparse keys must not be read in another basis.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 import levattn
-from levattn.linalg import reading
+import strategies
+from levattn.linalg import reading, sums
 from levattn.states import Moments
 
 
@@ -28,3 +31,21 @@ def test_states_refuse_sums_larger_than_the_memory(monkeypatch: pytest.MonkeyPat
         state.update(K[:, :100])  # it is as it was
     monkeypatch.setattr(reading, "_memory", lambda: None)
     assert Moments(10**6).d == 10**6
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_dependent_sparse_columns_take_no_pass_in_another_basis(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = np.random.default_rng(0).integers(0, [8, 5], (300, 2))
+    K = np.hstack([np.eye(8)[levels[:, 0]], factor * np.eye(5)[levels[:, 1]]])
+    whole = sums.moments_of_items
+
+    def without_basis(*arguments: Any, **options: Any) -> Any:
+        assert options.get("basis") is None
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(sums, "moments_of_items", without_basis)
+    assert levattn.universal_set(strategies.csr(K), 0.1).rank == 12
+    with pytest.raises(AssertionError):
+        levattn.universal_set(K, 0.1)  # dense keys take such a pass

@@ -177,7 +177,7 @@ def test_a_ridge_and_a_tolerance_see_more_than_the_column_space() -> None:
     K = gauss(6, 15)
     G = K @ K.T
     expected = np.diag(G @ np.linalg.inv(G + 0.1 * np.trace(G) / 15 * np.eye(6)))
-    np.testing.assert_allclose(levattn.leverage_scores(K, ridge=0.1), expected, rtol=DOUBLE)
+    np.testing.assert_allclose(levattn.leverage_scores(K, relative_ridge=0.1), expected, rtol=DOUBLE)
     K[0] *= 1e-6
     assert levattn.leverage_scores(K, rtol=1e-3)[0] < 0.01
 
@@ -285,7 +285,7 @@ def test_sparse_keys_have_a_ridge(kind: str, method: Any, dtype: str) -> None:
     G = there @ there.T
     size = 1e-3 * np.trace(G) / K.shape[1]
     expected = np.diag(G @ np.linalg.inv(G + (size or 1.0) * np.eye(len(K))))
-    found = levattn.leverage_scores(strategies.csr(K, dtype), ridge=1e-3, method=method, mask=mask)
+    found = levattn.leverage_scores(strategies.csr(K, dtype), relative_ridge=1e-3, method=method, mask=mask)
     assert found.dtype == dtype
     np.testing.assert_allclose(found, expected, rtol=1e-9 if dtype == "float64" else 1e-6, atol=1e-14)
 
@@ -309,23 +309,23 @@ def test_a_ridge_is_of_columns_as_they_are_whatever_their_sizes(stored: Any) -> 
     X = K - K.mean(axis=0)
     size = 0.1 * np.sum(X**2) / 6
     expected = np.diag(X @ np.linalg.inv(X.T @ X + size * np.eye(6)) @ X.T)
-    found = levattn.leverage_scores(stored(K), ridge=0.1, center=True)
+    found = levattn.leverage_scores(stored(K), relative_ridge=0.1, center=True)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
     one = stored(np.array([[-2.78e-215, -1.44e116]]))
-    np.testing.assert_allclose(levattn.leverage_scores(one, ridge=0.1), 1 / (1 + 0.1 / 2), rtol=1e-12)
+    np.testing.assert_allclose(levattn.leverage_scores(one, relative_ridge=0.1), 1 / (1 + 0.1 / 2), rtol=1e-12)
     far = stored(np.array([[1e-300, 0, 0], [0, 1e300, 0]]))
-    found = levattn.leverage_scores(far, ridge=1.0, mask=np.array([True, False]))
+    found = levattn.leverage_scores(far, relative_ridge=1.0, mask=np.array([True, False]))
     np.testing.assert_allclose(found, [0.75, 0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS[:3])
 def test_a_ridge_of_tiny_keys_counts_beside_a_column_of_zeros(method: Any) -> None:
-    found = levattn.leverage_scores(np.array([[0.0, 1e-305]]), ridge=100.0, method=method)
+    found = levattn.leverage_scores(np.array([[0.0, 1e-305]]), relative_ridge=100.0, method=method)
     np.testing.assert_allclose(found, 1 / 51, rtol=1e-9)
 
 
 def test_sparse_keys_that_are_not_finite_are_refused() -> None:
-    for options in ({}, {"ridge": 0.1}, {"center": True}):
+    for options in ({}, {"relative_ridge": 0.1}, {"center": True}):
         K = scattered(9, 300, 3)
         K[4, np.flatnonzero(K[4])[0]] = np.inf
         with pytest.raises(levattn.NonFiniteError, match="row 4"):
@@ -535,7 +535,7 @@ def test_memory_of_sparse_keys_is_that_of_the_rows(repeated: int) -> None:
     calls = {
         "scores": lambda: levattn.leverage_scores(K),
         "qr": lambda: levattn.leverage_scores(K, method="qr"),
-        "ridge": lambda: levattn.leverage_scores(K, ridge=0.1),
+        "ridge": lambda: levattn.leverage_scores(K, relative_ridge=0.1),
         "centered": lambda: levattn.leverage_scores(K, center=True),
         "set": lambda: levattn.universal_set(K, 0.1),
     }

@@ -8,16 +8,17 @@ from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, combine, larger, smaller, subtract_rows
 from levattn._kernels.scratch import clear, empty, zeros
 
-_STEP = 8  # inner loops begin and end at multiples of this, so that they run over whole vectors
+STEP = 8  # inner loops begin and end at multiples of this, so that they run over whole vectors
 _LANES = VECTOR_BYTES // 8
 
 
 @helper
-def _factor(at, d, width, c, factor):
+def factor_upper(at, d, width, c, factor, least):
     """Replace the upper triangle of R (d, width) by its Cholesky factor and return the smallest pivot.
 
     `at` is the address of R, and `factor` room for one number. Columns with a `c` that is not positive are left out.
-    The lower triangle then holds meaningless finite numbers.
+    The lower triangle then holds meaningless finite numbers. A pivot that is not positive ends the work. If `least` is
+    positive, a pivot that is not above it sets `c` of its column to 0 instead, which leaves the column out.
     """
     R = as_pointer(at, 0.0)
     smallest = np.inf
@@ -29,6 +30,12 @@ def _factor(at, d, width, c, factor):
                 R[top + k] = 1.0
                 continue
             pivot = R[top + k]
+            if least > 0 and not pivot > least:
+                c[k] = 0.0
+                for j in range(k, width):
+                    R[top + j] = 0.0
+                R[top + k] = 1.0
+                continue
             smallest = smaller(smallest, pivot)
             if not pivot > 0:
                 return smallest
@@ -47,7 +54,7 @@ def _factor(at, d, width, c, factor):
 @helper
 def _scale(at, row, first, width, factor):
     """Multiply a row by `factor` from column `first` on; `at` is the matrix address, `row` the index of its start."""
-    left = first // _STEP * _STEP
+    left = first // STEP * STEP
     place = at + 8 * (row + left)
     combine(factor, place, address(factor), width - left, place, 2)
 
@@ -55,14 +62,14 @@ def _scale(at, row, first, width, factor):
 @helper
 def _subtract_one(source, row, first, width, factor, into):
     """Subtract a row times a factor, from column `first` on, from the row `into` of the same matrix."""
-    left = first // _STEP * _STEP
+    left = first // STEP * STEP
     combine(factor, source + 8 * (row + left), address(factor), width - left, source + 8 * (into + left), 3)
 
 
 @helper
 def _subtract_four(source, row, first, width, a, b, c, e, into):
     """Subtract four rows times a, b, c and e, from column `first` on, from the row `into`."""
-    left = first // _STEP * _STEP
+    left = first // STEP * STEP
     vectors = (width - left) // _LANES
     subtract_rows(source + 8 * (into + left), source + 8 * (row + left), width, a, b, c, e, vectors)
 
@@ -108,7 +115,7 @@ def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
     the smallest pivot, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. See `FactorKernels`.
     """
     d = G.shape[1]
-    width = (d + _STEP - 1) // _STEP * _STEP
+    width = (d + STEP - 1) // STEP * STEP
     R, inverse = zeros(0.0, (d, width)), empty(0.0, (d, width))
     c, scale, sums, factor = empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (1,))
     for s in range(first, last):
@@ -121,7 +128,7 @@ def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
             combine(R, source + i * 8 * d, address(scale) + i * 8, d, at + i * step, 2)
             combine(R, at + i * step, address(scale), d, at + i * step, 1)
             R[i, i] = 1.0 + shift  # the square of a rounded root may differ from it
-        pivot[s] = _factor(at, d, width, c, factor)
+        pivot[s] = factor_upper(at, d, width, c, factor, 0.0)
         inverse_norm_bound[s] = np.inf
         if pivot[s] > 0:
             clear(inverse, 0, d * width)

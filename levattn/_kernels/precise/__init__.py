@@ -48,10 +48,35 @@ class PreciseKernels(Protocol):
         The indices of the new rows go to `chosen`.
         """
 
-    def mark_outside(
-        self, field: _Field, rows: Float64, basis: Any, pivots: Any, rank: int, units: Any, out: Any, /
+    def insert_entries(
+        self,
+        field: _Field,
+        indptr: Any,
+        indices: Any,
+        values: Any,
+        mask: Any,
+        basis: Any,
+        pivots: Any,
+        rank: int,
+        units: Any,
+        chosen: Any,
+        /,
+    ) -> int:
+        """Do `insert_rows` for sparse rows; a mask of size 0 masks nothing."""
+
+    def orthogonal_vector(self, field: _Field, basis: Any, pivots: Any, rank: int, units: Any, out: _Field, /) -> None:
+        """Write residues of a random vector that is orthogonal to the basis and the unit vectors to `out`."""
+
+    def relation_vector(self, field: _Field, top: Float64, bottom: Float64, unit: Float64, out: _Field, /) -> None:
+        """Write residues of a random combination of the columns of ``top / (bottom unit)``, (d, k), to `out`."""
+
+    def mark_products(self, field: _Field, rows: Float64, v: _Field, out: Any, /) -> None:
+        """Set `out` for the rows that are not orthogonal to v."""
+
+    def mark_entry_products(
+        self, field: _Field, indptr: Any, indices: Any, values: Any, mask: Any, v: _Field, out: Any, /
     ) -> None:
-        """Set `out` for the rows that the basis and the unit vectors do not span."""
+        """Do `mark_products` for sparse rows; a masked row is not marked."""
 
     def mark_zeros(self, field: _Field, Q: Float64, K: Float64, rows: Any, columns: Any, out: Any, /) -> None:
         """Set `out` at pairs of orthogonal rows."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
@@ -17,21 +18,35 @@ from levattn._kernels.precise.double_double import (
     solve_tasks,
     split_means,
 )
-from levattn._kernels.precise.span import field, insert_rows, mark_outside, mark_zeros
+from levattn._kernels.precise.span import (
+    entry_product_tasks,
+    field,
+    insert_entries,
+    insert_rows,
+    mark_products,
+    mark_zeros,
+    orthogonal_vector,
+    relation_vector,
+)
 from levattn._kernels.tasks import share, threads_for
 
 __all__ = [
     "field",
+    "insert_entries",
     "insert_rows",
-    "mark_outside",
+    "mark_entry_products",
+    "mark_products",
     "mark_zeros",
     "mean_parts",
+    "orthogonal_vector",
     "precise_products",
     "precise_solutions",
+    "relation_vector",
     "twofold_product",
 ]
 
 
+_RESIDUE_COST = 20.0  # cost of a product modulo a prime, relative to a multiply-add
 _RANGE = 2.0**-900, 2.0**900  # of means whose parts neither underflow nor overflow, nor do products of keys
 
 
@@ -49,6 +64,15 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     X = np.empty_like(Q)
     share(lambda first, last: solve_tasks(columns, Q, first, last, X), len(Q), 5.0 * len(Q) * B.size)
     return X
+
+
+def mark_entry_products(
+    field: Any, indptr: Any, indices: Any, values: Any, mask: Any, v: Any, out: npt.NDArray[np.bool_]
+) -> None:
+    """Mark sparse rows that are not orthogonal to v."""
+    held = field, indptr, indices, values, mask, v
+    work = _RESIDUE_COST * float(indptr[-1] - indptr[0])
+    share(lambda first, last: entry_product_tasks(*held, first, last, out), len(out), work)
 
 
 def mean_parts(origin: Float64, sums: tuple[Float64, Float64], counts: Float64) -> tuple[Float64, bool]:

@@ -145,12 +145,55 @@ def mark_zeros(field, Q, K, rows, columns, out):
 
 
 @jit
-def mark_outside(field, rows, basis, pivots, rank, units, out):
-    """Set `out` for the rows that are not in the span of the basis and the units."""
-    v = empty(np.uint64(0), (rows.shape[1],))
-    _orthogonal(field, basis, pivots, rank, units, v)
+def orthogonal_vector(field, basis, pivots, rank, units, out):
+    """Write a random vector that is orthogonal to the basis and to the units to `out`."""
+    _orthogonal(field, basis, pivots, rank, units, out)
+
+
+@jit
+def relation_vector(field, top, bottom, unit, out):
+    """Write a random combination of the columns of ``top / (bottom unit)``, three matrices (d, k), to `out`."""
+    for c in range(top.shape[0]):
+        total = _ZERO
+        for i in range(top.shape[1]):
+            if top[c, i] == 0:
+                continue
+            x = field[_SECRET] + np.uint64(i + 1) * _MIX
+            x = (x ^ (x >> np.uint64(30))) * _MIX_2
+            term = _product(field, (x ^ (x >> np.uint64(31))) & _MASK, _residue(field, top[c, i]))
+            if bottom[c, i] != 1 or unit[c, i] != 1:
+                below = _product(field, _residue(field, bottom[c, i]), _residue(field, unit[c, i]))
+                term = _product(field, term, _inverse(field, below))
+            total = _sum(field, total, term)
+        out[c] = total
+
+
+@jit
+def mark_products(field, rows, v, out):
+    """Set `out` for the rows that are not orthogonal to a vector of residues."""
     for r in range(rows.shape[0]):
         out[r] = _dot(field, rows[r], v) != _ZERO
+
+
+@helper
+def _entry_dot(field, indices, values, start, stop, v):
+    total = _ZERO
+    for p in range(start, stop):
+        x, y = np.float64(values[p]), v[np.uintp(indices[p])]
+        if x == 1.0:  # most entries of designs
+            total = _sum(field, total, y)
+        elif y and x != 0:
+            total = _sum(field, total, _product(field, _residue(field, x), y))
+    return total
+
+
+@jit
+def entry_product_tasks(field, indptr, indices, values, mask, v, first, last, out):
+    """Do `mark_products` for the sparse rows ``first:last``, as `csr_compiled` describes them."""
+    for r in range(first, last):
+        out[r] = (not mask.size or mask[r]) and _entry_dot(
+            field, indices, values, indptr[r], indptr[r + 1], v
+        ) != _ZERO
 
 
 @helper
@@ -197,6 +240,27 @@ def insert_rows(field, rows, basis, pivots, rank, units, chosen):
         if _dot(field, rows[i], v) != _ZERO:
             for c in range(d):
                 new[c] = _ZERO if units[c] else _residue(field, rows[i, c])
+            chosen[rank] = i
+            rank = _insert(field, new, basis, pivots, rank)
+            _orthogonal(field, basis, pivots, rank, units, v)
+    return rank
+
+
+@jit
+def insert_entries(field, indptr, indices, values, mask, basis, pivots, rank, units, chosen):
+    """Do `insert_rows` for sparse rows, as `csr_compiled` describes them."""
+    d = basis.shape[1]
+    v, new = empty(np.uint64(0), (d,)), empty(np.uint64(0), (d,))
+    _orthogonal(field, basis, pivots, rank, units, v)
+    for i in range(len(indptr) - 1):
+        if mask.size and not mask[i]:
+            continue
+        if _entry_dot(field, indices, values, indptr[i], indptr[i + 1], v) != _ZERO:
+            new[:] = _ZERO
+            for p in range(indptr[i], indptr[i + 1]):
+                c = np.uintp(indices[p])
+                if not units[c]:
+                    new[c] = _residue(field, np.float64(values[p]))
             chosen[rank] = i
             rank = _insert(field, new, basis, pivots, rank)
             _orthogonal(field, basis, pivots, rank, units, v)

@@ -1,0 +1,70 @@
+"""Rows with weights: each is read times the root of its weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, on_cuda, to_device, to_numpy
+from levattn._core.sparse import Csr
+from levattn._core.types import Float64
+from levattn._kernels import Rows
+
+_FAR = 300  # powers of two by which the roots of weights may differ, so that no product with a key underflows
+
+
+def checked_weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
+    """Return weights as (b, m) in float64 where the rows are, 0 for masked ones, or raise."""
+    shape = (*matrices.batch, matrices.n)
+    here = isinstance(rows.keys, np.ndarray | Csr)
+    if array_api_compat.is_torch_array(weights):
+        weights = weights.detach()
+        weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
+    found = None if here else as_cupy(weights)
+    if found is None:
+        found = named_numpy("weights", weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
+        found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
+        if not here:
+            found = array_namespace(rows.keys).asarray(found)
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"weights is of dtype {found.dtype}; expected numbers")
+    xp = array_namespace(found)
+    try:
+        found = xp.reshape(xp.broadcast_to(xp.astype(found, xp.float64), shape), rows.shape[:2])
+    except ValueError:
+        raise ValueError(f"weights has shape {tuple(found.shape)}; expected one that broadcasts to {shape}") from None
+    if rows.mask is not None:
+        found = xp.where(rows.mask, found, xp.zeros_like(found))
+    if not bool(xp.all((found >= 0) & xp.isfinite(found))):
+        raise ValueError("weights hold a number below 0, or NaN or infinity; expected finite ones of at least 0")
+    return found
+
+
+def weighted(matrices: Matrices, weights: Any) -> tuple[Matrices, Float64 | None, int]:
+    """Return the keys of positive weight, the roots of the weights (b, n) over a power of two, and that power.
+
+    Scores do not depend on a common factor of the weights.
+    """
+    if weights is None:
+        return matrices, None, 0
+    if isinstance(matrices.data, np.ndarray | Csr) or on_cuda(matrices.data):
+        found = to_numpy(checked_weights(weights, matrices, Rows.of(matrices)))
+    else:  # of an array of any other library
+        mask = None if matrices.mask is None else to_numpy(matrices.mask)
+        found = checked_weights(weights, matrices, Rows(np.empty((*matrices.data.shape[:2], 0)), "float64", mask))
+    roots = np.sqrt(found)
+    there = roots > 0
+    power = int(np.frexp(roots.max(initial=0.0))[1])
+    roots = np.ldexp(roots, -power)
+    if roots.min(initial=1.0, where=there) < 2.0**-_FAR:
+        raise ValueError(
+            f"weights are from {found.min(initial=np.inf, where=there):.3g} to {found.max():.3g}; expected positive "
+            f"ones that differ by a factor of at most 2^{2 * _FAR}. Give smaller ones as 0 to leave their keys out"
+        )
+    if not there.all():
+        held = to_device(there, matrices.data)
+        matrices = replace(matrices, mask=held if matrices.mask is None else matrices.mask & held)
+    return matrices, np.where(there, roots, 1.0), power

@@ -1,0 +1,404 @@
+"""Random samples of rows by their scores, with the weights that keep sums right, and the distortion they reach."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import as_matrices, is_torch, take_rows, to_device, to_numpy
+from levattn._core.checks import fraction, positive_number, real_number, whole_number
+from levattn._core.device import where_arrays_are
+from levattn._core.random import as_seed
+from levattn._core.sparse import is_scipy_sparse
+from levattn._core.types import Float64, Int64
+from levattn._kernels import Rows
+from levattn.linalg.factor import Factor
+from levattn.linalg.reading import as_read
+from levattn.linalg.sums import moments_of_items
+from levattn.linalg.weighted import weighted
+from levattn.sensitivity.leverage import factorize, ridge_of
+
+_BLOCK = 4096  # sampled rows that are whitened together
+
+
+def sample_size(rank: float, /, distortion: float, failure: float = 0.01) -> int:
+    r"""Rows that suffice in a sample by leverage scores, drawn with replacement.
+
+    .. math:: m = \Bigl\lceil \frac{r \ln(2r/\delta)}{(1+\eta)\ln(1+\eta) - \eta} \Bigr\rceil
+
+    Let S take the m rows and divide them by :math:`\sqrt{m p_j}`, with :math:`p_j = \tau_j / r`. Then with probability
+    at least 1 − δ, ``‖S K y‖²`` is between 1 − η and 1 + η times ``‖K y‖²``, for all y at once.
+
+    Parameters
+    ----------
+    rank : float
+        The rank r of K, or an upper bound such as its number of columns, at least 1.
+    distortion, failure : float in (0, 1)
+        The largest relative change η of squared norms in the column space, and the probability δ of a larger one.
+
+    Returns
+    -------
+    int
+        Number of rows. If it is not below the number of rows of K, a sample is of no use.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of the wrong type or out of its range.
+
+    See Also
+    --------
+    sample_rows : The sample.
+
+    Notes
+    -----
+    Whitened rows have squared norms :math:`\tau_j`. So each term of their sum has norm r/m, and the sum has the mean
+    I. The size is the one for which the matrix Chernoff bound is δ. With probabilities of at least
+    β τ/r, the size is larger by 1/β. Time O(1).
+
+    References
+    ----------
+    Tropp, "User-friendly tail bounds for sums of random matrices", 2012 (arXiv:1004.4389), Theorem 1.1.
+
+    Examples
+    --------
+    >>> import levattn
+    >>> levattn.sample_size(10, distortion=0.5)
+    703
+    """
+    rank, eta, delta = positive_number("rank", rank), fraction("distortion", distortion), fraction("failure", failure)
+    return math.ceil(rank * math.log(2 * max(rank, 1.0) / delta) / _exponent(eta))
+
+
+def _exponent(eta: float) -> float:
+    """Return the exponent of the matrix Chernoff bound, (1 + η) ln(1 + η) − η."""
+    return (1 + eta) * math.log1p(eta) - eta
+
+
+def _promised(rows: float, rank: int, delta: float) -> float:
+    """Return the η below 1 at which the bound of so many rows, over the largest norm of a term, is δ, or infinity."""
+    needed = math.log(2 * rank / delta) / rows if rows > 0 else math.inf
+    low, high = 0.0, 1.0
+    if needed > _exponent(high):
+        return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _exponent(middle) >= needed else (middle, high)
+    return high
+
+
+@dataclass(frozen=True, eq=False)
+class RowSample:
+    """Rows drawn at random, with weights that make sums over them estimates of sums over all rows.
+
+    The result of `sample_rows`. A sum Σ f(k_j) over all rows is estimated without bias by Σ w f(k) over the sample.
+
+    Attributes
+    ----------
+    indices : array of int64, shape (s,)
+        The rows that were drawn, ascending, each once.
+    weights : array of float64, shape (s,)
+        The weight w of each: the number of its draws over m p, times its weight in the call.
+    counts : array of int64, shape (s,)
+        The number of its draws.
+    probabilities : array of float64, shape (s,)
+        The probability p of each in one draw.
+    size : int
+        Number m of draws.
+    rows_of_all : int
+        Number n of rows that were drawn from.
+    eigenvalues : tuple of float
+        The least and the largest ratio of ``Σ w ⟨k, y⟩²`` to ``‖K y‖²``, for any y outside the null space of K. With a
+        ridge λ, both have λ‖y‖² added.
+    promised : float
+        The distortion that the theorem of `sample_size` promises for these draws, except with probability `failure`;
+        infinite where it promises none below 1.
+    failure : float
+        The probability δ of the promise.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((5000, 4))
+    >>> sample = levattn.sample_rows(K, 600, rng=0)
+    >>> S = sample.rows(K)
+    >>> bool(np.linalg.norm(S.T @ S - K.T @ K, 2) <= sample.distortion * np.linalg.norm(K.T @ K, 2))
+    True
+    """
+
+    indices: Int64
+    weights: Float64
+    counts: Int64
+    probabilities: Float64
+    size: int
+    rows_of_all: int
+    eigenvalues: tuple[float, float]
+    promised: float
+    failure: float
+
+    @property
+    def distortion(self) -> float:
+        """The largest relative change of ``‖K y‖²`` over all y that this sample makes; measured, not estimated."""
+        return max(1 - self.eigenvalues[0], self.eigenvalues[1] - 1, 0.0)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @where_arrays_are
+    def rows(self, K: Any, /, p: float = 2.0) -> Any:
+        """Return the sampled rows of an array times ``w^(1/p)``.
+
+        Then ``Σ |⟨k, y⟩|^p`` over them estimates the sum over all rows, as of squares for p = 2: give the keys, and
+        the targets of a regression.
+
+        Parameters
+        ----------
+        K : array of shape (n, ...), or a sparse matrix in CSR format
+            The rows, or anything that goes with them.
+        p : float, default 2
+            The power, above 0.
+
+        Returns
+        -------
+        array of shape (s, ...)
+            In the kind and dtype of K.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If K has not n rows, or p is not above 0.
+        """
+        p = positive_number("p", p)
+        n = K.shape[0] if getattr(K, "shape", ()) else None
+        if n != self.rows_of_all:
+            raise ValueError(f"K has {n} rows; expected {self.rows_of_all}, the rows that were sampled")
+        root = self.weights ** (1 / p)
+        if is_scipy_sparse(K):
+            return K[self.indices].multiply(root[:, None].astype(K.dtype)).tocsr()
+        root = root.reshape(-1, *(1,) * (K.ndim - 1))
+        if isinstance(K, np.ndarray):
+            return K[self.indices] * root.astype(K.dtype)
+        xp = array_api_compat.array_namespace(K)
+        taken = xp.take(K, to_device(self.indices, K), axis=0)
+        return taken * xp.astype(to_device(root, K), K.dtype)
+
+
+@where_arrays_are
+def sample_rows(
+    K: Any,
+    /,
+    size: int | None = None,
+    *,
+    distortion: float | None = None,
+    failure: float = 0.01,
+    scores: Any = None,
+    ridge: float = 0.0,
+    uniform: float = 0.0,
+    mask: Any = None,
+    weights: Any = None,
+    rng: int | np.random.Generator | None = None,
+) -> RowSample:
+    r"""Draw rows with probabilities proportional to their leverage scores, and weigh them.
+
+    The m draws are independent, with replacement. Row j has the probability
+    :math:`p_j = (1 - u) s_j / \sum_l s_l + u/n`, with its score s and the share u of `uniform`, and the weight
+    :math:`w = 1/(m p_j)` for each of its draws. So :math:`\sum w \, k k^T` has the mean KᵀK.
+
+    For leverage scores and a size of `sample_size`, all ``‖K y‖²`` are kept within 1 ± η, except with probability δ.
+    In the end the distortion of the sample is measured. It comes from the eigenvalues of its whitened second moment,
+    which are exact up to rounding, because the factor of all rows is known.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Rows, as in `leverage_scores`; also a sparse matrix. For least squares, ``min ‖K x − y‖``, give the columns
+        of K and y together. Then the solution on the sample has at most (1 + η)/(1 − η) times the least sum of
+        squares.
+    size : int, optional
+        Number m of draws, at least 1.
+    distortion : float in (0, 1), optional
+        Instead of `size`: the distortion η that is promised. Where it takes n draws or more, every row is taken, with
+        a weight of 1.
+    failure : float in (0, 1), default 0.01
+        The probability δ that the promise fails.
+    scores : array of shape (n,), optional
+        Other scores s, finite and of at least 0, such as `lewis_weights` for a regression in :math:`\ell_p`, upper
+        bounds of sensitivities, or approximate leverage scores. The promise takes their distance from the leverage
+        scores into account. A row of score 0 is never drawn, unless `uniform` is above 0.
+    ridge : float, default 0
+        The number λ: scores are ridge leverage scores, whose sum is the effective dimension, and the distortion is of
+        ``‖K y‖² + λ‖y‖²``. So the sample may be smaller than the rank.
+    uniform : float in [0, 1], default 0
+        The share u of uniform probabilities, as 0.5. It keeps all weights below n/(u m), so that rows of small scores
+        cannot get large weights.
+    mask : array of bool, shape (n,), optional
+        True for a row that takes part.
+    weights : array of float, broadcast to (n,), optional
+        The weight of each row, as in `leverage_scores`. It multiplies the weight in the sample.
+    rng : int, numpy.random.Generator or None
+        Seed of the draws, or a generator that draws a seed; None for the seed 0.
+
+    Returns
+    -------
+    RowSample
+        Rows, weights, the promised distortion and the measured one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, K is not one matrix, or not exactly one of `size` and `distortion` is given.
+    NonFiniteError
+        If the rows hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    sample_size : The size of the theorem.
+    levattn.definitions.sample_rows : The definition, in NumPy.
+    universal_set : The rows of large scores, all of them; it takes no chance, and keeps no sums.
+
+    Notes
+    -----
+    Time O(n d² + s d²), memory O(n + d² log n) beyond K. For `distortion`, the size is
+    :math:`m = \lceil L \ln(2r/\delta) / ((1+\eta)\ln(1+\eta) - \eta) \rceil`, where L is the largest ratio of a
+    (ridge) leverage score to its probability: the rank without other options. The promise is for squares alone,
+    because for other powers the theorems leave constants open.
+
+    References
+    ----------
+    Drineas, Mahoney and Muthukrishnan, "Sampling algorithms for l2 regression and applications", SODA 2006.
+    Tropp, "User-friendly tail bounds for sums of random matrices", 2012 (arXiv:1004.4389), Theorem 1.1.
+    Ma, Mahoney and Yu, "A statistical perspective on algorithmic leveraging", JMLR 16, 2015, for `uniform`.
+    Cohen, Musco and Musco, "Input sparsity time low-rank approximation via ridge leverage score sampling", SODA 2017,
+    for `ridge`. Cohen and Peng, arXiv:1412.0588, for Lewis weights.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((20_000, 5))
+    >>> sample = levattn.sample_rows(K, distortion=0.5, rng=1)
+    >>> sample.size, sample.distortion < 0.5
+    (320, True)
+    """
+    asked = _Asked.checked(size, distortion, failure, uniform)
+    seed, added = as_seed(rng), ridge_of(ridge, 0.0)
+    matrices = as_matrices(K, "K", sparse=True)
+    if matrices.batch:
+        raise ValueError(f"K has shape {(*matrices.batch, matrices.n, matrices.d)}; expected one matrix (n, d)")
+    matrices, roots, power = weighted(matrices.masked(mask), weights)
+    factor = factorize(matrices, method="gram", ridge=added.below(power), weights=roots)
+    exact = to_numpy(factor.scores(as_float64=True, numerical=True)[0])[0]
+    present = np.full(matrices.n, True) if matrices.mask is None else to_numpy(matrices.mask)[0]
+    own = exact if scores is None else np.where(present, _scores_of(scores, matrices.n), 0.0)
+    probabilities = _probabilities(own, present, asked.uniform)
+    counts, promised = asked.draw(probabilities, exact, int(factor.rank[0]), seed)
+    taken = np.flatnonzero(counts)
+    chosen, times, m = probabilities[taken], counts[taken], int(counts.sum())
+    every = asked.eta is not None and promised == 0
+    w = np.ones(len(taken)) if every else times / (m * chosen)
+    eigenvalues = (1.0, 1.0) if every or not exact.any() else _measured(factor, taken, w, ridge=bool(added))
+    given = 1.0 if roots is None else np.ldexp(roots[0, taken], power) ** 2
+    return RowSample(taken, w * given, times, chosen, m, matrices.n, eigenvalues, promised, asked.delta)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Options of `sample_rows`; one of `size` and `eta` is None."""
+
+    size: int | None
+    eta: float | None
+    delta: float
+    uniform: float
+
+    @classmethod
+    def checked(cls, size: Any, distortion: Any, failure: Any, uniform: Any) -> _Asked:
+        """Return the options, or raise."""
+        if (size is None) == (distortion is None):
+            given = "neither" if size is None else "both"
+            raise ValueError(
+                f"size and distortion: {given} given; expected exactly one, a number of draws or a promise"
+            )
+        share = real_number("uniform", uniform)
+        if not 0 <= share <= 1:
+            raise ValueError(f"uniform is {uniform!r}; expected a number from 0 to 1, the share of uniform draws")
+        draws = None if size is None else whole_number("size", size, what="a whole number of draws")
+        eta = None if distortion is None else fraction("distortion", distortion)
+        return cls(draws, eta, fraction("failure", failure), share)
+
+    def draw(self, probabilities: Float64, exact: Float64, rank: int, seed: int) -> tuple[Int64, float]:
+        """Return how often each row is drawn, and the promised distortion; 0 where each row is taken once instead."""
+        if not exact.any():
+            return _drawn(probabilities, self.size or 0, seed), 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):  # the largest norm of a term, times the number of draws
+            largest = float(np.max(np.where(exact > 0, exact / probabilities, 0.0)))
+        draws = self.size
+        if self.eta is not None:
+            needed = largest * math.log(2 * rank / self.delta) / _exponent(self.eta)
+            if not needed < math.inf:
+                raise ValueError(
+                    "scores are 0 for a row that has leverage; expected positive ones, uniform above 0, or a size in "
+                    "place of a distortion"
+                )
+            there = probabilities > 0
+            if needed > np.count_nonzero(there) - 1:
+                return there.astype(np.int64), 0.0
+            draws = math.ceil(needed)
+        return _drawn(probabilities, draws or 0, seed), _promised((draws or 0) / largest, rank, self.delta)
+
+
+def _scores_of(scores: Any, n: int) -> Float64:
+    """Return the caller's scores, (n,), or raise."""
+    found = (
+        to_numpy(scores.detach() if is_torch(scores) else scores) if hasattr(scores, "shape") else np.asarray(scores)
+    )
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"scores is of dtype {found.dtype}; expected numbers")
+    if found.shape != (n,):
+        raise ValueError(f"scores has shape {found.shape}; expected ({n},), one for each row")
+    found = found.astype(np.float64)
+    if not ((found >= 0) & np.isfinite(found)).all():
+        raise ValueError("scores hold a number below 0, or NaN or infinity; expected finite ones of at least 0")
+    return found
+
+
+def _probabilities(scores: Float64, present: npt.NDArray[np.bool_], share: float) -> Float64:
+    """Return the probabilities of the rows, (n,); zeros if no row can be drawn."""
+    largest = scores.max(initial=0.0)
+    if not largest:
+        return np.zeros(len(scores))
+    scaled = scores / largest  # so that no sum overflows
+    return np.asarray((1 - share) * scaled / scaled.sum() + share * present / np.count_nonzero(present))
+
+
+def _drawn(probabilities: Float64, draws: int, seed: int) -> Int64:
+    """Return how often each row is drawn, (n,)."""
+    ends = np.cumsum(probabilities)
+    if not len(ends) or not ends[-1]:
+        return np.zeros(len(ends), np.int64)
+    places = np.random.default_rng(seed).random(draws) * ends[-1]
+    found = np.searchsorted(ends, places, side="right")
+    last = int(np.flatnonzero(probabilities)[-1])
+    return np.bincount(np.minimum(found, last), minlength=len(ends))
+
+
+def _measured(factor: Factor, taken: Int64, w: Float64, *, ridge: bool) -> tuple[float, float]:
+    """Return the least and the largest eigenvalue of ``Σ w x xᵀ`` over whitened rows x, and of the ridge's part."""
+    W, rows = factor.whitening[0], factor.rows
+    live = np.any(W != 0, axis=0)
+    G = np.zeros((int(live.sum()),) * 2)
+    if ridge:  # the part of λ is what the rows lack
+        whole = to_numpy(moments_of_items(rows, [0], basis=to_device(W[None], rows.keys)))[0]
+        G = np.eye(len(G)) - whole[np.ix_(live, live)]
+    for start in range(0, len(taken), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        weights = None if rows.weights is None else rows.weights[:, taken[part]]
+        keys = take_rows(rows.keys, taken[part])
+        some = Rows(keys, rows.format, shift=rows.shift, scale=rows.scale, weights=weights)
+        X = factor.whitened(as_read(some))
+        G += X.T @ (w[part, None] * X)
+    found = np.linalg.eigvalsh(G)
+    return float(found[0]), float(found[-1])

@@ -1,0 +1,91 @@
+"""Approximate scores with bounds: exact scores lie between them, and the distortion is that of the sketch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import naive
+import strategies
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL
+from strategies import Float
+
+RNG = np.random.default_rng(0)
+TALL = RNG.standard_normal((600, 6)) * [1, 2, 3, 1e-3, 5, 1e3]
+KEYS = {
+    "tall": TALL,
+    "deficient": np.hstack([TALL, 2 * TALL[:, :3]]),
+    "a key alone": np.vstack([np.pad(TALL, ((0, 0), (0, 1))), np.eye(1, 7, 6)]),
+    "heavy tails": RNG.standard_normal((600, 4)) * np.abs(RNG.standard_cauchy((600, 1))),
+}
+METHODS = [CountSketch(80, seed=1), OSNAP(60, seed=2), SRHT(64, seed=3), GaussianJL(8, seed=4)]
+
+
+@pytest.mark.parametrize("method", [*METHODS, (OSNAP(60), GaussianJL(8)), "osnap", "jl"], ids=str)
+@pytest.mark.parametrize("kind", KEYS)
+def test_exact_scores_lie_between_the_bounds(kind: str, method: Any) -> None:
+    K = KEYS[kind]
+    exact = naive.leverage_exact(K)
+    for stored in (np.asarray, strategies.csr):
+        found = levattn.sketched_scores(stored(K), method)
+        assert (found.lower <= exact * (1 + 1e-9)).all()
+        assert (exact <= found.upper * (1 + 1e-9)).all()
+        assert found.failure == 1e-6
+        np.testing.assert_allclose(found.scores, levattn.leverage_scores(stored(K), method=method), rtol=1e-6)
+        if isinstance(method, GaussianJL):
+            assert found.distortion < 1e-9
+
+
+def distortion_of(sketch: Any, K: Float) -> float:
+    """The largest relative change of squared norms in the column space, from the sketch of its orthonormal basis."""
+    U = np.linalg.svd(K / np.linalg.norm(K, axis=0), full_matrices=False)[0]
+    s = np.linalg.svd(levattn.sketch.Sketch(sketch).apply(U), compute_uv=False) ** 2
+    return float(max(s[0] - 1, 1 - s[-1]))
+
+
+@pytest.mark.parametrize("method", METHODS[:3], ids=str)
+def test_the_distortion_is_that_of_the_sketch(method: Any) -> None:
+    found = levattn.sketched_scores(TALL, method)
+    np.testing.assert_allclose(found.distortion, distortion_of(method, TALL), rtol=1e-6)
+    ratio = found.scores / levattn.leverage_scores(TALL)
+    eta = found.distortion
+    assert ratio.max() <= 1 / (1 - eta) * (1 + 1e-9) if eta < 1 else True
+    assert ratio.min() >= 1 / (1 + eta) * (1 - 1e-9)
+
+
+def test_more_columns_than_are_factored() -> None:
+    K = RNG.standard_normal((3000, 330))
+    found, exact = levattn.sketched_scores(K, OSNAP(1200)), levattn.leverage_scores(K)
+    assert ((found.lower <= exact) & (exact <= found.upper)).all()
+    assert distortion_of(OSNAP(1200), K) <= found.distortion < 20
+
+
+def test_batches_masks_weights_and_lost_directions() -> None:
+    K = np.stack([TALL, TALL[::-1]]).astype(np.float32)
+    mask, w = np.arange(600)[None] % 3 > 0, RNG.random(600)
+    found = levattn.sketched_scores(K, OSNAP(60), mask=mask, weights=w)
+    exact = levattn.leverage_scores(K.astype(float), mask=mask, weights=w)
+    assert (found.scores.shape, found.distortion.shape) == ((2, 600), (2,))
+    assert ((found.lower <= exact * (1 + 1e-6)) & (exact <= found.upper * (1 + 1e-6))).all()
+    centered = levattn.sketched_scores(TALL, OSNAP(60), center=True)
+    exact = levattn.leverage_scores(TALL, center=True)
+    assert ((centered.lower <= exact) & (exact <= centered.upper)).all()
+    lost = np.zeros((100, 2))
+    lost[:98, 0], lost[98:, 1] = 1, [1, -1]
+    seeds = [levattn.sketched_scores(lost, CountSketch(2, seed=seed)) for seed in range(20)]
+    for found in seeds:
+        exact = levattn.leverage_scores(lost)
+        assert ((found.lower <= exact * (1 + 1e-9)) & (exact <= found.upper * (1 + 1e-9))).all()
+    assert any(np.isinf(found.distortion) for found in seeds)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="method is 'qr', which is exact"):
+        levattn.sketched_scores(TALL, "qr")
+    with pytest.raises(ValueError, match="method is 'sketch'"):
+        levattn.sketched_scores(TALL, "sketch")
+    with pytest.raises(ValueError, match="at least d = 6 rows"):
+        levattn.sketched_scores(TALL, OSNAP(4))
