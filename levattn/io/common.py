@@ -141,12 +141,11 @@ def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFile
     )
 
 
-def check_dtype(path: Path, array: str, dtype: object, wanted: Wanted) -> None:
-    """Refuse integers, unless they are to be converted."""
+def check_dtype(path: Path, array: str, dtype: object, wanted: Wanted, otherwise: str = "") -> None:
+    """Refuse integers, unless they are to be converted; the remedy may have another way."""
     if wanted.dtype is None and "int" in str(dtype):
-        raise refusal(
-            path, f"{array} holds {dtype}, expected floats", "convert it with dtype='float64' or dtype='float32'"
-        )
+        remedy = f"convert it with dtype='float64' or dtype='float32'{otherwise}"
+        raise refusal(path, f"{array} holds {dtype}, expected floats", remedy)
 
 
 def choose(path: Path, names: Sequence[str], tensor: str | None) -> str:

@@ -191,7 +191,8 @@ def _columns_of(path: Path, kinds: dict[str, Any], wanted: Wanted, left_out: set
             raise refusal(path, f"column {name!r} holds {kinds[name]}, expected floats", _CHOOSE)
     dtypes = [np.dtype(_NUMBERS[str(kinds[name])]) for name in names]
     for name, dtype in zip(names, dtypes, strict=True):
-        check_dtype(path, f"column {name!r}", dtype, wanted)
+        otherwise = ", or leave it out by columns= or as id=" if wanted.columns is None else ""
+        check_dtype(path, f"column {name!r}", dtype, wanted, otherwise)
     return _Keys(names, None, len(names), np.result_type(*dtypes))
 
 
@@ -405,6 +406,9 @@ def open_text(path: Path, wanted: Wanted) -> Iterator[Opened]:
 def _has_names(path: Path, names: list[str]) -> bool:
     """Tell whether the first line of a text has the names of the columns, not the first row; refuse doubtful lines."""
     numbers = [name for name in names if _is_number(name)]
+    if len(names) == 1 and re.search("[,;\t]", names[0]):
+        problem = f"has one column, {names[0]!r}, by the separator of its suffix"
+        raise refusal(path, problem, "separate .csv files by commas and .tsv files by tabs")
     if all(map(_WHOLE.fullmatch, names)):
         problem = f"begins with a line of whole numbers, {listed(names)}, which may be names or a row"
         raise refusal(path, problem, "write a line of names before it, or in its place, such as x0")

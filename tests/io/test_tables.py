@@ -226,13 +226,17 @@ def test_text_without_names(tmp_path: Path) -> None:
     [
         ("0,1\n2.5,3\n", "begins with a line of whole numbers, '0', '1', which may be names or a row; write a line"),
         ("x,0.5\n2.5,3\n", "begins with a line that holds '0.5' beside text; write a line of names"),
-        ("a;b\n2.5;3\n", "column 'a;b' holds string, expected floats"),
+        ("a;b\n2.5;3\n", "has one column, 'a;b', by the separator of its suffix; separate .csv files by commas"),
+        ("a\tb\n2.5\t3\n", r"has one column, 'a\\tb', by the separator"),
         ("a,b\n2.5,3\n1\n", r"truncated or damaged \(CSV parse error: .*Expected 2 columns, got 1"),
         ("a,b\n2.5,3.5\n" + "1.5,2.5\n" * 300_000 + "x,3\n", r"truncated or damaged \(.*conversion error.*'x'"),
         ("a,b\n2.5,NA\n", "column 'b' holds string"),
         ("a,b\n2.5,\n", "column 'b' has nulls, the first in row 0"),
         ("", r"truncated or damaged \("),
-        ("a,b\n1,2\n3,4\n", "column 'a' holds int64, expected floats; convert it with dtype='float64'"),
+        (
+            "a,b\n1,2\n3,4\n",
+            "column 'a' holds int64, expected floats; convert it with dtype='float64' or dtype='float32', or leave",
+        ),
     ],
 )
 def test_other_text_is_refused(tmp_path: Path, text: str, message: str) -> None:
