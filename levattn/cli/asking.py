@@ -55,13 +55,13 @@ def ask(asked: Asking) -> None:
     check_model_path(asked.model)
     if not asked.context.exists():
         fail(f"{asked.context}: no such file; make it with `levattn compress`")
+    texts = iter([asked.question or ""]) if asked.questions is None else _lines(asked.questions)
     model, tokenizer = opened_decoder(asked.model)
     from levattn.integrations.transformers import CompressedCache, Prompt
 
     cache, prompt = CompressedCache.load(asked.context, model), Prompt(tokenizer)
     sizes = {"positions": cache.context_length, "bytes": cache.nbytes, "dense_bytes": cache.dense_nbytes}
-    alone = asked.question is not None
-    texts = _lines(asked.questions) if asked.question is None else iter([asked.question])
+    alone = asked.questions is None
     for text in texts:
         inputs = prompt.question(text, cache)
         if not inputs["input_ids"].numel():
@@ -87,18 +87,11 @@ def ask(asked: Asking) -> None:
 
 def _answered(asked: Asking, model: Any, cache: Any, inputs: Any, clock: Any) -> Any:
     """Return the question and its greedy answer in tokens."""
-    import transformers
+    from levattn.integrations.transformers.calls import greedy
 
-    own = model.generation_config
-    how = transformers.GenerationConfig(
-        max_new_tokens=asked.max_tokens,
-        do_sample=False,
-        eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id,
-    )
     count = cache.get_seq_length() + inputs["input_ids"].shape[1]
     with forward_errors_in_one_line(asked.model, count, "ask a shorter question"):
-        return cache.ask(model, inputs.to(model.device), generation_config=how, streamer=clock)
+        return cache.ask(model, inputs.to(model.device), streamer=clock, **greedy(model, asked.max_tokens))
 
 
 class _Clock:
@@ -136,22 +129,28 @@ class _Clock:
         return (self._times[-1] - self._times[1]) / further if further else None
 
 
-def _lines(path: Path | None) -> Iterator[str]:
-    """Yield the lines of a file, or of standard input for "-", as they come, without empty ones."""
-    if path is None:
-        return
-    if str(path) != "-":
-        found = [line.strip() for line in read_text(path, "--questions").splitlines()]
-        if not any(found):
-            fail(f"{path} has no questions; write one on each line")
-        yield from filter(None, found)
-        return
+def _lines(path: Path) -> Iterator[str]:
+    """Return the lines of a file, or of standard input for "-" as they come, without empty ones."""
+    if str(path) == "-":
+        return _given()
+    found = [line.strip(" \r") for line in read_text(path, "--questions").splitlines() if line.strip()]
+    if not found:
+        fail(f"{path} has no questions; write one on each line")
+    return iter(found)
+
+
+def _given() -> Iterator[str]:
+    """Yield the lines of standard input."""
+    count = 0
     try:
         for line in sys.stdin:
-            if line.strip():
-                yield line.strip()
+            if line.strip("\ufeff \t\r\n"):
+                count += 1
+                yield line.strip("\ufeff \r\n")
     except UnicodeDecodeError:
         fail("standard input is not UTF-8 text; convert it")
+    if not count:
+        fail("standard input has no questions; write one on each line")
 
 
 def try_budgets(asked: Trial) -> None:
@@ -191,6 +190,11 @@ def try_budgets(asked: Trial) -> None:
 def _with_answers(lines: Iterator[str]) -> list[str] | dict[str, str]:
     """Return questions, with the answers that follow them after a tab if there are any."""
     pairs = [line.partition("\t") for line in lines]
+    for i, (question, _, _) in enumerate(pairs):
+        if not question.strip():
+            fail(f"question {i + 1} of --questions is empty; write it before the tab")
+        if question.strip() in (earlier.strip() for earlier, _, _ in pairs[:i]):
+            fail(f"--questions has {question.strip()!r} twice; ask each question once")
     known = [bool(answer.strip()) for _, _, answer in pairs]
     if any(known) and not all(known):
         fail("--questions has answers for some questions; write an answer after a tab for all of them, or for none")

@@ -75,12 +75,18 @@ def convert(path: Path, folder: Path, dtype: str | None) -> None:
     """Run ``levattn convert``."""
     check_model_path(path)
     if folder.exists():
-        fail(f"{folder} exists; name a new folder")
+        fail(f"{folder}: there is such a file or folder; name a new folder")
     check_output(folder, "FOLDER")
     model, tokenizer = opened_model(path)
     import torch
 
-    model = _plain(model if dtype is None else model.to(getattr(torch, dtype)))
+    known = getattr(model.config, "architectures", None) or [type(model).__name__]
+    if type(model).__name__ not in known:
+        fail(f"{path} is a {known[0]}, whose head would be lost; give a causal decoder, or an encoder without a head")
+    if path.is_file():
+        model = _plain(model)
+    if dtype is not None:
+        model = model.to(getattr(torch, dtype))
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.absolute().parent) as made:
         whole = Path(made) / folder.name
         model.save_pretrained(whole)

@@ -66,7 +66,7 @@ def read_text(path: Path, option: str = "--text") -> str:
     if not path.exists():
         fail(f"{path}: no such file; name a text file with {option}")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         fail(f"{path} is not UTF-8 text; convert it")
 

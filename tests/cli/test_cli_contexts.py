@@ -246,7 +246,7 @@ def answers(*arguments, lines=None):
 def test_many_questions_have_the_answers_of_each_alone(decoder, context, tmp_path):
     lines = ["the head", "", "few and many", "the head"]
     file = tmp_path / "questions.txt"
-    file.write_text("\n".join(lines), encoding="utf-8")
+    file.write_bytes("\r\n".join(lines).encode("utf-8-sig"))
     alone = [answers(decoder, context, line)[0]["answer"] for line in lines if line]
     for found in (answers(decoder, context, lines=lines), answers(decoder, context, "--questions", file)):
         assert [row["question"] for row in found] == [line for line in lines if line]
@@ -275,9 +275,15 @@ def test_wrong_lists_of_questions_are_refused(decoder, context, text, tmp_path):
     assert "expected one of QUESTION and --questions" in refused("ask", decoder, context, status=2)
     assert "expected one of" in refused("ask", decoder, context, "the", "--questions", empty, status=2)
     assert "has no questions; write one on each line" in refused("ask", decoder, context, "--questions", empty)
+    nothing = run("ask", decoder, context, "--questions", "-", given="\n")
+    assert (nothing.exit_code, "standard input has no questions" in nothing.stderr) == (1, True)
     assert "name a text file with --questions" in refused("ask", decoder, context, "--questions", tmp_path / "none")
     tried = ("evaluate", decoder, "--text", text)
     assert "has answers for some questions" in refused(*tried, "--questions", some)
+    for lines, said in (("a\tX\na\tY\n", "has 'a' twice"), ("\tX\n", "question 1 of --questions is empty")):
+        some.write_text(lines, encoding="utf-8")
+        assert said in refused(*tried, "--questions", some)
+    assert "expected one kind" in refused(*tried, "--budget", "0.5", "--budget", "20", status=2)
     assert "has a value twice" in refused(*tried, "--budget", "0.5", "--budget", "0.5", status=2)
     refused(*tried, "--method", "drop", status=2)
 

@@ -198,5 +198,12 @@ def test_a_converted_model_is_the_same(decoder, tmp_path, dtype):
         transformers.AutoTokenizer.from_pretrained(path)(" ".join(WORDS))["input_ids"] for path in (decoder, folder)
     ]
     assert ids[0] == ids[1]
-    assert "exists; name a new folder" in refused("convert", decoder, folder)
+    assert "name a new folder" in refused("convert", decoder, folder)
     assert "there is no folder" in refused("convert", decoder, tmp_path / "none" / "new")
+
+
+def test_a_model_whose_head_would_be_lost_is_not_converted(tmp_path):
+    config = transformers.BertConfig(num_attention_heads=4, **SIZES)
+    folder = saved(transformers.BertForSequenceClassification(config), tmp_path / "model")
+    assert "whose head would be lost" in refused("convert", folder, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

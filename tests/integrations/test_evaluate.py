@@ -13,8 +13,10 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, SIZES  # noqa: E402
 from scipy.stats import binom  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import decoders as decoders_of_tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import Prompt, compress, evaluate, prune  # noqa: E402
 
 WORDS = [
@@ -117,9 +119,103 @@ def test_a_batch_of_documents_is_asked_as_each_alone(template: str | None) -> No
         assert prompt.answers(found, own) == [answer]
 
 
+def tokenizer_of_bytes(template: str, special: list[str]) -> Any:
+    """A tokenizer that merges a space with the word after it."""
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>", *special], show_progress=False)
+    own.train_from_iterator([document(400), "who wrote the letter to whom, and when?"], trainer)
+    own.decoder = decoders_of_tokens.ByteLevel()
+    more = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": special}
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **more)
+    found.chat_template = template
+    return found
+
+
+class Held:
+    """What a prompt reads of a cache."""
+
+    def __init__(self, inputs: Any, answer: list[int] | None = None) -> None:
+        self.context_length = inputs["input_ids"].shape[1]
+        self.tokens = torch.cat([inputs["input_ids"], torch.tensor([answer or []]).long()], 1)
+        self.present = torch.ones_like(self.tokens, dtype=torch.bool)
+
+    def get_seq_length(self) -> int:
+        return int(self.tokens.shape[1])
+
+
+INSTRUCTIONS = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_text_that_merges_with_its_template_is_still_known_to_begin_a_message() -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = tokenizer_of_bytes(INSTRUCTIONS, ["[INST]", "[/INST]"])
+    prompt, text = Prompt(tokenizer), document(10)
+    inputs = prompt.document(text)
+    asked = prompt.question("who wrote it?", Held(inputs))["input_ids"][0].tolist()
+    whole = [{"role": "user", "content": f"{text}\n\nwho wrote it?"}]
+    expected = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(inputs["input_ids"][0].tolist() + asked) == expected
+    plain = Held({"input_ids": torch.tensor([tokenizer(text)["input_ids"]])})
+    alone = [{"role": "user", "content": "who wrote it?"}]
+    assert tokenizer.decode(prompt.question("who wrote it?", plain)["input_ids"][0]) == (
+        tokenizer.apply_chat_template(alone, tokenize=False, add_generation_prompt=True)
+    )
+
+
+def test_an_end_after_a_space_is_not_given_twice() -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = tokenizer_of_bytes(INSTRUCTIONS, ["[INST]", "[/INST]"])
+    prompt = Prompt(tokenizer)
+    inputs = prompt.document(document(10))
+    ended = Held(inputs, tokenizer(" few</s>")["input_ids"])
+    assert tokenizer.decode(prompt.question("when?", ended)["input_ids"][0]) == "[INST] when? [/INST]"
+    cut = Held(inputs, tokenizer(" few")["input_ids"])
+    assert tokenizer.decode(prompt.question("when?", cut)["input_ids"][0]) == " </s>[INST] when? [/INST]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]{% endif %}{% endfor %}",
+        "[INST]{{ messages[-1]['content'] }}[/INST]",
+        "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}[INST]"
+        "{{ m['content'] }}[/INST]{% endfor %}",
+    ],
+)
+def test_a_template_without_answers_takes_first_questions_only(template: str) -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = tokenizer_of_bytes(template, ["[INST]", "[/INST]"])
+    prompt = Prompt(tokenizer)
+    inputs = prompt.document("the keys")
+    asked = prompt.question("who?", Held(inputs))["input_ids"][0].tolist()
+    assert tokenizer.decode(inputs["input_ids"][0].tolist() + asked) == "[INST]the keys\n\nwho?[/INST]"
+    with pytest.raises(ValueError, match="no place for a question after one"):
+        prompt.question("when?", Held(inputs, [5]))
+
+
+def test_a_template_of_parts_gets_parts() -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = tokenizer_of_bytes("", ["[INST]", "[/INST]"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}[INST]{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}"
+        "{% endif %}{% endfor %}[/INST]{% endfor %}"
+    )
+    prompt = Prompt(tokenizer)
+    assert prompt.has_template
+    assert tokenizer.decode(prompt.document("the keys")["input_ids"][0]) == "[INST]the keys"
+    tokenizer.chat_template = "nothing of it"
+    with pytest.raises(ValueError, match="it drops the message"):
+        Prompt(tokenizer)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
+        (lambda prompt, _: prompt.document("the", -1), ValueError, "tokens is -1"),
         (lambda prompt, _: prompt.document(3), TypeError, "document is of type int; expected a text"),
         (lambda prompt, _: prompt.question([]), TypeError, "question is of type list; expected a text"),
         (lambda prompt, cache: prompt.question(["a", "b"], cache), ValueError, "has 2 texts and the cache 3 rows"),
@@ -249,6 +345,8 @@ def test_the_limit_of_changes_is_that_of_clopper_and_pearson(count: int) -> None
         ({"method": "drop"}, ValueError, "method is 'drop'; expected 'compress' or 'prune'"),
         ({"document": ""}, TypeError, "document is ''; expected a text"),
         ({"budgets": []}, ValueError, "budgets is empty"),
+        ({"budgets": 0.25}, TypeError, "budgets is 0.25; expected a list"),
+        ({"questions": {"few": " "}}, TypeError, "questions has 'few': ' '"),
         ({"budgets": [2.5]}, ValueError, "2.5"),
         ({"questions": "few"}, TypeError, "questions is 'few'; expected a sequence of texts"),
         ({"questions": ["few", ""]}, TypeError, "questions has ''"),
@@ -263,6 +361,46 @@ def test_what_cannot_be_compared_is_refused(options: dict[str, Any], error: type
     given = {"document": document(60), **options}
     with pytest.raises(error, match=said):
         evaluate(model_of(), tokenizer_of(), **given)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"use_cache": False},
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+        {"num_return_sequences": 2},
+        {"do_sample": True, "temperature": 5.0},
+        {"repetition_penalty": 3.0},
+        {"min_new_tokens": 3},
+    ],
+)
+def test_answers_are_greedy_whatever_the_model_generates_by_itself(own: dict[str, Any]) -> None:
+    model, tokenizer, text = model_of(), tokenizer_of(), document(60)
+    plain = evaluate(model, tokenizer, text, QUESTIONS, budgets=[0.5])
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    assert evaluate(model, tokenizer, text, QUESTIONS, budgets=[0.5]).answers == plain.answers
+
+
+def test_a_model_in_training_is_refused() -> None:
+    with pytest.raises(ValueError, match="training mode"):
+        evaluate(model_of().train(), tokenizer_of(), document(60))
+
+
+def test_budgets_of_every_kind_are_shown() -> None:
+    budgets = [2048, Selection(0.5), {(0, 0): 0.1}]
+    found = evaluate(model_of(), tokenizer_of(), document(60), QUESTIONS, budgets=budgets)
+    lines = str(found).splitlines()
+    for line, shown in zip(lines[2:], ("2048", "Selection(0.5", "{(0, 0): 0.1}"), strict=False):
+        assert line.lstrip().startswith(shown)
+    assert lines[1].lstrip().startswith("dense")
+
+
+def test_the_largest_budget_of_a_change_is_told_in_any_order() -> None:
+    model, tokenizer, text = model_of(), tokenizer_of(), document(90)
+    found = [evaluate(model, tokenizer, text, QUESTIONS, budgets=order) for order in ([0.1, 0.5], [0.5, 0.1])]
+    assert found[0].changes_at == found[1].changes_at
 
 
 def test_progress_counts_answers() -> None:

@@ -226,6 +226,8 @@ def _ask(
 
 def _budgets(values: list[float], heads: Path | None) -> list[float]:
     found = [slots_or_share(value, heads) for value in values]
+    if len({type(value) for value in found}) > 1:
+        raise typer.BadParameter("--budget has shares and numbers of slots; expected one kind")
     if len(set(found)) < len(found):
         raise typer.BadParameter(f"--budget has a value twice: {', '.join(map(str, found))}")
     return found

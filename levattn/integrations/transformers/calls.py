@@ -14,6 +14,12 @@ _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 # Inputs of models that a tokenizer gives, as lists if it is not told otherwise
 _OF_TOKENIZERS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _AS_TENSORS = "tokenizer(text, return_tensors='pt')"
+# Options of `generate` that change or forbid tokens, or have a cache of their own
+_PROCESSORS = (
+    *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "sequence_bias", "forced_bos_token_id"),
+    *("forced_eos_token_id", "exponential_decay_length_penalty", "min_new_tokens", "cache_implementation"),
+    *("no_repeat_ngram_size", "min_length", "encoder_repetition_penalty", "guidance_scale"),
+)
 _HIDDEN = -1e4  # a mask adds at most this to a masked logit
 _GIVE_PADDING = "Give the model an attention_mask of shape (batch, positions), 0 for padding"
 _PADDING_ALONE = (
@@ -98,6 +104,15 @@ def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
     if keyword is None:
         raise ValueError(f"{type(module).__name__} takes no cache; expected a decoder that does, e.g. Llama or Qwen")
     return {keyword: cache}
+
+
+def greedy(model: Any, count: int) -> dict[str, Any]:
+    """Return options of ``model.generate`` for the likeliest token each time, whatever the model's own options are."""
+    own = model.generation_config
+    one = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}
+    none = dict.fromkeys(_PROCESSORS)
+    padding = own.pad_token_id if own.pad_token_id is not None else 0
+    return {**one, **none, "use_cache": True, "max_new_tokens": count, "pad_token_id": padding}
 
 
 def whole_numbers(name: str, value: Any) -> list[int] | None:

@@ -15,7 +15,7 @@ import transformers
 
 from levattn._core.checks import whole_number
 from levattn._core.threads import reported
-from levattn.integrations.transformers.calls import as_cache_of, inputs_device
+from levattn.integrations.transformers.calls import as_cache_of, greedy, inputs_device
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.heads_table import in_columns
 from levattn.integrations.transformers.interface import check_model
@@ -95,8 +95,10 @@ class Evaluation:
 
     @property
     def changes_at(self) -> Any:
-        """The largest budget at which an answer changed; None if none did."""
-        return next((row["budget"] for row in self.rows if row["changed"]), None)
+        """The largest budget at which an answer changed (if all are numbers, else the first); None if none did."""
+        found = [row["budget"] for row in self.rows if row["changed"]]
+        numbers = found and all(isinstance(budget, int | float) for budget in found)
+        return max(found) if numbers else next(iter(found), None)
 
     def __str__(self) -> str:
         return f"{in_columns(self.printed(), BUDGET_COLUMNS)}\n{self.legend}"
@@ -161,13 +163,9 @@ class _Reading:
 
     def answer(self, question: Any, count: int) -> Any:
         """Return the tokens of a greedy answer, (k,)."""
-        own = self.model.generation_config
-        how = transformers.GenerationConfig(
-            max_new_tokens=count, do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id or 0
-        )
         whole = torch.cat([self.tokens, question], 1)
         given = {"attention_mask": torch.ones_like(whole), **as_cache_of(self.model, self.fork())}
-        return self.model.generate(whole, generation_config=how, **given)[0, whole.shape[1] :]
+        return self.model.generate(whole, **greedy(self.model, count), **given)[0, whole.shape[1] :]
 
     def log_p(self, question: Any, answer: Any) -> Any:
         """Return the log-probabilities of all tokens at the places of an answer (rows)."""
@@ -179,9 +177,9 @@ class _Reading:
         cache, times = self.fork(), []
         self._read(question, cache)
         for place in range(_STEPS):
-            token, start = answer[place % len(answer)], time.perf_counter()
+            token, start = answer[place % len(answer)], _now(self.model)
             self._read(token.reshape(1, 1), cache)
-            times.append(time.perf_counter() - start)
+            times.append(_now(self.model) - start)
         return median(times[1:])
 
     def _read(self, ids: Any, cache: Any) -> Any:
@@ -231,7 +229,7 @@ def evaluate(
     questions : sequence of str, or mapping of str to str, optional
         Questions, or questions and words that a right answer contains (case and spaces do not matter). By default 16
         passages from all parts of the document: 24 tokens are given, and the model is to continue them, by at most 16.
-        A right answer begins with the next 8 tokens of the document. So these questions need recall to the letter.
+        A right answer contains the next 8 tokens of the document. So these questions need recall to the letter.
     budgets : iterable, default (0.5, 0.25, 0.12, 0.06, 0.03)
         The arguments `selection` of `compress` or `prune`, largest first.
     heads : HeadProfile, optional
@@ -254,13 +252,13 @@ def evaluate(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, or `compress` or `prune` refuses the model or an option. If document, question
-        and answer have more tokens than the model has positions.
+        If an argument is out of range, or the model is in training mode. If `compress` or `prune` refuses the model or
+        an option. If document, question and answer have more tokens than the model has positions.
 
     Notes
     -----
     Time: for each budget one reading, one pass over each question with its dense answer, and `answer_tokens` steps for
-    each changed answer. Memory: two caches of the document.
+    each changed answer. Memory: two caches of the document, beside the compressed one.
 
     References
     ----------
@@ -274,33 +272,39 @@ def evaluate(
     >>> print(found)  # doctest: +SKIP
     """
     check_model(model)
+    if model.training:
+        raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
     if method not in ("compress", "prune"):
         raise ValueError(f"method is {method!r}; expected 'compress' or 'prune'")
     if not isinstance(document, str) or not document.strip():
         raise TypeError(f"document is {document!r:.50}; expected a text")
-    count, budgets = whole_number("answer_tokens", answer_tokens), list(budgets)
+    count = whole_number("answer_tokens", answer_tokens)
+    if isinstance(budgets, str | Mapping) or not isinstance(budgets, Iterable):
+        raise TypeError(f"budgets is {budgets!r}; expected a list of budgets, such as [0.25, 0.12]")
+    budgets = list(budgets)
     if not budgets:
         raise ValueError("budgets is empty; expected at least one, such as 0.25")
     prompt, device = Prompt(tokenizer), inputs_device(model)
     tokens = prompt.document(document)["input_ids"].to(device)
     asked = list(_questions(prompt, questions, document, count, device))
-    _check_length(model, tokens.shape[1] + max(each.ids.shape[1] for each in asked) + max(count, _STEPS))
-    rows, answers = [], []
+    _check_length(model, tokens.shape[1] + max(each.ids.shape[1] + max(each.count, _STEPS) for each in asked))
+    rows, answers, told = [], [], []
     with torch.no_grad(), reported(progress, len(asked) * (1 + len(budgets)), "answers") as advance:
-        dense, told = _read_densely(model, tokens), []
+        dense = _read_densely(model, tokens)
         for each in asked:
             told.append(_told(dense, each, None))
             answers.append(_row(prompt, None, each, told[-1]))
             advance(1)
-        first = asked[0].ids, told[0].tokens
-        rows.append(_summary(None, dense, dense.nbytes, answers, dense.token_seconds(*first)))
+        first, of_dense = (asked[0].ids, told[0].tokens), dense.nbytes
+        rows.append(_summary(None, dense, of_dense, answers, dense.token_seconds(*first)))
+        del dense
         for budget in budgets:
             with _read_with(model, tokens, budget, method, {"heads": heads, **options}) as reading:
                 new = []
                 for each, own in zip(asked, told, strict=True):
                     new.append(_row(prompt, budget, each, _told(reading, each, own)))
                     advance(1)
-                rows.append(_summary(budget, reading, dense.nbytes, new, reading.token_seconds(*first)))
+                rows.append(_summary(budget, reading, of_dense, new, reading.token_seconds(*first)))
             answers += new
     return Evaluation(rows, answers, method, int(tokens.shape[1]))
 
@@ -317,23 +321,25 @@ def _questions(prompt: Prompt, questions: Any, document: str, count: int, device
         )
     for text in questions:
         expected = questions[text] if isinstance(questions, Mapping) else None
-        if not isinstance(text, str) or not text.strip() or not isinstance(expected, str | None):
+        empty = not isinstance(text, str) or not text.strip() or (isinstance(expected, str) and not expected.strip())
+        if empty or not isinstance(expected, str | None):
             raise TypeError(f"questions has {text!r:.50}: {expected!r:.50}; expected texts that are not empty")
         yield _Question(prompt.question(text)["input_ids"].to(device), text, expected, count)
 
 
 def _passages(prompt: Prompt, document: str, count: int, device: Any) -> Iterator[_Question]:
     """Yield questions to continue passages from all parts of a document."""
-    ids = prompt.tokenizer(document, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    tokenizer = prompt.tokenizer
+    ids = tokenizer(document, add_special_tokens=False, return_tensors="pt")["input_ids"].long()
     room = ids.shape[1] - 2 * _GIVEN
     if room < 1:
         raise ValueError(
             f"document has {ids.shape[1]} tokens; expected more than {2 * _GIVEN} to make up questions. Give questions"
         )
-    start = prompt.question(_CONTINUE)["input_ids"]
+    start = prompt.question(_CONTINUE if prompt.has_template else "")["input_ids"]
     for place in sorted({int(x) for x in torch.linspace(0, room - 1, _PASSAGES)}):
-        given, rest = ids[:, place : place + _GIVEN], ids[0, place + _GIVEN :][:_EXPECTED]
-        text, expected = (prompt.tokenizer.decode(part) for part in (given[0], rest))
+        given, rest = ids[:, place : place + _GIVEN], ids[0, place + _GIVEN :][: min(_EXPECTED, count)]
+        text, expected = (tokenizer.decode(part, skip_special_tokens=True) for part in (given[0], rest))
         yield _Question(torch.cat([start, given], 1).to(device), text, expected, count)
 
 
@@ -348,10 +354,18 @@ def _check_length(model: Any, positions: int) -> None:
 
 def _read_densely(model: Any, tokens: Any) -> _Reading:
     """Read a document into a cache of transformers."""
-    base, cache = model.base_model, transformers.DynamicCache(config=model.config)
-    start = time.perf_counter()
+    base = model.base_model
+    base(tokens[:, :_STEPS], use_cache=True)  # the first call makes buffers
+    start, cache = _now(model), transformers.DynamicCache(config=model.config)
     base(tokens, use_cache=True, **as_cache_of(base, cache))
-    return _Reading(model, tokens, cache, time.perf_counter() - start)
+    return _Reading(model, tokens, cache, _now(model) - start)
+
+
+def _now(model: Any) -> float:
+    """Return the time after all work on a device is done."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
 
 
 @contextmanager
@@ -361,9 +375,9 @@ def _read_with(model: Any, tokens: Any, budget: Any, method: str, options: dict[
         with prune(model, budget, **{"measure": False} | options):
             yield _read_densely(model, tokens)
         return
-    start = time.perf_counter()
+    start = _now(model)
     cache = compress(model, tokens, budget, **options)
-    yield _Reading(model, tokens, cache, time.perf_counter() - start)
+    yield _Reading(model, tokens, cache, _now(model) - start)
 
 
 def _told(reading: _Reading, question: _Question, dense: _Answer | None) -> _Answer:
@@ -419,4 +433,4 @@ def _plain(text: str) -> str:
 
 
 def _shown(budget: Any) -> str:
-    return "dense" if budget is None else f"{budget:.3g}" if isinstance(budget, int | float) else str(budget)
+    return "dense" if budget is None else f"{budget:.3g}" if isinstance(budget, float) else str(budget)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import BatchEncoding
 
+from levattn._core.checks import whole_number
+
 _MARKS = "@@first@@", "@@answer@@", "@@second@@"  # replace messages while a chat template is read
 _TOLD = 3  # first tokens that show that a context begins a message
+_TEXTS = "a", "\n1"  # of messages
 
 
 class Prompt:
@@ -56,27 +60,35 @@ class Prompt:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._parts: tuple[str, str, str] | None = None  # before, after and between messages
-        if getattr(tokenizer, "chat_template", None):
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._around, self._between = ("", ""), None  # a message, and the text from an answer to the next message
+        if self.has_template:
             first, answer, second = _MARKS
-            alone = self._rendered([("user", first)])
-            before, mark, after = alone.partition(first)
-            if mark:
+            self._around = self._around_message(first)
+            try:
                 whole = self._rendered([("user", first), ("assistant", answer), ("user", second)])
-                self._parts = before, after, whole.partition(answer)[2].partition(second)[0]
-        self.has_template = self._parts is not None
+            except ValueError:  # the template has no such turns
+                return
+            _, found, after = whole.partition(answer)
+            between, also, _ = after.partition(second)
+            self._between = between if found and also else None
 
-    def _rendered(self, messages: list[tuple[str, str]]) -> str:
+    def _around_message(self, mark: str) -> tuple[str, str]:
+        """Return the text before and after a message, or raise."""
+        for content in (mark, [{"type": "text", "text": mark}]):  # the second of templates for several media
+            before, found, after = self._rendered([("user", content)]).partition(mark)
+            if found:
+                return before, after
+        raise _unread("it drops the message")
+
+    def _rendered(self, messages: list[tuple[str, Any]]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
         try:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except ImportError:
             raise
         except Exception as error:  # of any kind, because templates are programs
-            raise ValueError(
-                f"the chat template of the tokenizer cannot be read ({type(error).__name__}: {error}); expected one "
-                "for messages of a user and an assistant. Mend it, or set tokenizer.chat_template = None"
-            ) from error
+            raise _unread(f"{type(error).__name__}: {error}") from error
 
     def text_of(self, document: str) -> str:
         """Return a document after the start of a message, as `document` reads it.
@@ -91,7 +103,7 @@ class Prompt:
         str
             The text whose tokens `document` returns.
         """
-        return document if self._parts is None else self._parts[0] + document
+        return self._around[0] + document
 
     def document(self, document: str | Sequence[str], tokens: int | None = None) -> BatchEncoding:
         """Return the tokens of a document, to `compress`.
@@ -110,9 +122,10 @@ class Prompt:
 
         Raises
         ------
-        TypeError
-            If a document is no text.
+        TypeError, ValueError
+            If a document is no text, or `tokens` is no number above 0.
         """
+        tokens = None if tokens is None else whole_number("tokens", tokens)
         special = not self.has_template
         rows = [self._ids(self.text_of(each), special=special) for each in _texts("document", document)]
         return self._batch([row[:tokens] for row in rows])
@@ -139,7 +152,8 @@ class Prompt:
         TypeError
             If a question is no text.
         ValueError
-            If the cache holds more than one sequence, and not as many as there are questions.
+            If the cache holds more than one sequence, and not as many as there are questions. If it holds an answer,
+            and the chat template has no place for a message after one.
         """
         texts = _texts("question", question)
         if cache is not None and len(cache.tokens) not in (1, len(texts)):
@@ -168,18 +182,33 @@ class Prompt:
         return [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
     def _asked(self, question: str, cache: Any, row: int) -> list[int]:
-        if self._parts is None:
+        if not self.has_template:
             return self._ids(f"\n{question}")
-        before, after, between = self._parts
+        before, after = self._around
         if cache is None:
             return self._ids(f"\n\n{question}{after}")
         row = row if len(cache.tokens) > 1 else 0
         held = cache.tokens[row][cache.present[row].bool()].tolist()
-        if cache.tokens.shape[1] > cache.context_length:  # after an answer, which may end as the template ends it
-            ids = self._ids(f"{between}{question}{after}")
-            return ids[held[-1:] == ids[:1] :]
-        begun = self._ids(before)[:_TOLD]
+        if cache.get_seq_length() > cache.context_length:
+            return self._after_answer(question, held)
+        begun = self._begun()
         return self._ids(f"\n\n{question}{after}" if held[: len(begun)] == begun else f"{before}{question}{after}")
+
+    def _begun(self) -> list[int]:
+        """Return the first tokens of a message that do not depend on its text, which may merge with what precedes."""
+        pairs = zip(*(self._ids(self._around[0] + text) for text in _TEXTS), strict=False)
+        return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][:_TOLD]
+
+    def _after_answer(self, question: str, held: list[int]) -> list[int]:
+        """Return the tokens of the next message after an answer, which may end as the template ends it."""
+        if self._between is None:
+            raise ValueError(
+                "the cache holds an answer, and the chat template of the tokenizer has no place for a question after "
+                "one; expected a cache without answers. Give each question a copy of the cache"
+            )
+        ids = self._ids(f"{self._between}{question}{self._around[1]}")
+        ended = set(self.tokenizer.all_special_ids) & set(held[-1:]) & set(self._ids(self._between))
+        return ids[ids.index(held[-1]) + 1 :] if ended else ids
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -191,6 +220,13 @@ class Prompt:
         mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
         found = {"input_ids": torch.tensor(ids).long(), "attention_mask": torch.tensor(mask).long()}
         return BatchEncoding(found)
+
+
+def _unread(reason: str) -> ValueError:
+    return ValueError(
+        f"the chat template of the tokenizer cannot be read ({reason}); expected one for messages of a user. Mend it, "
+        "or set tokenizer.chat_template = None"
+    )
 
 
 def _texts(name: str, value: Any) -> list[str]:
