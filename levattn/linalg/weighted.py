@@ -68,3 +68,15 @@ def weighted(matrices: Matrices, weights: Any) -> tuple[Matrices, Float64 | None
         held = to_device(there, matrices.data)
         matrices = replace(matrices, mask=held if matrices.mask is None else matrices.mask & held)
     return matrices, np.where(there, roots, 1.0), power
+
+
+def weighted_rows(rows: Rows, roots: Float64) -> Rows:
+    """Return rows with the roots (b, n) of weights, times which keys of float64 are written out."""
+    if rows.format != "float64" or rows.scale is not None:
+        return replace(rows, weights=roots)
+    keys = rows.keys
+    if isinstance(keys, Csr):
+        columns, values = keys.entries()
+        keys = Csr(keys.indptr - keys.indptr[0], columns, values * np.repeat(roots[0], keys.counts), keys.d)
+        return replace(rows, keys=keys)
+    return replace(rows, keys=keys * to_device(roots[:, :, None], keys))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from levattn.exceptions import AxesWarning, RankWarning
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
+from levattn.linalg.weighted import weighted, weighted_rows
 from levattn.sensitivity.approximate import name_of, screen, sketches_of
 from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
 from levattn.sensitivity.leverage import SCANNED, ScoreMethod, check_epsilon, check_method, factorize, rows_of
@@ -86,10 +89,24 @@ def largest_scores(
     return chosen, left, bool((unsure & (reciprocal * left * (1 + margin) > 1)).any())
 
 
-def rescored_all(factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any) -> Float64:
-    """Return the scores of the listed keys of every matrix, computed in float64, one after the other."""
+def rescored_all(
+    factor: Factor,
+    matrices: Matrices,
+    starts: npt.NDArray[np.int64],
+    rows: Any,
+    weights: Float64 | None = None,
+) -> Float64:
+    """Return the scores of the listed keys of every matrix, computed in float64, one after the other.
+
+    weights: (b, n) the roots of the weights of all keys.
+    """
     keys, there = SELECT.stacked(matrices.data, starts, rows)
-    found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(as_float64=True)
+    taken = None
+    if weights is not None:
+        taken, listed = np.ones(keys.shape[:2]), to_numpy(rows)
+        for item, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
+            taken[item, : stop - start] = weights[item, listed[start:stop]]
+    found, _ = factor.exactly().on(Rows(keys, matrices.format, there, weights=taken)).scores(as_float64=True)
     scores = to_numpy(found)
     return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
 
@@ -161,6 +178,7 @@ def universal_set(
     method: ScoreMethod | CertificateMethod = "auto",
     center: bool = False,
     mask: Any = None,
+    weights: Any = None,
 ) -> UniversalSet:
     r"""Find the keys that can receive an attention score of at least ε from some query.
 
@@ -200,6 +218,10 @@ def universal_set(
         centered keys and guarantees nothing over K itself: ``guarantee`` is "none".
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
+    weights : array of float, broadcast to (..., n), optional
+        The weight w of each key, as in `leverage_scores`. The set is the set of the keys √w k, whose attention is
+        proportional to :math:`w_j \langle q_i, k_j\rangle^2`. Functions that take a set with its keys want the keys
+        √w k, of float64. A key of weight 0 is never in the set. Weights need x², an exact method and keys in memory.
 
     Returns
     -------
@@ -266,6 +288,11 @@ def universal_set(
         )
     asked = _Asked(epsilon, size, method, center)
     source = as_source(K)
+    if weights is not None and (approximate or not square or center or source is not None):
+        raise ValueError(
+            "weights are given; expected f = 2, an exact method, keys in memory and no center. Otherwise give keys "
+            "times the roots of their weights"
+        )
     if source is not None:
         if square and method in SCANNED and not center and mask is None:
             return _warned(_of_chunks(source, asked), chunks=True)
@@ -280,7 +307,7 @@ def universal_set(
         asked = asked.checked(matrices.n)
         if approximate:
             return _from_sketch(matrices, asked)
-        return _warned(_exact(matrices, asked)) if square else _bounded(matrices, function, asked)
+        return _warned(_exact(matrices, asked, weights)) if square else _bounded(matrices, function, asked)
 
 
 @where_arrays_are
@@ -435,14 +462,17 @@ def set_of(
     return _exact(matrices, asked) if is_square(f) else _bounded(matrices, f, asked)
 
 
-def _exact(matrices: Matrices, asked: _Asked) -> UniversalSet:
+def _exact(matrices: Matrices, asked: _Asked, weights: Any = None) -> UniversalSet:
     """Return the set by exact leverage scores."""
     epsilon = asked.epsilon
-    factor = factorize(matrices, method=asked.method, center=asked.center, single="scores")
+    matrices, roots, power = weighted(matrices, weights)
+    factor = factorize(matrices, method=asked.method, center=asked.center, single="scores", weights=roots)
+    if roots is not None:
+        factor, roots = _of_weighted(factor, roots, power)
     found, counted = factor.scores()
     scores = SELECT.held(found)
     present = None if matrices.mask is None else SELECT.held(matrices.mask)
-    rescore = partial(rescored_all, factor, matrices)
+    rescore = partial(rescored_all, factor, matrices, weights=roots)
     left = None
     if epsilon is not None:
         chosen, doubt = at_least(factor, scores, present, epsilon, rescore)
@@ -460,6 +490,23 @@ def _exact(matrices: Matrices, asked: _Asked) -> UniversalSet:
         total_bound=_total(factor, found, counted),
         present=present,
     )
+
+
+def _of_weighted(factor: Factor, roots: Float64, power: int) -> tuple[Factor, Float64]:
+    """Return the factor of keys times the roots of their weights, from that over a power of two, and the roots.
+
+    The rounding of these products adds to the error of the factor.
+    """
+    rows, roots = factor.rows, np.ldexp(roots, power)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = np.ldexp(np.ones(rows.shape[::2]) if rows.scale is None else rows.scale, -power)
+    if not ((scale > 0) & np.isfinite(scale)).all():
+        raise ValueError("weights leave the range of float64 together with K; expected their largest near 1")
+    wide = factor.wide
+    if wide is not None:  # which holds the keys
+        wide = replace(wide, rows=weighted_rows(wide.rows, roots))
+    factor = replace(factor, rows=replace(rows, scale=scale, weights=roots), wide=wide)
+    return replace(factor, error=factor.error + 2 * UNIT * factor.condition), roots
 
 
 def _of_chunks(

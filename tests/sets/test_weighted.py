@@ -1,0 +1,115 @@
+"""Universal sets of keys with weights: the sets of the keys times the roots of their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import naive
+import strategies
+from strategies import Float
+
+RNG = np.random.default_rng(0)
+TALL = RNG.standard_normal((500, 5)) * np.abs(RNG.standard_cauchy((500, 1)))
+DUMMIES = np.eye(9)[RNG.integers(0, 5, 300)] + np.eye(9)[RNG.integers(5, 9, 300)]
+WIDE = RNG.integers(-2, 3, (6, 30)).astype(float)
+KEYS = {
+    "tall": TALL,
+    "dummies": DUMMIES,
+    "deficient": np.hstack([TALL, TALL[:, :2] * 2, np.zeros((500, 1))]),
+    "wide": WIDE,
+    "wide copies": np.vstack([WIDE, WIDE[:2]]),
+}
+
+
+def weights_of(K: Float, scale: float = 1.0) -> Float:
+    """Powers of four, whose roots are exact, over some decades, and some zeros."""
+    rng = np.random.default_rng(1)
+    return np.where(rng.random(len(K)) < 0.2, 0.0, 4.0 ** rng.integers(-5, 6, len(K))) * scale
+
+
+@pytest.mark.parametrize("stored", [np.asarray, strategies.csr])
+@pytest.mark.parametrize("scale", [1.0, 4.0**40, 4.0**-40])
+@pytest.mark.parametrize("kind", KEYS)
+def test_sets_are_those_of_the_weighted_keys(kind: str, scale: float, stored: Any) -> None:
+    K = KEYS[kind]
+    w = weights_of(K, scale)
+    X = np.sqrt(w)[:, None] * K
+    exact = naive.leverage_exact(X)
+    for options in ({"epsilon": 0.03}, {"size": 4}):
+        found, other = (
+            levattn.universal_set(stored(K), weights=w, **options),
+            levattn.universal_set(stored(X), **options),
+        )
+        np.testing.assert_allclose(found.scores, exact, rtol=1e-9)
+        assert found.indices.tolist() == other.indices.tolist()
+        assert (found.rank, found.guarantee, found.epsilon) == (
+            other.rank,
+            other.guarantee,
+            pytest.approx(other.epsilon),
+        )
+        N = found.factor.normalizer[0]
+        np.testing.assert_allclose(N.T @ N, X.T @ X, rtol=1e-9, atol=1e-9 * np.abs(X.T @ X).max())
+        if stored is np.asarray:
+            np.testing.assert_allclose(found.scores_of(X), exact, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_heavy_attention_over_the_weighted_keys(kind: str) -> None:
+    K = KEYS[kind]
+    w = weights_of(K)
+    X = np.sqrt(w)[:, None] * K
+    found = levattn.universal_set(K, 0.1, weights=w)
+    Q = np.vstack([RNG.standard_normal((5, K.shape[1])), found.factor.witness(X[found.indices[:3]])])
+    heavy = levattn.heavy_attention(Q, X, 0.1, universal=found)
+    A = naive.attention_exact(Q, X)
+    np.testing.assert_allclose(heavy.entries.toarray(), np.where(A >= 0.1, A, 0), atol=1e-6)
+    np.testing.assert_allclose(heavy.normalizers, naive.normalizers(Q, X), rtol=1e-9)
+    with pytest.raises(ValueError, match="other keys"):
+        levattn.heavy_attention(Q, K, 0.1, universal=found)
+
+
+def test_any_weights_other_dtypes_and_batches() -> None:
+    w = RNG.random((2, 1, 500)) + 1e-3
+    K = np.stack([TALL, 2 * TALL[::-1], TALL**2]).astype(np.float32)[None].repeat(2, axis=0)
+    found = levattn.universal_set(K, 0.02, weights=w)
+    X = np.sqrt(w)[..., None] * K.astype(np.float64)
+    other = levattn.universal_set(X, 0.02)
+    assert (found.mask == other.mask).all()
+    np.testing.assert_allclose(found.scores, other.scores, rtol=1e-5)
+    torch = pytest.importorskip("torch")
+    held = levattn.universal_set(torch.tensor(K), 0.02, weights=torch.tensor(w))
+    assert (held.mask.numpy() == other.mask).all()
+
+
+def test_ill_conditioned_keys_tell_the_error_of_the_products() -> None:
+    K = TALL * np.geomspace(1, 1e-3, 5) @ np.vander(np.linspace(0.9, 1, 5))
+    w = RNG.random(500) + 0.1
+    found, plain = levattn.universal_set(K, 0.05, weights=w), levattn.universal_set(K, 0.05)
+    assert found.factor.error[0] >= 2.0**-52 * found.condition
+    exact = naive.leverage_exact(np.sqrt(w)[:, None] * K)
+    assert np.max(np.abs(found.scores / exact - 1)) <= 4 * found.factor.error[0] + 1e-9
+    assert plain.factor.error[0] < found.factor.error[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"center": True}, {"method": "osnap"}, {"f": 1}, {"f": levattn.Softmax()}, {"K": iter}],
+    ids=str,
+)
+def test_refusals(options: dict[str, Any]) -> None:
+    K: Any = TALL
+    if options.pop("K", None):
+        K = lambda: iter([TALL])  # noqa: E731 (a function that returns an iterator)
+    with pytest.raises(ValueError, match="weights are given; expected f = 2"):
+        levattn.universal_set(K, 0.1, weights=np.ones(500), **options)
+
+
+def test_more_refusals() -> None:
+    with pytest.raises(ValueError, match="below 0"):
+        levattn.universal_set(TALL, 0.1, weights=-np.ones(500))
+    with pytest.raises(ValueError, match="weights leave the range"):
+        levattn.universal_set(np.ldexp(TALL, -900), 0.1, weights=np.full(500, 2.0**-1000))
