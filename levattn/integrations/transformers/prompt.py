@@ -195,7 +195,7 @@ class Prompt:
         return self._ids(f"\n\n{question}{after}" if held[: len(begun)] == begun else f"{before}{question}{after}")
 
     def _begun(self) -> list[int]:
-        """Return the first tokens of a message that do not depend on its text, which may merge with what precedes."""
+        """Return the first tokens of a message, without a token that merges with its text."""
         pairs = zip(*(self._ids(self._around[0] + text) for text in _TEXTS), strict=False)
         return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][:_TOLD]
 
