@@ -635,6 +635,21 @@ def test_one_round_of_a_profile_cuts_each_head_alone() -> None:
         levattn_profile(model, texts=texts, rounds=0)
 
 
+def test_a_profile_cuts_to_a_share_of_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside: the caches of the trials hold numbers in the dtype of the model, and so the share of the positions."""
+    made: list[Any] = []
+
+    def noted(*args: Any, **how: Any) -> Any:
+        made.append(compress(*args, **how))
+        return made[-1]
+
+    monkeypatch.setattr("levattn.integrations.transformers.compression.ablation.compress", noted)
+    levattn_profile(base(max_position_embeddings=512), texts=["the quick brown fox " * 20] * 2, rounds=1)
+    rows = [row for cache in made for row in cache.table()]
+    assert {row["bits"] for row in rows} == {16}
+    assert 14 <= min(row["slots"] for row in rows if row["slots"] > 1) <= 256 // 16  # weights take some of the bytes
+
+
 def test_the_time_of_a_long_profile_is_told_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

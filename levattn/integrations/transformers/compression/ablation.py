@@ -30,6 +30,7 @@ _DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
+_DTYPE = 16  # bits that stand for the dtype of the model: costs are of positions, whatever bits hold them later
 _PIECE = 256  # tokens that a model writes at once
 _LENGTH = {"min_new_tokens": _PIECE, "max_new_tokens": _PIECE}
 _SAMPLED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
@@ -51,10 +52,10 @@ def head_profile(
 
     Contexts are texts with lines "key = value" of random words in them. After each context the model must answer with
     the values, repeat passages of the context, and continue the text. The model reads the context densely. The first
-    round cuts one head to `share`, as `compress` cuts it. It compares the losses of the answers and of the text with
-    the losses of the dense cache. In further rounds all heads share an eighth of the bytes, split by the costs so
-    far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the
-    rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
+    round cuts one head to `share`, as `compress` with ``bits=16`` cuts it. It compares the losses of the answers and
+    of the text with the losses of the dense cache. In further rounds all heads share an eighth of the bytes, split by
+    the costs so far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean
+    over the rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
     assumption.
 
     Parameters
@@ -253,14 +254,14 @@ class _Trial:
         self._whole = compress(model, self._context, 1.0)
         self._likely = self._log_p(self._whole, self._asked[1][0]).exp()  # of tokens of the text after the context
         self.heads = _not_sliding(self._whole)
-        self._light = compress(model, self._context, dict.fromkeys(self.heads, share))
+        self._light = compress(model, self._context, dict.fromkeys(self.heads, share), bits=_DTYPE)
 
     def costs(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> list[Any]:
         """Return the costs (2,) of cutting each head from whole to the share, where the others have `shares`.
 
         A whole head is cut. A cut head is made whole, and the curves convert its gain into the cost of a cut.
         """
-        low = compress(self._model, self._context, shares)
+        low = compress(self._model, self._context, shares, bits=_DTYPE)
         replays = [Replay(self._model) for _ in self._asked]
         before, found = self._losses(low, [replay.recorded() for replay in replays]), []
         for (layer, head), kept in shares.items():
