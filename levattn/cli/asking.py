@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from levattn.cli.opened import (
     told_of_recall,
 )
 from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of, write_page
+
+_MARK = BOM_UTF8.decode()  # with which some programs begin a text
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,9 @@ def _given() -> Iterator[str]:
     count = 0
     try:
         for line in sys.stdin:
-            if line.strip("\ufeff \t\r\n"):
+            if line.strip(_MARK + " \t\r\n"):
                 count += 1
-                yield line.strip("\ufeff \r\n")
+                yield line.strip(_MARK + " \r\n")
     except UnicodeDecodeError:
         fail("standard input is not UTF-8 text; convert it")
     if not count:

@@ -513,7 +513,8 @@ def test_help_of_a_program_within_another_is_readable(monkeypatch: pytest.Monkey
 # -- signals -------------------------------------------------------------------------------------------
 
 RUN = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it, and so do their children
 from levattn.sensitivity import two_pass
 two_pass._CHECKPOINT_ROWS = 3000
 write = two_pass._Run._write_if_due
@@ -549,7 +550,7 @@ def test_a_signal_leaves_the_checkpoint_and_says_where(
             assert line
         process.send_signal(number)
         said = process.stderr.read()
-    assert process.wait() == status
+    assert process.wait(60) == status
     assert said == (f"levattn: {word}; {state} holds the progress, so run the same command again to continue\n")
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["keys.npy", "state"]
     result = run(*arguments, "--json")

@@ -635,33 +635,6 @@ def test_one_round_of_a_profile_cuts_each_head_alone() -> None:
         levattn_profile(model, texts=texts, rounds=0)
 
 
-def test_a_profile_cuts_to_a_share_of_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside: the caches of the trials hold numbers in the dtype of the model, and so the share of the positions."""
-    made: list[Any] = []
-
-    def noted(*args: Any, **how: Any) -> Any:
-        made.append(compress(*args, **how))
-        return made[-1]
-
-    monkeypatch.setattr("levattn.integrations.transformers.compression.ablation.compress", noted)
-    levattn_profile(base(max_position_embeddings=512), texts=["the quick brown fox " * 20] * 2, rounds=1)
-    rows = [row for cache in made for row in cache.table()]
-    assert {row["bits"] for row in rows} == {16}
-    assert 14 <= min(row["slots"] for row in rows if row["slots"] > 1) <= 256 // 16  # weights take some of the bytes
-
-
-def test_the_time_of_a_long_profile_is_told_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Inside: a clock that runs fast stands for a slow model."""
-    clock = iter(range(0, 10**6, 300))
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    texts = ["the quick brown fox jumps over the dog " * 10] * 2
-    with caplog.at_level("INFO", "levattn"):
-        levattn_profile(base(max_position_embeddings=512), texts=texts, rounds=1)
-    assert "measuring the heads takes about 20 minutes: 8 steps of 1.5e+02 seconds" in caplog.text
-
-
 def changed(output: Any) -> Any:
     """What a layer gives, without signs: a tensor, or in older versions a tuple that begins with one."""
     return output.abs() if isinstance(output, torch.Tensor) else (output[0].abs(), *output[1:])

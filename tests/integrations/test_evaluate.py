@@ -123,7 +123,8 @@ def tokenizer_of_bytes(template: str, special: list[str]) -> Any:
     """A tokenizer that merges a space with the word after it."""
     own = Tokenizer(models.BPE())
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>", *special], show_progress=False)
+    known = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": ["<s>", "</s>", *special]}
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **known)
     own.train_from_iterator([document(400), "who wrote the letter to whom, and when?"], trainer)
     own.decoder = decoders_of_tokens.ByteLevel()
     more = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": special}
@@ -369,8 +370,7 @@ def test_what_cannot_be_compared_is_refused(options: dict[str, Any], error: type
         {"use_cache": False},
         {"num_beams": 3},
         {"cache_implementation": "static"},
-        {"num_return_sequences": 2},
-        {"do_sample": True, "temperature": 5.0},
+        {"do_sample": True, "temperature": 5.0, "num_return_sequences": 2},
         {"repetition_penalty": 3.0},
         {"min_new_tokens": 3},
     ],

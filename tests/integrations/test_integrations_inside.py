@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 safetensors = pytest.importorskip("safetensors.torch")
 from decoders import CACHE, LEFT, T, base, difference, output, tokens  # noqa: E402
 from test_changed_models import both, change, looks  # noqa: E402
-from test_compress import changed, context, question  # noqa: E402
+from test_compress import changed, context, levattn_profile, question  # noqa: E402
 from test_context_files import CONTEXT, GREEDY, QUESTION  # noqa: E402
 from test_prune import pruned  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -366,3 +366,30 @@ def _looking(layers: Any) -> Any:
         found.append(CompressedLayer(layer.number))
         found[-1].look = layer.look
     return found
+
+
+def test_a_profile_cuts_to_a_share_of_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches of the trials hold numbers in the dtype of the model, and so the share of the positions."""
+    made: list[Any] = []
+
+    def noted(*args: Any, **how: Any) -> Any:
+        made.append(compress(*args, **how))
+        return made[-1]
+
+    monkeypatch.setattr("levattn.integrations.transformers.compression.ablation.compress", noted)
+    levattn_profile(base(max_position_embeddings=512), texts=["the quick brown fox " * 20] * 2, rounds=1)
+    rows = [row for cache in made for row in cache.table()]
+    assert {row["bits"] for row in rows} == {16}
+    assert 14 <= min(row["slots"] for row in rows if row["slots"] > 1) <= 256 // 16  # weights take some of the bytes
+
+
+def test_the_time_of_a_long_profile_is_told_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock that runs fast stands for a slow model."""
+    clock = iter(range(0, 10**6, 300))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    texts = ["the quick brown fox jumps over the dog " * 10] * 2
+    with caplog.at_level("INFO", "levattn"):
+        levattn_profile(base(max_position_embeddings=512), texts=texts, rounds=1)
+    assert "measuring the heads takes about 20 minutes: 8 steps of 1.5e+02 seconds" in caplog.text

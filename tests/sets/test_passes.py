@@ -275,7 +275,9 @@ def test_scores_with_options_that_need_all_keys_load_files_and_refuse_chunks(tmp
     for option in options:
         expected = levattn.leverage_scores(K, **option)
         np.testing.assert_array_equal(levattn.leverage_scores(source, **option), expected)
-        with pytest.raises(ValueError, match="K gives chunks; expected method 'auto' or 'gram', and no ridge, center"):
+        with pytest.raises(
+            ValueError, match="K gives chunks; expected method 'auto' or 'gram', and no rank, ridge, center"
+        ):
             levattn.leverage_scores(Chunks(K), **option)
     with pytest.raises(TypeError, match="gives its chunks only once"):
         levattn.leverage_scores(iter([K]))
