@@ -530,6 +530,7 @@ PACKAGES = (
 )
 # What takes arrays and does not enter, and why
 ELSEWHERE = {
+    "KeySource.ids": "arrays of numpy, for rows of files",
     "Moments.from_arrays": "it holds them as they are",
     "SoftmaxState.from_arrays": "it holds them as they are",
     "PrunedState.with_scores": "it holds them for the next call",
