@@ -10,7 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-__all__ = ["ALL", "INDEX", "WRITERS", "lists_of", "write", "write_index", "write_parquet", "write_zarr"]
+from levattn.exceptions import KeyFileError
+from levattn.io import open_keys
+
+__all__ = [
+    "ALL",
+    "INDEX",
+    "WRITERS",
+    "check_cut_is_seen",
+    "lists_of",
+    "write",
+    "write_index",
+    "write_parquet",
+    "write_zarr",
+]
 
 Array = npt.NDArray[Any]
 
@@ -68,3 +81,13 @@ def write_index(folder: Path, files: dict[str, dict[str, Array]]) -> None:
         pytest.importorskip("safetensors.numpy").save_file(tensors, folder / name)
     where = {tensor: name for name, tensors in files.items() for tensor in tensors}
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+
+
+def check_cut_is_seen(path: Path) -> None:
+    """Check that a file which is cut while it is read is refused."""
+    chunks = iter(open_keys(path, chunk_rows=10))
+    next(chunks)
+    with path.open("r+b") as stream:
+        stream.truncate(100_000)
+    with pytest.raises(KeyFileError, match=r"truncated or damaged \(it was cut while it was read\)"):
+        next(chunks)

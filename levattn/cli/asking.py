@@ -76,7 +76,7 @@ def ask(asked: Asking) -> None:
         found = _answered(asked, model, cache if asked.follow else cache.copy(), inputs, clock)
         answer = found[0, inputs["input_ids"].shape[1] :]
         if asked.as_json:
-            outcome = {"question": text, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
+            outcome = {"question": text, "answer": prompt.answers(found, inputs)[0]}
             times = {"first_seconds": clock.first, "token_seconds": clock.each}
             print_json("levattn.ask/1", {**outcome, "tokens": len(answer), **sizes, **times})
             sys.stdout.flush()
@@ -179,7 +179,7 @@ def try_budgets(asked: Trial) -> None:
     at = None if found.changes_at is None else float(found.changes_at)
     if asked.html is not None:
         facts = {"positions": str(found.positions), "method": asked.method}
-        facts["answers change at"] = "no budget" if at is None else f"{at:.3g}"
+        facts["answers change at"] = "no budget" if at is None else f"{at:g}"
         write_page(asked.html, f"{asked.text.name} with fewer bytes", facts, [], found.printed(), BUDGET_COLUMNS)
     if asked.as_json:
         outcome = {"positions": found.positions, "method": asked.method, "changes_at": at}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from levattn._core.checks import fraction
+from levattn.cli.files import KeyFiles
 
 RESULTS = "Results"
 WORK = "Reading of keys"
@@ -138,10 +139,16 @@ QueriesTensor = Annotated[
 ]
 
 
-def names_in(columns: str | None) -> tuple[str, ...] | None:
+def key_files(
+    files: list[Path], tensor: str | None, columns: str | None, id: str | None, dtype: str | None, memory: int | None
+) -> KeyFiles:
+    """Return the files of keys that a command line names, or raise; `memory` is in MiB."""
+    names = None if columns is None else _names_in(columns)
+    return KeyFiles(tuple(files), tensor, names, id, dtype, None if memory is None else memory * 2**20)
+
+
+def _names_in(columns: str) -> tuple[str, ...]:
     """Return the names in --columns, or raise."""
-    if columns is None:
-        return None
     names = tuple(columns.split(","))
     if "" in names or len(set(names)) < len(names):
         raise typer.BadParameter(f"--columns is {columns!r}, expected different names with commas between them")

@@ -18,9 +18,8 @@ from levattn.cli.commands.options import (
     KeyPaths,
     QueriesTensor,
     ends_in,
-    names_in,
+    key_files,
 )
-from levattn.cli.files import KeyFiles
 from levattn.cli.program import Command
 from levattn.cli.sets import ALLOWED, parse_function
 from levattn.io.written import SUFFIXES
@@ -118,7 +117,7 @@ def _scores(
     output: _Output = None,
 ) -> None:
     request = scores.Scoring(
-        keys=KeyFiles(tuple(files), tensor, names_in(columns), id, dtype, None if memory is None else memory * 2**20),
+        keys=key_files(files, tensor, columns, id, dtype, memory),
         function=parse_function(function, for_queries=queries is not None),
         queries=queries,
         queries_tensor=queries_tensor,

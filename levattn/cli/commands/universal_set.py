@@ -22,9 +22,8 @@ from levattn.cli.commands.options import (
     QueriesTensor,
     by_library,
     ends_in,
-    names_in,
+    key_files,
 )
-from levattn.cli.files import KeyFiles
 from levattn.cli.program import Command
 from levattn.cli.sets import ALLOWED, Outputs, SetMethod, parse_function
 from levattn.io.written import SUFFIXES
@@ -237,13 +236,7 @@ def _universal_set(
     if len(names) > 1 and any(path is not None for path in several):
         raise typer.BadParameter("--plot, --output, --scores and --checkpoint are for one array; give one --tensor")
     request = sets.Request(
-        keys=KeyFiles(
-            tuple(files),
-            columns=names_in(columns),
-            id=id,
-            dtype=dtype,
-            memory=None if memory is None else memory * 2**20,
-        ),
+        keys=key_files(files, None, columns, id, dtype, memory),
         epsilon=_EPSILON if epsilon is size is mass is None else epsilon,
         size=size,
         function=parse_function(function, for_queries=queries is not None),

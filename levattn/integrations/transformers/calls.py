@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from numbers import Integral
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ def model_inputs(name: str, value: Any) -> dict[str, Any]:
 def inputs_device(model: Any) -> Any:
     """Return the device of a model's inputs: the CPU where accelerate brings weights that are elsewhere."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+def time_on(device: Any) -> float:
+    """Return the time after a device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
 
 
 def tokens_of(name: str, value: Any, mask: Any = None) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import transformers
 
 from levattn._core.checks import whole_number
 from levattn._core.threads import reported
-from levattn.integrations.transformers.calls import as_cache_of, greedy, inputs_device
+from levattn.integrations.transformers.calls import as_cache_of, greedy, inputs_device, time_on
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.heads_table import in_columns
 from levattn.integrations.transformers.interface import check_model
@@ -177,9 +176,9 @@ class _Reading:
         cache, times = self.fork(), []
         self._read(question, cache)
         for place in range(_STEPS):
-            token, start = answer[place % len(answer)], _now(self.model)
+            token, start = answer[place % len(answer)], time_on(self.model.device)
             self._read(token.reshape(1, 1), cache)
-            times.append(_now(self.model) - start)
+            times.append(time_on(self.model.device) - start)
         return median(times[1:])
 
     def _read(self, ids: Any, cache: Any) -> Any:
@@ -356,16 +355,9 @@ def _read_densely(model: Any, tokens: Any) -> _Reading:
     """Read a document into a cache of transformers."""
     base = model.base_model
     base(tokens[:, :_STEPS], use_cache=True)  # the first call makes buffers
-    start, cache = _now(model), transformers.DynamicCache(config=model.config)
+    start, cache = time_on(model.device), transformers.DynamicCache(config=model.config)
     base(tokens, use_cache=True, **as_cache_of(base, cache))
-    return _Reading(model, tokens, cache, _now(model) - start)
-
-
-def _now(model: Any) -> float:
-    """Return the time after all work on a device is done."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
+    return _Reading(model, tokens, cache, time_on(model.device) - start)
 
 
 @contextmanager
@@ -375,9 +367,9 @@ def _read_with(model: Any, tokens: Any, budget: Any, method: str, options: dict[
         with prune(model, budget, **{"measure": False} | options):
             yield _read_densely(model, tokens)
         return
-    start = _now(model)
+    start = time_on(model.device)
     cache = compress(model, tokens, budget, **options)
-    yield _Reading(model, tokens, cache, _now(model) - start)
+    yield _Reading(model, tokens, cache, time_on(model.device) - start)
 
 
 def _told(reading: _Reading, question: _Question, dense: _Answer | None) -> _Answer:

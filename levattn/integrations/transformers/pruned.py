@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 from levattn.attention.pruned.selection import slots_for
-from levattn.integrations.transformers.calls import layer_of, padding_and_kind
+from levattn.integrations.transformers.calls import layer_of, padding_and_kind, time_on
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
 from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
@@ -265,21 +264,14 @@ def _of_groups(
             Y = dense(mine)
         else:
             plan = before[number] if before else plans(mine, group.selection)
-            start = _now(mine.q) if measured else 0.0
+            start = time_on(mine.q.device) if measured else 0.0
             Y, after = outputs(mine, plan, keep=keep)
             if measured:
-                part.tally.add(group.heads, _now(mine.q) - start, mine, plan, Y)
+                part.tally.add(group.heads, time_on(mine.q.device) - start, mine, plan, Y)
         pieces.append(Y)
         states.append(after)
     each = arrays.q.shape[1] // arrays.k.shape[1]
     return concatenated(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states)
-
-
-def _now(like: Any) -> float:
-    """Return the time after the device has finished its work."""
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
-    return perf_counter()
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:

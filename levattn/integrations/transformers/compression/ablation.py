@@ -119,7 +119,7 @@ def head_profile(
         given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed, advance)
         trials: list[_Trial] = []
         for text in given:
-            trials.append(_Trial(model, share, *_task(tokenizer, text, positions, words, rng)))
+            trials.append(_Trial(model, heads, share, *_task(tokenizer, text, positions, words, rng)))
             advance(1)
         shares, found = dict.fromkeys(heads, 1.0), []
         _tell_time(trials[0].step_seconds(), rounds * tasks * len(heads))
@@ -133,10 +133,6 @@ def head_profile(
 def _heads_of(model: Any) -> list[tuple[int, int]]:
     """Return the layer and head of the keys in layers that do not slide."""
     cache = compress(model, torch.zeros((1, 1), dtype=torch.long, device=inputs_device(model)), 1.0)
-    return _not_sliding(cache)
-
-
-def _not_sliding(cache: CompressedCache) -> list[tuple[int, int]]:
     return [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
 
 
@@ -246,15 +242,16 @@ def _task(tokenizer: Any, text: Any, positions: int, words: Any, rng: np.random.
 class _Trial:
     """A task whose context a model has read, with all heads whole and with all heads cut to a share."""
 
-    def __init__(self, model: Any, share: float, context: Any, *asked: tuple[Any, Any]) -> None:
+    def __init__(
+        self, model: Any, heads: list[tuple[int, int]], share: float, context: Any, *asked: tuple[Any, Any]
+    ) -> None:
         self._model, self._share = model, share
         device = inputs_device(model)
         self._context = torch.tensor(context[None], device=device)
         self._asked = [(torch.tensor(tokens, device=device), counted[1:]) for tokens, counted in asked]
         self._whole = compress(model, self._context, 1.0)
         self._likely = self._log_p(self._whole, self._asked[1][0]).exp()  # of tokens of the text after the context
-        self.heads = _not_sliding(self._whole)
-        self._light = compress(model, self._context, dict.fromkeys(self.heads, share), bits=_DTYPE)
+        self._light = compress(model, self._context, dict.fromkeys(heads, share), bits=_DTYPE)
 
     def costs(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> list[Any]:
         """Return the costs (2,) of cutting each head from whole to the share, where the others have `shares`.
