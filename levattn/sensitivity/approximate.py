@@ -146,7 +146,7 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
         factor, ends = exact, np.ones((b, 2))
     elif left is not None:
         factor = sketched_factor(rows, Sketch(left), _SINGLE_BOUND)
-        chance = FAILURE / (2 * max(b, 1))  # the projection may fail with the other half
+        chance = FAILURE / (2 * max(b, 1))  # of both ends; the projection may fail with the other half
         ends = np.array(
             [_ends(factor, i, left.seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
         ).reshape(b, 2)
@@ -155,7 +155,7 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
     # not as members of K: their scores would be cut at 1 before the division
     found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
-    short, over = (0.0, 0.0) if right is None else projection_spread(right.size, n * b)
+    short, over = (0.0, 0.0) if right is None else projection_spread(right.size, 2 * n * b)  # with half of `FAILURE`
     slack = 4 * factor.score_error[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
