@@ -66,10 +66,10 @@ def by_workers(path: Path, rounds: int) -> None:
                 )
             )
             client = stack.enter_context(Client(cluster, set_as_default=False))
-            sets[workers] = over_dask.universal_set_of_files(path, EPSILON, scheduler=client).indices
+            sets[workers] = over_dask.universal_set_of_files(path, EPSILON, client=client).indices
             calls |= {
                 f"set, {workers}": lambda client=client: over_dask.universal_set_of_files(
-                    path, EPSILON, scheduler=client
+                    path, EPSILON, client=client
                 ),
                 f"scores, {workers}": lambda client=client: client.compute(
                     over_dask.leverage_scores(K).max(), sync=True

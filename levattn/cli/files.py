@@ -37,6 +37,7 @@ class KeyFiles:
     id: str | None = None
     dtype: str | None = None
     memory: int | None = None  # in bytes
+    weights: str | None = None  # a column of weights, which is no feature
     shown: str | None = None  # the name of a file that is not the user's
 
     @property
@@ -55,13 +56,27 @@ class KeyFiles:
     def report(self) -> dict[str, Any]:
         """The part of a JSON document about the files."""
         file = self.name if len(self.files) == 1 else [str(file) for file in self.files]
-        return {"file": file, "id": self.id}
+        return {"file": file, "id": self.id, "weights": self.weights}
 
     def opened(self, option: str = "--tensor") -> levattn.KeySource:
         """Return the keys, or with another option the queries; an error names options, not arguments."""
         how: dict[str, Any] = {"tensor": self.tensor, "columns": self.columns, "id": self.id, "dtype": self.dtype}
         with _in_words_of_the_program(option):
-            return levattn.open_keys(self.paths, **how, memory=self.memory)
+            source = levattn.open_keys(self.paths, **how, memory=self.memory)
+            if self.weights is None or source.columns is None or self.weights not in source.columns:
+                return source
+            rest = tuple(name for name in source.columns if name != self.weights)
+            if not rest or self.columns is not None:
+                fail(f"--weights {self.weights} is a feature as well; name other --columns")
+            return levattn.open_keys(self.paths, **how | {"columns": rest}, memory=self.memory)
+
+    def weights_of_rows(self) -> npt.NDArray[Any] | None:
+        """Return the weights of all rows, (n,), None without --weights."""
+        if self.weights is None:
+            return None
+        with _in_words_of_the_program("--tensor"):
+            found = levattn.open_keys(self.paths, columns=(self.weights,), dtype="float64", memory=self.memory)
+            return np.asarray(found.load())[:, 0]
 
     @contextmanager
     def from_pipe(self) -> Iterator[KeyFiles]:

@@ -81,6 +81,7 @@ def _scores(request: Scoring, source: levattn.KeySource) -> npt.NDArray[Any]:
         if chunks is None:
             raise AssertionError("files give chunks")
         bar = True if sys.stderr.isatty() else None
+        chunks = chunks.times_roots(request.keys.weights_of_rows())
         return np.asarray(scores_of_chunks(chunks, "auto", bar, request.checkpoint))
     with whole_keys(source) as keys:
         return np.asarray(levattn.sensitivities(keys, request.function.f).upper)

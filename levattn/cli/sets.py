@@ -189,7 +189,8 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
         wish: dict[str, Any] = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
         if request.in_passes:
             bar = True if sys.stderr.isatty() else None
-            return levattn.scan_set(keys, **wish, progress=bar, checkpoint=request.checkpoint)
+            wish |= {"weights": request.keys.weights_of_rows(), "checkpoint": request.checkpoint}
+            return levattn.scan_set(keys, **wish, progress=bar)
         found = levattn.universal_set(keys, **wish, f=request.function.f, center=request.center)
         if request.duplicates is None:
             return found
@@ -232,9 +233,7 @@ def _found_by_workers(request: Request, source: levattn.KeySource) -> levattn.St
     from levattn.distributed.dask import universal_set_of_files
 
     try:
-        return universal_set_of_files(
-            source, request.epsilon or 0.0, f=request.function.f, scheduler=request.scheduler
-        )
+        return universal_set_of_files(source, request.epsilon or 0.0, f=request.function.f, client=request.scheduler)
     except OSError as error:
         if error.errno is not None:  # of a file
             raise

@@ -24,6 +24,7 @@ from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import RowDigest, rows_named
+from levattn.linalg.weighted import chunk_times_roots, numbers_of
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
 from levattn.states.blocks import in_main_memory, readable, rows_in_memory
@@ -37,14 +38,14 @@ _Path = str | os.PathLike[str]
 
 
 @overload
-def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: None = None) -> Any: ...
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, weights: Any = None, client: None = None) -> Any: ...
 
 
 @overload
-def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any) -> StreamedSet: ...
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, weights: Any = None, client: Any) -> StreamedSet: ...
 
 
-def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any = None) -> Any:
+def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, weights: Any = None, client: Any = None) -> Any:
     """Universal set of the keys of a dask array: one pass over its chunks, each in its place.
 
     Each chunk makes a `levattn.StreamingUniversalSet`, and a tree merges neighbors. For f(x) = x² the set is exact,
@@ -57,6 +58,8 @@ def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any = None) 
         Keys of a float dtype. Chunks may have any number of rows, even an unknown one; other axes are joined first.
     epsilon, f : float or AttentionFunction
         As in `levattn.StreamingUniversalSet`.
+    weights : array or dask.array.Array of float, shape (..., n), optional
+        The weight of each key, as in `levattn.universal_set`. The set holds the keys √w k, of float64.
     client : distributed.Client, str or cluster, optional
         The place to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster.
 
@@ -102,14 +105,14 @@ def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, client: Any = None) 
     array([  10, 4000])
     """
     _require_dask()
-    K = _in_row_chunks(K)
+    K = _weighted(_in_row_chunks(K), weights)
     new = partial(StreamingUniversalSet, epsilon, f=f)
     new().update(_no_rows(K))  # raises for wrong arguments
     lazy = _in_tree(_by_chunk(_chunk_state, K, new=new), new, StreamingUniversalSet.result)
     return _computed(lazy, client)
 
 
-def leverage_scores(K: Any, /) -> Any:
+def leverage_scores(K: Any, /, *, weights: Any = None) -> Any:
     """Leverage scores of the keys of a dask array, in its own chunks.
 
     They agree with `levattn.leverage_scores`, up to rounding.
@@ -118,11 +121,13 @@ def leverage_scores(K: Any, /) -> Any:
     ----------
     K : dask.array.Array of shape (..., n, d)
         Keys, in chunks as in `universal_set`.
+    weights : array or dask.array.Array of float, shape (..., n), optional
+        The weight of each key, as in `levattn.leverage_scores`.
 
     Returns
     -------
     dask.array.Array of shape (..., n)
-        Lazy scores in the row chunks of K: float64 for float64 keys, else float32.
+        Lazy scores in the row chunks of K: float64 for float64 keys and with weights, else float32.
 
     Raises
     ------
@@ -154,7 +159,7 @@ def leverage_scores(K: Any, /) -> Any:
     array([0.75, 0.75, 0.75, 0.75])
     """
     _require_dask()
-    K = _in_row_chunks(K)
+    K = _weighted(_in_row_chunks(K), weights)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # raises for a wrong K
     new = partial(_Reading, no_rows)
@@ -324,7 +329,7 @@ def universal_set_of_files(
     epsilon: float,
     *,
     f: Any = 2,
-    scheduler: Any = None,
+    client: Any = None,
 ) -> StreamedSet:
     """Universal set of keys in files, computed on the workers of a dask scheduler.
 
@@ -339,8 +344,8 @@ def universal_set_of_files(
         As in `universal_set`.
     f : float, str or AttentionFunction, default 2
         As in `universal_set`.
-    scheduler : distributed.Client, str or cluster, optional
-        As `client` in `universal_set`. By default, dask chooses the scheduler.
+    client : distributed.Client, str or cluster, optional
+        As in `universal_set`. By default, dask chooses the scheduler.
 
     Returns
     -------
@@ -350,7 +355,7 @@ def universal_set_of_files(
     Raises
     ------
     ImportError
-        If dask, or for `scheduler` distributed, is not installed.
+        If dask, or for `client` distributed, is not installed.
     FileNotFoundError, KeyFileError
         As in `levattn.open_keys`.
     TypeError, ValueError
@@ -390,7 +395,7 @@ def universal_set_of_files(
     new().update(_no_rows(source))  # raises for wrong arguments
     rows = math.ceil(min(_RANGE * source.d / epsilon, 2.0**62) / source.chunk_rows) * source.chunk_rows
     lazy = _in_tree(_over(source, rows, _range_state, object, new=new), new, StreamingUniversalSet.result)
-    found: StreamedSet = lazy.compute() if scheduler is None else _computed(lazy, scheduler)
+    found: StreamedSet = lazy.compute() if client is None else _computed(lazy, client)
     return found
 
 
@@ -443,9 +448,33 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
     return K.rechunk(split) if split else K
 
 
-def _no_rows(K: Any) -> npt.NDArray[Any]:
+def _weighted(K: Any, weights: Any) -> Any:
+    """Return the keys times the roots of weights, in the same chunks; with None the same."""
+    import dask.array as da
+
+    if weights is None:
+        return K
+    w = weights if isinstance(weights, da.Array) else da.from_array(numbers_of(weights))
+    known = not any(map(math.isnan, (*w.shape, *K.shape)))
+    if known:
+        try:
+            w = da.broadcast_to(w, K.shape[:-1])
+        except ValueError:
+            raise ValueError(f"weights has shape {w.shape}; expected one that broadcasts to {K.shape[:-1]}") from None
+        w = w.rechunk(K.chunks[:-1])
+    elif w.ndim != K.ndim - 1 or w.numblocks != K.numblocks[:-1]:
+        raise ValueError(
+            f"weights has chunks {w.chunks}, and K has {K.chunks}; expected those of the rows of K, whose number is "
+            "unknown. Call K.compute_chunk_sizes() first"
+        )
+    return da.map_blocks(
+        _times_roots, K, w[..., None], dtype=np.float64, chunks=K.chunks, meta=_no_rows(K, np.float64)
+    )
+
+
+def _no_rows(K: Any, dtype: Any = None) -> npt.NDArray[Any]:
     """Return an array like the chunks, without rows."""
-    return np.empty((*K.shape[:-2], 0, K.shape[-1]), K.dtype)
+    return np.empty((*K.shape[:-2], 0, K.shape[-1]), dtype or K.dtype)
 
 
 def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **options: Any) -> Any:
@@ -542,6 +571,13 @@ def _again(K: Any, after: Any) -> Any:
 
 
 # -- on the workers: the tasks ------------------------------------------------------------------------
+
+
+def _times_roots(K: Any, weights: Any) -> Any:
+    """Return a chunk of keys times the roots of its weights (..., m, 1)."""
+    matrices, rows = in_main_memory(K)
+    made, _ = chunk_times_roots(matrices, rows, weights[..., 0])
+    return made.data.reshape(K.shape)
 
 
 @contextmanager

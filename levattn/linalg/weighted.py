@@ -8,7 +8,16 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import Matrices, array_namespace, as_cupy, named_numpy, on_cuda, to_device, to_numpy
+from levattn._core.arrays import (
+    Matrices,
+    array_namespace,
+    as_cupy,
+    named_numpy,
+    on_cuda,
+    to_device,
+    to_float64,
+    to_numpy,
+)
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import Rows
@@ -16,10 +25,8 @@ from levattn._kernels import Rows
 _FAR = 300  # powers of two by which the roots of weights may differ, so that no product with a key underflows
 
 
-def checked_weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
-    """Return weights as (b, m) in float64 where the rows are, 0 for masked ones, or raise."""
-    shape = (*matrices.batch, matrices.n)
-    here = isinstance(rows.keys, np.ndarray | Csr)
+def numbers_of(weights: Any, *, here: bool = True) -> Any:
+    """Return weights as an array of numbers, `here` in main memory, or raise."""
     if array_api_compat.is_torch_array(weights):
         weights = weights.detach()
         weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
@@ -27,10 +34,18 @@ def checked_weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
     if found is None:
         found = named_numpy("weights", weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
         found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
-        if not here:
-            found = array_namespace(rows.keys).asarray(found)
     if found.dtype.kind not in "fiu":
         raise TypeError(f"weights is of dtype {found.dtype}; expected numbers")
+    return found
+
+
+def checked_weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
+    """Return weights as (b, m) in float64 where the rows are, 0 for masked ones, or raise."""
+    shape = (*matrices.batch, matrices.n)
+    here = isinstance(rows.keys, np.ndarray | Csr)
+    found = numbers_of(weights, here=here)
+    if not here and isinstance(found, np.ndarray):
+        found = array_namespace(rows.keys).asarray(found)
     xp = array_namespace(found)
     try:
         found = xp.reshape(xp.broadcast_to(xp.astype(found, xp.float64), shape), rows.shape[:2])
@@ -68,6 +83,22 @@ def weighted(matrices: Matrices, weights: Any) -> tuple[Matrices, Float64 | None
         held = to_device(there, matrices.data)
         matrices = replace(matrices, mask=held if matrices.mask is None else matrices.mask & held)
     return matrices, np.where(there, roots, 1.0), power
+
+
+def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Matrices, Rows]:
+    """Return a chunk of keys times the roots of their weights, of float64 in main memory.
+
+    Keys of weight 0 and masked keys become zeros, whatever they hold.
+    """
+    roots = np.sqrt(to_numpy(checked_weights(weights, matrices, rows)))[:, :, None]
+    keys = np.where(roots > 0, to_float64(rows.keys, rows.format), 0.0)
+    try:
+        with np.errstate(over="raise", under="raise", invalid="ignore"):
+            keys *= roots
+    except FloatingPointError:
+        raise ValueError("weights leave the range of float64 together with K; expected their largest near 1") from None
+    mask = None if rows.mask is None else to_numpy(rows.mask)
+    return replace(matrices, data=keys, format="float64", mask=mask), Rows(keys, "float64", mask)
 
 
 def weighted_rows(rows: Rows, roots: Float64) -> Rows:

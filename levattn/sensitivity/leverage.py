@@ -233,8 +233,8 @@ def leverage_scores(
         The weight w of each key, finite and of at least 0, as in weighted least squares. The keys √w k have the
         scores :math:`w_j k_j^T (K^T W K)^+ k_j`. A key of weight 0 is removed, as by a mask. A common
         factor of the weights changes no score without `ridge`. Products √w k are rounded, which adds about 2⁻⁵² times
-        the condition number to the relative error of a score. Weights and `center` do not go together: for a weighted
-        mean append a column of ones to K.
+        the condition number to the relative error of a score. Chunks with weights have scores of float64. Weights and
+        `center` do not go together: for a weighted mean append a column of ones to K.
     rtol : float below 1, optional
         Singular values of K, with columns scaled to unit norm, count as zero at or below ``rtol`` times the largest.
         This *under-estimates* the scores of rows that reach into the directions left out. The default,
@@ -299,12 +299,12 @@ def leverage_scores(
     approximate = check_method(method)
     source = as_source(K)
     if source is not None:
-        plain = not center and all(option is None for option in (rank, mask, weights, rtol))
+        plain = not center and all(option is None for option in (rank, mask, rtol))
         if method in SCANNED and plain and not ridge_of(ridge, relative_ridge):
-            return scores_of_chunks(source, str(method))
+            return scores_of_chunks(source.times_roots(weights), str(method))
         if not isinstance(K, KeySource):
             raise ValueError(
-                "K gives chunks; expected method 'auto' or 'gram', and no rank, ridge, center, mask, weights or rtol. "
+                "K gives chunks; expected method 'auto' or 'gram', and no rank, ridge, center, mask or rtol. "
                 "For other options give keys in an array or a file"
             )
         given: dict[str, Any] = {"method": method, "ridge": ridge, "relative_ridge": relative_ridge}
@@ -346,7 +346,7 @@ def leverage_scores(
 
 def scores_of_chunks(source: Source, method: str, progress: Any = None, path: Any = None) -> Any:
     """Return the scores of keys in chunks, in two passes; `path` is of a checkpoint."""
-    checkpoint = Checkpoint.checked(path, None, {"scores": method})
+    checkpoint = Checkpoint.checked(path, None, {"scores": method, **source.job})
     found = two_passes(source, None, progress, checkpoint, single=method == "auto", numerical=True)
     checkpoint.remove()
     return found.example.wrap(found.scores)

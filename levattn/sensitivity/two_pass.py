@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +22,10 @@ from levattn._kernels import Rows
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, replace_file
 from levattn.io.source import record_of
+from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import RowDigest, rows_named
+from levattn.linalg.weighted import chunk_times_roots, numbers_of
 from levattn.states import Moments
 from levattn.states.blocks import in_main_memory
 
@@ -79,6 +82,7 @@ class Source:
     n: int | None  # the number of rows, if known
     name: str  # in errors
     files: KeySource | None = None  # what gives the chunks, if they are in files
+    weights: npt.NDArray[Any] | None = None  # (..., n or 1): keys come times the roots of these
 
     def record(self, *, wait: bool = False) -> list[Any] | None:
         """Return the record of the files, None where there is none; `wait` for files that are new."""
@@ -92,14 +96,61 @@ class Source:
     def between(self, start: int, *, together: bool = True) -> Iterator[tuple[Matrices, Rows]]:
         """Yield the chunks from the row `start` on; small ones `together`, in memory that is used again."""
         held = _Together()
-        for chunk in self.chunks(start):
-            matrices, rows = in_main_memory(chunk)
+        for matrices, rows in self._weighted(start):
             if not held.fits(matrices):
                 yield from held.given()
             if together and held.take(matrices):
                 continue
             yield matrices, rows
         yield from held.given()
+
+    def _weighted(self, start: int) -> Iterator[tuple[Matrices, Rows]]:
+        """Yield the chunks from a row on, with weights times their roots."""
+        stop = start
+        for chunk in self.chunks(start):
+            matrices, rows = in_main_memory(chunk)
+            start, stop = stop, stop + matrices.n
+            if self.weights is None:
+                yield matrices, rows
+            elif self.weights.shape[-1] == 1:
+                yield chunk_times_roots(matrices, rows, self.weights)
+            elif stop > self.weights.shape[-1]:
+                raise self._other_length(f"at least {stop}")
+            else:
+                yield chunk_times_roots(matrices, rows, self.weights[..., start:stop])
+        if self.weights is not None and self.weights.shape[-1] not in (1, stop):
+            raise self._other_length(str(stop))
+
+    def _other_length(self, rows: str) -> ValueError:
+        """Return the error of weights of another number of rows."""
+        return ValueError(
+            f"weights has shape {() if self.weights is None else self.weights.shape}, and K gives {rows} rows; "
+            "expected one weight for each row"
+        )
+
+    def times_roots(self, weights: Any) -> Source:
+        """Return the source of the keys times the roots of weights, or raise; with None the same."""
+        if weights is None:
+            return self
+        found = np.atleast_1d(numbers_of(weights))
+        source = replace(self, weights=found)
+        if self.n is not None and found.shape[-1] not in (1, self.n):
+            raise source._other_length(str(self.n))
+        return source
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What a checkpoint notes of the weights."""
+        if self.weights is None:
+            return {}
+        digest = hashlib.sha256(np.ascontiguousarray(self.weights, np.float64).tobytes()).hexdigest()
+        return {"weights": [list(self.weights.shape), digest]}
+
+    def present(self, batch: tuple[int, ...], n: int) -> npt.NDArray[np.bool_] | None:
+        """Return which keys (b, n) take part, None for all: those of weight 0 do not."""
+        if self.weights is None or (self.weights > 0).all():
+            return None
+        return np.broadcast_to(self.weights > 0, (*batch, n)).reshape(-1, n)
 
 
 class _Together:
@@ -384,6 +435,8 @@ class _Run:
         if self._moments is None or self._n is None:
             raise AssertionError("the second pass comes after the first")
         factor = self._moments.factor()
+        if self._source.weights is not None:  # products of float64 were rounded
+            factor = replace(factor, error=factor.error + 2 * UNIT * factor.condition)
         factor = self._factor = factor if self._single else factor.exactly()
         self._make_room(self._n, factor.scores()[0])
         for matrices, rows in self._rest():

@@ -18,6 +18,7 @@ from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_fu
 from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
+from levattn.linalg.weighted import chunk_times_roots
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
@@ -320,7 +321,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         return self._stream
 
     @where_arrays_are
-    def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> StreamingUniversalSet:
+    def update(self, K: Any, *, mask: Any = None, weights: Any = None, payload: Any = None) -> StreamingUniversalSet:
         """Add a chunk of keys.
 
         Parameters
@@ -330,6 +331,9 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             alike.
         mask : array of bool, shape (..., m), optional
             True for a key that takes part. The others count as rows.
+        weights : array of float, broadcast to (..., m), optional
+            The weight w of each key, as in `universal_set`. The set holds the keys √w k, of float64. Give weights
+            with all chunks or with none, unless the keys are of float64.
         payload : array of shape (..., m, ...), optional
             Data to hold with the keys, such as their values or token ids: with all chunks or with none.
             Numbers of at most 64 bits; torch's bfloat16 is held as float32.
@@ -353,6 +357,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             the axis before.
         """
         matrices, rows = readable(K, mask)
+        if weights is not None:
+            matrices, rows = chunk_times_roots(matrices, rows, weights)
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         with lock_of(self):
             if self._stream is None:

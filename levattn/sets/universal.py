@@ -221,7 +221,7 @@ def universal_set(
     weights : array of float, broadcast to (..., n), optional
         The weight w of each key, as in `leverage_scores`. The set is the set of the keys √w k, whose attention is
         proportional to :math:`w_j \langle q_i, k_j\rangle^2`. Functions that take a set with its keys want the keys
-        √w k, of float64. A key of weight 0 is never in the set. Weights need x², an exact method and keys in memory.
+        √w k, of float64. A key of weight 0 is never in the set. Weights need x² and an exact method.
 
     Returns
     -------
@@ -288,14 +288,14 @@ def universal_set(
         )
     asked = _Asked(epsilon, size, method, center)
     source = as_source(K)
-    if weights is not None and (approximate or not square or center or source is not None):
+    if weights is not None and (approximate or not square or center):
         raise ValueError(
-            "weights are given; expected f = 2, an exact method, keys in memory and no center. Otherwise give keys "
-            "times the roots of their weights"
+            "weights are given; expected f = 2, an exact method and no center. Otherwise give keys times the roots of "
+            "their weights"
         )
     if source is not None:
         if square and method in SCANNED and not center and mask is None:
-            return _warned(_of_chunks(source, asked), chunks=True)
+            return _warned(_of_chunks(source.times_roots(weights), asked), chunks=True)
         if not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center or mask. "
@@ -318,6 +318,7 @@ def scan_set(
     *,
     size: int | None = None,
     method: str = "auto",
+    weights: Any = None,
     progress: bool | Callable[[int, int | None], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_rows: int | None = None,
@@ -337,6 +338,8 @@ def scan_set(
         Instead of `epsilon`: the number of keys to take.
     method : {"auto", "gram"}
         As in `leverage_scores`.
+    weights : array of float, broadcast to (..., n), optional
+        The weight of each key, as in `universal_set`.
     progress : bool or function, optional
         True for a progress bar (of rich), or a function of the rows done and their total. The total is of both passes
         together, None where it is not known.
@@ -411,6 +414,7 @@ def scan_set(
     if method not in SCANNED:
         raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")
     asked = _Asked(epsilon, size, method)
+    chunks = chunks.times_roots(weights)
     return _warned(_of_chunks(chunks, asked, progress, checkpoint, checkpoint_rows), chunks=True)
 
 
@@ -515,7 +519,8 @@ def _of_chunks(
     """Return the set of keys in chunks, in two passes (for a size with ties, a few rows are read again)."""
     asked = asked.checked(source.n)
     epsilon, size = asked.epsilon, asked.size
-    checkpoint = Checkpoint.checked(path, every, {"epsilon": epsilon, "size": size, "method": asked.method})
+    job = {"epsilon": epsilon, "size": size, "method": asked.method, **source.job}
+    checkpoint = Checkpoint.checked(path, every, job)
 
     def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
         if epsilon is None:
@@ -526,6 +531,7 @@ def _of_chunks(
 
     found = two_passes(source, choose, progress, checkpoint, single=asked.method == "auto")
     factor, scores, chosen, left, doubt = found.factor, found.scores, found.chosen, None, False
+    present = source.present(found.example.batch, scores.shape[1])
     if size is not None:
         asked.checked(scores.shape[1])
 
@@ -536,7 +542,7 @@ def _of_chunks(
                 again[part] = rescored(factor, item, found.rows(item, rows[part]))[0]
             return again
 
-        chosen, left, doubt = largest_scores(factor, scores, None, size, rescore)
+        chosen, left, doubt = largest_scores(factor, scores, present, size, rescore)
     checkpoint.remove()
     guarantee: Guarantee = "superset" if found.counted.any() or doubt else "exact"
     total = _total(factor, scores, found.counted)
@@ -550,6 +556,7 @@ def _of_chunks(
         left=left,
         guarantee=guarantee,
         total_bound=total,
+        present=present,
     )
 
 

@@ -131,6 +131,7 @@ def test_json_and_file_say_what_the_library_says(file: Path, keys: Array, text: 
         "levattn": levattn.__version__,
         "file": str(file),
         "id": None,
+        "weights": None,
         "tensor": None,
         "columns": None,
         "shape": [200, 6],

@@ -337,3 +337,33 @@ def test_the_handler_of_a_caller_stays(table: Path) -> None:
     thread.start()
     thread.join()
     assert found == [0]
+
+
+def test_weights_in_a_column(tmp_path: Path, table: Path, keys: Array) -> None:
+    count = np.arange(N)
+    expected = levattn.leverage_scores(keys, weights=count)
+    told = json.loads(
+        run("scores", table, "--id", "name", "--weights", "count", "--dtype", "float64", "--json").stdout
+    )
+    assert_as_documented(told)
+    assert (told["weights"], told["columns"]) == ("count", ["a", "b", "c"])
+    order = np.argsort(-expected, kind="stable")[:12].tolist()
+    assert told["matrices"][0]["indices"] == order
+    np.testing.assert_allclose(told["matrices"][0]["scores"], expected[order], rtol=1e-9)
+    weighted = ("universal-set", table, *OF_TABLE, "--weights", "count", "--epsilon", "0.05", "--json")
+    found = json.loads(run(*weighted).stdout)
+    assert found["sets"][0]["indices"] == levattn.universal_set(keys, 0.05, weights=count).indices.tolist()
+    for options, words in (
+        (("--weights", "a", "--columns", "a,b"), "--weights a is a feature as well"),
+        (("--weights", "none", "--columns", "a,b"), "'none'"),
+        (("--weights", "name", "--columns", "a,b"), "name"),
+    ):
+        assert words in refused("scores", table, *options)
+    np.save(tmp_path / "keys.npy", keys)
+    assert "columns" in refused("scores", tmp_path / "keys.npy", "--weights", "count")
+    for command in (
+        ("scores", table, "--function", "huber"),
+        ("universal-set", table, "--center"),
+        ("universal-set", table, "--scheduler", "tcp://10.0.0.1:8786"),
+    ):
+        assert "--weights is for --function 2" in refused(*command, "--weights", "count", status=2)

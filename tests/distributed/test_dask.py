@@ -123,6 +123,36 @@ def test_storage_types(dtype: str) -> None:
     np.testing.assert_allclose(scores.compute(), expected, rtol=1e-12 if dtype in ("float64", ">f8") else 2e-6)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_weights(known: bool) -> None:
+    K = keys(4000).astype(np.float32)
+    w = np.random.default_rng(1).random(4000) * (np.arange(4000) % 5 > 0)
+    X = np.sqrt(w)[:, None] * K.astype(np.float64)
+    lazy, lazy_w = in_chunks(K, [1500, 700]), da.from_array(w, chunks=((1500, 700, 1800),) if not known else (900,))
+    if not known:
+        lazy, lazy_w = unknown(lazy), lazy_w[da.ones(4000, chunks=lazy_w.chunks, dtype=bool)]
+    found = universal_set(lazy, 0.02, weights=lazy_w).compute()
+    check(found, X, 0.02)
+    np.testing.assert_array_equal(found.keys, X[found.indices])
+    scores = leverage_scores(lazy, weights=lazy_w)
+    assert scores.dtype == scores.compute().dtype == np.float64
+    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K, weights=w), rtol=2e-6, atol=1e-15)
+    if known:
+        np.testing.assert_array_equal(leverage_scores(lazy, weights=w).compute(), scores.compute())
+        np.testing.assert_array_equal(
+            leverage_scores(lazy, weights=2.0).compute(), leverage_scores(lazy, weights=np.full(4000, 2.0)).compute()
+        )
+        with pytest.raises(
+            ValueError, match=r"weights has shape \(3999,\); expected one that broadcasts to \(4000,\)"
+        ):
+            universal_set(lazy, 0.1, weights=w[1:])
+    else:
+        with pytest.raises(ValueError, match="whose number is unknown"):
+            leverage_scores(lazy, weights=da.from_array(w, chunks=(4000,)))
+    with pytest.raises(ValueError, match="weights hold a number below 0"):
+        universal_set(lazy, 0.1, weights=-lazy_w).compute()
+
+
 def test_batches_cut_columns_and_selected_rows() -> None:
     K = keys(24_000).reshape(2, 3, 4000, 6)
     X = da.from_array(K, chunks=(1, 2, 900, 4))
@@ -310,7 +340,7 @@ def test_says_what_to_install(package: str, shards: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, package, None)
     wants = rf'needs {package}: pip install "levattn\[dask\]"'
     with pytest.raises(ImportError, match=wants):
-        universal_set_of_files(shards, 0.1, scheduler="tcp://127.0.0.1:1")
+        universal_set_of_files(shards, 0.1, client="tcp://127.0.0.1:1")
     if package == "dask":
         for call in (lambda: universal_set(X, 0.1), lambda: leverage_scores(X), lambda: from_keys(shards)):
             with pytest.raises(ImportError, match=wants):
@@ -362,14 +392,14 @@ def test_on_processes(remote: Any, processes: Any, shards: Path) -> None:
     check(universal_set(X, 0.02, client=processes), K, 0.02)
     np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=1e-12)
     check(
-        universal_set_of_files(levattn.open_keys(shards, memory=700 * 24), 0.05, scheduler=remote),
+        universal_set_of_files(levattn.open_keys(shards, memory=700 * 24), 0.05, client=remote),
         K.astype(np.float32),
         0.05,
     )
 
 
 def test_by_the_address_of_a_scheduler(cluster: Any, shards: Path) -> None:
-    found = universal_set_of_files(shards, 0.05, scheduler=cluster.scheduler_address)
+    found = universal_set_of_files(shards, 0.05, client=cluster.scheduler_address)
     check(found, keys().astype(np.float32), 0.05)
     assert not distributed.client._get_global_client()  # nothing else is computed there from now on
 

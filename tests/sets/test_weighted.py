@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,15 +98,110 @@ def test_ill_conditioned_keys_tell_the_error_of_the_products() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"center": True}, {"method": "osnap"}, {"f": 1}, {"f": levattn.Softmax()}, {"K": iter}],
+    [{"center": True}, {"method": "osnap"}, {"f": 1}, {"f": levattn.Softmax()}],
     ids=str,
 )
 def test_refusals(options: dict[str, Any]) -> None:
-    K: Any = TALL
-    if options.pop("K", None):
-        K = lambda: iter([TALL])  # noqa: E731 (a function that returns an iterator)
     with pytest.raises(ValueError, match="weights are given; expected f = 2"):
-        levattn.universal_set(K, 0.1, weights=np.ones(500), **options)
+        levattn.universal_set(TALL, 0.1, weights=np.ones(500), **options)
+
+
+# -- chunks, files and streams ---------------------------------------------------------------------------------------
+
+
+def in_chunks(K: Float, rows: int = 70) -> Any:
+    """A function that returns the chunks of keys."""
+    return lambda: (K[..., start : start + rows, :] for start in range(0, max(K.shape[-2], 1), rows))
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_chunks_and_streams_have_the_sets_of_the_weighted_keys(kind: str) -> None:
+    K = KEYS[kind]
+    w = weights_of(K)
+    dirty = np.where(w[:, None] > 0, K, np.nan)  # rows of weight 0 are not read
+    for options in ({"epsilon": 0.03}, {"size": 4}, {"size": len(K)}):
+        held = levattn.universal_set(K, weights=w, **options)
+        found = levattn.universal_set(in_chunks(dirty), weights=w, **options)
+        assert found.indices.tolist() == held.indices.tolist()
+        np.testing.assert_allclose(found.scores, held.scores, rtol=1e-9, atol=1e-15)
+        assert (found.rank, found.epsilon) == (held.rank, pytest.approx(held.epsilon))
+    scores = levattn.leverage_scores(in_chunks(dirty), weights=w)
+    np.testing.assert_allclose(scores, levattn.leverage_scores(K, weights=w), rtol=1e-9, atol=1e-15)
+    parts = [levattn.StreamingUniversalSet(0.03, row_start=start) for start in (0, 90)]
+    parts[1].update(dirty[90:], weights=w[90:])
+    for start in range(0, 90, 40):
+        stop = min(start + 40, 90)
+        parts[0].update(dirty[start:stop], weights=w[start:stop])
+    streamed = parts[0].merge(parts[1]).result()
+    expected = levattn.universal_set(np.sqrt(w)[:, None] * K, 0.03)
+    assert streamed.indices.tolist() == expected.indices.tolist()
+    np.testing.assert_array_equal(streamed.keys, (np.sqrt(w)[:, None] * K)[streamed.indices])
+
+
+def test_weighted_files_resume(tmp_path: Path) -> None:
+    K, w = RNG.standard_normal((3000, 6)).astype(np.float32), RNG.random(3000) + 0.1
+    w[::7] = 0
+    np.save(tmp_path / "keys.npy", K)
+    source = levattn.open_keys(tmp_path / "keys.npy", chunk_rows=500)
+    held = levattn.universal_set(K, 0.01, weights=w)
+    found = levattn.universal_set(source, 0.01, weights=w)
+    assert found.indices.tolist() == held.indices.tolist()
+    np.testing.assert_allclose(found.scores, held.scores, rtol=2e-6)
+    assert found.scores.dtype == np.float64
+    np.testing.assert_array_equal(
+        levattn.leverage_scores(source, weights=w, ridge=2.0), levattn.leverage_scores(K, weights=w, ridge=2.0)
+    )
+    checkpoint = tmp_path / "point"
+    again = {"checkpoint": checkpoint, "checkpoint_rows": 500}
+
+    def stop(done: int, total: int | None) -> None:
+        if done > 4000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        levattn.scan_set(source, 0.01, weights=w, progress=stop, **again)
+    with pytest.raises(ValueError, match="another run"):
+        levattn.scan_set(source, 0.01, weights=2 * w, **again)
+    with pytest.raises(ValueError, match="another run"):
+        levattn.scan_set(source, 0.01, **again)
+    resumed = levattn.scan_set(source, 0.01, weights=w, **again)
+    np.testing.assert_array_equal(resumed.scores, found.scores)
+    assert not checkpoint.exists()
+
+
+def test_batches_of_chunks_and_one_weight_for_all() -> None:
+    K, w = RNG.standard_normal((2, 200, 4)), RNG.random((2, 200))
+    for weights in (w, w[0], 3.0, w[:, :1], [0.5]):
+        found = levattn.leverage_scores(in_chunks(K), weights=weights)
+        np.testing.assert_allclose(found, levattn.leverage_scores(K, weights=weights), rtol=1e-10)
+    torch = pytest.importorskip("torch")
+    found = levattn.leverage_scores(in_chunks(K), weights=torch.tensor(w).bfloat16())
+    np.testing.assert_allclose(found, levattn.leverage_scores(K, weights=w), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "words"),
+    [
+        (np.ones(499), ValueError, r"\(499,\), and K gives at least 500 rows"),
+        (np.ones(501), ValueError, r"\(501,\), and K gives 500 rows"),
+        (np.ones((3, 500)), ValueError, r"expected one that broadcasts to"),
+        (-np.ones(500), ValueError, "weights hold a number below 0"),
+        (np.full(500, np.nan), ValueError, "NaN"),
+        (np.ones(500, bool), TypeError, "bool"),
+        (np.full(500, 1e300), ValueError, "range of float64"),
+        (np.full(500, 1e-300), ValueError, "range of float64"),
+    ],
+)
+def test_refused_weights_of_chunks(weights: Any, error: type[Exception], words: str) -> None:
+    K = TALL * (1e160 if weights.max() > 2 else 1e-160)
+    for function in (levattn.leverage_scores, lambda K, weights: levattn.universal_set(K, 0.1, weights=weights)):
+        with pytest.raises(error, match=words):
+            function(in_chunks(K), weights=weights)
+    if weights.shape == (500,):
+        state = levattn.StreamingUniversalSet(0.1)
+        with pytest.raises(error, match=words):
+            state.update(K, weights=weights)
+        assert state.n == 0
 
 
 def test_more_refusals() -> None:

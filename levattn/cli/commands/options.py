@@ -121,6 +121,15 @@ Id = Annotated[
         help="Column of a table that names its rows, by integers or strings. The results name keys by it too.",
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=WORK,
+        metavar="NAME",
+        help="Column of a table with the weight w of each row: scores are those of √w times the row. "
+        "With --function 2.",
+    ),
+]
 Dtype = Annotated[
     Literal["float64", "float32", "float16"] | None,
     typer.Option(rich_help_panel=WORK, help="Convert the numbers while they are read. Integers need it."),
@@ -140,11 +149,17 @@ QueriesTensor = Annotated[
 
 
 def key_files(
-    files: list[Path], tensor: str | None, columns: str | None, id: str | None, dtype: str | None, memory: int | None
+    files: list[Path],
+    tensor: str | None,
+    columns: str | None,
+    id: str | None,
+    dtype: str | None,
+    memory: int | None,
+    weights: str | None,
 ) -> KeyFiles:
     """Return the files of keys that a command line names, or raise; `memory` is in MiB."""
     names = None if columns is None else _names_in(columns)
-    return KeyFiles(tuple(files), tensor, names, id, dtype, None if memory is None else memory * 2**20)
+    return KeyFiles(tuple(files), tensor, names, id, dtype, None if memory is None else memory * 2**20, weights)
 
 
 def _names_in(columns: str) -> tuple[str, ...]:

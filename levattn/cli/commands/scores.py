@@ -17,6 +17,7 @@ from levattn.cli.commands.options import (
     Id,
     KeyPaths,
     QueriesTensor,
+    Weights,
     ends_in,
     key_files,
 )
@@ -102,6 +103,7 @@ def _scores(
     ] = None,
     columns: Columns = None,
     id: Id = None,
+    weights: Weights = None,
     dtype: Dtype = None,
     memory: Annotated[
         int | None,
@@ -117,7 +119,7 @@ def _scores(
     output: _Output = None,
 ) -> None:
     request = scores.Scoring(
-        keys=key_files(files, tensor, columns, id, dtype, memory),
+        keys=key_files(files, tensor, columns, id, dtype, memory, weights),
         function=parse_function(function, for_queries=queries is not None),
         queries=queries,
         queries_tensor=queries_tensor,
@@ -126,6 +128,8 @@ def _scores(
     )
     if queries_tensor is not None and queries is None:
         raise typer.BadParameter("--queries-tensor: give --queries as well, a file with a sample of the queries")
+    if request.kind != "leverage" and weights is not None:
+        raise typer.BadParameter("--weights is for --function 2 without --queries")
     if request.kind != "leverage" and (memory is not None or checkpoint is not None):
         raise typer.BadParameter("--memory and --checkpoint are for --function 2 without --queries; all else loads")
     if id is not None and output is not None and output.suffix.lower() == ".npy":

@@ -20,6 +20,7 @@ from levattn.cli.commands.options import (
     KeyPaths,
     Picture,
     QueriesTensor,
+    Weights,
     by_library,
     ends_in,
     key_files,
@@ -221,6 +222,7 @@ def _universal_set(
     tensor: _Tensor = None,
     columns: Columns = None,
     id: Id = None,
+    weights: Weights = None,
     dtype: Dtype = None,
     method: _Method = "auto",
     memory: _Memory = None,
@@ -236,7 +238,7 @@ def _universal_set(
     if len(names) > 1 and any(path is not None for path in several):
         raise typer.BadParameter("--plot, --output, --scores and --checkpoint are for one array; give one --tensor")
     request = sets.Request(
-        keys=key_files(files, None, columns, id, dtype, memory),
+        keys=key_files(files, None, columns, id, dtype, memory, weights),
         epsilon=_EPSILON if epsilon is size is mass is None else epsilon,
         size=size,
         function=parse_function(function, for_queries=queries is not None),
@@ -284,6 +286,11 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
             (request.keys.memory is not None or resumed) and not request.in_passes,
             "--memory and --checkpoint are for --function 2 and the methods auto and gram, without --center and "
             "--duplicates; all else loads the keys",
+        ),
+        (
+            request.keys.weights is not None and (remote or not request.in_passes),
+            "--weights is for --function 2 and the methods auto and gram, without --center, --duplicates, --queries "
+            "and --scheduler",
         ),
         (
             address is not None and not re.fullmatch(r"\w+://.+:\d+", address),
