@@ -77,11 +77,13 @@ def _scores(request: Scoring, source: levattn.KeySource) -> npt.NDArray[Any]:
         with queries_of(request.queries, request.queries_tensor, request.keys, source) as sample:
             return np.asarray(levattn.expected_scores(source, sample, f=request.function.f))
     if request.function.is_square:
-        chunks = as_source(source)
+        chunks, weights = as_source(source), request.keys.weights_of_rows()
         if chunks is None:
             raise AssertionError("files give chunks")
+        if source.sparse and request.checkpoint is None:
+            return np.asarray(levattn.leverage_scores(source, weights=weights))
         bar = True if sys.stderr.isatty() else None
-        chunks = chunks.times_roots(request.keys.weights_of_rows())
+        chunks = chunks.times_roots(weights)
         return np.asarray(scores_of_chunks(chunks, "auto", bar, request.checkpoint))
     with whole_keys(source) as keys:
         return np.asarray(levattn.sensitivities(keys, request.function.f).upper)

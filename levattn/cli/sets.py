@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -185,12 +185,14 @@ class _Members:
 
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
-    with nullcontext(source) if request.in_passes else whole_keys(source) as keys:
-        wish: dict[str, Any] = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
-        if request.in_passes:
-            bar = True if sys.stderr.isatty() else None
-            wish |= {"weights": request.keys.weights_of_rows(), "checkpoint": request.checkpoint}
-            return levattn.scan_set(keys, **wish, progress=bar)
+    wish: dict[str, Any] = {"epsilon": request.epsilon, "size": request.size, "method": request.method}
+    if request.in_passes:
+        wish |= {"weights": request.keys.weights_of_rows()}
+        if source.sparse and request.checkpoint is None:
+            return levattn.universal_set(source, **wish)
+        bar = True if sys.stderr.isatty() else None
+        return levattn.scan_set(source, **wish, progress=bar, checkpoint=request.checkpoint)
+    with whole_keys(source) as keys:
         found = levattn.universal_set(keys, **wish, f=request.function.f, center=request.center)
         if request.duplicates is None:
             return found

@@ -63,6 +63,7 @@ class Opened(NamedTuple):
     identity: Identity
     columns: tuple[str, ...] | None = None  # of a table, if each one is a feature
     ids: ReadRows | None = None  # reads the names of the rows of a table, (stop - start,)
+    sparse: Callable[[int, int], Any] | None = None  # reads the rows as a sparse matrix, if they are one in the file
 
 
 def identity_of(stream: IO[bytes]) -> Identity:

@@ -154,7 +154,9 @@ def open_npz(path: Path, wanted: Wanted) -> Iterator[Opened]:
         with refusing(path, _ZIP_ERRORS):
             archive = zipfile.ZipFile(stream)
             names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-            refuse_sparse(path, names, wanted)
+            if wanted.tensor is None and set(names) >= _SPARSE:
+                yield _sparse(path, archive, wanted, identity_of(stream))
+                return
             name = choose(path, names, wanted.tensor)
             info = archive.getinfo(name + ".npy")
             if info.compress_type not in _ZIP_METHODS:
@@ -168,14 +170,35 @@ def open_npz(path: Path, wanted: Wanted) -> Iterator[Opened]:
 _SPARSE = {"format", "shape", "data"}  # what scipy.sparse.save_npz writes of every sparse matrix
 
 
-def refuse_sparse(path: Path, names: list[str], wanted: Wanted) -> None:
-    """Refuse a sparse matrix of scipy, whose parts are no keys."""
-    if wanted.tensor is None and set(names) >= _SPARSE:
-        raise refusal(
-            path,
-            "holds a sparse matrix of scipy, which is not read in chunks",
-            "load it, and give universal_set or leverage_scores scipy.sparse.load_npz(path).tocsr()",
-        )
+def _sparse(path: Path, archive: zipfile.ZipFile, wanted: Wanted, identity: Identity) -> Opened:
+    """Return a sparse matrix of scipy, which is read at once; its rows are read as dense ones."""
+    keys: Any = None
+
+    def read(start: int, stop: int) -> npt.NDArray[Any]:
+        return np.asarray(rows(start, stop).toarray())
+
+    def rows(start: int, stop: int) -> Any:
+        nonlocal keys
+        if keys is None:
+            import scipy.sparse
+
+            with refusing(path, (*_ZIP_ERRORS, LookupError, TypeError, AttributeError)):
+                found = scipy.sparse.csr_array(scipy.sparse.load_npz(path))
+                if found.shape != shape or found.dtype != dtype:
+                    raise ValueError(f"{found.dtype} {found.shape} in place of {dtype} {shape}")
+                found.check_format()
+                keys = found.astype(dtype.newbyteorder("="), copy=False)
+        return keys[start:stop]
+
+    with archive.open("shape.npy") as member:
+        found = _read_member(path, "shape", member, archive.getinfo("shape.npy").file_size)
+    shape = tuple(map(int, found.ravel()))
+    if found.dtype.kind not in "iu" or not all(0 <= length < 2**62 for length in shape):
+        raise damaged(path, "tensor 'shape'", f"{found.dtype} {found.tolist()}")
+    with archive.open("data.npy") as member:
+        dtype = _read_header(path, "tensor 'data'", member, archive.getinfo("data.npy").file_size).dtype
+    check_dtype(path, "the sparse matrix", dtype, wanted)
+    return Opened(None, shape, dtype, read, identity, sparse=rows)
 
 
 def _read_member(path: Path, name: str, member: IO[bytes], total: int) -> npt.NDArray[Any]:

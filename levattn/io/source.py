@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,7 @@ class _Shard(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     columns: tuple[str, ...] | None = None
+    sparse: bool = False
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
@@ -158,7 +159,7 @@ class KeySource:
     and released chunk by chunk. From a zarr store, only the store's chunks that hold the requested rows are read. This
     is fastest where `chunk_rows` is a multiple of the rows of such a chunk. ``.parquet`` files are read page by page,
     and text a mebibyte at a time. Text is read from its beginning, so its last rows take as long as all rows.
-    An array in an ``.npz`` file is read whole, because a compressed member has no random access.
+    An array or a sparse matrix in an ``.npz`` file is read whole, because a compressed member has no random access.
 
     A file must not be cut while it is read, unless it is an ``.npz`` file or a zarr store. Its size is checked before
     each chunk. But if it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
@@ -204,6 +205,11 @@ class KeySource:
     def d(self) -> int:
         """Length of each key (columns)."""
         return self.shape[-1]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether all files hold sparse matrices of scipy, so that `load` returns one."""
+        return all(shard.sparse for shard in self._shards)
 
     def __iter__(self) -> Iterator[npt.NDArray[Any]]:
         with self._reading() as pieces:
@@ -310,15 +316,15 @@ class KeySource:
         _require_one_kind(self, found)
         return np.concatenate(found)[places]
 
-    def load(self) -> npt.NDArray[Any]:
+    def load(self) -> Any:
         """Return the whole array, shape ``(..., n, d)``.
 
         Returns
         -------
-        numpy.ndarray, shape (..., n, d)
-            A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order.
-            Its numbers are read when they are used, and the file must not be cut or changed until then. Otherwise an
-            array in memory.
+        numpy.ndarray, shape (..., n, d), or scipy.sparse.csr_array, shape (n, d)
+            A sparse array if the source is `sparse`. A read-only memory map if the keys are in one ``.npy`` or
+            ``.safetensors`` file in native byte order. Its numbers are read when they are used, and the file must not
+            be cut or changed until then. Otherwise an array in memory.
 
         Raises
         ------
@@ -328,6 +334,8 @@ class KeySource:
         FileNotFoundError
             If a file is missing.
         """
+        if self.sparse:
+            return self._loaded_sparse()
         with self._reading() as pieces:
             if len(self._shards) == 1 and self._shards[0].dtype == self.dtype:
                 return next(pieces(0, self.n))
@@ -338,6 +346,14 @@ class KeySource:
                     whole[..., start : start + piece.shape[-2], :] = piece
                     start += piece.shape[-2]
             return whole
+
+    def _loaded_sparse(self) -> Any:
+        """Return the sparse matrices of all files as one."""
+        import scipy.sparse
+
+        with self._reading(what="sparse") as pieces:
+            found = list(pieces(0, self.n))
+        return found[0] if len(found) == 1 else scipy.sparse.vstack(found, format="csr")
 
     def _checked(self, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
         start, stop = operator.index(start), operator.index(stop)
@@ -350,7 +366,9 @@ class KeySource:
         return [0, *itertools.accumulate(shard.shape[-2] for shard in self._shards)]
 
     @contextmanager
-    def _reading(self, *, ids: bool = False) -> Iterator[Callable[[int, int], Iterator[npt.NDArray[Any]]]]:
+    def _reading(
+        self, *, what: Literal["rows", "ids", "sparse"] = "rows"
+    ) -> Iterator[Callable[[int, int], Iterator[Any]]]:
         """Open for reading: yields a function that yields the rows of a range, shard by shard."""
         files = _files(self.path)
         if files != [shard.path for shard in self._shards]:
@@ -369,10 +387,15 @@ class KeySource:
                     current = index, stack.enter_context(_reopened(self, index))
                 offset, end = starts[index : index + 2]
                 part = start - offset, min(stop, end) - offset
-                if ids and current[1].ids is not None:
-                    yield current[1].ids(*part)
+                opened, path = current[1], self._shards[index].path
+                if what == "ids" and opened.ids is not None:
+                    yield opened.ids(*part)
+                elif what == "sparse" and opened.sparse is not None:
+                    found = opened.sparse(*part)
+                    found.data = _converted(path, found.data, self.dtype)
+                    yield found
                 else:
-                    yield _converted(self._shards[index].path, current[1].read(*part), self.dtype)
+                    yield _converted(path, opened.read(*part), self.dtype)
                 start, index = end, index + 1
                 if stop <= end:
                     return
@@ -406,6 +429,9 @@ def open_keys(
         - a zarr v3 store;
         - a folder, whose files are taken in natural order (``shard-2`` before ``shard-10``);
         - a folder of folders with names like ``year=2025``, as Spark, dask and pandas write them.
+
+        An ``.npz`` file may also be a sparse matrix of `scipy.sparse.save_npz`. `leverage_scores` and `universal_set`
+        then read it whole and keep it sparse; its chunks are dense.
 
         Rows of several files, which may be of different formats, follow each other. A sequence of paths is taken in
         its own order. Each array has shape ``(..., n, d)``; its rows are keys. Its dtype is float64, float32, float16,
@@ -449,7 +475,6 @@ def open_keys(
         - `tensor` is left out although there are several arrays;
         - a column has nulls, strings, or lists of several lengths, or two have the same name;
         - a zarr store lacks chunks;
-        - an ``.npz`` file holds a sparse matrix of scipy;
         - a folder holds no file of keys, or not all files numbered like ``-00001-of-00003``;
         - several files differ in dtype or in any axis except the axis of the rows.
     TypeError, ValueError
@@ -507,7 +532,7 @@ def open_keys(
 
 def ids_between(source: KeySource, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
     """Yield the identifiers of the rows of a source from `start` up to `stop`, in parts."""
-    with source._reading(ids=True) as pieces:
+    with source._reading(what="ids") as pieces:
         first = None
         for low in range(start, stop, _ID_ROWS):
             for part in pieces(low, min(low + _ID_ROWS, stop)):
@@ -539,12 +564,15 @@ def record_of(source: KeySource, *, wait: bool = False) -> list[Any] | None:
 
 
 @contextmanager
-def whole_keys(K: Any) -> Iterator[Any]:
-    """Yield the whole array of keys in files, and other keys as they are; raise if the files changed meanwhile."""
+def whole_keys(K: Any, *, sparse: bool = False) -> Iterator[Any]:
+    """Yield the whole array of keys in files, and other keys as they are; raise if the files changed meanwhile.
+
+    Sparse matrices in files are made dense, unless the caller takes `sparse` ones.
+    """
     if not isinstance(K, KeySource):
         yield K
         return
-    yield K.load()
+    yield K.load() if sparse or not K.sparse else K.read(0, K.n)
     for index in range(len(K._shards)):  # pages of a map may have been read more than once
         with _reopened(K, index):
             pass
@@ -611,7 +639,8 @@ def _checked_wanted(tensor: Any, columns: Any, id: Any, dtype: Any) -> Wanted:
 
 
 def _shard_of(path: Path, opened: Opened) -> _Shard:
-    return _Shard(path, opened.tensor, opened.shape, _native(opened.dtype), opened.columns)
+    sparse = opened.sparse is not None
+    return _Shard(path, opened.tensor, opened.shape, _native(opened.dtype), opened.columns, sparse)
 
 
 def _require_alike(shard: _Shard, first: _Shard, wanted: Wanted) -> None:

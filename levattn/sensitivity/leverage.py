@@ -300,7 +300,7 @@ def leverage_scores(
     source = as_source(K)
     if source is not None:
         plain = not center and all(option is None for option in (rank, mask, rtol))
-        if method in SCANNED and plain and not ridge_of(ridge, relative_ridge):
+        if method in SCANNED and plain and not source.sparse and not ridge_of(ridge, relative_ridge):
             return scores_of_chunks(source.times_roots(weights), str(method))
         if not isinstance(K, KeySource):
             raise ValueError(
@@ -309,7 +309,7 @@ def leverage_scores(
             )
         given: dict[str, Any] = {"method": method, "ridge": ridge, "relative_ridge": relative_ridge}
         given |= {"rank": rank, "center": center, "mask": mask, "weights": weights, "rtol": rtol}
-        with whole_keys(K) as keys:
+        with whole_keys(K, sparse=True) as keys:
             return leverage_scores(keys, **given)
     matrices, roots, power = read_keys(K, mask, weights, center)
     if approximate:

@@ -84,6 +84,11 @@ class Source:
     files: KeySource | None = None  # what gives the chunks, if they are in files
     weights: npt.NDArray[Any] | None = None  # (..., n or 1): keys come times the roots of these
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the keys are sparse matrices in files, which are better read whole."""
+        return self.files is not None and self.files.sparse
+
     def record(self, *, wait: bool = False) -> list[Any] | None:
         """Return the record of the files, None where there is none; `wait` for files that are new."""
         return None if self.files is None else record_of(self.files, wait=wait)

@@ -294,14 +294,14 @@ def universal_set(
             "their weights"
         )
     if source is not None:
-        if square and method in SCANNED and not center and mask is None:
+        if square and method in SCANNED and not center and mask is None and not source.sparse:
             return _warned(_of_chunks(source.times_roots(weights), asked), chunks=True)
         if not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center or mask. "
                 "For other options give keys in an array or a file"
             )
-    with whole_keys(K) as keys:
+    with whole_keys(K, sparse=square) as keys:
         matrices = as_matrices(keys, "K", sparse=square).masked(mask)
         warn_of_axes(matrices.batch, matrices.n, matrices.d)
         asked = asked.checked(matrices.n)

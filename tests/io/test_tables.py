@@ -414,13 +414,69 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csr", "csc", "coo", "bsr", "dia"])
-def test_sparse_matrices_of_scipy_are_refused_with_a_way_out(tmp_path: Path, kind: str) -> None:
+def test_sparse_matrices_of_scipy(tmp_path: Path, kind: str) -> None:
+    S = scipy_sparse.random(50, 6, 0.3, "csr", rng=0)
+    scipy_sparse.save_npz(tmp_path / "keys.npz", S.asformat(kind))
+    source = open_keys(tmp_path / "keys.npz", chunk_rows=20)
+    assert (source.sparse, source.shape, source.dtype) == (True, (50, 6), np.dtype("float64"))
+    np.testing.assert_array_equal(np.concatenate(list(source)), S.toarray())
+    loaded = source.load()
+    assert scipy_sparse.issparse(loaded)
+    assert loaded.format == "csr"
+    np.testing.assert_array_equal(loaded.toarray(), S.toarray())
+    np.testing.assert_array_equal(source.between(7, 30).load().toarray(), S.toarray()[7:30])
+    w = np.arange(50)
+    for options in ({}, {"weights": w}, {"ridge": 0.5}):
+        np.testing.assert_array_equal(
+            levattn.leverage_scores(source, **options), levattn.leverage_scores(S, **options)
+        )
+    dense = levattn.universal_set(S.toarray(), 0.2)
+    for found in (
+        levattn.universal_set(source, 0.2),
+        levattn.scan_set(source, 0.2),
+        levattn.StreamingUniversalSet(0.2).update(source.read(0, 50)).result(),
+    ):
+        assert found.indices.tolist() == dense.indices.tolist()
+    for f in (1.0, "huber"):
+        found = levattn.universal_set(source, 0.2, f=f)
+        assert found.indices.tolist() == levattn.universal_set(S.toarray(), 0.2, f=f).indices.tolist()
+
+
+def test_several_sparse_files(tmp_path: Path) -> None:
+    S = scipy_sparse.random(60, 5, 0.4, "csr", dtype=np.float32, rng=1)
+    (tmp_path / "parts").mkdir()
+    scipy_sparse.save_npz(tmp_path / "parts" / "a-1.npz", S[:25])
+    scipy_sparse.save_npz(tmp_path / "parts" / "a-2.npz", S[25:].tocoo())
+    source = open_keys(tmp_path / "parts", dtype="float64")
+    np.testing.assert_array_equal(source.load().toarray(), S.toarray().astype(np.float64))
+    np.savez(tmp_path / "parts" / "a-3.npz", S.toarray()[:3])
+    mixed = open_keys(tmp_path / "parts")
+    assert not mixed.sparse
+    np.testing.assert_array_equal(mixed.load(), np.concatenate([S.toarray(), S.toarray()[:3]]))
+
+
+def test_sparse_files_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.npz"
     S = scipy_sparse.random(50, 6, 0.3, "csr", rng=0)
-    scipy_sparse.save_npz(path, S.asformat(kind))
-    refused(r"sparse matrix of scipy, .*; load it, .* scipy\.sparse\.load_npz\(path\)\.tocsr\(\)", path)
-    loaded = scipy_sparse.load_npz(path).tocsr()
-    np.testing.assert_allclose(levattn.leverage_scores(loaded), levattn.leverage_scores(S.toarray()), rtol=1e-9)
+    scipy_sparse.save_npz(path, (10 * S).astype(np.int64))
+    refused("the sparse matrix holds int64, expected floats; convert it with dtype=", path)
+    np.testing.assert_array_equal(
+        open_keys(path, dtype="float32").load().toarray(), (10 * S).astype(np.int64).toarray().astype(np.float32)
+    )
+    parts = {"format": np.array("csr"), "shape": np.array([50, 6]), "data": S.data, "indices": S.indices}
+    for wrong in (
+        {"indptr": S.indptr[:-1]},
+        {"indptr": S.indptr, "indices": np.where(S.indices == 3, 9, S.indices)},
+        {"indptr": S.indptr, "shape": np.array([40, 6])},
+        {"indptr": S.indptr, "shape": np.array([-50, 6])},
+        {"indptr": S.indptr, "shape": np.array([50.0, 6.0])},
+        {"indptr": S.indptr, "shape": np.array([50])},
+        {"indptr": S.indptr, "format": np.array("other")},
+        {},
+    ):
+        np.savez(path, **parts | wrong)
+        with pytest.raises(levattn.KeyFileError, match=r"truncated or damaged|expected \(\.\.\., n, d\)"):
+            open_keys(path).load()
 
 
 # -- in passes ---------------------------------------------------------------------------------------------
