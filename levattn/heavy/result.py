@@ -32,7 +32,7 @@ from levattn.linalg.accumulator import UNIT, second_moments
 from levattn.linalg.centered import means
 from levattn.linalg.factor import float64_rows
 from levattn.sensitivity.shares import BLOCK_ENTRIES, LEAST_POSITIVE
-from levattn.sets.result import UniversalSet, flag_counts, number_of, span
+from levattn.sets.result import UniversalSet, flag_counts, number_of, span, table_of
 from levattn.states.blocks import matrices_in_memory
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _LARGE = 2.0**1020
+_ENTRIES_SHOWN = 10
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 
 
@@ -86,6 +87,21 @@ class HeavyAttention:
         keys = f"in a set of {len(self.universal)}" if self.universal is not None else "causal"
         mass = f", captured_mass {span(self.captured_mass)}" if m else ""
         return f"HeavyAttention({self.entries.nnz} entries of {m} queries x {n} keys, {keys}{mass})"
+
+    @where_arrays_are
+    def _repr_html_(self) -> str:
+        m, n = self.entries.shape
+        rows = [("queries", str(m)), ("keys", str(n)), ("entries", str(self.entries.nnz))]
+        rows.append(
+            ("keys in the set", str(len(self.universal))) if self.universal is not None else ("form", "causal")
+        )
+        if m:
+            rows.append(("captured mass", span(self.captured_mass)))
+        largest = self.entries.tocoo()
+        order = np.argsort(-largest.data, kind="stable")[:_ENTRIES_SHOWN]
+        shown = ", ".join(f"({largest.row[i]}, {largest.col[i]}): {largest.data[i]:.3g}" for i in order)
+        rows.append(("largest, (query, key)", shown or "none"))
+        return table_of(self, rows)
 
     @property
     @where_arrays_are
@@ -515,6 +531,12 @@ class HeavyAttentionBatch:
         return (
             f"HeavyAttentionBatch({entries} entries in each of {self.batch}, captured_mass {span(self.captured_mass)})"
         )
+
+    @where_arrays_are
+    def _repr_html_(self) -> str:
+        entries = span([item.entries.nnz for item in self.items])
+        rows = [("batch", str(self.batch)), ("entries in each", entries), ("captured mass", span(self.captured_mass))]
+        return table_of(self, rows)
 
     def _stacked(self, name: str) -> Float64:
         figures = [getattr(item, name) for item in self.items]

@@ -103,6 +103,25 @@ def test_batches_masks_and_other_dtypes() -> None:
     np.testing.assert_array_equal(levattn.leverage_scores(K, weights=3), levattn.leverage_scores(K, weights=0.75))
 
 
+def test_statistics_means_the_same() -> None:
+    """Weights, λ and degrees of freedom are those of least squares in statsmodels and scikit-learn."""
+    models = pytest.importorskip("statsmodels.api")
+    linear = pytest.importorskip("sklearn.linear_model")
+    y, w = RNG.standard_normal(60), RNG.random(60) + 0.1
+    hat = models.GLM(y, TALL, var_weights=w).fit().get_hat_matrix_diag()
+    fitted = models.WLS(y, TALL, weights=w).fit()
+    np.testing.assert_allclose(levattn.leverage_scores(TALL, weights=w), hat, rtol=1e-8)
+    assert levattn.effective_dimension(TALL, weights=w) == pytest.approx(fitted.df_model + fitted.k_constant)
+    for ridge in (1e-2, 3.0, 1e3):
+        model = linear.Ridge(alpha=ridge, fit_intercept=False, solver="cholesky")
+        predictions = model.fit(TALL, np.eye(60), sample_weight=w).predict(TALL)
+        np.testing.assert_allclose(
+            levattn.leverage_scores(TALL, weights=w, ridge=ridge), np.diag(predictions), rtol=1e-6, atol=1e-12
+        )
+        trace = np.trace(predictions)
+        assert levattn.effective_dimension(TALL, weights=w, ridge=ridge) == pytest.approx(trace, rel=1e-6)
+
+
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     w = weights_of(TALL)

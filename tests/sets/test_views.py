@@ -89,6 +89,18 @@ def test_a_notebook_shows_a_table() -> None:
     assert "indices" not in levattn.universal_set(keys(2), 0.5)._repr_html_()
 
 
+def test_a_notebook_shows_heavy_attention() -> None:
+    Q, K = np.array([[1.0, 0], [1, 1]]), np.eye(2)
+    html = levattn.heavy_attention(Q, K, 0.4)._repr_html_()
+    assert "<caption>HeavyAttention</caption>" in html
+    assert "<th>entries</th><td>3</td>" in html
+    assert "<td>(0, 0): 1, (1, 0): 0.5, (1, 1): 0.5</td>" in html
+    assert "<th>form</th><td>causal</td>" in levattn.causal_heavy_attention(Q, K, 0.4)._repr_html_()
+    batch = levattn.heavy_attention(np.stack([Q, Q]), np.stack([K, K]), 0.4)._repr_html_()
+    assert "<th>entries in each</th><td>3</td>" in batch
+    assert "<th>largest, (query, key)</th><td>none</td>" in levattn.heavy_attention(Q[:0], K, 0.4)._repr_html_()
+
+
 def test_a_table_has_a_row_for_each_key_of_the_set() -> None:
     K = keys(2, 3)
     whole = levattn.universal_set(K, 0.2)
