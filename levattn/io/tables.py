@@ -33,11 +33,13 @@ from levattn.io.common import (
 
 _FLOATS = {"double": "float64", "float": "float32", "halffloat": "float16"}
 _NUMBERS = _FLOATS | {f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-_BATCH_BYTES = 2 * 2**20
+_BATCH_BYTES = 2 * 2**20, 8 * 2**20  # a quarter of what is read at once, within these
+_BATCH_ROWS = 1000  # times a whole number: powers of two would share a few places in the cache
 _CHOOSE = "choose columns of numbers with columns=, and name the column of identifiers with id="
 
-# Given a row: yields the batches of some columns from this row on, or from one before, and the number of their first.
-_Batches = Callable[[int], Iterator[tuple[int, Any]]]
+# Given a row, and how many rows are read at once: yields the batches of some columns from this row on, or from one
+# before, and the number of their first.
+_Batches = Callable[[int, int], Iterator[tuple[int, Any]]]
 
 
 class _Keys(NamedTuple):
@@ -61,7 +63,7 @@ class _Rows:
     def parts(self, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
         """Yield the rows of a range, in parts."""
         if start != self._next:
-            self._rest, self._batches = None, self._converted(start)
+            self._rest, self._batches = None, self._converted(start, stop - start)
         self._next = -1
         while start < stop:
             if self._rest is None or len(self._rest) == 0:
@@ -71,9 +73,9 @@ class _Rows:
             yield part
         self._next = stop
 
-    def _converted(self, start: int) -> Iterator[npt.NDArray[Any]]:
+    def _converted(self, start: int, count: int) -> Iterator[npt.NDArray[Any]]:
         passed = 0
-        for passed, batch in self._from(start):
+        for passed, batch in self._from(start, count):
             batch.validate()
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 if column.null_count:
@@ -107,6 +109,8 @@ def _matrix_of(path: Path, keys: _Keys) -> Callable[[Any], npt.NDArray[Any]]:
         return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(len(lists), keys.d)
 
     def of_columns(batch: Any) -> npt.NDArray[Any]:
+        if len(set(batch.schema.types)) == 1:
+            return np.asarray(batch.to_tensor(row_major=False).to_numpy())  # which the caller turns in one copy
         rows = np.empty((batch.num_rows, keys.d), keys.dtype)
         for j, column in enumerate(batch.columns):
             rows[:, j] = column.to_numpy(zero_copy_only=False)
@@ -262,15 +266,17 @@ def open_parquet(path: Path, wanted: Wanted) -> Iterator[Opened]:
             keys = _find(path, file, starts, wanted, constants)
 
         def batches(names: tuple[str, ...], row_bytes: int) -> _Batches:
-            def start_at(start: int) -> Iterator[tuple[int, Any]]:
+            least, most = (size // row_bytes for size in _BATCH_BYTES)
+
+            def start_at(start: int, count: int) -> Iterator[tuple[int, Any]]:
                 group = bisect.bisect_right(starts, start) - 1
                 passed = starts[group]
                 check_size(path, stream, len(pages))
+                count = max(1, min(max(count // 4, least), most))
                 for batch in file.iter_batches(
-                    max(1, _BATCH_BYTES // row_bytes),
+                    count - count % _BATCH_ROWS or count,
                     row_groups=range(group, len(starts) - 1),
                     columns=[name for name in names if name not in constants],
-                    use_threads=False,
                 ):
                     yield passed, _with_constants(batch, names, constants)
                     passed += batch.num_rows
@@ -378,7 +384,7 @@ def open_text(path: Path, wanted: Wanted) -> Iterator[Opened]:
         def batches(names: tuple[str, ...], _row_bytes: int) -> _Batches:
             kind = pyarrow.string() if names == (wanted.id,) else pyarrow.float64()
 
-            def start_at(start: int) -> Iterator[tuple[int, Any]]:
+            def start_at(start: int, _count: int) -> Iterator[tuple[int, Any]]:
                 passed = 0
                 # With no column of the file, all of them would be read.
                 there = [name for name in names if name not in constants] or schema.names[:1]

@@ -1,0 +1,93 @@
+"""How fast keys are read from tables: chunks of open_keys beside pyarrow's own reading, which makes no matrix.
+
+The ratio is the time of pyarrow over ours, so that 1 is as fast. Bar: at least 0.7 of the faster of its ways: in
+batches (`ParquetFile.iter_batches`, `csv.open_csv`) and whole (`parquet.read_table`, `csv.read_csv`). Files are in the
+cache of the system.
+
+    python examples/benchmarks/tables.py [--rounds 7] [--bytes 200000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from _rivals import table, verdict
+
+import levattn
+
+SHAPES = ((8, "float64"), (64, "float32"), (64, "float64"), (512, "float32"))
+BAR = 0.7
+
+
+def drained(chunks: Any) -> None:
+    """Read all chunks, and keep none."""
+    deque(chunks, maxlen=0)
+
+
+def ways(path: Path) -> dict[str, Callable[[], object]]:
+    """Return pyarrow's ways to read a file, and ours."""
+    if path.suffix == ".csv":
+        return {
+            "ours": lambda: drained(levattn.open_keys(path)),
+            "batches": lambda: drained(pa.csv.open_csv(path)),
+            "whole": lambda: pa.csv.read_csv(path),
+        }
+    return {
+        "ours": lambda: drained(levattn.open_keys(path)),
+        "batches": lambda: drained(pa.parquet.ParquetFile(path).iter_batches()),
+        "whole": lambda: pa.parquet.read_table(path),
+    }
+
+
+def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median time of each call, one after the other in each round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):  # the first round warms up
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bytes", type=int, default=200_000_000, help="of the numbers; a tenth of them as text")
+    options = parser.parse_args()
+    rows, least = [], 9.0
+    for d, dtype in SHAPES:
+        for suffix in (".parquet", ".csv"):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, f"keys{suffix}")
+                n = options.bytes // (d * np.dtype(dtype).itemsize) // (10 if suffix == ".csv" else 1)
+                K = np.random.default_rng(0).standard_normal((n, d)).astype(dtype)
+                columns = pa.table({f"f{i}": column for i, column in enumerate(K.T)})
+                if suffix == ".csv":
+                    pa.csv.write_csv(columns, path)
+                else:
+                    pa.parquet.write_table(columns, path)
+                found = medians(ways(path), options.rounds)
+                size = path.stat().st_size / 1e6
+            ratio = min(found["batches"], found["whole"]) / found["ours"]
+            least = min(least, ratio)
+            rates = [f"{size / found[name]:.0f}" for name in ("ours", "batches", "whole")]
+            rows.append([f"{suffix[1:]}, {dtype}, d = {d}", *rates, f"{ratio:.2f}"])
+    table(["MB/s of the file", "open_keys", "pyarrow, batches", "pyarrow, whole", "ratio"], rows)
+    print("smallest ratio:", verdict(least, BAR))
+
+
+if __name__ == "__main__":
+    main()
