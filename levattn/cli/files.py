@@ -74,7 +74,7 @@ class KeyFiles:
         """Return the weights of all rows, (n,), None without --weights."""
         if self.weights is None:
             return None
-        with _in_words_of_the_program("--tensor"):
+        with _in_words_of_the_program("--weights"):
             found = levattn.open_keys(self.paths, columns=(self.weights,), dtype="float64", memory=self.memory)
             return np.asarray(found.load())[:, 0]
 
@@ -130,7 +130,13 @@ def _in_words_of_the_program(option: str) -> Iterator[None]:
             remedy = remedy.replace("the keys", "the queries")
         problem = re.sub(r"got tensor=", f"got {option} ", problem)
         problem = re.sub(r"got (columns|id)=", r"got --\1 ", problem)
-        fail(_PIPED.sub("standard input", problem + semicolon + remedy))
+        text = problem + semicolon + remedy
+        if option == "--weights":
+            text = re.sub(r"--columns \('(.*?)',\)", r"--weights \1", text).replace(
+                "leave columns out", "leave --weights out"
+            )
+            text = text.replace("--columns", option)
+        fail(_PIPED.sub("standard input", text))
 
 
 def check_targets(

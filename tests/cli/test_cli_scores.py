@@ -355,12 +355,13 @@ def test_weights_in_a_column(tmp_path: Path, table: Path, keys: Array) -> None:
     assert found["sets"][0]["indices"] == levattn.universal_set(keys, 0.05, weights=count).indices.tolist()
     for options, words in (
         (("--weights", "a", "--columns", "a,b"), "--weights a is a feature as well"),
-        (("--weights", "none", "--columns", "a,b"), "'none'"),
+        (("--weights", "none", "--columns", "a,b"), "give one of these as --weights"),
         (("--weights", "name", "--columns", "a,b"), "name"),
     ):
         assert words in refused("scores", table, *options)
     np.save(tmp_path / "keys.npy", keys)
-    assert "columns" in refused("scores", tmp_path / "keys.npy", "--weights", "count")
+    told = refused("scores", tmp_path / "keys.npy", "--weights", "count")
+    assert "array without columns, got --weights count; leave --weights out" in told
     for command in (
         ("scores", table, "--function", "huber"),
         ("universal-set", table, "--center"),
