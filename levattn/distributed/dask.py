@@ -464,8 +464,8 @@ def _weighted(K: Any, weights: Any) -> Any:
         w = w.rechunk(K.chunks[:-1])
     elif w.ndim != K.ndim - 1 or w.numblocks != K.numblocks[:-1]:
         raise ValueError(
-            f"weights has chunks {w.chunks}, and K has {K.chunks}; expected those of the rows of K, whose number is "
-            "unknown. Call K.compute_chunk_sizes() first"
+            f"weights has chunks {w.chunks}, and K has {K.chunks}; expected the same chunks of rows, "
+            "because their number is unknown. Call K.compute_chunk_sizes() first"
         )
     return da.map_blocks(
         _times_roots, K, w[..., None], dtype=np.float64, chunks=K.chunks, meta=_no_rows(K, np.float64)

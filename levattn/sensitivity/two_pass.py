@@ -145,14 +145,14 @@ class Source:
 
     @property
     def job(self) -> dict[str, Any]:
-        """What a checkpoint notes of the weights."""
+        """The part of a checkpoint's job that tells the weights."""
         if self.weights is None:
             return {}
         digest = hashlib.sha256(np.ascontiguousarray(self.weights, np.float64).tobytes()).hexdigest()
         return {"weights": [list(self.weights.shape), digest]}
 
     def present(self, batch: tuple[int, ...], n: int) -> npt.NDArray[np.bool_] | None:
-        """Return which keys (b, n) take part, None for all: those of weight 0 do not."""
+        """Return flags (b, n) of the keys of positive weight, None if all keys are."""
         if self.weights is None or (self.weights > 0).all():
             return None
         return np.broadcast_to(self.weights > 0, (*batch, n)).reshape(-1, n)

@@ -147,7 +147,7 @@ def test_weights(known: bool) -> None:
         ):
             universal_set(lazy, 0.1, weights=w[1:])
     else:
-        with pytest.raises(ValueError, match="whose number is unknown"):
+        with pytest.raises(ValueError, match="because their number is unknown"):
             leverage_scores(lazy, weights=da.from_array(w, chunks=(4000,)))
     with pytest.raises(ValueError, match="weights hold a number below 0"):
         universal_set(lazy, 0.1, weights=-lazy_w).compute()
