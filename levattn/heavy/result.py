@@ -32,7 +32,7 @@ from levattn.linalg.accumulator import UNIT, second_moments
 from levattn.linalg.centered import means
 from levattn.linalg.factor import float64_rows
 from levattn.sensitivity.shares import BLOCK_ENTRIES, LEAST_POSITIVE
-from levattn.sets.result import UniversalSet, flag_counts, number_of, span, table_of
+from levattn.sets.result import UniversalSet, flag_counts, html_table, number_of, span
 from levattn.states.blocks import matrices_in_memory
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class HeavyAttention:
         order = np.argsort(-largest.data, kind="stable")[:_ENTRIES_SHOWN]
         shown = ", ".join(f"({largest.row[i]}, {largest.col[i]}): {largest.data[i]:.3g}" for i in order)
         rows.append(("largest, (query, key)", shown or "none"))
-        return table_of(self, rows)
+        return html_table(self, rows)
 
     @property
     @where_arrays_are
@@ -536,7 +536,7 @@ class HeavyAttentionBatch:
     def _repr_html_(self) -> str:
         entries = span([item.entries.nnz for item in self.items])
         rows = [("batch", str(self.batch)), ("entries in each", entries), ("captured mass", span(self.captured_mass))]
-        return table_of(self, rows)
+        return html_table(self, rows)
 
     def _stacked(self, name: str) -> Float64:
         figures = [getattr(item, name) for item in self.items]

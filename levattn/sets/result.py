@@ -714,10 +714,10 @@ def html_of(found: Any) -> str:
         shown = ", ".join(f"{i} ({x:.3g})" for i, x in zip(indices[:_KEYS_SHOWN].tolist(), scores, strict=False))
         more = f", and {len(indices) - _KEYS_SHOWN} more" if len(indices) > _KEYS_SHOWN else ""
         rows.append(("indices (scores)", (shown or "none") + more))
-    return table_of(found, rows)
+    return html_table(found, rows)
 
 
-def table_of(found: Any, rows: list[tuple[str, str]]) -> str:
+def html_table(found: Any, rows: list[tuple[str, str]]) -> str:
     """Return names and figures of a result as a table of HTML, under the name of its class."""
     cells = (f"<tr><th>{escape(name)}</th><td>{escape(figure)}</td></tr>" for name, figure in rows)
     return f"<table><caption>{type(found).__name__}</caption><tbody>{''.join(cells)}</tbody></table>"
