@@ -86,3 +86,9 @@ def normals(seed: int, stream: int, start: int, count: int, columns: int) -> Flo
     np.multiply(radius, np.cos(angle), out=out[:, 0::2])
     np.multiply(radius, np.sin(angle), out=out[:, 1::2])
     return out[:, :columns]
+
+
+def uniforms(seed: int, stream: int, start: int, count: int) -> Float64:
+    """Return independent uniform numbers in [0, 1), of 53 bits, for some rows."""
+    high, low = words(seed, stream, start, count, 2).astype(np.uint64).T
+    return np.asarray(((high << np.uint64(21)) | (low >> np.uint64(11))) * 2.0**-53)

@@ -223,13 +223,14 @@ def two_passes(
     *,
     single: bool = True,
     numerical: bool = False,
+    as_float64: bool = False,
 ) -> Passes:
     """Score the keys of a source among all of them; `choose`, if given, gets each chunk with its scores.
 
-    `single` allows scores in float32, and `numerical` is the option of `Factor.scores`. The caller removes the
-    checkpoint.
+    `single` allows scores in float32, and `numerical` and `as_float64` are options of `Factor.scores`. The caller
+    removes the checkpoint.
     """
-    run = _Run(source, choose, checkpoint, single, numerical)
+    run = _Run(source, choose, checkpoint, single, {"numerical": numerical, "as_float64": as_float64})
     with reported(progress, None if source.n is None else 2 * source.n) as advance:
         advance(run.resume())
         for rows in run.first_pass():
@@ -248,10 +249,10 @@ class _Run:
     """
 
     def __init__(
-        self, source: Source, choose: _Choose | None, checkpoint: Checkpoint, single: bool, numerical: bool
+        self, source: Source, choose: _Choose | None, checkpoint: Checkpoint, single: bool, options: dict[str, bool]
     ) -> None:
         self._source, self._choose, self._checkpoint = source, choose, checkpoint
-        self._single, self._numerical = single, numerical
+        self._single, self._options = single, options
         self._moments: Moments | None = None
         self._factor: Factor | None = None
         self._n: int | None = None  # known after the first pass
@@ -385,14 +386,14 @@ class _Run:
             raise AssertionError("the second pass comes after the first")
         factor = self._moments.factor()
         factor = self._factor = factor if self._single else factor.exactly()
-        self._make_room(self._n, factor.scores()[0])
+        self._make_room(self._n, factor.scores(**self._options)[0])
         for matrices, rows in self._rest():
             self._require_alike(matrices)
             part = slice(self._done, self._done + matrices.n)
             if part.stop > self._n:
                 raise self._other_number(f"at least {part.stop}")
             rows = self._seen[1].watched(rows) if self._digests else rows
-            scores, counted = factor.on(rows).scores(numerical=self._numerical)
+            scores, counted = factor.on(rows).scores(**self._options)
             chosen, doubt = (False, False) if self._choose is None else self._choose(factor, matrices, scores)
             self._chosen[:, part] = chosen
             self._scores[:, part], self._counted = scores, self._counted | counted | doubt
