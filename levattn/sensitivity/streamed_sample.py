@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
-from levattn._core.checks import check_type, fraction, whole_number
+from levattn._core.checks import check_type, fraction, positive_number, whole_number
 from levattn._core.random import as_seed, uniforms
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64, Int64
@@ -512,8 +512,8 @@ def _restored(rule: _Rule, fields: dict[str, Any], arrays: dict[str, npt.NDArray
     store.frozen = total_of(arrays, "frozen", 1, d)
     store.limit = whole(fields["limit"])
     if fields["most"] is not None:
-        store.most = float(fields["most"])
-    if not store.most > 0 or (store.frozen is not None and math.isinf(store.most)):
+        store.most = positive_number("most", fields["most"])
+    if store.frozen is not None and math.isinf(store.most):
         raise ValueError("the factor of probabilities does not match the screen")
     held, tail = (_checked(arrays, name, store, next_row) for name in ("held", "tail"))
     beside = (array[None] for array in (tail.numbers, tail.uniform, tail.weights))
