@@ -25,7 +25,7 @@ from levattn.linalg.sums import moments_of_items
 from levattn.linalg.weighted import weighted
 from levattn.sensitivity.leverage import factorize, ridge_of
 from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
-from levattn.states.blocks import as_given
+from levattn.states.blocks import as_they_came
 
 _BLOCK = 4096  # sampled rows that are whitened together
 
@@ -76,10 +76,10 @@ def sample_size(rank: float, /, distortion: float, failure: float = 0.01) -> int
     703
     """
     rank, eta, delta = positive_number("rank", rank), fraction("distortion", distortion), fraction("failure", failure)
-    return math.ceil(rank * math.log(2 * max(rank, 1.0) / delta) / exponent_of(eta))
+    return math.ceil(rank * math.log(2 * max(rank, 1.0) / delta) / chernoff_exponent(eta))
 
 
-def exponent_of(eta: float) -> float:
+def chernoff_exponent(eta: float) -> float:
     """Return the exponent of the matrix Chernoff bound, (1 + η) ln(1 + η) − η."""
     return (1 + eta) * math.log1p(eta) - eta
 
@@ -88,11 +88,11 @@ def promised_distortion(rows: float, rank: int, delta: float) -> float:
     """Return the η below 1 at which the bound of so many rows, over the largest norm of a term, is δ, or infinity."""
     needed = math.log(2 * rank / delta) / rows if rows > 0 else math.inf
     low, high = 0.0, 1.0
-    if needed > exponent_of(high):
+    if needed > chernoff_exponent(high):
         return math.inf
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if exponent_of(middle) >= needed else (middle, high)
+        low, high = (low, middle) if chernoff_exponent(middle) >= needed else (middle, high)
     return high
 
 
@@ -180,7 +180,7 @@ class RowSample:
         Raises
         ------
         TypeError, ValueError
-            If K has not n rows, p is not above 0, or the sample has no keys of its own and K is left out.
+            If K has not n rows, or p is not above 0. Also if K is left out and the sample has no keys.
         """
         p = positive_number("p", p)
         if K is None:
@@ -320,7 +320,7 @@ def sample_rows(
         with whole_keys(K) as keys:
             found = sample_rows(keys, size, **options)
             chosen = as_matrices(keys[found.indices], "K")
-            return replace(found, keys=as_given(chosen.data[0], chosen.format))
+            return replace(found, keys=as_they_came(chosen.data[0], chosen.format))
     matrices = as_matrices(K, "K", sparse=True)
     _require_one(matrices)
     matrices, roots, power = weighted(matrices.masked(mask), weights)
@@ -354,7 +354,7 @@ def _sample_of_chunks(source: Source, asked: _Asked, scores: Any, seed: int) -> 
     rows = passes.rows(0, found.indices)
     if asked.must_measure(found, exact):
         found = replace(found, eigenvalues=eigenvalues_of(passes.factor, passes.factor.on(rows).rows, found.weights))
-    return replace(found, keys=as_given(rows.keys[0], rows.format))
+    return replace(found, keys=as_they_came(rows.keys[0], rows.format))
 
 
 def one_of(size: Any, distortion: Any) -> tuple[int | None, float | None]:
@@ -406,7 +406,7 @@ class _Asked:
             largest = float(np.max(np.where(exact > 0, exact / probabilities, 0.0)))
         draws = self.size
         if self.eta is not None:
-            needed = largest * math.log(2 * rank / self.delta) / exponent_of(self.eta)
+            needed = largest * math.log(2 * rank / self.delta) / chernoff_exponent(self.eta)
             if not needed < math.inf:
                 raise ValueError(
                     "scores are 0 for a row that has leverage; expected positive ones, uniform above 0, or a size in "
@@ -461,7 +461,7 @@ def _chosen(rows: Rows, which: Int64) -> Rows:
 
 
 def _lack(factor: Factor) -> Float64:
-    """Return the part of a ridge in the whitened moment: what the rows lack."""
+    """Return what the whitened moment of rows lacks of I: the part of a ridge in it."""
     live = np.any(factor.whitening[0] != 0, axis=0)
     whole = moments_of_items(factor.rows, [0], basis=to_device(factor.whitening, factor.rows.keys))
     return np.asarray(np.eye(int(live.sum())) - to_numpy(whole)[0][np.ix_(live, live)])

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
 from levattn._core.checks import check_type, fraction, positive_number, whole_number
+from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed, uniforms
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64, Int64
@@ -21,10 +22,10 @@ from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read, refuse_nonfinite
 from levattn.linalg.weighted import checked_weights
 from levattn.sensitivity.leverage import ridge_of
-from levattn.sensitivity.sampling import RowSample, eigenvalues_of, exponent_of, one_of, promised_distortion
+from levattn.sensitivity.sampling import RowSample, chernoff_exponent, eigenvalues_of, one_of, promised_distortion
 from levattn.states import factor_of, factor_of_sum
-from levattn.states.blocks import BlockBuffer, RowNumbers, as_given, in_main_memory, require_format
-from levattn.states.spans import MOST_NUMBERS, spans_of, with_span
+from levattn.states.blocks import BlockBuffer, RowNumbers, as_they_came, in_main_memory, require_format
+from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span
 
 _STREAM = 103  # of the random numbers of rows
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
@@ -44,7 +45,7 @@ class _Rule:
         """Return c for keys of this rank whose scores sum to `mass`; both only rise, so c rises or falls in each."""
         if self.eta is None:
             return (self.size or 0) / max(mass, _LEAST)
-        return math.log(2 * max(rank, 1) / self.delta) / exponent_of(self.eta)
+        return math.log(2 * max(rank, 1) / self.delta) / chernoff_exponent(self.eta)
 
     def promised(self, c: float, rank: int) -> float:
         """Return the distortion that c promises."""
@@ -89,9 +90,9 @@ def _new(beside: Sequence[Any], keys: npt.NDArray[Any]) -> _Held:
 class _Store:
     """The rows of a stream that may still be sampled, and the sums over all rows.
 
-    Blocks are screened by the factor of an earlier prefix. After blocks 1, 2, 4, ..., and where too many rows are
-    held, all held rows are judged by the factor of all blocks so far, which then screens. So it depends on the blocks
-    alone when rows are judged.
+    The factor of an earlier prefix screens each block. After blocks 1, 2, 4, ..., and where the state holds too many
+    rows, the factor of all blocks so far judges the held rows, and then screens. So the blocks alone decide when rows
+    are judged.
     """
 
     def __init__(self, rule: _Rule, d: int, format: Any) -> None:
@@ -209,7 +210,7 @@ class _Store:
         if rank:
             extremes = eigenvalues_of(factor, factor.on(Rows(X[None], "float64")).rows, w)
         promised = self.rule.promised(c, rank) if rank else 0.0
-        counts, keys = np.ones(len(held), np.int64), as_given(held.keys, self.format)
+        counts, keys = np.ones(len(held), np.int64), as_they_came(held.keys, self.format)
         figures = extremes, promised, self.rule.delta, keys
         return RowSample(held.numbers, held.weights / p, counts, p, len(held), numbers_end, *figures)
 
@@ -235,9 +236,9 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
     :math:`u_i < p_i = \min(1, c \tau_i)`, with its leverage score :math:`\tau_i` among all rows, and then has the
     weight :math:`1/p_i`. Rows are decided independently, so :math:`\sum w\, k k^T` has the mean KᵀK.
 
-    A leverage score never rises as rows are added. So a row with :math:`u_i \ge c \tau_i` among the rows so far is
-    dropped for good, and the sample is the one that all rows at once would give, up to rounding. It does not depend on
-    the chunks, and of merged states not on the order. The bits are the same for all chunks and numbers of threads.
+    A leverage score never rises as rows are added. So the state drops a row for good once :math:`u_i \ge c \tau_i`
+    among the rows so far. The sample is the one of all rows at once, up to rounding. It does not depend on the chunks,
+    and the sample of merged states not on their order. The bits are the same for all chunks and numbers of threads.
 
     With :math:`c = \ln(2r/\delta) / ((1+\eta)\ln(1+\eta) - \eta)` for the rank r, the sample keeps all ``‖K y‖²``
     within 1 ± η, except with probability δ. It has at most c r rows on average. `read` also measures the distortion
@@ -274,17 +275,19 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
 
     Notes
     -----
-    Time O(n d²). Memory O(d²) for each of log₂(n/2048) partial sums, up to 9 MiB or one block of 2048 rows that wait,
-    and about c r rows on average, at most twice as many between two looks at them: more only while rows come that no
-    row before resembles. For a `distortion` the rank may still rise, so rows are held by the c of rank d.
+    Time O(n d²). Memory: d² numbers for each of log₂(n/2048) partial sums, the rows that wait (fewer than 2048, or up
+    to 9 MiB of small chunks), and the held rows. Each time the state judges them, at most c r are left on average, and
+    it does so again before it holds twice as many and two blocks of 2048. While the rank of a promise may rise, c is
+    that of rank d.
 
-    A row at the edge of the rank, with a part outside the numerical row space, counts as 1 and is always taken. If a
-    later row hides such a part of others, as it is below rounding then, these keep their smallest probability so far,
-    and sums stay unbiased.
+    A row at the edge of the rank, with a part outside the numerical row space, counts as 1. So the sample has each
+    such row. Later rows may hide this part of earlier ones, where it becomes smaller than rounding. The earlier rows
+    then keep their smallest probability so far, and sums stay unbiased.
 
-    *Argument.* Let x be the whitened rows. Row i adds :math:`x_i x_i^T/p_i` with probability :math:`p_i`, of norm
-    :math:`\tau_i/p_i \le 1/c`. A row with :math:`p_i = 1` adds a fixed matrix, which is a sum of parts of norm at most
-    1/c, and so does the ridge. The sum has the mean I, so the matrix Chernoff bound holds, as in `sample_size`.
+    *Argument.* Let x be the whitened rows. A row with :math:`p_i < 1` adds :math:`x_i x_i^T/p_i` with probability
+    :math:`p_i`, of norm :math:`\tau_i/p_i \le 1/c`. A row with :math:`p_i = 1` adds a fixed matrix, the sum of equal
+    parts of norm at most 1/c, and so does the ridge. All terms are independent, and their sum has the mean I. So the
+    matrix Chernoff bound holds, as in `sample_size`.
 
     References
     ----------
@@ -303,7 +306,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
     >>> sample = state.read()
     >>> S = sample.rows()
     >>> len(sample), sample.distortion < 0.5, S.shape
-    (316, True, (316, 5))
+    (308, True, (308, 5))
     """
 
     def __init__(
@@ -349,14 +352,15 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
             self._store = self._store.settled()
         return self._store
 
+    @where_arrays_are
     def update(self, K: Any, *, mask: Any = None, weights: Any = None) -> StreamingRowSample:
         """Add a chunk of rows.
 
         Parameters
         ----------
         K : array of shape (m, d)
-            Rows, m ≥ 0; kinds and dtypes as in `leverage_scores`, in all chunks alike, but not sparse. For least
-            squares, give the columns of K and y together.
+            Rows, m ≥ 0; kinds and dtypes as in `leverage_scores`, in all chunks alike, but not sparse. They are held
+            and summed in main memory. For least squares, give the columns of K and y together.
         mask : array of bool, shape (m,), optional
             True for a row that takes part. The others count as rows.
         weights : array of float, broadcast to (m,), optional
@@ -481,7 +485,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
         root = fields["root"]
         ridge_of(root, 0.0)
         self._rule = replace(self._rule, root=float(root))
-        self._spans = spans_of(fields["spans"], self._next_row)
+        self._spans = stored_spans(fields["spans"], self._next_row)
         if fields["begun"]:
             self._store = _restored(self._rule, fields, arrays, self._next_row)
             if max(self._store.sums.blocks.count * BLOCK + self._store.tail.count, self._store.count) > self.n:

@@ -26,7 +26,7 @@ from levattn.sets.prefix_bounds import (
     require_backed,
     running_bounds,
 )
-from levattn.states.blocks import BlockBuffer, RowNumbers, as_given, require_format, rows_in_memory
+from levattn.states.blocks import BlockBuffer, RowNumbers, as_they_came, require_format, rows_in_memory
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 _MOST_COMING = 64  # runs of blocks whose keys are held apart before they are joined
@@ -525,7 +525,7 @@ class CandidateStore:
             found, scores = found.take(order), judged.upper[judged.kept][order]
             counted |= judged.counted
             payload = found.payload[-1] if self.payload else None
-            selected.append(SelectedKeys(found.indices, as_given(found.keys, self.format), scores, payload))
+            selected.append(SelectedKeys(found.indices, as_they_came(found.keys, self.format), scores, payload))
         return by, selected, counted
 
     def _waiting(self, item: int) -> Candidates:

@@ -24,7 +24,7 @@ from levattn.sets.prefix_bounds import require_bounds
 from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.sets.universal import warn_of_axes, warn_of_rank
 from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
-from levattn.states.spans import MOST_NUMBERS, spans_of, with_span
+from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -490,7 +490,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         name, parameters = fields["f"]
         self = cls(fields["epsilon"], f=FAMILIES[name](**parameters))
         self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
-        self._spans = spans_of(fields["spans"], self._next_row)
+        self._spans = stored_spans(fields["spans"], self._next_row)
         if fields["begun"]:
             self._stream = CandidateStore.from_parts(fields, arrays, self.epsilon, self.f)
             self._require_rows(self._stream)

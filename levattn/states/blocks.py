@@ -105,7 +105,7 @@ def rows_in_memory(rows: Rows) -> Rows:
     return replace(rows, keys=to_numpy(rows.keys), mask=None if rows.mask is None else to_numpy(rows.mask))
 
 
-def as_given(keys: npt.NDArray[Any], format: Any) -> npt.NDArray[Any]:
+def as_they_came(keys: npt.NDArray[Any], format: Any) -> npt.NDArray[Any]:
     """Return stored keys in the dtype in which they came, float32 for bfloat16."""
     if format == "bfloat16":
         return to_float64(keys, format).astype(np.float32)

@@ -33,7 +33,7 @@ def with_span(spans: Spans, new: tuple[int, int]) -> Spans:
     return out
 
 
-def spans_of(stored: Any, next_row: int) -> Spans:
+def stored_spans(stored: Any, next_row: int) -> Spans:
     """Return the spans of a stored state, or raise ValueError if none can be those before the row `next_row`."""
     spans, last = [], -1
     for start, stop in stored:
