@@ -461,7 +461,7 @@ def _chosen(rows: Rows, which: Int64) -> Rows:
 
 
 def _lack(factor: Factor) -> Float64:
-    """Return what the whitened moment of rows lacks of I: the part of a ridge in it."""
+    """Return the part of a ridge in the whitened moment: I less the moment of the rows."""
     live = np.any(factor.whitening[0] != 0, axis=0)
     whole = moments_of_items(factor.rows, [0], basis=to_device(factor.whitening, factor.rows.keys))
     return np.asarray(np.eye(int(live.sum())) - to_numpy(whole)[0][np.ix_(live, live)])

@@ -275,10 +275,10 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
 
     Notes
     -----
-    Time O(n d²). Memory: d² numbers for each of log₂(n/2048) partial sums, the rows that wait (fewer than 2048, or up
-    to 9 MiB of small chunks), and the held rows. Each time the state judges them, at most c r are left on average, and
-    it does so again before it holds twice as many and two blocks of 2048. While the rank of a promise may rise, c is
-    that of rank d.
+    Time O(n d²). Memory O(d² log n) for the sums, beside the held rows and the rows that wait. These are fewer than
+    2048, or up to 9 MiB of small chunks. Each time the state judges the held rows, at most c r are left on average. It judges them
+    again before it holds twice as many and two blocks of 2048. A rank may still rise, so a promise takes the c of rank
+    d for these decisions.
 
     A row at the edge of the rank, with a part outside the numerical row space, counts as 1. So the sample has each
     such row. Later rows may hide this part of earlier ones, where it becomes smaller than rounding. The earlier rows
