@@ -42,7 +42,7 @@ class _Rule:
     root: float  # of the ridge
 
     def factor(self, rank: int, mass: float) -> float:
-        """Return c for keys of this rank whose scores sum to `mass`; both only rise, so c rises or falls in each."""
+        """Return c for rows of this rank whose scores sum to `mass`: it rises with the rank, or falls with the sum."""
         if self.eta is None:
             return (self.size or 0) / max(mass, _LEAST)
         return math.log(2 * max(rank, 1) / self.delta) / chernoff_exponent(self.eta)
@@ -276,9 +276,9 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
     Notes
     -----
     Time O(n d²). Memory O(d² log n) for the sums, beside the held rows and the rows that wait. These are fewer than
-    2048, or up to 9 MiB of small chunks. Each time the state judges the held rows, at most c r are left on average. It judges them
-    again before it holds twice as many and two blocks of 2048. A rank may still rise, so a promise takes the c of rank
-    d for these decisions.
+    2048, or up to 9 MiB of small chunks. Each time the state judges the held rows, at most c r are left on average. It
+    judges them again before it holds twice as many and two blocks of 2048. A rank may still rise, so a promise takes
+    the c of rank d for these decisions.
 
     A row at the edge of the rank, with a part outside the numerical row space, counts as 1. So the sample has each
     such row. Later rows may hide this part of earlier ones, where it becomes smaller than rounding. The earlier rows

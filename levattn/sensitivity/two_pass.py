@@ -155,7 +155,7 @@ def as_source(K: Any, name: str = "K") -> Source | None:
     if type(K).__module__.startswith("dask."):
         raise TypeError(
             f"{name} is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers "
-            "use levattn.distributed.dask.leverage_scores or its universal_set"
+            "use levattn.distributed.dask.leverage_scores, or its universal_set or sample_rows"
         )
     if (
         isinstance(K, list | tuple | str | bytes | dict | os.PathLike)
@@ -167,7 +167,8 @@ def as_source(K: Any, name: str = "K") -> Source | None:
     if isinstance(K, Iterator):
         raise TypeError(
             f"{name} is of type {type(K).__name__}, which gives its chunks only once; expected an object to iterate "
-            "twice, or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet"
+            "twice, or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet, "
+            "or StreamingRowSample for a sample"
         )
     if isinstance(K, Iterable):
         return Source(lambda start: _rows_from(K, start), None, f"an iterable of type {type(K).__name__}")

@@ -314,4 +314,6 @@ def test_uniform_numbers_are_words_and_uniform() -> None:
         assert found.tolist() == expected
         assert found[3:].tolist() == uniforms(9, 5, start + 3, 697).tolist()
     assert uniforms(9, 5, 0, 0).shape == (0,)
+    many = uniforms(9, 5, 3, 200_000)  # drawn in parts
+    assert many[65_000:66_000].tolist() == uniforms(9, 5, 65_003, 1000).tolist()
     assert scipy.stats.kstest(uniforms(9, 5, 0, 10**5), "uniform").pvalue > LEVEL
