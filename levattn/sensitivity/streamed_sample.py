@@ -139,7 +139,9 @@ class _Store:
             new = _new([array[:, start : start + BLOCK] for array in beside], run.keys)
             X = self.read(new, run.mask)
             self.sums.add(X)
-            if self.frozen is not None:
+            if self.frozen is None:
+                new = new.take(X.keys[0].any(axis=1))  # no sample has rows of zeros, as masked ones are read
+            else:
                 x = _scores(self._screening(self.frozen), X, member=False)
                 with np.errstate(invalid="ignore"):
                     new = new.below(np.where(np.isinf(x), 1.0, x / (1 + x)))  # among the prefix and the row itself
@@ -150,7 +152,7 @@ class _Store:
                 self.judge()
 
     def hold(self, new: _Held) -> None:
-        """Hold rows in memory that nothing else writes to, or until `judge` is called."""
+        """Hold rows in memory that nothing else writes to."""
         self.held.append(new)
         self.count += len(new)
 

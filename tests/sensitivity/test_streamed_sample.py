@@ -180,6 +180,18 @@ def test_weights_masks_and_other_dtypes(dtype: Any) -> None:
     assert one(K, size=20).update(K, weights=2.0).n == 6000
 
 
+@pytest.mark.parametrize("rows", [BLOCK, 20 * BLOCK])
+def test_masked_rows_of_whole_blocks_are_not_read(rows: int) -> None:
+    K = np.random.default_rng(0).standard_normal((rows, 3))
+    mask = np.arange(rows) % 2 == 0
+    lost = np.where(mask[:, None], K, np.nan)
+    held = [StreamingRowSample(50).update(lost, mask=mask), StreamingRowSample(50).update(lost, weights=mask * 1.0)]
+    expected = StreamingRowSample(50).update(np.where(mask[:, None], K, 0.0))
+    for state in held:
+        assert bits(state.read()) == bits(expected.read())
+        assert state.held < 1000
+
+
 def test_rows_of_torch() -> None:
     torch = pytest.importorskip("torch")
     K = torch.tensor(np.random.default_rng(0).standard_normal((3000, 4)))
