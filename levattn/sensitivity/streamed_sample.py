@@ -283,8 +283,9 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
     the c of rank d for these decisions.
 
     A row at the edge of the rank, with a part outside the numerical row space, counts as 1. So the sample has each
-    such row. Later rows may hide this part of earlier ones, where it becomes smaller than rounding. The earlier rows
-    then keep their smallest probability so far, and sums stay unbiased.
+    such row; rounding decides which these are, so it may have others after merges in another order. Later rows may
+    hide this part of earlier ones, where it becomes smaller than rounding. The earlier rows then keep their smallest
+    probability so far, and sums stay unbiased.
 
     *Argument.* Let x be the whitened rows. A row with :math:`p_i < 1` adds :math:`x_i x_i^T/p_i` with probability
     :math:`p_i`, of norm :math:`\tau_i/p_i \le 1/c`. A row with :math:`p_i = 1` adds a fixed matrix, the sum of equal
