@@ -35,6 +35,7 @@ from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores, online_leverage_scores
 from levattn.sensitivity.sampling import RowSample, sample_rows, sample_size
 from levattn.sensitivity.sketched import SketchedScores, sketched_scores
+from levattn.sensitivity.streamed_sample import StreamingRowSample
 from levattn.sets.candidates import SelectedKeys
 from levattn.sets.coverage import AdaptiveCoverage, covering_set
 from levattn.sets.result import UniversalSet
@@ -72,6 +73,7 @@ __all__ = [
     "SketchedScores",
     "Softmax",
     "StreamedSet",
+    "StreamingRowSample",
     "StreamingUniversalSet",
     "Tukey",
     "UniversalSet",

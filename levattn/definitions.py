@@ -27,6 +27,7 @@ __all__ = [
     "leverage_scores",
     "lewis_weights",
     "online_leverage_scores",
+    "poisson_sample",
     "pruned_attention",
     "sample_rows",
     "sensitivities",
@@ -240,6 +241,52 @@ def sample_rows(K: Float64, scores: Float64, size: int, seed: int) -> tuple[Int6
     p = scores / np.sum(scores)
     rows = np.random.default_rng(seed).choice(len(K), size=size, p=p)
     return rows, 1 / (size * p[rows])
+
+
+def poisson_sample(scores: Float64, factor: float, uniform: Float64) -> tuple[Int64, Float64]:
+    r"""Take row j if :math:`u_j < p_j = \min(1, c \tau_j)`, with the weight :math:`1/p_j`.
+
+    Then :math:`\sum w \, k k^T` over the sample has the mean KᵀK, and its size has the mean
+    :math:`\sum p_j \le c \sum \tau_j`.
+
+    Parameters
+    ----------
+    scores : array of shape (n,)
+        Scores τ of at least 0, such as leverage scores; positive for rows that are not zero.
+    factor : float
+        The number c, above 0.
+    uniform : array of shape (n,)
+        Independent uniform numbers u in [0, 1), one for each row.
+
+    Returns
+    -------
+    indices : array of int, shape (s,)
+        The rows that were taken, ascending.
+    weights : array of shape (s,)
+        The weight of each.
+
+    See Also
+    --------
+    levattn.StreamingRowSample : The same in one pass over a stream, with the scores of all rows.
+
+    Notes
+    -----
+    Time O(n).
+
+    References
+    ----------
+    Cohen, Lee, Musco, Musco, Peng and Sidford, "Uniform sampling for matrix approximation", ITCS 2015, Lemma 4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn import definitions
+    >>> definitions.poisson_sample(np.array([0.1, 0.9, 0.5]), 2.0, np.array([0.3, 0.8, 0.7]))
+    (array([1, 2]), array([1., 1.]))
+    """
+    p = np.minimum(1.0, factor * scores)
+    rows = np.flatnonzero(uniform < p)
+    return rows, 1 / p[rows]
 
 
 def group_leverage(K: Float64, labels: Int64) -> Float64:

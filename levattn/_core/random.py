@@ -22,6 +22,7 @@ ROUNDS = 10
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_TOGETHER = 1 << 16  # rows whose uniform numbers are drawn together, for memory
 
 
 def as_seed(rng: Any, name: str = "rng") -> int:
@@ -86,3 +87,13 @@ def normals(seed: int, stream: int, start: int, count: int, columns: int) -> Flo
     np.multiply(radius, np.cos(angle), out=out[:, 0::2])
     np.multiply(radius, np.sin(angle), out=out[:, 1::2])
     return out[:, :columns]
+
+
+def uniforms(seed: int, stream: int, start: int, count: int) -> Float64:
+    """Return independent uniform numbers in [0, 1), of 53 bits, for some rows."""
+    out = np.empty(count)
+    for at in range(0, count, _TOGETHER):
+        part = out[at : at + _TOGETHER]
+        high, low = words(seed, stream, start + at, len(part), 2).astype(np.uint64).T
+        part[:] = ((high << np.uint64(21)) | (low >> np.uint64(11))) * 2.0**-53
+    return out

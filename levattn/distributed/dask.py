@@ -1,4 +1,4 @@
-"""Universal sets, scores, query moments and softmax states of dask arrays: one state per chunk, merged in a tree.
+"""Sets, scores, samples, query moments and softmax states of dask arrays: one state per chunk, merged in a tree.
 
 The states and the result are the same as in one process. Tasks are pure, so dask may run any of them again. A lost
 worker costs the time of its chunks, and changes no result.
@@ -19,17 +19,27 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type, needing
+from levattn._core.random import as_seed
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import RowDigest, rows_named
 from levattn.linalg.weighted import chunk_times_roots, numbers_of
+from levattn.sensitivity.streamed_sample import StreamingRowSample
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
 from levattn.states.blocks import in_main_memory, readable, rows_in_memory
 
-__all__ = ["from_keys", "leverage_scores", "query_moments", "softmax_state", "universal_set", "universal_set_of_files"]
+__all__ = [
+    "from_keys",
+    "leverage_scores",
+    "query_moments",
+    "sample_rows",
+    "softmax_state",
+    "universal_set",
+    "universal_set_of_files",
+]
 
 _FAN_IN = 8  # states that one task merges
 _RANGE = 64  # times d/ε: rows of one task's state, at least
@@ -168,6 +178,76 @@ def leverage_scores(K: Any, /, *, weights: Any = None) -> Any:
     return _again(K, factor).map_blocks(
         _scores, factor, dtype=dtype, drop_axis=K.ndim - 1, meta=np.empty((0,) * (K.ndim - 1), dtype)
     )
+
+
+def sample_rows(
+    K: Any,
+    /,
+    size: int | None = None,
+    *,
+    distortion: float | None = None,
+    failure: float = 0.01,
+    ridge: float = 0.0,
+    rng: int | np.random.Generator | None = None,
+    client: Any = None,
+) -> Any:
+    """Sample of the rows of a dask array by their leverage scores: one pass over its chunks, each in its place.
+
+    Each chunk makes a `levattn.StreamingRowSample`, and a tree merges neighbors. The number of a row decides about it,
+    so any chunks give the sample of one state of all rows, up to rounding.
+
+    Parameters
+    ----------
+    K : dask.array.Array of shape (n, d)
+        Rows, in chunks of known sizes.
+    size, distortion, failure, ridge, rng : int, float, float, float, int or numpy.random.Generator
+        As in `levattn.StreamingRowSample`.
+    client : distributed.Client, str or cluster, optional
+        As in `universal_set`.
+
+    Returns
+    -------
+    dask.delayed.Delayed or RowSample
+        With `client`, the `levattn.RowSample`; without it, a lazy value that computes the sample.
+
+    Raises
+    ------
+    ImportError
+        If dask, or for `client` distributed, is not installed.
+    TypeError, ValueError
+        If K is not a dask array of rows in chunks of known sizes, or an option is invalid.
+    NonFiniteError
+        When computed, if the rows hold NaN or infinity. The error names the chunk and the rows in it.
+
+    Notes
+    -----
+    Time O(n d²), divided by the number of workers. Memory of a worker: its chunks, and a state for each. A state holds
+    about all of its first c r rows, c and r as in `levattn.StreamingRowSample`. So chunks should have many more.
+
+    References
+    ----------
+    Tropp, "User-friendly tail bounds for sums of random matrices", 2012 (arXiv:1004.4389), Theorem 1.1.
+
+    Examples
+    --------
+    >>> import numpy as np, dask.array as da, levattn
+    >>> from levattn.distributed.dask import sample_rows
+    >>> K = np.random.default_rng(0).standard_normal((5000, 4))
+    >>> sample = sample_rows(da.from_array(K, chunks=(700, 4)), 200, rng=1).compute(scheduler="threads")
+    >>> bool((sample.indices == levattn.StreamingRowSample(200, rng=1).update(K).read().indices).all())
+    True
+    """
+    _require_dask()
+    K = _in_row_chunks(K)
+    if any(map(math.isnan, K.chunks[-2])):
+        raise ValueError(
+            "K has chunks of unknown size; expected known ones, because the numbers of rows decide about them. Call "
+            "K.compute_chunk_sizes() first"
+        )
+    options: dict[str, Any] = {"distortion": distortion, "failure": failure, "ridge": ridge, "rng": as_seed(rng)}
+    new = partial(StreamingRowSample, size, **options)
+    new().update(_no_rows(K))  # raises for wrong arguments
+    return _computed(_in_tree(_by_chunk(_sampled_state, K, new=new), new, StreamingRowSample.read), client)
 
 
 def query_moments(Q: Any, /, *, mean: bool = False, client: Any = None) -> Any:
@@ -628,6 +708,11 @@ def _merge(states: Any, new: Callable[[], Any], read: Callable[..., Any] | None 
 def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None) -> Any:
     with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
         return new().update(*arrays)
+
+
+def _sampled_state(K: Any, new: Callable[..., Any], block_id: Any = None, block_info: Any = None) -> Any:
+    start = block_info[0]["array-location"][-2][0]
+    return _chunk_state(K, new=partial(new, row_start=start), block_id=block_id)
 
 
 def _moments_of(no_rows: npt.NDArray[Any]) -> Moments:

@@ -529,6 +529,24 @@ class GramAccumulator:
         return seen
 
 
+Total = tuple[DoubleDouble, Exponents]
+
+
+def total_arrays(name: str, total: Total | None) -> dict[str, npt.NDArray[Any]]:
+    """Return the total of a sum as arrays, from which `total_of` restores it; none of them for no total."""
+    return {} if total is None else total[0].arrays(name) | {f"{name}.exponents": total[1]}
+
+
+def total_of(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Total | None:
+    """Restore a total from `total_arrays`, or raise ValueError or LookupError."""
+    if f"{name}.high" not in arrays:
+        return None
+    exponents = shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
+    if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
+        raise ValueError("the exponents of a sum are out of range")
+    return DoubleDouble.from_arrays(arrays, name, b, d), exponents
+
+
 def _level(first: int, left: int, longest: int) -> int:
     """Return the level of the run to add next, after `first` blocks, where `left` have come."""
     return min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import as_matrices, is_torch, take_rows, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, is_torch, take_rows, to_device, to_numpy
 from levattn._core.checks import fraction, positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.sparse import is_scipy_sparse
 from levattn._core.types import Float64, Int64
 from levattn._kernels import Rows
+from levattn.io import KeySource
+from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read
 from levattn.linalg.sums import moments_of_items
 from levattn.linalg.weighted import weighted
 from levattn.sensitivity.leverage import factorize, ridge_of
+from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
+from levattn.states.blocks import as_they_came
 
 _BLOCK = 4096  # sampled rows that are whitened together
 
@@ -72,23 +76,23 @@ def sample_size(rank: float, /, distortion: float, failure: float = 0.01) -> int
     703
     """
     rank, eta, delta = positive_number("rank", rank), fraction("distortion", distortion), fraction("failure", failure)
-    return math.ceil(rank * math.log(2 * max(rank, 1.0) / delta) / _exponent(eta))
+    return math.ceil(rank * math.log(2 * max(rank, 1.0) / delta) / chernoff_exponent(eta))
 
 
-def _exponent(eta: float) -> float:
+def chernoff_exponent(eta: float) -> float:
     """Return the exponent of the matrix Chernoff bound, (1 + η) ln(1 + η) − η."""
     return (1 + eta) * math.log1p(eta) - eta
 
 
-def _promised(rows: float, rank: int, delta: float) -> float:
+def promised_distortion(rows: float, rank: int, delta: float) -> float:
     """Return the η below 1 at which the bound of so many rows, over the largest norm of a term, is δ, or infinity."""
     needed = math.log(2 * rank / delta) / rows if rows > 0 else math.inf
     low, high = 0.0, 1.0
-    if needed > _exponent(high):
+    if needed > chernoff_exponent(high):
         return math.inf
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if _exponent(middle) >= needed else (middle, high)
+        low, high = (low, middle) if chernoff_exponent(middle) >= needed else (middle, high)
     return high
 
 
@@ -96,7 +100,8 @@ def _promised(rows: float, rank: int, delta: float) -> float:
 class RowSample:
     """Rows drawn at random, with weights that make sums over them estimates of sums over all rows.
 
-    The result of `sample_rows`. A sum Σ f(k_j) over all rows is estimated without bias by Σ w f(k) over the sample.
+    The result of `sample_rows` and of `StreamingRowSample`, which decides about each row once: so m is 1 for it. A sum
+    Σ f(k_j) over all rows is estimated without bias by Σ w f(k) over the sample.
 
     Attributes
     ----------
@@ -109,9 +114,9 @@ class RowSample:
     probabilities : array of float64, shape (s,)
         The probability p of each in one draw.
     size : int
-        Number m of draws.
+        Number m of draws; of `StreamingRowSample` the number s of rows.
     rows_of_all : int
-        Number n of rows that were drawn from.
+        Number n of rows that were drawn from; of a stream, the number after its last row.
     eigenvalues : tuple of float
         The least and the largest ratio of ``Σ w ⟨k, y⟩²`` to ``‖K y‖²``, for any y outside the null space of K. With a
         ridge λ, both have λ‖y‖² added.
@@ -120,6 +125,9 @@ class RowSample:
         infinite where it promises none below 1.
     failure : float
         The probability δ of the promise.
+    keys : array of shape (s, d) or None
+        The sampled rows of a stream, of files or of chunks, as they came (float32 for bfloat16). None where K is an
+        array.
 
     Examples
     --------
@@ -140,6 +148,7 @@ class RowSample:
     eigenvalues: tuple[float, float]
     promised: float
     failure: float
+    keys: npt.NDArray[Any] | None = field(default=None, repr=False)
 
     @property
     def distortion(self) -> float:
@@ -150,16 +159,16 @@ class RowSample:
         return len(self.indices)
 
     @where_arrays_are
-    def rows(self, K: Any, /, p: float = 2.0) -> Any:
-        """Return the sampled rows of an array times ``w^(1/p)``.
+    def rows(self, K: Any = None, /, p: float = 2.0) -> Any:
+        """Return the sampled rows of an array, or of the sample's own keys, times ``w^(1/p)``.
 
         Then ``Σ |⟨k, y⟩|^p`` over them estimates the sum over all rows, as of squares for p = 2: give the keys, and
         the targets of a regression.
 
         Parameters
         ----------
-        K : array of shape (n, ...), or a sparse matrix in CSR format
-            The rows, or anything that goes with them.
+        K : array of shape (n, ...), or a sparse matrix in CSR format, optional
+            The rows, or anything that goes with them. By default the sample's own `keys`, of a stream or of chunks.
         p : float, default 2
             The power, above 0.
 
@@ -171,9 +180,13 @@ class RowSample:
         Raises
         ------
         TypeError, ValueError
-            If K has not n rows, or p is not above 0.
+            If K has not n rows, or p is not above 0. Also if K is left out and the sample has no keys.
         """
         p = positive_number("p", p)
+        if K is None:
+            if self.keys is None:
+                raise ValueError("K is left out, and this sample is of an array; expected that array")
+            return self.keys * (self.weights ** (1 / p)).astype(self.keys.dtype)[:, None]
         n = K.shape[0] if getattr(K, "shape", ()) else None
         if n != self.rows_of_all:
             raise ValueError(f"K has {n} rows; expected {self.rows_of_all}, the rows that were sampled")
@@ -215,10 +228,12 @@ def sample_rows(
 
     Parameters
     ----------
-    K : array of shape (n, d)
+    K : array of shape (n, d), or chunks of one
         Rows, as in `leverage_scores`; also a sparse matrix. For least squares, ``min ‖K x − y‖``, give the columns
         of K and y together. Then the solution on the sample has at most (1 + η)/(1 − η) times the least sum of
-        squares.
+        squares. Chunks, for example from files opened with `open_keys`, are never held together. They are read twice
+        for the scores, and then for the sampled rows, which become the `keys` of the sample. With a ridge, a mask or
+        weights files are loaded, and other chunks refused.
     size : int, optional
         Number m of draws, at least 1.
     distortion : float in (0, 1), optional
@@ -254,10 +269,14 @@ def sample_rows(
         If an argument is wrong, K is not one matrix, or not exactly one of `size` and `distortion` is given.
     NonFiniteError
         If the rows hold NaN or infinity outside the mask.
+    KeyFileError
+        A ValueError: if files change while they are read. Other chunks that are not the same each time raise a
+        ValueError.
 
     See Also
     --------
     sample_size : The size of the theorem.
+    StreamingRowSample : A sample of rows that come once, or of several parts.
     levattn.definitions.sample_rows : The definition, in NumPy.
     universal_set : The rows of large scores, all of them; it takes no chance, and keeps no sums.
 
@@ -266,7 +285,8 @@ def sample_rows(
     Time O(n d² + s d²), memory O(n + d² log n) beyond K. For `distortion`, the size is
     :math:`m = \lceil L \ln(2r/\delta) / ((1+\eta)\ln(1+\eta) - \eta) \rceil`, where L is the largest ratio of a
     (ridge) leverage score to its probability: the rank without other options. The promise is for squares alone,
-    because for other powers the theorems leave constants open.
+    because for other powers the theorems leave constants open. Chunks give the sample of the same rows in memory,
+    unless a draw falls within rounding of the edge of a row.
 
     References
     ----------
@@ -286,23 +306,65 @@ def sample_rows(
     """
     asked = _Asked.checked(size, distortion, failure, uniform)
     seed, added = as_seed(rng), ridge_of(ridge, 0.0)
+    source = as_source(K)
+    if source is not None and not (added or source.sparse) and mask is None and weights is None:
+        return _sample_of_chunks(source, asked, scores, seed)
+    if source is not None:
+        if not isinstance(K, KeySource):
+            raise ValueError(
+                "K gives chunks; expected no ridge, mask or weights. For these options give keys in an array or a "
+                "file, or use StreamingRowSample"
+            )
+        options: dict[str, Any] = {"failure": failure, "scores": scores, "ridge": ridge, "uniform": uniform}
+        options |= {"distortion": distortion, "mask": mask, "weights": weights, "rng": seed}
+        with whole_keys(K, sparse=True) as keys:
+            found = sample_rows(keys, size, **options)
+            rows = keys[found.indices]
+            chosen = as_matrices(rows.toarray() if is_scipy_sparse(rows) else rows, "K")
+            return replace(found, keys=as_they_came(chosen.data[0], chosen.format))
     matrices = as_matrices(K, "K", sparse=True)
-    if matrices.batch:
-        raise ValueError(f"K has shape {(*matrices.batch, matrices.n, matrices.d)}; expected one matrix (n, d)")
+    _require_one(matrices)
     matrices, roots, power = weighted(matrices.masked(mask), weights)
     factor = factorize(matrices, method="gram", ridge=added.below(power), weights=roots)
     exact = to_numpy(factor.scores(as_float64=True, numerical=True)[0])[0]
     present = np.full(matrices.n, True) if matrices.mask is None else to_numpy(matrices.mask)[0]
-    own = exact if scores is None else np.where(present, _scores_of(scores, matrices.n), 0.0)
-    probabilities = _probabilities(own, present, asked.uniform)
-    counts, promised = asked.draw(probabilities, exact, int(factor.rank[0]), seed)
-    taken = np.flatnonzero(counts)
-    chosen, times, m = probabilities[taken], counts[taken], int(counts.sum())
-    every = asked.eta is not None and promised == 0
-    w = np.ones(len(taken)) if every else times / (m * chosen)
-    eigenvalues = (1.0, 1.0) if every or not exact.any() else _measured(factor, taken, w, ridge=bool(added))
-    given = 1.0 if roots is None else np.ldexp(roots[0, taken], power) ** 2
-    return RowSample(taken, w * given, times, chosen, m, matrices.n, eigenvalues, promised, asked.delta)
+    found = asked.sample(exact, present, scores, int(factor.rank[0]), seed)
+    if asked.must_measure(found, exact):
+        part = _lack(factor) if added else None
+        eigenvalues = eigenvalues_of(factor, _chosen(factor.rows, found.indices), found.weights, part)
+        found = replace(found, eigenvalues=eigenvalues)
+    given = 1.0 if roots is None else np.ldexp(roots[0, found.indices], power) ** 2
+    return replace(found, weights=found.weights * given)
+
+
+def _require_one(matrices: Matrices) -> None:
+    """Raise for a batch of matrices."""
+    if matrices.batch:
+        raise ValueError(f"K has shape {(*matrices.batch, matrices.n, matrices.d)}; expected one matrix (n, d)")
+
+
+def _sample_of_chunks(source: Source, asked: _Asked, scores: Any, seed: int) -> RowSample:
+    """Return the sample of rows that are read again and again."""
+    for matrices, _ in source.between(0, together=False):
+        _require_one(matrices)
+        break
+    options = {"single": False, "numerical": True, "as_float64": True}
+    passes = two_passes(source, None, None, Checkpoint.checked(None, None, {}), **options)
+    exact = passes.scores[0]
+    found = asked.sample(exact, np.full(len(exact), True), scores, int(passes.factor.rank[0]), seed)
+    rows = passes.rows(0, found.indices)
+    if asked.must_measure(found, exact):
+        found = replace(found, eigenvalues=eigenvalues_of(passes.factor, passes.factor.on(rows).rows, found.weights))
+    return replace(found, keys=as_they_came(rows.keys[0], rows.format))
+
+
+def one_of(size: Any, distortion: Any) -> tuple[int | None, float | None]:
+    """Return a size and a distortion, of which exactly one is given, or raise."""
+    if (size is None) == (distortion is None):
+        given = "neither" if size is None else "both"
+        raise ValueError(f"size and distortion: {given} given; expected exactly one, a number of rows or a promise")
+    draws = None if size is None else whole_number("size", size, what="a whole number of rows")
+    return draws, None if distortion is None else fraction("distortion", distortion)
 
 
 @dataclass(frozen=True)
@@ -317,19 +379,27 @@ class _Asked:
     @classmethod
     def checked(cls, size: Any, distortion: Any, failure: Any, uniform: Any) -> _Asked:
         """Return the options, or raise."""
-        if (size is None) == (distortion is None):
-            given = "neither" if size is None else "both"
-            raise ValueError(
-                f"size and distortion: {given} given; expected exactly one, a number of draws or a promise"
-            )
+        draws, eta = one_of(size, distortion)
         share = real_number("uniform", uniform)
         if not 0 <= share <= 1:
             raise ValueError(f"uniform is {uniform!r}; expected a number from 0 to 1, the share of uniform draws")
-        draws = None if size is None else whole_number("size", size, what="a whole number of draws")
-        eta = None if distortion is None else fraction("distortion", distortion)
         return cls(draws, eta, fraction("failure", failure), share)
 
-    def draw(self, probabilities: Float64, exact: Float64, rank: int, seed: int) -> tuple[Int64, float]:
+    def sample(self, exact: Float64, present: npt.NDArray[np.bool_], scores: Any, rank: int, seed: int) -> RowSample:
+        """Return the sample of rows with these leverage scores, as if it had no distortion."""
+        own = exact if scores is None else np.where(present, _scores_of(scores, len(exact)), 0.0)
+        probabilities = _probabilities(own, present, self.uniform)
+        counts, promised = self._draw(probabilities, exact, rank, seed)
+        taken = np.flatnonzero(counts)
+        chosen, times, m = probabilities[taken], counts[taken], int(counts.sum())
+        w = np.ones(len(taken)) if self.eta is not None and not promised else times / (m * chosen)
+        return RowSample(taken, w, times, chosen, m, len(exact), (1.0, 1.0), promised, self.delta)
+
+    def must_measure(self, found: RowSample, exact: Float64) -> bool:
+        """Tell whether a sample may have a distortion: not all rows of any leverage were taken."""
+        return bool(exact.any()) and (self.eta is None or found.promised > 0)
+
+    def _draw(self, probabilities: Float64, exact: Float64, rank: int, seed: int) -> tuple[Int64, float]:
         """Return how often each row is drawn, and the promised distortion; 0 where each row is taken once instead."""
         if not exact.any():
             return _drawn(probabilities, self.size or 0, seed), 0.0
@@ -337,7 +407,7 @@ class _Asked:
             largest = float(np.max(np.where(exact > 0, exact / probabilities, 0.0)))
         draws = self.size
         if self.eta is not None:
-            needed = largest * math.log(2 * rank / self.delta) / _exponent(self.eta)
+            needed = largest * math.log(2 * rank / self.delta) / chernoff_exponent(self.eta)
             if not needed < math.inf:
                 raise ValueError(
                     "scores are 0 for a row that has leverage; expected positive ones, uniform above 0, or a size in "
@@ -347,7 +417,7 @@ class _Asked:
             if needed > np.count_nonzero(there) - 1:
                 return there.astype(np.int64), 0.0
             draws = math.ceil(needed)
-        return _drawn(probabilities, draws or 0, seed), _promised((draws or 0) / largest, rank, self.delta)
+        return _drawn(probabilities, draws or 0, seed), promised_distortion((draws or 0) / largest, rank, self.delta)
 
 
 def _scores_of(scores: Any, n: int) -> Float64:
@@ -385,20 +455,25 @@ def _drawn(probabilities: Float64, draws: int, seed: int) -> Int64:
     return np.bincount(np.minimum(found, last), minlength=len(ends))
 
 
-def _measured(factor: Factor, taken: Int64, w: Float64, *, ridge: bool) -> tuple[float, float]:
-    """Return the least and the largest eigenvalue of ``Σ w x xᵀ`` over whitened rows x, and of the ridge's part."""
-    W, rows = factor.whitening[0], factor.rows
-    live = np.any(W != 0, axis=0)
-    G = np.zeros((int(live.sum()),) * 2)
-    if ridge:  # the part of λ is what the rows lack
-        whole = to_numpy(moments_of_items(rows, [0], basis=to_device(W[None], rows.keys)))[0]
-        G = np.eye(len(G)) - whole[np.ix_(live, live)]
-    for start in range(0, len(taken), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        weights = None if rows.weights is None else rows.weights[:, taken[part]]
-        keys = take_rows(rows.keys, taken[part])
-        some = Rows(keys, rows.format, shift=rows.shift, scale=rows.scale, weights=weights)
-        X = factor.whitened(as_read(some))
-        G += X.T @ (w[part, None] * X)
+def _chosen(rows: Rows, which: Int64) -> Rows:
+    """Return some rows of a matrix, as it is read."""
+    weights = None if rows.weights is None else rows.weights[:, which]
+    return Rows(take_rows(rows.keys, which), rows.format, shift=rows.shift, scale=rows.scale, weights=weights)
+
+
+def _lack(factor: Factor) -> Float64:
+    """Return the part of a ridge in the whitened moment: I less the moment of the rows."""
+    live = np.any(factor.whitening[0] != 0, axis=0)
+    whole = moments_of_items(factor.rows, [0], basis=to_device(factor.whitening, factor.rows.keys))
+    return np.asarray(np.eye(int(live.sum())) - to_numpy(whole)[0][np.ix_(live, live)])
+
+
+def eigenvalues_of(factor: Factor, rows: Rows, w: Float64, part: Float64 | None = None) -> tuple[float, float]:
+    """Return the least and the largest eigenvalue of ``Σ w x xᵀ`` over whitened rows x, and of another part."""
+    rank = np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0))
+    G = np.zeros((rank, rank)) if part is None else part
+    for start in range(0, len(w), _BLOCK):
+        X = factor.whitened(as_read(rows.between(start, start + _BLOCK)))
+        G = G + X.T @ (w[start : start + _BLOCK, None] * X)
     found = np.linalg.eigvalsh(G)
     return float(found[0]), float(found[-1])

@@ -211,7 +211,7 @@ def as_source(K: Any, name: str = "K") -> Source | None:
     if type(K).__module__.startswith("dask."):
         raise TypeError(
             f"{name} is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers "
-            "use levattn.distributed.dask.leverage_scores or its universal_set"
+            "use levattn.distributed.dask.leverage_scores, or its universal_set or sample_rows"
         )
     if (
         isinstance(K, list | tuple | str | bytes | dict | os.PathLike)
@@ -223,7 +223,8 @@ def as_source(K: Any, name: str = "K") -> Source | None:
     if isinstance(K, Iterator):
         raise TypeError(
             f"{name} is of type {type(K).__name__}, which gives its chunks only once; expected an object to iterate "
-            "twice, or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet"
+            "twice, or a function that returns an iterator. For one pass over a generator use StreamingUniversalSet, "
+            "or StreamingRowSample for a sample"
         )
     if isinstance(K, Iterable):
         return Source(lambda start: _rows_from(K, start), None, f"an iterable of type {type(K).__name__}")
@@ -279,13 +280,14 @@ def two_passes(
     *,
     single: bool = True,
     numerical: bool = False,
+    as_float64: bool = False,
 ) -> Passes:
     """Score the keys of a source among all of them; `choose`, if given, gets each chunk with its scores.
 
-    `single` allows scores in float32, and `numerical` is the option of `Factor.scores`. The caller removes the
-    checkpoint.
+    `single` allows scores in float32, and `numerical` and `as_float64` are options of `Factor.scores`. The caller
+    removes the checkpoint.
     """
-    run = _Run(source, choose, checkpoint, single, numerical)
+    run = _Run(source, choose, checkpoint, single, {"numerical": numerical, "as_float64": as_float64})
     with reported(progress, None if source.n is None else 2 * source.n) as advance:
         advance(run.resume())
         for rows in run.first_pass():
@@ -304,10 +306,10 @@ class _Run:
     """
 
     def __init__(
-        self, source: Source, choose: _Choose | None, checkpoint: Checkpoint, single: bool, numerical: bool
+        self, source: Source, choose: _Choose | None, checkpoint: Checkpoint, single: bool, options: dict[str, bool]
     ) -> None:
         self._source, self._choose, self._checkpoint = source, choose, checkpoint
-        self._single, self._numerical = single, numerical
+        self._single, self._options = single, options
         self._moments: Moments | None = None
         self._factor: Factor | None = None
         self._n: int | None = None  # known after the first pass
@@ -443,14 +445,14 @@ class _Run:
         if self._source.weights is not None:  # products of float64 were rounded
             factor = replace(factor, error=factor.error + 2 * UNIT * factor.condition)
         factor = self._factor = factor if self._single else factor.exactly()
-        self._make_room(self._n, factor.scores()[0])
+        self._make_room(self._n, factor.scores(**self._options)[0])
         for matrices, rows in self._rest():
             self._require_alike(matrices)
             part = slice(self._done, self._done + matrices.n)
             if part.stop > self._n:
                 raise self._other_number(f"at least {part.stop}")
             rows = self._seen[1].watched(rows) if self._digests else rows
-            scores, counted = factor.on(rows).scores(numerical=self._numerical)
+            scores, counted = factor.on(rows).scores(**self._options)
             chosen, doubt = (False, False) if self._choose is None else self._choose(factor, matrices, scores)
             self._chosen[:, part] = chosen
             self._scores[:, part], self._counted = scores, self._counted | counted | doubt

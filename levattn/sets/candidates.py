@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64, to_numpy
+from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
 from levattn._core.device import on_a_device, where_arrays_are
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.threads import Background, num_threads
@@ -26,7 +26,7 @@ from levattn.sets.prefix_bounds import (
     require_backed,
     running_bounds,
 )
-from levattn.states.blocks import BlockBuffer, RowNumbers, require_format, rows_in_memory
+from levattn.states.blocks import BlockBuffer, RowNumbers, as_they_came, require_format, rows_in_memory
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 _MOST_COMING = 64  # runs of blocks whose keys are held apart before they are joined
@@ -525,7 +525,7 @@ class CandidateStore:
             found, scores = found.take(order), judged.upper[judged.kept][order]
             counted |= judged.counted
             payload = found.payload[-1] if self.payload else None
-            selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
+            selected.append(SelectedKeys(found.indices, as_they_came(found.keys, self.format), scores, payload))
         return by, selected, counted
 
     def _waiting(self, item: int) -> Candidates:
@@ -533,11 +533,6 @@ class CandidateStore:
         index, *payload = self.tail.payload
         waiting = tuple(array[item if len(array) == len(self.present) else 0] for array in payload)
         return Candidates(index[0], self.tail.rows.keys[item], waiting)
-
-    def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if self.format == "bfloat16":
-            return to_float64(keys, self.format).astype(np.float32)
-        return keys.view(np.float16) if self.format == "float16" else keys
 
     def merge(self, other: CandidateStore, shift: int) -> None:
         """Add another stream, its row numbers raised by `shift`; after an error this state is void."""

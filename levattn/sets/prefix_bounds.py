@@ -22,13 +22,15 @@ from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, KEYS, SELECT, Arithmetic, Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.accumulator import (
-    LARGEST_EXPONENT,
     PLAIN_ERROR,
     PLAIN_NOISE,
     UNIT,
     DoubleDouble,
     GramAccumulator,
     Terms,
+    Total,
+    total_arrays,
+    total_of,
 )
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read
@@ -79,7 +81,6 @@ _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bit
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
 Labels = npt.NDArray[np.int64]
-Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
 Ahead = tuple[Rows, Terms]  # rows as the sums read them, and their moments
 Listed = tuple[Int64, Any]  # where the lists of all matrices begin, (b + 1,), and the rows listed, where the keys are
 
@@ -121,7 +122,7 @@ class RunningSquares:
         self.m = m
         self.columns = lift_columns(d, m)
         self.sums = GramAccumulator(b, self.columns)
-        self.frozen: Frozen | None = None
+        self.frozen: Total | None = None
         self._screen: Screen | None = None
 
     def copy(self) -> RunningSquares:
@@ -276,13 +277,13 @@ class RunningSquares:
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays for `restore`."""
         fields, arrays = self.sums.parts()
-        return fields, arrays | _frozen_arrays("frozen", self.frozen)
+        return fields, arrays | total_arrays("frozen", self.frozen)
 
     def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Restore the bounds from `parts`, or raise ValueError, TypeError or LookupError."""
         b, columns = self.sums.exponents.shape
         self.sums = GramAccumulator.from_parts(fields, arrays, b, columns)
-        self.frozen = _frozen(arrays, "frozen", b, columns)
+        self.frozen = total_of(arrays, "frozen", b, columns)
         if (self.frozen is None) != (self.blocks == 0):
             raise ValueError("the screen does not match the number of blocks")
 
@@ -302,7 +303,7 @@ class RunningBlocks:
         self.columns, self.blocks = d, 0
         self.merged = 0  # parts of blocks that came by merging
         self.groups = [GramAccumulator(b, d) for _ in range(group_count(epsilon))]
-        self.frozen: list[Frozen] = []
+        self.frozen: list[Total] = []
         self._screen: tuple[Factor, ...] = ()
 
     @property
@@ -417,7 +418,7 @@ class RunningBlocks:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for g, sums in enumerate(self.groups):
             arrays |= {f"group{g}.{name}": array for name, array in sums.parts()[1].items()}
-            arrays |= _frozen_arrays(f"frozen{g}", self.frozen[g] if self.frozen else None)
+            arrays |= total_arrays(f"frozen{g}", self.frozen[g] if self.frozen else None)
         return {"blocks": self.blocks, "merged": self.merged}, arrays
 
     def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
@@ -430,7 +431,7 @@ class RunningBlocks:
             own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
             terms = ["merged"] if "merged.high" in own else []
             self.groups[g] = GramAccumulator.from_parts({"blocks": 0, "terms": terms}, own, b, d)
-        frozen = [_frozen(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
+        frozen = [total_of(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
         self.frozen = [each for each in frozen if each is not None]
         if len(self.frozen) != (len(self.groups) if self.blocks else 0):
             raise ValueError("the screen does not match the number of blocks")
@@ -453,22 +454,6 @@ def _no_rows(rows: Rows) -> Rows:
 def _not_zero(keys: Rows) -> Flags:
     """Tell which keys (1, k, d) have a nonzero entry, (k,); their scores may still underflow."""
     return np.asarray(to_float64(keys.keys, keys.format)[0].any(axis=1))
-
-
-def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[Any]]:
-    if frozen is None:
-        return {}
-    moments, exponents = frozen
-    return moments.arrays(name) | {f"{name}.exponents": exponents}
-
-
-def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Frozen | None:
-    if f"{name}.high" not in arrays:
-        return None
-    exponents = shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
-    if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
-        raise ValueError("the exponents of the screen are out of range")
-    return DoubleDouble.from_arrays(arrays, name, b, d), exponents
 
 
 _MOST_GROUPS = 100_000

@@ -25,8 +25,7 @@ from levattn.sets.prefix_bounds import require_bounds
 from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.sets.universal import warn_of_axes, warn_of_rank
 from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
-
-_MOST_ROWS = 2**62
+from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -287,7 +286,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         require_bounds(self.f, self.epsilon)
         self._saved_as = _saved_name(self.f)
         self._placed = row_start is not None
-        self._next_row = 0 if row_start is None else whole_number("row_start", row_start, 0, _MOST_ROWS - 1)
+        self._next_row = 0 if row_start is None else whole_number("row_start", row_start, 0, MOST_NUMBERS - 1)
         self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
         self._stream: CandidateStore | None = None  # not before the first chunk tells the shape
 
@@ -375,7 +374,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
                 refuse_nonfinite(rows, before)
             stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
             stop = self._next_row + matrices.n
-            spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
+            spans = with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
             self._stream, self._spans, self._next_row = stream, spans, stop
         return self
 
@@ -413,7 +412,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         shift = self._shift_of(other)
         spans = self._spans
         for start, stop in other._spans:
-            spans = _with_span(spans, (start + shift, stop + shift))
+            spans = with_span(spans, (start + shift, stop + shift))
         if mine is None:
             stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.payload)
         else:
@@ -497,12 +496,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         name, parameters = fields["f"]
         self = cls(fields["epsilon"], f=FAMILIES[name](**parameters))
         self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
-        last = -1
-        for start, stop in fields["spans"]:
-            self._spans.append((whole(start, last + 1), whole(stop, start + 1)))
-            last = stop
-        if not last <= self._next_row < _MOST_ROWS:
-            raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
+        self._spans = stored_spans(fields["spans"], self._next_row)
         if fields["begun"]:
             self._stream = CandidateStore.from_parts(fields, arrays, self.epsilon, self.f)
             self._require_rows(self._stream)
@@ -564,25 +558,3 @@ def _saved_name(f: AttentionFunction | Softmax) -> list[Any]:
     """Return how a saved state names f, empty if it cannot."""
     name = type(f).__name__
     return [name, asdict(f)] if FAMILIES.get(name) is type(f) and is_dataclass(f) else []
-
-
-def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the spans of row numbers with one more, or raise if it overlaps another or ends too late."""
-    if new[1] >= _MOST_ROWS:
-        raise ValueError(
-            f"rows {new[0]} to {new[1] - 1} come; expected numbers below 2**62. Begin at another row_start="
-        )
-    if spans and spans[-1][1] == new[0]:
-        return [*spans[:-1], (spans[-1][0], new[1])]
-    out: list[tuple[int, int]] = []
-    for start, stop in sorted([*spans, new]):
-        if out and start < out[-1][1]:
-            raise ValueError(
-                f"rows {max(start, out[-1][0])} to {min(stop, out[-1][1]) - 1} are there already; expected others. "
-                "Number them by row_start="
-            )
-        if out and start == out[-1][1]:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return out

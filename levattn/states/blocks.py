@@ -105,6 +105,13 @@ def rows_in_memory(rows: Rows) -> Rows:
     return replace(rows, keys=to_numpy(rows.keys), mask=None if rows.mask is None else to_numpy(rows.mask))
 
 
+def as_they_came(keys: npt.NDArray[Any], format: Any) -> npt.NDArray[Any]:
+    """Return stored keys in the dtype in which they came, float32 for bfloat16."""
+    if format == "bfloat16":
+        return to_float64(keys, format).astype(np.float32)
+    return keys.view(np.float16) if format == "float16" else keys
+
+
 class BlockBuffer:
     """Rows that wait until their block of 2048 is full; rows of small chunks wait until several blocks are.
 

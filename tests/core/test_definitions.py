@@ -164,4 +164,4 @@ def test_tssa_and_coding_rate_are_those_defined():
 def test_each_name_means_what_it_means_elsewhere():
     homes = [importlib.import_module(name) for name in ("levattn", "levattn.attention", "levattn.attention.rates")]
     elsewhere = {name for home in homes for name in home.__all__}
-    assert set(definitions.__all__) - elsewhere == {"attention_scores", "softmax"}
+    assert set(definitions.__all__) - elsewhere == {"attention_scores", "poisson_sample", "softmax"}

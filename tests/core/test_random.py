@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import naive
-from levattn._core.random import as_seed, below, normals, philox, signs, words
+from levattn._core.random import as_seed, below, normals, philox, signs, uniforms, words
 from levattn._kernels.jit import jit
 from levattn._kernels.sketch import random as sketch_random
 from strategies import examples, trials
@@ -304,3 +304,16 @@ def test_seeds_of_other_types_are_refused(rng: object) -> None:
 def test_seeds_out_of_range_are_refused(rng: int) -> None:
     with pytest.raises(ValueError, match=r"^seed is -?\d+; expected a seed of at least 0 and below 2\*\*64"):
         as_seed(rng, "seed")
+
+
+def test_uniform_numbers_are_words_and_uniform() -> None:
+    for start in STARTS:
+        found = uniforms(9, 5, start, 700)
+        drawn = words(9, 5, start, 700, 2).tolist()
+        expected = [(high * 2**21 + low // 2**11) / 2**53 for high, low in drawn]  # exact in float64
+        assert found.tolist() == expected
+        assert found[3:].tolist() == uniforms(9, 5, start + 3, 697).tolist()
+    assert uniforms(9, 5, 0, 0).shape == (0,)
+    many = uniforms(9, 5, 3, 200_000)  # drawn in parts
+    assert many[65_000:66_000].tolist() == uniforms(9, 5, 65_003, 1000).tolist()
+    assert scipy.stats.kstest(uniforms(9, 5, 0, 10**5), "uniform").pvalue > LEVEL

@@ -53,6 +53,10 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
         ((N, D), (N, D)),
         lambda A, B: levattn.StreamingUniversalSet(0.1).update(A).update(B).result().indices,
     ),
+    "StreamingRowSample": (
+        ((N, D), (N, D)),
+        lambda A, B: levattn.StreamingRowSample(20).update(A).update(B).read().weights,
+    ),
     "sketch": (((N, D),), lambda K: sketch.Sketch(sketch.CountSketch(20)).apply(K)),
     "Moments": (((N, D), (N,)), lambda K, w: states.Moments(D).update(K, weights=w**2).read()),
     "SoftmaxState": (((N, 3), (N, 2)), lambda L, V: states.SoftmaxState(3, 2).update(L, V).read()),

@@ -57,6 +57,7 @@ MORE: dict[str, Callable[..., Any]] = {
     "diagonal": lambda K, _: Moments(8, diagonal=True).update(K[:700]).update(K[700:]).read(),
     "moments": lambda K, _: Moments(8).update(K).read(),
     "sketch": sketch_of,
+    "sample": lambda K, _: levattn.StreamingRowSample(100).update(K).read().weights,
     "stream": lambda K, _: levattn.StreamingUniversalSet(0.05).update(K).result().member_scores,
     "latte": lambda K, _: latte(K[None], K[None], K[None]),
     "tssa": lambda K, _: tssa(K[None]),

@@ -29,6 +29,7 @@ from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
     from_keys,
     leverage_scores,
     query_moments,
+    sample_rows,
     softmax_state,
     universal_set,
     universal_set_of_files,
@@ -92,6 +93,32 @@ def test_any_chunks_give_the_set_and_the_scores(sizes: list[int], epsilon: float
     assert scores.numblocks == X.numblocks[:1]
     assert not known or scores.chunks == X.chunks[:1]
     np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-12)
+
+
+@examples(20)
+@given(st.lists(st.integers(0, 3000), max_size=20))
+def test_any_chunks_give_the_sample(sizes: list[int]) -> None:
+    K = keys()
+    for options in ({"size": 100}, {"distortion": 0.8, "ridge": 5.0}):
+        found = sample_rows(in_chunks(K, sizes), rng=3, **options).compute()
+        expected = levattn.StreamingRowSample(rng=3, **options).update(K).read()
+        assert found.indices.tolist() == expected.indices.tolist()
+        np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-12)
+        np.testing.assert_array_equal(found.keys, K[found.indices])
+        assert found.rows_of_all == len(K)
+
+
+def test_samples_that_are_refused() -> None:
+    X = da.from_array(keys(), chunks=(1000, 6))
+    with pytest.raises(ValueError, match=r"K has chunks of unknown size.*compute_chunk_sizes"):
+        sample_rows(unknown(X), 5)
+    with pytest.raises(ValueError, match="one matrix"):
+        sample_rows(X.reshape(2, 4500, 6), 5)
+    with pytest.raises(ValueError, match="neither"):
+        sample_rows(X)
+    X[3500, 2] = np.nan
+    with pytest.raises(NonFiniteError, match=r"chunk 3 of the rows.*row 500"):
+        sample_rows(X, 5).compute()
 
 
 @pytest.mark.parametrize(

@@ -437,6 +437,9 @@ def test_sparse_matrices_of_scipy(tmp_path: Path, kind: str) -> None:
         levattn.StreamingUniversalSet(0.2).update(source.read(0, 50)).result(),
     ):
         assert found.indices.tolist() == dense.indices.tolist()
+    sample, other = levattn.sample_rows(source, 30, rng=1), levattn.sample_rows(S, 30, rng=1)
+    np.testing.assert_array_equal(sample.indices, other.indices)
+    np.testing.assert_array_equal(sample.keys, S.toarray()[other.indices])
     for f in (1.0, "huber"):
         found = levattn.universal_set(source, 0.2, f=f)
         assert found.indices.tolist() == levattn.universal_set(S.toarray(), 0.2, f=f).indices.tolist()

@@ -106,6 +106,7 @@ LONGEST_COMPILED = 120
 # A public name of a module means one thing in the library. These stand in more modules than one, and this is why.
 TWICE = {
     "leverage_scores": "the same, by dask",
+    "sample_rows": "the same, by dask",
     "universal_set": "the same, by dask and by ranks of torch",
     "softmax_state": "the same by dask and by ranks of torch",
     "LevAttention": "timm's form of the layer",

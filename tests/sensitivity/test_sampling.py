@@ -28,7 +28,7 @@ KEYS = {
 def ratios(K: Float, indices: Any, weights: Float, ridge: float = 0.0) -> tuple[float, float]:
     """The extremes of ``Σ w ⟨k, y⟩² + λ‖y‖²`` over ``‖K y‖² + λ‖y‖²``, by singular vectors of all rows."""
     rows = np.vstack([K, math.sqrt(ridge) * np.eye(K.shape[1])]) if ridge else K
-    sizes = np.maximum(np.linalg.norm(K, axis=0), 1e-300)
+    sizes = np.maximum(np.linalg.norm(rows, axis=0), 1e-300)
     U, s, _ = np.linalg.svd(rows / sizes, full_matrices=False)
     U = U[:, s > 1e-13 * s[0]]
     G = U[indices].T @ (weights[:, None] * U[indices]) + U[len(K) :].T @ U[len(K) :]

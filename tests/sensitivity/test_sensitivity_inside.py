@@ -1,6 +1,7 @@
 """Scores and sensitivities, their parts.
 
-Inside: sizes of blocks are made small, and steps of a search are judged that a result does not show.
+Inside: sizes of blocks are made small, and steps of a search and the random numbers of a sample are judged that a
+result does not show.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from test_sensitivity import attention
 
 import levattn
 import naive
-from levattn import group_leverage, near_duplicates
+from levattn import definitions, group_leverage, near_duplicates
 from levattn._core.arrays import as_matrices
+from levattn._core.random import uniforms
 from levattn.sensitivity import certificates, groups, shares
 from levattn.sensitivity.exact import _by_vertices, _distinct, _least_powers, _reduce, exact_sensitivities
 from levattn.sensitivity.expected import as_queries, quadratic_weights
 from levattn.states import Moments
 from strategies import STORAGE, as_float64
+from streams import named_rng, prefixes
 
 SPECTRA: dict[str, Callable[[int], naive.Float]] = {
     "random": lambda d: rng_of(3, d).exponential(size=d),
@@ -220,3 +223,24 @@ def test_groups_of_many_keys_give_bounds_between_the_exact_ones_and_those_of_one
     assert np.all(exactly <= grouped)
     assert counts[2] < 1.1 * counts[0]
     assert counts[3] > 5 * counts[2]
+
+
+SAMPLED = prefixes(5000, 5, 2300)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sample_in_one_pass_is_the_one_defined(name: str) -> None:
+    K, u = SAMPLED[name](named_rng(name)), uniforms(5, 103, 70, 5000)
+    rank = round(levattn.universal_set(K, 0.5).factor.rank[0])
+    exponent = 1.5 * math.log(1.5) - 0.5
+    promise = math.log(200 * max(rank, 1)) / exponent
+    for options, c in (({"size": 60}, 60 / max(rank, 1)), ({"distortion": 0.5}, promise)):
+        sample = levattn.StreamingRowSample(**options, rng=5, row_start=70).update(K[:2500]).update(K[2500:]).read()
+        rows, weights = definitions.poisson_sample(levattn.leverage_scores(K), c, u)
+        assert (sample.indices - 70).tolist() == rows.tolist()
+        np.testing.assert_allclose(sample.weights, weights, rtol=1e-6)
+    scores = levattn.leverage_scores(K, ridge=2.0)
+    damped = levattn.StreamingRowSample(30, ridge=2.0, rng=5, row_start=70).update(K).read()
+    rows, weights = definitions.poisson_sample(scores, 30 / max(scores.sum(), 1e-12), u)
+    assert (damped.indices - 70).tolist() == rows.tolist()
+    np.testing.assert_allclose(damped.weights, weights, rtol=1e-6)

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from streams import BLOCK
 MOMENT = 0.01  # seconds for a call that may have to wait for the stopped one
 PATIENCE = 30.0
 PLACES = 6  # lines at which a call is stopped
-TRACED = "sets", "states", "heavy", "sketch"
+TRACED = "sets", "states", "heavy", "sketch", "sensitivity"
 D = 3
 
 
@@ -47,6 +47,12 @@ def stream_figures(state: Any) -> Any:
     rest = levattn.StreamingUniversalSet.from_bytes(state.to_bytes())
     of_keys = [array.tolist() for array in (found.indices, found.payload, found.member_scores)]
     return found.n, state.n, of_keys, rest.n, state.held
+
+
+def sample_figures(state: Any) -> Any:
+    found = state.read()
+    rest = levattn.StreamingRowSample.from_bytes(state.to_bytes())
+    return state.n, found.indices.tolist(), found.weights.tolist(), found.keys.tolist(), rest.n, state.held
 
 
 def causal_figures(state: Any) -> Any:
@@ -92,6 +98,16 @@ def of_stream(epsilon: float, n: int = 40, **options: Any) -> Kind:
     )
 
 
+def of_sample(n: int = 40, **options: Any) -> Kind:
+    return Kind(
+        lambda: levattn.StreamingRowSample(**options),
+        lambda state, number: state.update(chunk(number, n)),
+        sample_figures,
+        lambda state: state.n,
+        n,
+    )
+
+
 def of_moments(**options: Any) -> Kind:
     return Kind(
         lambda: Moments(D, **options),
@@ -106,6 +122,8 @@ KINDS: dict[str, Kind] = {
     "stream-blocks": of_stream(0.3, BLOCK + 7),
     "stream-lift": of_stream(0.5, 5, f=4),
     "stream-block-bound": of_stream(1.0, f=levattn.Huber(2.0)),
+    "sample": of_sample(size=7),
+    "sample-blocks": of_sample(BLOCK + 7, distortion=0.9, ridge=2.0),
     "moments": of_moments(),
     "moments-diagonal": of_moments(diagonal=True),
     "moments-decayed": of_moments(decay=0.5),
@@ -312,15 +330,19 @@ def test_many_threads_update_and_read(name: str) -> None:
     assert kind.count(state) == 25 * kind.each
 
 
+def take_in(one: Any, other: Any) -> None:
+    for turn in range(4):
+        refusal = suppress(ValueError) if isinstance(one, levattn.StreamingRowSample) else nullcontext()
+        with refusal:  # of rows that are there, after the wait
+            one.merge(copy.copy(other) if turn % 2 else other)
+
+
 @pytest.mark.parametrize("name", [name for name in KINDS if hasattr(KINDS[name].new(), "merge")])
 def test_states_that_take_in_one_another_do_not_wait_for_ever(name: str) -> None:
     kind = KINDS[name]
     one, other = with_chunks(kind, 1), with_chunks(kind, 2)
     with hasty():
-        threads = [
-            Aside(lambda a=a, b=b: [a.merge(copy.copy(b) if turn % 2 else b) for turn in range(4)])
-            for a, b in ((one, other), (other, one))
-        ]
+        threads = [Aside(partial(take_in, *pair)) for pair in ((one, other), (other, one))]
         for thread in threads:
             thread.start()
         for thread in threads:

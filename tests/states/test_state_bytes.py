@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from damage import NUMBERS, mutated
-from levattn import StreamingUniversalSet
+from levattn import StreamingRowSample, StreamingUniversalSet
 from levattn.sketch import OSNAP, SRHT, CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState, TokenState
 from strategies import STORAGE, Cauchy, Float, examples, stores
 from streams import BLOCK
 
-State = StreamingUniversalSet | Moments | SketchedRows | SoftmaxState | TokenState
+State = StreamingUniversalSet | StreamingRowSample | Moments | SketchedRows | SoftmaxState | TokenState
 
 MUTATIONS = 100_000  # that break the checksum
 SEALED = strategies.trials(30_000)  # under a checksum made anew
@@ -85,12 +85,20 @@ STATES: dict[str, Callable[[], State]] = {
     "softmax-batch": lambda: SoftmaxState(2, 2, (3,)).update(
         gaussian(6).reshape(3, 2, 2), gaussian(6).reshape(3, 2, 2)
     ),
+    "sample": lambda: StreamingRowSample(5, rng=2**60).update(gaussian(2 * BLOCK + 3)),
+    "sample-empty": lambda: StreamingRowSample(distortion=0.5, row_start=7),
+    "sample-merged": lambda: (
+        StreamingRowSample(distortion=0.9, ridge=2.0)
+        .update(gaussian(3).astype(np.float16), weights=[0.5, 2.0, 0.0])
+        .merge(StreamingRowSample(distortion=0.9, ridge=2.0, row_start=9).update(gaussian(4).astype(np.float16)))
+    ),
     "sketch": lambda: SketchedRows(Sketch(CountSketch(4), 7), 2).update(gaussian(5)),
     "sketch-osnap": lambda: SketchedRows(Sketch(OSNAP(6, 2)), 2, (2,)).update(gaussian(6).reshape(2, 3, 2), 2**40),
     "sketch-srht": lambda: SketchedRows(Sketch(SRHT(4, 8), 2**60), 2).update(gaussian(9)),
 }
 KINDS: dict[str, type[State]] = {
     "moments": Moments,
+    "sample": StreamingRowSample,
     "sketch": SketchedRows,
     "softmax": SoftmaxState,
     "tokens": TokenState,
@@ -369,6 +377,22 @@ BAD_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "count": (-1, 2**62 + 1, 10**30, None),
         "seed": (-1, 2**64, "1", 0.5),
     },
+    "sample": {
+        "options": (
+            *(None, [], {}, {"size": 5, "distortion": 0.5, "failure": 0.01}, {"size": 0, "failure": 0.01}),
+            {"size": 5, "distortion": None, "failure": 1.0},
+        ),
+        "root": (-1.0, None, "1", True),
+        "seed": (-1, 2**64, 0.5, None),
+        "d": (0, 3, 2**40, HUGE, None, 2.0),
+        "format": ("float32", "x", None),
+        "limit": (-1, 0.5, None),
+        "most": (0.0, -1.0, None, "1"),
+        "blocks": (1, 3, HUGE, None),
+        "spans": ([[0, 3]], [[1, 0]], None),
+        "next_row": (0, 2**62, None, 1.0),
+    },
+    "sample-empty": {"begun": (True,)},
     "moments": {
         "d": (3, HUGE, None, 0),
         "batch": ([2], [HUGE], [0]),
@@ -507,6 +531,18 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         *(("merged", {"held.indices": np.array([0, value])}) for value in (-1, 5, 2**62, 2**63 - 1)),
         *(("blocks", {"tail.beside0": np.array([[0, 1, value]])}) for value in (-1, 2 * BLOCK + 3, 2**63 - 1)),
         ("moments-diagonal", {"count": np.array(-1)}),
+    ],
+    "samples": [
+        *(("sample", {f"{part}.numbers": np.full(3, -1)}) for part in ("held", "tail")),
+        ("sample", {"tail.numbers": np.array([5, 4, 4])}),
+        ("sample", {"tail.numbers": np.array([1, 2, 2 * BLOCK + 3])}),
+        ("sample", {"tail.uniform": np.array([0.5, 0.5, 1.5])}),
+        ("sample", {"tail.weights": np.array([0.5, 0.5, -1.0])}),
+        ("sample", {"tail.scores": np.array([0.5, 0.5, np.nan])}),
+        ("sample", {"tail.keys": np.full((3, 2), np.nan)}),
+        ("sample", {"tail.keys": np.zeros((3, 3))}),
+        ("sample", {"held.keys": None}),
+        ("sample", {"frozen.exponents": np.array([[0, 1025]], np.int32)}),
     ],
     "numbers": [
         *(("blocks", {"1.high": np.full((1, 2, 2), value)}) for value in (np.nan, np.inf)),
@@ -692,6 +728,11 @@ def use(state: State) -> None:
     if isinstance(state, Moments):
         state.read()
         state.update(np.ones((*state.batch, 3, state.d), state.parts()[0].get("format") or "float64"))
+    elif isinstance(state, StreamingRowSample):
+        fields = header_of(state)["fields"]
+        d, format = (fields["d"], fields["format"]) if fields["begun"] else (2, "float64")
+        if format != "bfloat16" and fields["next_row"] < 2**61:
+            state.update(np.ones((3, d), format)).read()
     elif isinstance(state, TokenState):
         for part in (state.norms, state.tokens):
             if part is not None:
