@@ -46,7 +46,7 @@ class Trial:
     text: Path
     questions: Path | None
     budgets: list[float]
-    heads: Path | None
+    heads: str
     method: str
     max_tokens: int
     as_json: bool
@@ -169,7 +169,7 @@ def try_budgets(asked: Trial) -> None:
 
     how: dict[str, Any] = {
         "budgets": sorted(asked.budgets, reverse=True),
-        "heads": profile_of(asked.heads, min(asked.budgets)),
+        "heads": profile_of(model, asked.heads, min(asked.budgets)),
         "method": asked.method,
         "answer_tokens": asked.max_tokens,
         "progress": sys.stderr.isatty(),

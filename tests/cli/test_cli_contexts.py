@@ -203,7 +203,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(decoder, context, text, tmp
     refused("profile", decoder, "-o", "a.json", "--share", "1", status=2)
 
 
-def test_a_profile_splits_the_budget(decoder, text, tmp_path):
+def test_a_profile_splits_the_budget(decoder, text, tmp_path, monkeypatch):
     heads, html, picture = (tmp_path / name for name in ("heads.json", "heads.html", "heads.png"))
     small = ("profile", decoder, "-o", heads, "--tasks", "2", "--positions", "256")
     result = run(*small, "--html", html, "--plot", picture)
@@ -220,6 +220,20 @@ def test_a_profile_splits_the_budget(decoder, text, tmp_path):
     assert (result.exit_code, result.stderr) == (0, "")
     refused(*pruned, "--budget", "24", status=2)
     assert "no such file" in refused(*pruned[:-1], tmp_path / "none.json")
+    given, arguments = compressed.stdout.splitlines()[:3], ("compress", decoder, "--text", text, "--budget", "0.6")
+    monkeypatch.setenv("LEVATTN_PROFILES", str(tmp_path))
+    for heads, said in (
+        ("auto", "the known profile heads splits"),
+        ("HEADS", ""),
+        ("none", "all heads are cut to 60%"),
+    ):
+        found = run(*arguments, "--heads", heads, "-o", tmp_path / "b.safetensors")
+        assert found.stderr.startswith(f"levattn: {said}" if said else ""), found.stderr
+        assert (found.stdout.splitlines()[:3] == given) is (heads != "none")
+    monkeypatch.setenv("LEVATTN_PROFILES", str(tmp_path / "empty"))
+    (tmp_path / "empty").mkdir()
+    found = run(*arguments, "-o", tmp_path / "b.safetensors")
+    assert "no known profile fits this model: smollm2-135m-instruct (is of another model)" in found.stderr
 
 
 def test_the_page_of_prune_report(decoder, text, tmp_path):

@@ -45,7 +45,7 @@ def context(example: Any, opened: tuple[Any, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def profile(example: Any) -> HeadProfile:
-    return HeadProfile.load(example.PROFILE)
+    return HeadProfile.find(example.PROFILE)
 
 
 def asked(context: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from levattn.cli import asking, contexts
-from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in, slots_or_share
+from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, Profile, WebPage, ends_in, slots_or_share
 from levattn.cli.program import Command
 
 _PROFILE = """\
@@ -50,8 +50,9 @@ Examples:
   levattn compress MODEL --text book.txt --budget 0.5 -o book.safetensors
   levattn compress MODEL --text book.txt -o book.safetensors --html book.html
 
-heads.json comes from `levattn profile MODEL -o heads.json`. If the tokenizer has a chat template, the text follows the
-template's start of a message.
+Without --heads, a profile that comes with levattn is taken if it was measured on the weights of MODEL. heads.json
+comes from `levattn profile MODEL -o heads.json`. If the tokenizer has a chat template, the text follows the template's
+start of a message.
 """
 _COMPRESS_EPILOG = """\
 \b
@@ -174,7 +175,7 @@ def _compress(
     budget: Annotated[
         float, typer.Option(help="Share of the bytes to keep, in (0, 1], or number of slots of a head above 1.")
     ] = 0.25,
-    heads: ProfilePath = None,
+    heads: Profile = "auto",
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -224,7 +225,7 @@ def _ask(
     asking.ask(asking.Asking(model, context, question, questions, follow, max_tokens, as_json))
 
 
-def _budgets(values: list[float], heads: Path | None) -> list[float]:
+def _budgets(values: list[float], heads: str) -> list[float]:
     found = [slots_or_share(value, heads) for value in values]
     if len({type(value) for value in found}) > 1:
         raise typer.BadParameter("--budget has shares and numbers of slots; expected one kind")
@@ -243,7 +244,7 @@ def _evaluate(
         list[float],
         typer.Option(help="Share of the bytes in (0, 1], or number of slots of a head above 1; may be repeated."),
     ] = [0.5, 0.25, 0.12, 0.06, 0.03],  # noqa: B006 (typer does not change it)
-    heads: ProfilePath = None,
+    heads: Profile = "auto",
     method: Annotated[
         Literal["compress", "prune"],
         typer.Option(help="Compress the cache after dense reading, or prune the attention."),

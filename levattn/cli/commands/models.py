@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, ProfilePath, WebPage, slots_or_share
+from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, Profile, WebPage, slots_or_share
 from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
@@ -157,7 +157,7 @@ def _prune_report(
     summaries: _Summaries = None,
     window: _Window = None,
     sinks: _Sinks = None,
-    heads: ProfilePath = None,
+    heads: Profile = "auto",
     as_json: AsJson = False,
     plot: Picture = None,
     html: WebPage = None,

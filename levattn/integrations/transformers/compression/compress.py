@@ -35,7 +35,7 @@ from levattn.integrations.transformers.compression.coding import (
 )
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
-from levattn.integrations.transformers.compression.profile import HeadSelections
+from levattn.integrations.transformers.compression.profile import HeadSelections, profile_for
 from levattn.integrations.transformers.compression.references import References, counted
 from levattn.integrations.transformers.compression.rotation import FixedError, rotations
 from levattn.integrations.transformers.compression.stand_in import UnreadError
@@ -102,8 +102,10 @@ def compress(
         keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions stay,
         and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that keep
         everything. In a batch, `CompressedCache.ask` does it between questions, as rows may end early.
-    heads : HeadProfile, optional
-        The cost of cutting each head, which decides how the budget is split. Without it all heads have the same share.
+    heads : HeadProfile or str, optional
+        The cost of cutting each head, which decides how the budget is split. "auto" is the profile of this model that
+        comes with levattn or lies in your folder (`HeadProfile.find`), and another text the name of one. Without it
+        all heads have the same share.
     references : str, mapping, or tensor of shape (1 or B, R), optional
         The queries that slots are fitted to. "own" are the queries of the context, and "none" is no fit. By default
         slots are fitted to "own" if the model and the selection allow it. Tokens, which may be the output of a
@@ -132,9 +134,10 @@ def compress(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
-        `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
-        positions are learned, and the context has more. If padding follows tokens, and layers slide. If `references`
+        If an argument is out of range, or `heads` is "auto" and no profile fits. If the model is pruned or extended,
+        keeps no cache, or has attention that `prune` refuses. If its layers keep latents or states, or compute more
+        than the attention "sdpa" does. If its positions are learned, and the context has more. If padding follows
+        tokens, and layers slide. If `references`
         are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles that depend on
         the length. If "own" is given for a model without rotary positions. If tokens are given, and the context is
         read in chunks, or layers slide.
@@ -143,6 +146,8 @@ def compress(
     -----
     RecallWarning
         If all heads are cut alike, because there is no profile of them.
+    ProfileWarning
+        If `heads` was measured on other weights.
     ResidualWarning
         If one of six or more heads that are cut has a residual of more than 0.8, and of more than four times the
         median.
@@ -183,7 +188,8 @@ def compress(
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     gain = positions_of_one(_width(model), bits)
-    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding, gain)
+    profile = profile_for(model, heads)
+    of_heads = HeadSelections.of(selection, profile, set(range(len(layers))) - sliding, sliding, gain)
     cache = CompressedCache(layers, tokens, present, Origin(model))
     base = model.base_model
     check_padding(model, layers, present)
