@@ -24,7 +24,7 @@ from levattn.cli.output import HeatMap, check_output, fail, new_console, print_j
 from levattn.io import replace_file
 
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians
-ScoreColumn = Literal["residual", "expected", "leverage"]
+ScoreColumn = Literal["residual", "expected", "leverage", "random", "norm", "streaming"]
 _PRUNED_HEADS = {
     "layer": "layer",
     "head": "head",

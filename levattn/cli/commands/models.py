@@ -106,7 +106,8 @@ _Selection = Annotated[
     typer.Option(
         rich_help_panel=_SLOTS,
         help="Score that selects keys: expected attention, the same times the distance of the key from its summary "
-        "(residual), or leverage scores.",
+        "(residual), leverage scores, or a baseline: random keys, keys of small norm, or the first and last keys "
+        "alone (streaming).",
     ),
 ]
 _Summaries = Annotated[

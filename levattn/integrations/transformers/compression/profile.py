@@ -16,6 +16,7 @@ import numpy as np
 
 from levattn._core.checks import check_type, fraction, real_number
 from levattn.attention import Selection
+from levattn.attention.pruned.baselines import asks_queries
 from levattn.attention.pruned.selection import selection_for_models
 from levattn.exceptions import ProfileWarning, RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
@@ -474,7 +475,12 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
 
 def _of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
-    found = selection_for_models(selection, name)
+    found = selection_for_models(selection, name, queries=True)
+    if found.renew_every is not None and asks_queries(found.scores):
+        raise ValueError(
+            f"{name} is {found}, whose scores need queries of the context, which are gone when slots are renewed; "
+            "expected renew_every=None, or other scores"
+        )
     if found.budget is None and found.size is None:
         raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
     return found
