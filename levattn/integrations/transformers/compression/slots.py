@@ -20,7 +20,7 @@ from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.baselines import baseline_of
+from levattn.attention.pruned.baselines import asks_queries, baseline_of
 from levattn.attention.pruned.call import own_scores
 from levattn.attention.pruned.selection import (
     LAST,
@@ -77,6 +77,8 @@ class Split:
     def from_figures(cls, figures: dict[str, Any]) -> Split:
         """Return the split with the attributes of a file, or raise."""
         check_type("scores", figures["scores"], str, "a name of scores")  # no file holds an array or a function
+        if asks_queries(figures["scores"]):
+            raise ValueError(f"scores {figures['scores']!r} need queries of a context, which are gone")
         center = figures["center"] if figures["scores"] == "leverage" else None
         return cls.of(Selection(0.5, **{**figures, "center": center}))
 
