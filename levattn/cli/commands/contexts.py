@@ -97,7 +97,7 @@ Examples:
   levattn evaluate MODEL --text book.txt --questions questions.txt --json
   levattn evaluate MODEL --text book.txt --budget 0.25 --budget 0.1
   levattn evaluate MODEL --text book.txt --method prune --html book.html
-  levattn evaluate MODEL --text book.txt --scores default,snapkv,random --seeds 3
+  levattn evaluate MODEL --text book.txt --scores default,snapkv,h2o
 
 A line of --questions is a question. After a tab it may have words that a right answer contains.
 """

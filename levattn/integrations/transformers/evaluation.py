@@ -323,7 +323,7 @@ def evaluate(
     Notes
     -----
     Time: for each budget, kind of scores and seed one reading and one pass over each question with its dense answer.
-    Each changed answer takes `answer_tokens` steps more. Memory: two caches of the document, beside the compressed one.
+    Each changed answer takes `answer_tokens` steps more. Memory: two caches of the document and the compressed one.
 
     References
     ----------
