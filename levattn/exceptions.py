@@ -23,6 +23,10 @@ class CacheWarning(UserWarning):
     """Compiled code cannot be kept on disk: results are the same, but each process compiles anew. Given once."""
 
 
+class ProfileWarning(UserWarning):
+    """A profile of heads was measured on other weights than the decoder has."""
+
+
 class RankWarning(UserWarning):
     """Keys are rank-deficient up to rounding, and their set holds more than rank/ε of them; the message says how many.
 

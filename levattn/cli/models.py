@@ -24,7 +24,7 @@ from levattn.cli.output import HeatMap, check_output, fail, new_console, print_j
 from levattn.io import replace_file
 
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians
-ScoreColumn = Literal["residual", "expected", "leverage"]
+ScoreColumn = Literal["residual", "expected", "leverage", "random", "norm", "streaming"]
 _PRUNED_HEADS = {
     "layer": "layer",
     "head": "head",
@@ -114,7 +114,7 @@ def _plain(model: Any) -> Any:
     return found
 
 
-def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, **options: Any) -> None:
+def prune_report(inquiry: Inquiry, budget: float, heads: str, **options: Any) -> None:
     """Run ``levattn prune-report``."""
     check_profile(heads)
     model, inputs = _opened(inquiry)
@@ -124,7 +124,7 @@ def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, **options:
     from levattn.integrations.transformers import prune
 
     selection = Selection(budget, **options)
-    profile = profile_of(heads, budget if model.can_generate() else 1)
+    profile = profile_of(model, heads, budget if model.can_generate() else 1)
     with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         with prune(model, selection, heads=profile) as report:
             _run(model, inputs)

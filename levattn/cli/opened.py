@@ -131,25 +131,39 @@ def _of_gguf(file: Path) -> tuple[Any, Any]:
         return model, transformers.AutoTokenizer.from_pretrained(file.parent, **where)
 
 
-def check_profile(path: Path | None) -> None:
-    """End the program if there is no such file."""
-    if path is not None and not path.exists():
-        fail(f"{path}: no such file; make it with `levattn profile`")
+def check_profile(heads: str) -> None:
+    """End the program if --heads names neither a file nor a known profile."""
+    if heads in ("auto", "none") or Path(heads).is_file():
+        return
+    from levattn.integrations.transformers import HeadProfile
+
+    names = HeadProfile.names()
+    if heads.rpartition("/")[2].lower() not in names:
+        known = ", ".join([*names, "auto", "none"])
+        fail(f"{heads}: no such file; make it with `levattn profile`, or give --heads one of {known}")
 
 
-def profile_of(path: Path | None, budget: float) -> Any:
-    """Return the profile in a file, or None; report a budget that all heads of a decoder share."""
-    if path is not None:
-        from levattn.integrations.transformers import HeadProfile
+def profile_of(model: Any, heads: str, budget: float) -> Any:
+    """Return the profile that --heads asks for, or None; report a budget that all heads of a decoder share."""
+    if budget == 1:
+        return None
+    from levattn.integrations.transformers import HeadProfile
+    from levattn.integrations.transformers.compression.profile import known_profile
 
-        return HeadProfile.load(path)
-    if budget != 1:
+    auto = heads == "auto" and budget < 1
+    found, names = known_profile(model) if auto else (None, [])
+    if found is not None:
+        report(f"the known profile {names[0]} splits the budget over the heads; --heads none cuts all alike")
+    if heads not in ("auto", "none"):
+        found = HeadProfile.load(heads) if Path(heads).is_file() else HeadProfile.find(heads)
+    if found is None:
         shown = f"{budget:.0%}" if budget < 1 else f"{budget} slots"
+        why = f"no known profile fits this model: {', '.join(names)}" if names else "no profile splits the budget"
         report(
-            f"all heads are cut to {shown}, because no profile is given: decoders cannot recall facts of the text; "
-            "make a profile with `levattn profile` and give it with --heads"
+            f"all heads are cut to {shown}, because {why}; decoders cannot recall facts of the text then; make a "
+            "profile with `levattn profile` and give it with --heads"
         )
-    return None
+    return found
 
 
 @contextmanager

@@ -203,7 +203,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(decoder, context, text, tmp
     refused("profile", decoder, "-o", "a.json", "--share", "1", status=2)
 
 
-def test_a_profile_splits_the_budget(decoder, text, tmp_path):
+def test_a_profile_splits_the_budget(decoder, text, tmp_path, monkeypatch):
     heads, html, picture = (tmp_path / name for name in ("heads.json", "heads.html", "heads.png"))
     small = ("profile", decoder, "-o", heads, "--tasks", "2", "--positions", "256")
     result = run(*small, "--html", html, "--plot", picture)
@@ -220,6 +220,20 @@ def test_a_profile_splits_the_budget(decoder, text, tmp_path):
     assert (result.exit_code, result.stderr) == (0, "")
     refused(*pruned, "--budget", "24", status=2)
     assert "no such file" in refused(*pruned[:-1], tmp_path / "none.json")
+    given, arguments = compressed.stdout.splitlines()[:3], ("compress", decoder, "--text", text, "--budget", "0.6")
+    monkeypatch.setenv("LEVATTN_PROFILES", str(tmp_path))
+    for heads, said in (
+        ("auto", "the known profile heads splits"),
+        ("HEADS", ""),
+        ("none", "all heads are cut to 60%"),
+    ):
+        found = run(*arguments, "--heads", heads, "-o", tmp_path / "b.safetensors")
+        assert found.stderr.startswith(f"levattn: {said}" if said else ""), found.stderr
+        assert (found.stdout.splitlines()[:3] == given) is (heads != "none")
+    monkeypatch.setenv("LEVATTN_PROFILES", str(tmp_path / "empty"))
+    (tmp_path / "empty").mkdir()
+    found = run(*arguments, "-o", tmp_path / "b.safetensors")
+    assert "no known profile fits this model: smollm2-135m-instruct (is of another model)" in found.stderr
 
 
 def test_the_page_of_prune_report(decoder, text, tmp_path):
@@ -301,8 +315,54 @@ def test_evaluate_compares_budgets(decoder, text, tmp_path):
     assert [row["question"] for row in found["answers"]] == ["the head", "many more"] * 3
     shown = run(*arguments, "--html", html)
     assert shown.exit_code == 0, shown.output
-    assert_columns_explained("evaluate", shown.stdout)
+    assert_columns_explained("evaluate", shown.stdout, without=("scores", "±changed", "±loss"))
     assert [line.split()[0] for line in shown.stdout.splitlines() if re.match(r" *(dense|0\.)", line)] == [
         *("dense", "0.5", "0.25", "0.12", "0.06", "0.03")
     ]
     Tags(html)
+
+
+def test_evaluate_compares_scores_over_seeds(decoder, text, tmp_path):
+    questions, html = tmp_path / "questions.txt", tmp_path / "a.html"
+    questions.write_text("the head\nmany more\n", encoding="utf-8")
+    arguments = ("evaluate", decoder, "--text", text, "--questions", questions, "--max-tokens", "4", "--budget", "0.3")
+    asked = ("--scores", "default,snapkv,random", "--seeds", "2")
+    result = run(*arguments, *asked, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert_as_documented(found)
+    names = [(None, None), ("default", None), ("snapkv", None), ("random", 0), ("random", 1)]
+    assert [(row["scores"], row["seed"]) for row in found["budgets"]] == names
+    assert [(row["scores"], row["seed"]) for row in found["answers"][::2]] == names
+    shown = run(*arguments, *asked, "--html", html)
+    assert shown.exit_code == 0, shown.output
+    assert_columns_explained("evaluate", shown.stdout)
+    lines = [line.split()[:2] for line in shown.stdout.splitlines() if line.split()[:1] == ["0.3"]]
+    assert lines == [["0.3", "default"], ["0.3", "snapkv"], ["0.3", "random"]]
+    Tags(html)
+    assert "<th>±loss</th>" in html.read_text(encoding="utf-8")
+    assert "expected random among --scores" in refused(*arguments, "--seeds", "2", status=2)
+    assert "has a name twice" in refused(*arguments, "--scores", "h2o,h2o", status=2)
+    assert "expected one of residual" in refused(*arguments, "--scores", "h20", status=2)
+    assert "compress alone does so" in refused(*arguments, "--scores", "h2o", "--method", "prune", status=2)
+
+
+def test_many_slots_are_shown_whole(tmp_path):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(initializer_range=0.8, eos_token_id=None, **sizes)
+    folder = saved(transformers.LlamaForCausalLM(config), tmp_path / "model")
+    long, questions, html = (tmp_path / name for name in ("long.txt", "questions.txt", "a.html"))
+    long.write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1500)), encoding="utf-8")
+    questions.write_text("the head\nmany more\n", encoding="utf-8")
+    arguments = ("evaluate", folder, "--text", long, "--questions", questions, "--max-tokens", "24")
+    budgets = ("--budget", "1234567", "--budget", "1234", "--budget", "1024")
+    result = run(*arguments, *budgets, "--scores", "streaming", "--json", "--html", html)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [bool(row["changed"]) for row in found["budgets"]] == [False, False, True, True]
+    assert found["changes_at"] == 1234
+    page = html.read_text(encoding="utf-8")
+    assert "<dt>answers change at</dt><dd>1234</dd>" in page
+    assert "<dt>positions</dt><dd>1500</dd>" in page
+    assert all(f"<td>{budget}</td>" in page for budget in (1234567, 1234, 1024))

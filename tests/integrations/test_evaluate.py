@@ -408,3 +408,90 @@ def test_progress_counts_answers() -> None:
     how = {"budgets": [0.5], "answer_tokens": 2, "progress": lambda *count: seen.append(count)}
     evaluate(model_of(), tokenizer_of(), document(60), QUESTIONS, **how)
     assert seen == [(k, 6) for k in range(1, 7)]
+
+
+def test_budgets_scores_and_seeds_are_a_table_of_single_evaluations() -> None:
+    model, tokenizer, text = model_of(), tokenizer_of(), document(120)
+
+    def large(K: Any, V: Any) -> Any:
+        return (K**2).sum(2) + 0 * V[:, :, 0]
+
+    kinds, budgets = ["default", "random", "h2o", large], [0.5, Selection(0.2, sinks=2)]
+    found = evaluate(model, tokenizer, text, QUESTIONS, budgets=budgets, scores=kinds, seeds=3, answer_tokens=4)
+    rows = found.table()
+    names = [("default", None), *(("random", seed) for seed in range(3)), ("h2o", None), ("large", None)]
+    assert [(row["scores"], row["seed"]) for row in rows] == [(None, None), *names, *names]
+    assert [row["budget"] for row in rows] == [None, *[budgets[0]] * 6, *[budgets[1]] * 6]
+    timed = "seconds", "token_seconds"
+    for row in rows[1:]:
+        scores = {"default": None, "large": large, "random": f"random:{row['seed']}"}.get(row["scores"], row["scores"])
+        options = {} if isinstance(row["budget"], float) else {"sinks": 2}
+        own = Selection(0.5 if not options else 0.2, scores=scores, **options)
+        alone = evaluate(model, tokenizer, text, QUESTIONS, budgets=[own], answer_tokens=4).table()[1]
+        for name in alone.keys() - {"budget", "scores", "seed", *timed}:
+            assert row[name] == alone[name]
+    assert [(row["scores"], row["seed"]) for row in found.answers[::3]] == [(None, None), *names, *names]
+    means = found.means()
+    assert [(row["budget"], row["scores"], row["seeds"]) for row in means] == [
+        (None, None, 1),
+        *(
+            (budget, getattr(kind, "__name__", kind), 3 if kind == "random" else 1)
+            for budget in budgets
+            for kind in kinds
+        ),
+    ]
+    drawn = [row["loss"] for row in rows if row["budget"] == 0.5 and row["scores"] == "random"]
+    assert len(set(drawn)) == 3
+    assert means[2]["loss"] == pytest.approx(np.mean(drawn))
+    assert means[2]["loss_spread"] == pytest.approx(np.std(drawn, ddof=1))
+    assert means[2]["worst_loss"] == max(row["worst_loss"] for row in rows[2:5])
+    assert means[1]["loss_spread"] is None
+    own = [row["budget"] for row in rows if row["scores"] == "default" and row["changed"]]
+    assert found.changes_at == next(iter(own), None)
+    shown = str(found).splitlines()
+    assert len(shown) == 1 + 9 + 1
+    assert shown[0].split()[:2] == ["budget", "scores"]
+    assert {"±changed", "±loss"} < set(shown[0].split())
+    assert "standard deviation over 3 seeds" in shown[-1]
+    assert "at 2 budgets and 4 kinds of scores" in repr(found)
+
+
+def test_scores_of_one_seed_have_no_spread_and_none_have_no_column() -> None:
+    how = {"budgets": [0.5], "answer_tokens": 2}
+    plain = evaluate(model_of(), tokenizer_of(), document(60), QUESTIONS, **how)
+    assert "scores" not in str(plain)
+    assert "±" not in str(plain)
+    one = evaluate(model_of(), tokenizer_of(), document(60), QUESTIONS, **how, scores=["random", "streaming"])
+    assert [row["seed"] for row in one.table()] == [None, 0, None]
+    assert "scores" in str(one)
+    assert "±" not in str(one)
+    pruned = evaluate(
+        model_of(), tokenizer_of(), document(60), QUESTIONS, **how, method="prune", scores=["random", None], seeds=2
+    )
+    assert [(row["scores"], row["seed"]) for row in pruned.table()[1:]] == [
+        ("random", 0),
+        ("random", 1),
+        ("default", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"scores": "h2o"}, TypeError, "scores is 'h2o'; expected a list of scores"),
+        ({"scores": []}, ValueError, "expected at least one"),
+        ({"scores": ["h2o", "h2o"]}, ValueError, "each name once"),
+        ({"scores": ["h20"]}, ValueError, "scores is 'h20'; expected one of"),
+        ({"seeds": 2}, ValueError, 'seeds is 2, and scores is None; expected "random"'),
+        ({"scores": ["h2o"], "seeds": 2}, ValueError, "no others have seeds"),
+        ({"seeds": 0}, ValueError, "seeds is 0"),
+        ({"scores": ["h2o"], "budgets": [{(0, 0): 0.5}]}, ValueError, r"budgets\[0\] is .*expected a number"),
+        ({"scores": ["h2o"], "budgets": [Selection(0.5, scores="tova")]}, ValueError, "a Selection without scores"),
+        ({"scores": ["snapkv"], "method": "prune"}, ValueError, "compress alone does so"),
+    ],
+)
+def test_scores_that_cannot_be_compared_are_refused(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        evaluate(model_of(), tokenizer_of(), document(60), **options)

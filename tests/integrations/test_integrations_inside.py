@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress, prune, remove  # noqa: E402
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
+from levattn.integrations.transformers.compression import observed as rules  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.compress import _empty_layers  # noqa: E402
@@ -393,3 +394,20 @@ def test_the_time_of_a_long_profile_is_told_before_it_starts(
     with caplog.at_level("INFO", "levattn"):
         levattn_profile(base(max_position_embeddings=512), texts=texts, rounds=1)
     assert "measuring the heads takes about 20 minutes: 8 steps of 1.5e+02 seconds" in caplog.text
+
+
+def test_the_attention_of_all_queries_is_summed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    Q, K = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) for shape in ((3, 50, 8), (50, 8)))
+    whole = rules.scores_of("h2o", Q, K, K, None)
+    sizes, attention = [], rules._attention
+
+    def noted(*given: Any) -> Any:
+        found = attention(*given)
+        sizes.append(found.numel())
+        return found
+
+    monkeypatch.setattr(rules, "_LOGITS", 1000)
+    monkeypatch.setattr(rules, "_attention", noted)
+    torch.testing.assert_close(rules.scores_of("h2o", Q, K, K, None), whole)
+    assert max(sizes) <= 1000
+    assert len(sizes) == 17

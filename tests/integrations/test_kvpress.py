@@ -11,7 +11,9 @@ pytest.importorskip("kvpress")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.kvpress import ExpectedPress, LeveragePress, universal_press  # noqa: E402
+from levattn.integrations.transformers import compress  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -243,3 +245,44 @@ def test_layers_that_slide_score_the_keys_that_they_hold(padding):
 def test_options_of_an_expected_press_out_of_range(options, error):
     with pytest.raises(ValueError, match=error):
         ExpectedPress(**options)
+
+
+def attention(K, Q):
+    n = K.shape[1]
+    logits = (Q @ K[:, None].mT).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+    return logits.softmax(-1)
+
+
+def snapkv_of_kvpress(K, V, Q):
+    seen = attention(K, Q)[:, :, -64:, :-64].mean(2)
+    return torch.nn.functional.pad(torch.nn.functional.avg_pool1d(seen, 5, 1, 2).mean(1), (0, 64))
+
+
+def observed_attention(K, V, Q):
+    return (attention(K, Q).sum(2) / torch.arange(K.shape[1], 0, -1)).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore::levattn.RecallWarning")
+@pytest.mark.parametrize(
+    ("press", "options"),
+    [
+        ("StreamingLLMPress", {"scores": "streaming"}),
+        ("KnormPress", {"scores": "norm"}),
+        ("TOVAPress", {"scores": "tova", "window": 1}),  # kvpress always keeps the last position
+        ("SnapKVPress", {"scores": snapkv_of_kvpress, "window": 64, "sinks": 0, "summaries": 0}),
+        ("ObservedAttentionPress", {"scores": observed_attention, "window": 0, "sinks": 0, "summaries": 0}),
+    ],
+)
+def test_rules_keep_the_keys_of_the_presses_of_kvpress(model, press, options):
+    import kvpress
+
+    ids = torch.randperm(97, generator=torch.Generator().manual_seed(0))[None, :90]
+    model.set_attn_implementation("eager")
+    kept = keys_after(model, getattr(kvpress, press)(compression_ratio=0.2), ids)
+    cache = compress(model, ids, Selection(72, **options), references="none", bits=16)
+    for layer, keys in zip(cache.layers, kept, strict=True):
+        (group,) = layer.groups
+        for own, theirs in zip(group.keys[0], keys[0], strict=True):
+            assert len(own) == len(theirs) == 72
+            apart = torch.cdist(own, theirs, compute_mode="donot_use_mm_for_euclid_dist")
+            assert apart.amin(0).max() < 1e-5  # theirs come in the order of their scores

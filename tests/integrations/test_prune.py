@@ -540,7 +540,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: prune(base(), "8"),
         "selection is of type str; expected a Selection, or a number",
     ),
-    "scores": (lambda: prune(base(), Selection(8, scores="norm")), "scores is 'norm'; expected one of"),
+    "scores": (lambda: prune(base(), Selection(8, scores="norms")), "scores is 'norms'; expected one of"),
     "array of scores": (
         lambda: prune(base(), Selection(8, scores=torch.ones(3))),
         "selection has an array of scores; expected a name",

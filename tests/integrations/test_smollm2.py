@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def context(example: Any, opened: tuple[Any, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def profile(example: Any) -> HeadProfile:
-    return HeadProfile.load(example.PROFILE)
+    return HeadProfile.find(example.PROFILE)
 
 
 def asked(context: Any) -> Any:
@@ -98,6 +99,12 @@ def test_a_quarter_of_the_bytes_recalls_with_a_profile(
         assert example.measured(model, alike, context)[0] == 0
 
 
+def test_the_profile_is_found_by_the_weights_whatever_their_type(opened: Any, profile: HeadProfile) -> None:
+    model, _ = opened
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert dict(HeadProfile.find(copy.deepcopy(model).to(dtype))) == dict(profile)
+
+
 def test_padded_batch_equals_its_sequences_alone(opened: Any, context: Any, profile: HeadProfile) -> None:
     model, _ = opened
     whole = torch.tensor(context.tokens)
@@ -127,7 +134,10 @@ def test_the_program_answers_from_the_weights_in_their_file(
     _, tokenizer = opened
     model, text, file = example.weights(), tmp_path / "text.txt", tmp_path / "context.safetensors"
     text.write_text(tokenizer.decode(context.tokens), encoding="utf-8")
-    found = run("compress", model, "--text", text, "--budget", 0.25, "--heads", example.PROFILE, "-o", file, "--json")
+    arguments = ("compress", model, "--text", text, "--budget", 0.25, "-o", file, "--json")
+    named = run(*arguments, "--heads", example.PROFILE)
+    found = run(*arguments)  # which finds the same profile
+    assert found["heads"] == named["heads"]
     assert found["bytes"] <= 0.25 * found["dense_bytes"]
     question, right = (tokenizer.decode(part) for part in (context.questions[0].asked, context.questions[0].answer))
     question = question.partition("Question: ")[2].partition("\n")[0]

@@ -193,9 +193,12 @@ def given_scores(scores: Any, K: Any) -> Any:
     return scores
 
 
-def own_scores(function: Callable[[Any, Any], Any], K: Any, V: Any) -> Any:
-    """Return the scores (b, n) of keys (b, n, d) by a function of a user's own, in their dtype, or raise."""
-    name, found = "scores(K, V)", function(K, V)
+def own_scores(function: Callable[..., Any], K: Any, V: Any, Q: Any = None) -> Any:
+    """Return the scores (b, n) of keys (b, n, d) by a function of a user's own, in their dtype, or raise.
+
+    Q: queries (b, g, n, d) if the function asks for them, else None.
+    """
+    name, found = ("scores(K, V)", function(K, V)) if Q is None else ("scores(K, V, Q)", function(K, V, Q=Q))
     found = dense_array(name, from_jax(found, name) if is_jax(found) else found)
     if tuple(found.shape) != tuple(K.shape[:2]):
         raise ValueError(f"{name} has shape {tuple(found.shape)}; expected {tuple(K.shape[:2])}, one for each key")

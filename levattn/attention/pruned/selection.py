@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,12 +14,14 @@ import numpy as np
 from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.checks import whole_number
 from levattn.attention.arguments import namespace_of
+from levattn.attention.pruned.baselines import BASELINES, asks_queries, baseline_of
 from levattn.exceptions import NonFiniteError
 from levattn.functions import Power
 from levattn.sensitivity.leverage import check_epsilon
 
 SCORES = ("residual", "expected", "leverage")
 
+_OF_KEYS = [name for name, rule in BASELINES.items() if rule.function is not None]
 BY_ATTENTION = "attention"  # the scores that need the attention of given queries
 
 _CHUNK = 64  # positions between two selections of causal attention by default
@@ -96,7 +98,7 @@ class Selection:
     sinks : int or float, optional
         Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
         4 for a budget of a cache, and 1 for a budget whose slots are fitted.
-    scores : {"residual", "expected", "leverage", "attention"}, array or function, optional
+    scores : str, array or function, optional
         The scores that select keys. None is "attention" in `fit_slots` and "residual" elsewhere. "attention", which
         `fit_slots` alone takes: the largest weight that a query of its gives to a key. "expected": the
         logarithm of the expected weight for a normal query with the mean and covariance of the given queries [1]_.
@@ -106,7 +108,7 @@ class Selection:
         leverage scores, whatever the queries. An array of shape (..., G, n): your own scores, for operators. A
         function: your own scores of keys (b, n, d) with values (b, n, D), an array (b, n). It gets the unmasked keys
         of several heads and sequences, JAX's as arrays of numpy. For causal attention it is called at each selection,
-        with the kept keys and the new ones.
+        with the kept keys and the new ones. The notes have names of published rules, and functions of queries.
     center : bool, optional
         Whether to subtract the mean key before leverage scores are computed. The default is True for softmax, which
         the mean does not change. It changes other functions, so these take False only. An offset of all keys changes
@@ -129,9 +131,35 @@ class Selection:
     -----
     A record of options: time O(1), and no memory beside scores of your own.
 
+    Published rules are baselines to compare with. They bring their own sinks and window where these are None, and no
+    summaries. Three need keys alone:
+
+    - "random" or "random:3": random numbers by the seed 0 or 3. They are functions of the keys, so that the same keys
+      have the same numbers in any order.
+    - "norm": keys with small norms [2]_.
+    - "streaming": the first 4 keys, and the last keys in all other slots [3]_. It needs a budget.
+
+    Three need the queries of a context, which `levattn.integrations.transformers.compress` alone has:
+
+    - "h2o": the sum of the attention of all queries. The last keys have half of a budget [4]_.
+    - "snapkv": the attention of the last 32 queries, as maxima over 7 neighbors. The last 32 keys stay [5]_.
+    - "tova": the attention of the last query, as a mean over the heads of a layer [6]_.
+
+    Your own rule may need queries too. A function with a parameter Q, such as ``lambda K, V, Q: ...``, gets queries
+    (b, g, n, d) of the g heads that share the keys. Query i has the position of key i. Queries come times the scale,
+    so that ``Q @ K[:, None].mT`` are logits. A call has all heads of a layer, in one sequence, with this function.
+    Only `compress` calls it.
+
     References
     ----------
     .. [1] Devoto, Jeblick and Jégou, "Expected Attention", arXiv:2510.00636.
+    .. [2] Devoto, Zhao, Scardapane and Minervini, "A Simple and Effective L2 Norm-Based Strategy for KV Cache
+       Compression", arXiv:2406.11430.
+    .. [3] Xiao, Tian, Chen, Han and Lewis, "Efficient Streaming Language Models with Attention Sinks",
+       arXiv:2309.17453.
+    .. [4] Zhang et al., "H2O: Heavy-Hitter Oracle", arXiv:2306.14048.
+    .. [5] Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv:2404.14469.
+    .. [6] Oren, Hassid, Yarden, Adi and Schwartz, "Transformers are Multi-State RNNs", arXiv:2401.06104.
 
     Examples
     --------
@@ -182,10 +210,18 @@ class Selection:
             given["epsilon"] = float(epsilon)
             if kind == "leverage":
                 check_epsilon(epsilon)
-        if isinstance(self.scores, str) and kind not in (*SCORES, BY_ATTENTION):
+        rule = baseline_of(self.scores)
+        if isinstance(self.scores, str) and rule is None and kind not in (*SCORES, BY_ATTENTION):
+            names = ", ".join((*SCORES, BY_ATTENTION, *BASELINES))
             raise ValueError(
-                f"scores is {kind!r}; expected one of {', '.join((*SCORES, BY_ATTENTION))}, an array of scores, or a "
-                "function of keys and values"
+                f"scores is {kind!r}; expected one of {names}, random:SEED, or your own: a function of keys and "
+                "values, or for operators an array"
+            )
+        without = given["budget"] is None and (given["size"] is not None or epsilon is not None)
+        if rule is not None and isinstance(rule.window, float) and given["window"] is None and without:
+            raise ValueError(
+                f"scores is {kind!r}, whose last keys are a share of a budget, and there is none; expected budget, or "
+                "a number as window"
             )
         if given["center"] is not None:
             if not isinstance(given["center"], bool | np.bool_):
@@ -256,16 +292,41 @@ class Selection:
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
 
-def as_selection(selection: Any, name: str = "selection", *, fitted: bool = False) -> Selection:
+def with_usual(selection: Selection) -> Selection:
+    """Return a selection with the options of its published rule where they are None, if its scores are one."""
+    rule = baseline_of(selection.scores)
+    if rule is None:
+        return selection
+    usual: dict[str, Any] = {"sinks": rule.sinks, "window": rule.window, "summaries": 0}
+    return replace(selection, **{name: value for name, value in usual.items() if getattr(selection, name) is None})
+
+
+def function_of(selection: Selection) -> Callable[[Any, Any], Any] | None:
+    """Return the function of keys and values that scores are: a user's own, or of a published rule; or None."""
+    rule = baseline_of(selection.scores)
+    if rule is not None:
+        return rule.function
+    return selection.scores if selection.kind == "function" else None
+
+
+def as_selection(selection: Any, name: str = "selection", *, fitted: bool = False, queries: bool = False) -> Selection:
     """Return a selection, or the selection of a bare number; raise for anything else.
 
-    fitted: whether slots are fitted to queries, whose attention may select keys then.
+    fitted: whether slots are fitted to queries, whose attention may select keys then. queries: whether there are the
+    queries of a context.
     """
     if isinstance(selection, Selection):
         if selection.kind == BY_ATTENTION and not fitted:
             raise ValueError(
                 f'{name} has scores="attention", which levattn.attention.fit_slots alone takes, for its queries; '
                 f"expected one of {', '.join(SCORES)}, or your own scores"
+            )
+        if not queries and asks_queries(selection.scores):
+            shown = f"scores={selection.kind!r}" if isinstance(selection.scores, str) else "a function of queries"
+            raise ValueError(
+                f"{name} has {shown}, which scores the keys of a context by its queries once it is read; "
+                "levattn.integrations.transformers.compress alone does so. Expected one of "
+                f"{', '.join((*SCORES, *_OF_KEYS))}, or your own scores of keys and values"
             )
         return selection
     if isinstance(selection, bool) or not isinstance(selection, int | float | np.integer | np.floating):
@@ -279,9 +340,9 @@ def as_selection(selection: Any, name: str = "selection", *, fitted: bool = Fals
         raise ValueError(f"{name}: {error}") from None
 
 
-def selection_for_models(selection: Any, name: str) -> Selection:
+def selection_for_models(selection: Any, name: str, *, queries: bool = False) -> Selection:
     """Return a selection, or raise if it has scores of certain keys, which a model does not have twice."""
-    found = as_selection(selection, name)
+    found = as_selection(selection, name, queries=queries)
     if found.kind == "given":
         raise TypeError(
             f"{name} has an array of scores; expected a name of scores, or a function of keys and values, because the "
@@ -296,6 +357,7 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
     `aligned`: whether queries and keys share positions. `endless`: whether more keys may follow the n of which shares
     are taken, so that no budget covers all.
     """
+    rule, selection = baseline_of(selection.scores), with_usual(selection)
     budget = selection.budget
     if budget is None and selection.size is None and selection.epsilon is None:
         raise _not_one(selection)
@@ -316,6 +378,8 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
     chunk = 0 if not causal else usual.chunk if selection.renew_every is None else selection.renew_every
     sinks = _count(selection.sinks, total)
     window = _count(selection.window, total - sinks, usual.window if aligned else 0)
+    if causal and rule is not None:  # which has no positions between two selections
+        window = min(window, max(0, total - sinks - chunk)) if budget is not None else window
     if not causal and isinstance(selection.window, float):  # on both sides of a query
         window = max(0, (window - 1) // 2)
     summaries = _count(selection.summaries, total - sinks, usual.summaries)
@@ -339,6 +403,7 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
 
     Slots that a cache would give to summaries go to selected keys.
     """
+    selection = with_usual(selection)
     budget, size = selection.budget, selection.size
     refused = {
         "epsilon": (selection.epsilon, "a number of slots: give budget= or size="),
@@ -497,14 +562,14 @@ def rule_of(
     selection: Selection, n: int, *, power: float | None, causal: bool, aligned: bool, endless: bool = False
 ) -> SelectionRule:
     """Return the rule of a selection with n keys, or raise; `aligned` and `endless` as for `slots_for`."""
-    center = selection.center
+    center, function = selection.center, function_of(selection)
     if center and power is not None:
         raise ValueError("center is True and f is a power; expected center only for softmax")
     return SelectionRule(
         slots_for(selection, n, causal=causal, aligned=aligned, endless=endless),
-        selection.kind,
+        selection.kind if function is None else "function",
         selection.epsilon,
         power is None if center is None else center,
         power,
-        selection.scores if selection.kind == "function" else None,
+        function,
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from levattn.cli import asking, contexts
-from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in, slots_or_share
+from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, Profile, WebPage, ends_in, slots_or_share
 from levattn.cli.program import Command
 
 _PROFILE = """\
@@ -50,8 +50,9 @@ Examples:
   levattn compress MODEL --text book.txt --budget 0.5 -o book.safetensors
   levattn compress MODEL --text book.txt -o book.safetensors --html book.html
 
-heads.json comes from `levattn profile MODEL -o heads.json`. If the tokenizer has a chat template, the text follows the
-template's start of a message.
+Without --heads, a profile that comes with levattn is taken if it was measured on the weights of MODEL. heads.json
+comes from `levattn profile MODEL -o heads.json`. If the tokenizer has a chat template, the text follows the template's
+start of a message.
 """
 _COMPRESS_EPILOG = """\
 \b
@@ -87,7 +88,8 @@ See which budget is safe for a text.
 
 The model answers questions on the text with its dense cache, and then with each --budget, as `levattn compress` keeps
 it. The command compares the answers. Without --questions it makes up 16 of them: passages of the text that the model
-is to continue to the letter. The command needs torch and transformers.
+is to continue to the letter. --scores compares other rules for the positions to keep. The command needs torch and
+transformers.
 
 \b
 Examples:
@@ -95,22 +97,26 @@ Examples:
   levattn evaluate MODEL --text book.txt --questions questions.txt --json
   levattn evaluate MODEL --text book.txt --budget 0.25 --budget 0.1
   levattn evaluate MODEL --text book.txt --method prune --html book.html
+  levattn evaluate MODEL --text book.txt --scores default,snapkv,h2o
 
 A line of --questions is a question. After a tab it may have words that a right answer contains.
 """
 _EVALUATE_EPILOG = """\
 \b
 Output, one row for the dense cache and for each budget:
-  budget   share of the bytes, or number of slots
-  share    bytes of the cache, as a share of the dense ones
-  MB       the same in megabytes
-  seconds  to read the text, and to compress it
-  s/token  median time of a further token
-  changed  answers of which a token is not the dense one
-  limit    the same at most, for questions like these (95% confidence)
-  loss     rise of the loss of the dense answers, in nats a token
-  worst    the same of the worst question
-  right    answers that contain the words expected; - without any
+  budget    share of the bytes, or number of slots
+  scores    the rule that selects positions; with --scores
+  share     bytes of the cache, as a share of the dense ones
+  MB        the same in megabytes
+  seconds   to read the text, and to compress it
+  s/token   median time of a further token
+  changed   answers of which a token is not the dense one
+  ±changed  standard deviation over seeds; - for one
+  limit     upper limit of changed, for questions like these (95% confidence)
+  loss      rise of the loss of the dense answers, in nats a token
+  ±loss     standard deviation over seeds; - for one
+  worst     loss of the worst question
+  right     answers that contain the words expected; - without any
 """
 
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the answer.")]
@@ -174,7 +180,7 @@ def _compress(
     budget: Annotated[
         float, typer.Option(help="Share of the bytes to keep, in (0, 1], or number of slots of a head above 1.")
     ] = 0.25,
-    heads: ProfilePath = None,
+    heads: Profile = "auto",
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -224,12 +230,28 @@ def _ask(
     asking.ask(asking.Asking(model, context, question, questions, follow, max_tokens, as_json))
 
 
-def _budgets(values: list[float], heads: Path | None) -> list[float]:
+def _budgets(values: list[float], heads: str) -> list[float]:
     found = [slots_or_share(value, heads) for value in values]
     if len({type(value) for value in found}) > 1:
         raise typer.BadParameter("--budget has shares and numbers of slots; expected one kind")
     if len(set(found)) < len(found):
         raise typer.BadParameter(f"--budget has a value twice: {', '.join(map(str, found))}")
+    return found
+
+
+def _scores(names: str, method: str) -> list[str]:
+    """Return the names in --scores, or raise."""
+    from levattn.attention import Selection
+    from levattn.attention.pruned.selection import as_selection
+
+    found = names.split(",")
+    try:
+        for name in found:
+            as_selection(Selection(0.5, scores=None if name == "default" else name), queries=method == "compress")
+    except ValueError as error:
+        raise typer.BadParameter(f"--scores: {error}") from error
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"--scores has a name twice: {names}")
     return found
 
 
@@ -243,7 +265,16 @@ def _evaluate(
         list[float],
         typer.Option(help="Share of the bytes in (0, 1], or number of slots of a head above 1; may be repeated."),
     ] = [0.5, 0.25, 0.12, 0.06, 0.03],  # noqa: B006 (typer does not change it)
-    heads: ProfilePath = None,
+    scores: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Kinds of scores to compare at each budget: default, residual, expected, leverage, or a published "
+            "rule (random, norm, streaming, h2o, snapkv, tova).",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of the scores random.")] = 1,
+    heads: Profile = "auto",
     method: Annotated[
         Literal["compress", "prune"],
         typer.Option(help="Compress the cache after dense reading, or prune the attention."),
@@ -253,4 +284,8 @@ def _evaluate(
     html: WebPage = None,
 ) -> None:
     budgets = _budgets(budget, heads)
-    asking.try_budgets(asking.Trial(model, text, questions, budgets, heads, method, max_tokens, as_json, html))
+    kinds = None if scores is None else _scores(scores, method)
+    if seeds > 1 and "random" not in (kinds or ()):
+        raise typer.BadParameter(f"--seeds is {seeds}, expected random among --scores, as no others have seeds")
+    trial = asking.Trial(model, text, questions, budgets, kinds, seeds, heads, method, max_tokens, as_json, html)
+    asking.try_budgets(trial)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, ProfilePath, WebPage, slots_or_share
+from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, Profile, WebPage, slots_or_share
 from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
@@ -106,7 +106,8 @@ _Selection = Annotated[
     typer.Option(
         rich_help_panel=_SLOTS,
         help="Score that selects keys: expected attention, the same times the distance of the key from its summary "
-        "(residual), or leverage scores.",
+        "(residual), leverage scores, or a baseline: random keys, keys of small norm, or the first and last keys "
+        "alone (streaming).",
     ),
 ]
 _Summaries = Annotated[
@@ -157,7 +158,7 @@ def _prune_report(
     summaries: _Summaries = None,
     window: _Window = None,
     sinks: _Sinks = None,
-    heads: ProfilePath = None,
+    heads: Profile = "auto",
     as_json: AsJson = False,
     plot: Picture = None,
     html: WebPage = None,

@@ -77,11 +77,13 @@ WebPage = Annotated[
         help="Write the results into this .html file: one page for a browser, without other files.",
     ),
 ]
-ProfilePath = Annotated[
-    Path | None,
+Profile = Annotated[
+    str,
     typer.Option(
-        help="File that `levattn profile` made of the model; it decides how the budget is split over the heads. "
-        "Without it, all heads have the same share."
+        metavar="auto|none|NAME|FILE",
+        help="Profile that decides how the budget is split over the heads: the known one of this model (auto), none, "
+        "so that all heads have the same share, a known one by its name, or a file that `levattn profile` made. Known "
+        "are those of levattn, and those in the folder that LEVATTN_PROFILES names.",
     ),
 ]
 ModelPath = Annotated[
@@ -170,10 +172,10 @@ def _names_in(columns: str) -> tuple[str, ...]:
     return names
 
 
-def slots_or_share(budget: float, heads: Path | None) -> float:
+def slots_or_share(budget: float, heads: str) -> float:
     """Return --budget as a number of slots (int) or a share (float), or raise; a profile splits shares alone."""
     if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
         raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
-    if heads is not None and budget > 1:
+    if heads not in ("auto", "none") and budget > 1:
         raise typer.BadParameter(f"--budget is {budget:g} and --heads is given, expected a share in (0, 1] to split")
     return int(budget) if budget > 1 else budget

@@ -16,7 +16,7 @@ from levattn._core.threads import reported
 from levattn.attention import Selection
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
-from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile
+from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile, profile_for
 from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
@@ -39,7 +39,7 @@ def calibrate(
     metric: str = "embedding",
     budgets: Sequence[Any] = _BUDGETS,
     layers: Iterable[int] | None = None,
-    heads: Iterable[int] | HeadProfile | None = None,
+    heads: Iterable[int] | HeadProfile | str | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> Calibration:
     r"""Choose the share of the keys that each layer and head attends to, for a wanted loss on texts.
@@ -95,8 +95,8 @@ def calibrate(
         are means over all heads. Selections have such budgets, and the same other options.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
-    heads : HeadProfile, in the place of numbers
-        A profile that splits budgets over the heads.
+    heads : HeadProfile or str, in the place of numbers
+        A profile that splits budgets over the heads; "auto" and names as in `compress`.
     progress : bool or function, optional
         True for a bar, or a function of the forward passes done and their total.
 
@@ -165,7 +165,7 @@ def calibrate(
     batches = _batches(inputs)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call model.eval()")
-    profile = heads if isinstance(heads, HeadProfile) else None
+    profile = profile_for(model, heads) if isinstance(heads, HeadProfile | str) else None
     if profile and layers is not None:
         raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers with a profile")
     choosing, testing = (batches, []) if risk is None else dealt(model, batches, risk, confidence)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Self
 
 from levattn._core.checks import check_type
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import SCORES
 from levattn.integrations.transformers.heads_table import HeadsRecord, by_head, is_number
 
+_OWN = "given", "function"  # scores without a name
 METRICS = ("embedding", "logits", "perplexity")
 _RISK = ("risk", "confidence", "texts")
 _FACTS = ("model", "metric", "target", "reached", *_RISK)
@@ -130,7 +130,7 @@ class Calibration(HeadsRecord):
     def _facts(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in _FACTS}
         given = {name: value for name, value in vars(self.selection).items() if value is not None}
-        if self.selection.kind not in SCORES:
+        if self.selection.kind in _OWN:
             raise ValueError(
                 "the selection has a function of scores, which no file holds; expected a name of scores. Keep the "
                 "budgets with dict(calibration)"
@@ -148,7 +148,7 @@ class Calibration(HeadsRecord):
             selection = Selection(**found["selection"])
         except TypeError as error:
             raise ValueError(f"selection has an option of no Selection, or of another type ({error})") from None
-        if selection.kind not in SCORES:
+        if selection.kind in _OWN:
             raise ValueError("selection has scores without a name")
         if found["target"] is not None:
             if not (is_number(found["target"]) and is_number(found["reached"])):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from statistics import fmean, median
+from dataclasses import dataclass, replace
+from statistics import fmean, median, stdev
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,8 @@ import transformers
 
 from levattn._core.checks import whole_number
 from levattn._core.threads import reported
+from levattn.attention import Selection
+from levattn.attention.pruned.selection import as_selection
 from levattn.integrations.transformers.calls import as_cache_of, greedy, inputs_device, time_on
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.heads_table import in_columns
@@ -27,15 +29,20 @@ _CONTINUED = 16  # tokens of an answer to it, at most
 _CONTINUE = "Continue the text, word by word, from where these words stand in it."
 _STEPS = 9  # tokens whose time is measured; the first one may allocate
 _CONFIDENCE = 0.95
+_DEFAULT = "default"  # stands for the scores of a selection that names none
+_RANDOM = "random"  # the scores that seeds change
 BUDGET_COLUMNS = {
     "budget": "budget",
+    "scores": "scores",
     "share": "share:.1%",
     "MB": "megabytes:.4g",
     "seconds": "seconds:.3g",
     "s/token": "token_seconds:.3g",
     "changed": "changed:.0%",
+    "±changed": "changed_spread:.0%",
     "limit": "changed_most:.0%",
     "loss": "loss:.3f",
+    "±loss": "loss_spread:.3f",
     "worst": "worst_loss:.3f",
     "right": "right:.0%",
 }
@@ -51,10 +58,10 @@ class Evaluation:
     rows : list of dict
         The rows that `table` returns.
     answers : list of dict
-        A row for each budget and question. ``budget`` is None for the dense cache. ``question`` and ``answer`` are
-        texts. ``loss`` is the loss of the dense answer, in nats a token, less its loss with the dense cache.
-        ``changed`` tells whether a token differs from the dense answer, and ``right`` whether the expected words occur
-        (None without any).
+        A row for each row of `table` and question, with its ``budget``, ``scores`` and ``seed``. ``question`` and
+        ``answer`` are texts. ``loss`` is the loss of the dense answer, in nats a token, less its loss with the dense
+        cache. ``changed`` tells whether a token differs from the dense answer, and ``right`` whether the expected
+        words occur (None without any).
     method : str
         "compress" or "prune".
     positions : int
@@ -64,10 +71,12 @@ class Evaluation:
     --------
     >>> from levattn.integrations.transformers import Evaluation
     >>> figures = dict(nbytes=100, share=1.0, seconds=1.0, token_seconds=0.1, loss=0.0, worst_loss=0.0, right=None)
-    >>> rows = [dict(budget=None, changed=0.0, changed_most=None, **figures)]
-    >>> rows += [dict(budget=0.1, changed=0.5, changed_most=0.9, **figures)]
-    >>> Evaluation(rows, [], "compress", 1000).changes_at
-    0.1
+    >>> rows = [dict(budget=None, scores=None, seed=None, changed=0.0, changed_most=None, **figures)]
+    >>> for seed, changed in enumerate((0.5, 0.6)):
+    ...     rows += [dict(budget=0.1, scores="random", seed=seed, changed=changed, changed_most=0.9, **figures)]
+    >>> found = Evaluation(rows, [], "compress", 1000)
+    >>> found.changes_at, found.means()[1]["changed"], round(found.means()[1]["changed_spread"], 3)
+    (0.1, 0.55, 0.071)
     """
 
     def __init__(self, rows: list[dict[str, Any]], answers: list[dict[str, Any]], method: str, positions: int) -> None:
@@ -77,55 +86,107 @@ class Evaluation:
         self.positions = positions
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row for the dense cache, and one for each budget.
+        """Return a row for the dense cache, and one for each budget, kind of scores and seed.
 
         Returns
         -------
         list of dict
-            ``budget`` is None for the dense cache. ``nbytes`` are the bytes of the cache, and ``share`` is their
-            share of the dense ones. ``seconds`` is the time to read the document, and to compress it.
-            ``token_seconds`` is the median time of a further token. ``changed`` is the share of the answers in which a
-            token differs. ``changed_most`` is its upper limit by Clopper and Pearson, with a confidence of 95 %, for
-            questions of the same kind. ``loss`` is the mean rise of the loss of the dense answers, in nats a token,
-            and ``worst_loss`` the largest. ``right`` is the share of the expected answers that occur,
-            None without any.
+            ``budget`` is None for the dense cache, and so are ``scores`` if none were given, and ``seed`` if nothing
+            is drawn. ``nbytes`` are the bytes of the cache, and ``share`` is their share of the dense ones.
+            ``seconds`` is the time to read the document, and to compress it. ``token_seconds`` is the median time of a
+            further token. ``changed`` is the share of the answers in which a token differs. ``changed_most`` is its
+            upper limit by Clopper and Pearson, with a confidence of 95 %, for questions of the same kind. ``loss`` is
+            the mean rise of the loss of the dense answers, in nats a token, and ``worst_loss`` the largest. ``right``
+            is the share of the expected answers that occur, None without any.
         """
         return [dict(row) for row in self.rows]
 
+    def means(self) -> list[dict[str, Any]]:
+        """Return a row for the dense cache, and one for each budget and kind of scores: means over the seeds.
+
+        Returns
+        -------
+        list of dict
+            The keys of `table` without ``seed``, where ``changed_most`` and ``worst_loss`` are the largest. ``seeds``
+            is their number. ``changed_spread`` and ``loss_spread`` are standard deviations over them, None for one.
+        """
+        groups: list[list[dict[str, Any]]] = []
+        for row in self.rows:
+            if not row["seed"]:  # None or the first
+                groups.append([])
+            groups[-1].append(row)
+        return [_mean(rows) for rows in groups]
+
     @property
     def changes_at(self) -> Any:
-        """The largest budget at which an answer changed (if all are numbers, else the first); None if none did."""
-        found = [row["budget"] for row in self.rows if row["changed"]]
+        """The largest budget at which an answer changed (if all are numbers, else the first); None if none did.
+
+        Of several kinds of scores it is the first kind's.
+        """
+        first = [row["scores"] for row in self.rows if row["budget"] is not None][:1]
+        rows = [row for row in self.rows if row["changed"] and [row["scores"]] == first]
+        found = [row["budget"] for row in rows]
         numbers = found and all(isinstance(budget, int | float) for budget in found)
         return max(found) if numbers else next(iter(found), None)
 
     def __str__(self) -> str:
-        return f"{in_columns(self.printed(), BUDGET_COLUMNS)}\n{self.legend}"
+        return f"{in_columns(self.printed(), self.columns)}\n{self.legend}"
 
     def printed(self) -> list[dict[str, Any]]:
-        """Return the rows of `table` as they are shown.
+        """Return the rows of `means` as they are shown.
 
         Returns
         -------
         list of dict
             Rows in which ``budget`` is a text, with ``megabytes``.
         """
-        return [{**row, "budget": _shown(row["budget"]), "megabytes": row["nbytes"] / 1e6} for row in self.rows]
+        return [{**row, "budget": _shown(row["budget"]), "megabytes": row["nbytes"] / 1e6} for row in self.means()]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that are shown: headings, with keys of a row of `printed` and formats."""
+        hidden = set() if any(row["scores"] is not None for row in self.rows) else {"scores"}
+        if all(row["seed"] in (None, 0) for row in self.rows):
+            hidden |= {"±changed", "±loss"}
+        return {heading: column for heading, column in BUDGET_COLUMNS.items() if heading not in hidden}
 
     @property
     def legend(self) -> str:
         """One sentence on the columns."""
-        count = sum(row["budget"] is None for row in self.answers)
+        count, seeds = sum(row["budget"] is None for row in self.answers), max(row["seeds"] for row in self.means())
+        spread = f" ±: standard deviation over {seeds} seeds; the other columns are means over them."
         return (
             f"{count} questions on {self.positions} tokens. changed: answers with another token than the dense ones; "
             "limit: the same at most, with a confidence of 95%, for questions like these; loss: rise of the loss of "
             "the dense answers, in nats a token, in the mean and the worst case; right: expected answers that occur."
+            f"{spread if seeds > 1 else ''}"
         )
 
     def __repr__(self) -> str:
         at = self.changes_at
         found = "no answer changed" if at is None else f"answers change from {_shown(at)} on"
-        return f"<Evaluation of {self.method} at {len(self.rows) - 1} budgets: {found}>"
+        kinds = len({row["scores"] for row in self.rows[1:]})
+        budgets = f"{(len(self.means()) - 1) // max(1, kinds)} budgets"
+        of = f"{budgets} and {kinds} kinds of scores" if kinds > 1 else budgets
+        return f"<Evaluation of {self.method} at {of}: {found}>"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A budget, kind of scores and seed of a row, and the selection that they are."""
+
+    budget: Any
+    scores: Any
+    seed: int | None
+    selection: Any
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The first entries of a row."""
+        return {"budget": self.budget, "scores": self.scores, "seed": self.seed}
+
+
+_DENSE = _Trial(None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -201,7 +262,8 @@ def evaluate(
     questions: Sequence[str] | Mapping[str, str] | None = None,
     *,
     budgets: Iterable[Any] = (0.5, 0.25, 0.12, 0.06, 0.03),
-    heads: Any = None,
+    scores: Iterable[Any] | None = None,
+    seeds: int = 1,
     method: Literal["compress", "prune"] = "compress",
     answer_tokens: int = 32,
     progress: bool | Callable[[int, int | None], None] | None = None,
@@ -231,8 +293,12 @@ def evaluate(
         A right answer contains the next 8 tokens of the document. So these questions need recall to the letter.
     budgets : iterable, default (0.5, 0.25, 0.12, 0.06, 0.03)
         The arguments `selection` of `compress` or `prune`, largest first.
-    heads : HeadProfile, optional
-        The profile of the model's heads, which splits the budgets.
+    scores : iterable, optional
+        Kinds of scores to compare at each budget: names and functions that a `Selection` takes, published rules among
+        them. None or "default" are the scores that a budget has by itself. Budgets are then numbers, or selections
+        without scores.
+    seeds : int, default 1
+        Number of seeds, from 0 on, of the scores "random".
     method : {"compress", "prune"}, default "compress"
         Compress the cache after dense reading, or prune the attention while reading and answering.
     answer_tokens : int, default 32
@@ -240,7 +306,7 @@ def evaluate(
     progress : bool or function, optional
         True for a bar, or a function of the answers compared and their number.
     **options
-        Of `compress` or `prune`, the same for all budgets.
+        Options of `compress` or `prune`, such as ``heads="auto"``.
 
     Returns
     -------
@@ -256,8 +322,8 @@ def evaluate(
 
     Notes
     -----
-    Time: for each budget one reading, one pass over each question with its dense answer, and `answer_tokens` steps for
-    each changed answer. Memory: two caches of the document, beside the compressed one.
+    Time: for each budget, kind of scores and seed one reading and one pass over each question with its dense answer.
+    Each changed answer takes `answer_tokens` steps more. Memory: two caches of the document and the compressed one.
 
     References
     ----------
@@ -269,6 +335,8 @@ def evaluate(
     >>> from levattn.integrations.transformers import evaluate
     >>> found = evaluate(model, tokenizer, text, ["Who wrote the letter?"], heads=profile)  # doctest: +SKIP
     >>> print(found)  # doctest: +SKIP
+    >>> rules = ["default", "snapkv", "random"]
+    >>> found = evaluate(model, tokenizer, text, budgets=[0.25, 0.12], scores=rules, seeds=5)  # doctest: +SKIP
     """
     check_model(model)
     if model.training:
@@ -280,32 +348,61 @@ def evaluate(
     count = whole_number("answer_tokens", answer_tokens)
     if isinstance(budgets, str | Mapping) or not isinstance(budgets, Iterable):
         raise TypeError(f"budgets is {budgets!r}; expected a list of budgets, such as [0.25, 0.12]")
-    budgets = list(budgets)
-    if not budgets:
-        raise ValueError("budgets is empty; expected at least one, such as 0.25")
+    trials = list(_trials(list(budgets), scores, seeds, method))
     prompt, device = Prompt(tokenizer), inputs_device(model)
     tokens = prompt.document(document)["input_ids"].to(device)
     asked = list(_questions(prompt, questions, document, count, device))
     _check_length(model, tokens.shape[1] + max(each.ids.shape[1] + max(each.count, _STEPS) for each in asked))
     rows, answers, told = [], [], []
-    with torch.no_grad(), reported(progress, len(asked) * (1 + len(budgets)), "answers") as advance:
+    with torch.no_grad(), reported(progress, len(asked) * (1 + len(trials)), "answers") as advance:
         dense = _read_densely(model, tokens)
         for each in asked:
             told.append(_told(dense, each, None))
-            answers.append(_row(prompt, None, each, told[-1]))
+            answers.append(_row(prompt, _DENSE, each, told[-1]))
             advance(1)
         first, of_dense = (asked[0].ids, told[0].tokens), dense.nbytes
-        rows.append(_summary(None, dense, of_dense, answers, dense.token_seconds(*first)))
+        rows.append(_summary(_DENSE, dense, of_dense, answers, dense.token_seconds(*first)))
         del dense
-        for budget in budgets:
-            with _read_with(model, tokens, budget, method, {"heads": heads, **options}) as reading:
+        for trial in trials:
+            with _read_with(model, tokens, trial.selection, method, options) as reading:
                 new = []
                 for each, own in zip(asked, told, strict=True):
-                    new.append(_row(prompt, budget, each, _told(reading, each, own)))
+                    new.append(_row(prompt, trial, each, _told(reading, each, own)))
                     advance(1)
-                rows.append(_summary(budget, reading, of_dense, new, reading.token_seconds(*first)))
+                rows.append(_summary(trial, reading, of_dense, new, reading.token_seconds(*first)))
             answers += new
     return Evaluation(rows, answers, method, int(tokens.shape[1]))
+
+
+def _trials(budgets: list[Any], scores: Any, seeds: Any, method: str) -> Iterator[_Trial]:
+    """Yield what is compared, or raise."""
+    if not budgets:
+        raise ValueError("budgets is empty; expected at least one, such as 0.25")
+    count = whole_number("seeds", seeds)
+    if isinstance(scores, str | Mapping) or not isinstance(scores, Iterable | None):
+        raise TypeError(f'scores is {scores!r}; expected a list of scores, such as ["default", "snapkv"], or None')
+    kinds = None if scores is None else [None if kind == _DEFAULT else kind for kind in scores]
+    if count > 1 and _RANDOM not in (kinds or ()):
+        raise ValueError(
+            f'seeds is {count}, and scores is {scores!r}; expected "random" among scores, as no others have seeds'
+        )
+    if kinds is None:
+        yield from (_Trial(budget, None, None, budget) for budget in budgets)
+        return
+    if not kinds or len({_named(kind) for kind in kinds}) < len(kinds):
+        raise ValueError(f"scores is {scores!r}; expected at least one, and each name once, of functions too")
+    for place, budget in enumerate(budgets):
+        name = f"budgets[{place}]"
+        if isinstance(budget, Mapping) or (isinstance(budget, Selection) and budget.scores is not None):
+            shown = f"{name} is {budget!r}"
+            raise ValueError(f"{shown:.80}, and scores is given; expected a number, or a Selection without scores")
+        base = as_selection(budget, name)
+        for kind in kinds:
+            for seed in range(count) if kind == _RANDOM else [None]:
+                own = replace(base, scores=kind if seed is None else f"{_RANDOM}:{seed}")
+                if method == "prune":  # before anything is read
+                    as_selection(own, name)
+                yield _Trial(budget, _named(kind), seed, own)
 
 
 def _questions(prompt: Prompt, questions: Any, document: str, count: int, device: Any) -> Iterator[_Question]:
@@ -385,32 +482,54 @@ def _told(reading: _Reading, question: _Question, dense: _Answer | None) -> _Ans
     return _Answer(found, loss - dense.loss, changed=not torch.equal(found, own))
 
 
-def _row(prompt: Prompt, budget: Any, question: _Question, answer: _Answer) -> dict[str, Any]:
+def _row(prompt: Prompt, trial: _Trial, question: _Question, answer: _Answer) -> dict[str, Any]:
     """Return the row of an answer."""
     text = str(prompt.tokenizer.decode(answer.tokens, skip_special_tokens=True))
     right = None if question.expected is None else _plain(question.expected) in _plain(text)
-    loss = 0.0 if budget is None else answer.loss
-    told = {"budget": budget, "question": question.text, "answer": text}
-    return {**told, "loss": loss, "changed": answer.changed, "right": right}
+    loss = 0.0 if trial is _DENSE else answer.loss
+    told = {"question": question.text, "answer": text}
+    return {**trial.named, **told, "loss": loss, "changed": answer.changed, "right": right}
 
 
-def _summary(budget: Any, reading: _Reading, of_dense: int, answers: list[dict[str, Any]], seconds: float) -> Any:
-    """Return the row of a budget."""
+def _summary(trial: _Trial, reading: _Reading, of_dense: int, answers: list[dict[str, Any]], seconds: float) -> Any:
+    """Return the row of a trial."""
     changed = sum(row["changed"] for row in answers)
     known = [row["right"] for row in answers if row["right"] is not None]
     losses = [row["loss"] for row in answers]
     return {
-        "budget": budget,
+        **trial.named,
         "nbytes": reading.nbytes,
         "share": reading.nbytes / of_dense,
         "seconds": reading.seconds,
         "token_seconds": seconds,
         "changed": changed / len(answers),
-        "changed_most": None if budget is None else _most(changed, len(answers)),
+        "changed_most": None if trial is _DENSE else _most(changed, len(answers)),
         "loss": fmean(losses),
         "worst_loss": max(losses),
         "right": fmean(known) if known else None,
     }
+
+
+def _mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of rows that differ in their seed."""
+    found = {name: value for name, value in rows[0].items() if name != "seed"}
+    for name in ("nbytes", "share", "seconds", "token_seconds", "changed", "loss", "right"):
+        if found[name] is not None and len(rows) > 1:
+            found[name] = fmean(row[name] for row in rows)
+    for name in ("changed_most", "worst_loss"):
+        if found[name] is not None:
+            found[name] = max(row[name] for row in rows)
+    spread = dict.fromkeys(("changed_spread", "loss_spread"))
+    if len(rows) > 1:
+        spread = {name: stdev(row[name.partition("_")[0]] for row in rows) for name in spread}
+    return {**found, "seeds": len(rows), **spread}
+
+
+def _named(scores: Any) -> str:
+    """Return the name of a kind of scores."""
+    return (
+        _DEFAULT if scores is None else scores if isinstance(scores, str) else getattr(scores, "__name__", str(scores))
+    )
 
 
 def _most(changed: int, count: int) -> float:

@@ -59,6 +59,7 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
 
     _format: ClassVar[tuple[str, int]]  # the kind of the file, and its version
     _oldest: ClassVar[int] = 1  # version of files that are read
+    _again: ClassVar[str] = ""  # the remedy for an older file
     _table: dict[tuple[int, int], Any]
 
     def _facts(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
             version = document.get("version")
             if type(version) is not int or not cls._oldest <= version <= newest:
                 reads = newest if cls._oldest == newest else f"{cls._oldest} to {newest}"
-                raise ValueError(f"it is of version {version!r}, and this release reads {reads}")
+                raise ValueError(f"it is of version {version!r}, and this release reads {reads}{cls._again}")
             return cls._of(document)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no {kind}: {error}; {remedy}") from error

@@ -14,7 +14,7 @@ from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
-from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile
+from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile, profile_for
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning
@@ -23,7 +23,8 @@ from levattn.nn.levattention import checked_selection
 
 _ALIKE = (
     "all heads of a decoder are pruned alike: the decoder loses recall, while the loss of plain text hardly "
-    "changes. Give heads=head_profile(model, tokenizer), or name the layers to prune"
+    'changes. Give heads="auto" if the model has a profile, or heads=head_profile(model, tokenizer), or name the '
+    "layers to prune"
 )
 _READABLE = ("eager", "sdpa", PRUNED.name, None)  # implementations whose masks tell which keys a query sees
 
@@ -51,7 +52,7 @@ def prune(
     selection: Any,
     *,
     layers: Iterable[int] | None = None,
-    heads: Iterable[int] | HeadProfile | None = None,
+    heads: Iterable[int] | HeadProfile | str | None = None,
     measure: bool | None = None,
     example: Mapping[str, Any] | None = None,
 ) -> PruneReport:
@@ -76,9 +77,10 @@ def prune(
         `Calibration` is such a mapping. Scores of your own are a function here, and ``renew_every`` is for decoders.
     layers : iterable of int, optional
         Numbers of the layers to prune, from 0; all layers that the model runs if None.
-    heads : iterable of int or HeadProfile, optional
+    heads : iterable of int, HeadProfile or str, optional
         Numbers of the key heads to prune in each of these layers, together with their query heads; all if None. A
-        `HeadProfile` splits the budget, a share, over all heads by their costs.
+        `HeadProfile` splits the budget, a share, over all heads by their costs. "auto" is the one of this model, as
+        in `compress`, and another text the name of one.
     measure : bool, optional
         Whether the report compares some queries of each call (at most 64) with dense attention, and measures the time.
         This costs about as much again as the call, or O(n) for a decoding step. None measures calls of more than one
@@ -105,6 +107,8 @@ def prune(
     -----
     RecallWarning
         If all heads of a decoder get the same budget, because the decoder then loses recall.
+    ProfileWarning
+        If `heads` is a profile of other weights.
 
     Notes
     -----
@@ -143,8 +147,8 @@ def prune(
             "selection is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
         )
     alike = layers is None and heads is None and not isinstance(selection, Mapping)
-    if isinstance(heads, HeadProfile):
-        selection, heads = _split_by(heads, selection, layers), None
+    if isinstance(heads, HeadProfile | str):
+        selection, heads = _split_by(profile_for(model, heads), selection, layers), None
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
     if isinstance(selection, Mapping):
@@ -171,7 +175,7 @@ def prune(
     return report
 
 
-def _split_by(profile: HeadProfile, selection: Any, layers: Any) -> dict[tuple[int, int], Selection]:
+def _split_by(profile: Any, selection: Any, layers: Any) -> dict[tuple[int, int], Selection]:
     """Return the selection of each head: its share of the budget by a profile."""
     found = None if isinstance(selection, Mapping) else as_selection(selection)
     if layers is not None or found is None or not isinstance(found.budget, float):

@@ -18,6 +18,7 @@ from levattn._core.threads import reported
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
+from levattn.integrations.transformers.compression.fingerprint import Fingerprint
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.profile import HeadProfile, curves
 from levattn.integrations.transformers.discovery import attention_modules
@@ -85,7 +86,8 @@ def head_profile(
     Returns
     -------
     HeadProfile
-        Means over the contexts, with confidence intervals.
+        Means over the contexts, with confidence intervals. Save it in a folder of profiles, where ``heads="auto"``
+        finds it.
 
     Raises
     ------
@@ -150,7 +152,7 @@ def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float)
     for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors.tolist(), strict=True):
         figures = {"recall": mean[0], "recall_error": error[0], "text": mean[1], "text_error": error[1]}
         rows.append({"layer": layer, "head": head, **figures})
-    return HeadProfile(rows, type(model).__name__, share)
+    return HeadProfile(rows, type(model).__name__, share, Fingerprint.of(model))
 
 
 def _texts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
@@ -17,7 +17,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from levattn._core.checks import whole_number
 from levattn._core.threads import parallel_for, reported
 from levattn.attention import Selection
+from levattn.attention.pruned.baselines import baseline_of
 from levattn.exceptions import ResidualWarning
+from levattn.integrations.transformers.calibration import Calibration
 from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression import slots
 from levattn.integrations.transformers.compression.cache import (
@@ -35,7 +37,8 @@ from levattn.integrations.transformers.compression.coding import (
 )
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
-from levattn.integrations.transformers.compression.profile import HeadSelections
+from levattn.integrations.transformers.compression.observed import scores_of
+from levattn.integrations.transformers.compression.profile import HeadSelections, profile_for
 from levattn.integrations.transformers.compression.references import References, counted
 from levattn.integrations.transformers.compression.rotation import FixedError, rotations
 from levattn.integrations.transformers.compression.stand_in import UnreadError
@@ -95,15 +98,21 @@ def compress(
         int is a number of slots. A mapping from (layer, head) names the heads to cut; the others keep everything. A
         `Calibration` is such a mapping. Without further options a head keeps the first position, and a quarter of its
         other slots are the last positions. If slots are not fitted, the first 4 are kept, and half are summaries, at
-        most 256 of a head and chunk. Scores of your own are a function here.
+        most 256 of a head and chunk. Scores of your own are a function here, of keys, values and perhaps queries.
+
+        The names of published rules, such as ``Selection(0.25, scores="snapkv")``, are baselines. Their slots are the
+        keys of the context as they are, in the dtype of the model, so a share is one of the positions. `references`
+        and `bits`, if they are given, apply to them too. In chunks, the queries of a chunk score its keys.
 
         A head that has ``summaries`` is not fitted, nor is any with ``renew_every``. With ``renew_every`` the cache
         holds so many positions after the context in full, before it compresses them as well. A head that is cut then
         keeps its number of slots. The queries so far choose among its slots and the new keys, the last positions stay,
         and summaries stand for the others. So a long conversation stays in bounded memory, but for heads that keep
         everything. In a batch, `CompressedCache.ask` does it between questions, as rows may end early.
-    heads : HeadProfile, optional
-        The cost of cutting each head, which decides how the budget is split. Without it all heads have the same share.
+    heads : HeadProfile or str, optional
+        The cost of cutting each head, which decides how the budget is split. "auto" is the profile of this model that
+        comes with levattn or lies in your folder (`HeadProfile.find`), and another text the name of one. Without it
+        all heads have the same share.
     references : str, mapping, or tensor of shape (1 or B, R), optional
         The queries that slots are fitted to. "own" are the queries of the context, and "none" is no fit. By default
         slots are fitted to "own" if the model and the selection allow it. Tokens, which may be the output of a
@@ -112,11 +121,11 @@ def compress(
         fitted to the tokens alone.
     bits : int, optional
         Bits of an entry of the keys and values in slots: 4, 8, or 16 for the dtype of the model. By default 4 if
-        `selection` is one share below a tenth, and 8 otherwise. With 4 or 8 bits a share is one of the bytes of a
-        dense cache of 16 bits, whatever the dtype. Scales and weights of the slots count. (In a head that keeps all
-        positions, two numbers for each column do not.) So there are three times, or nearly twice, as many slots in the
-        same bytes. Weights and values are fitted to the keys as they are held. Heads with the budget 1.0 and later
-        positions stay in the dtype of the model.
+        `selection` is one share below a tenth, 16 with a published rule, and 8 otherwise. With 4 or 8 bits a share is
+        one of the bytes of a dense cache of 16 bits, whatever the dtype. Scales and weights of the slots count. (In a
+        head that keeps all positions, two numbers for each column do not.) So there are three times, or nearly twice,
+        as many slots in the same bytes. Weights and values are fitted to the keys as they are held. Heads with the
+        budget 1.0 and later positions stay in the dtype of the model.
     chunk : int, optional
         Positions that the model reads at once, all of them if None. Each chunk is compressed before the model reads
         the next, so that no more than a chunk is held in full. Later chunks then attend to the slots of earlier ones.
@@ -132,9 +141,10 @@ def compress(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that
-        `prune` refuses. If its layers keep latents or states, or compute more than the attention "sdpa" does. If its
-        positions are learned, and the context has more. If padding follows tokens, and layers slide. If `references`
+        If an argument is out of range, or `heads` is "auto" and no profile fits. If the model is pruned or extended,
+        keeps no cache, or has attention that `prune` refuses. If its layers keep latents or states, or compute more
+        than the attention "sdpa" does. If its positions are learned, and the context has more. If padding follows
+        tokens, and layers slide. If `references`
         are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles that depend on
         the length. If "own" is given for a model without rotary positions. If tokens are given, and the context is
         read in chunks, or layers slide.
@@ -143,6 +153,8 @@ def compress(
     -----
     RecallWarning
         If all heads are cut alike, because there is no profile of them.
+    ProfileWarning
+        If `heads` was measured on other weights.
     ResidualWarning
         If one of six or more heads that are cut has a residual of more than 0.8, and of more than four times the
         median.
@@ -183,14 +195,15 @@ def compress(
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     gain = positions_of_one(_width(model), bits)
-    of_heads = HeadSelections.of(selection, heads, set(range(len(layers))) - sliding, sliding, gain)
+    profile = profile_for(model, heads)
+    of_heads = HeadSelections.of(selection, profile, set(range(len(layers))) - sliding, sliding, gain)
     cache = CompressedCache(layers, tokens, present, Origin(model))
     base = model.base_model
     check_padding(model, layers, present)
     # out of inference mode, so that gradients may read the slots
     with torch.inference_mode(mode=False), torch.no_grad(), reported(progress, P, "positions") as advance:
         fit = _references(model, references, cache, of_heads, chunk)
-        keeper = _Keeper(cache, of_heads, fit, bits)
+        keeper = _Keeper(cache, of_heads, fit, bits, rules=references is not None)
         if fit is not None and fit.tokens.shape[1]:
             tokens, present = torch.cat([tokens, fit.tokens], 1), torch.cat([present, fit.present], 1)
             _check(model, present, None, "context and references have")
@@ -241,7 +254,8 @@ def _references(
     if text and references == "none":
         return None
     found = References.of("own" if references is None else references, cache.tokens, cache.present, None)
-    if all(selection.budget == 1.0 for selection in of_heads.distinct()):
+    cut = [selection for selection in of_heads.distinct() if selection.budget != 1.0]
+    if not cut or (references is None and all(baseline_of(selection.scores) for selection in cut)):
         return None
     own, reason = references is None or (text and references == "own"), _unfitted(model, of_heads, references)
     if reason is None and not own and (chunk < P or any(layer.is_sliding for layer in cache.layers)):
@@ -311,6 +325,10 @@ def _bits_of(selection: Any, bits: Any) -> int:
     """Return the bits of an entry, which are fewer by default where a share of the bytes leaves few slots."""
     if bits is not None:
         return check_bits("bits", bits)
+    selection = selection.selections() if isinstance(selection, Calibration) else selection
+    several = selection.values() if isinstance(selection, Mapping) else [selection]
+    if any(isinstance(each, Selection) and baseline_of(each.scores) for each in several):
+        return 16
     budget = selection.budget if isinstance(selection, Selection) else selection
     share = 1.0 if isinstance(budget, Integral) or not isinstance(budget, Real) else float(budget)
     return 4 if share < _FEW else 8
@@ -335,9 +353,11 @@ def _without_keys(model: Any, number: int) -> ValueError:
 class _Keeper:
     """Keeps the slots of each layer, while the model reads a context chunk by chunk."""
 
-    def __init__(self, cache: CompressedCache, of_heads: HeadSelections, fit: References | None, bits: int) -> None:
+    def __init__(
+        self, cache: CompressedCache, of_heads: HeadSelections, fit: References | None, bits: int, *, rules: bool
+    ) -> None:
         self.cache, self.of_heads, self.renew_every = cache, of_heads, of_heads.renew_every()
-        self.fit, self.bits = fit, bits
+        self.fit, self.bits, self.rules = fit, bits, rules  # whether slots of published rules are fitted too
         self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
         self.seen: dict[int, list[slots.Seen]] = {}  # of layers that will renew their slots
@@ -365,10 +385,10 @@ class _Keeper:
             if layer.is_sliding:  # frees the array of all positions, as the window is a view of it
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
-    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float, _softcap: float | None) -> None:
+    def _look(self, number: int, q: Any, k: Any, v: Any, scale: float, softcap: float | None) -> None:
         """Keep the slots of a layer for the chunk that the model reads."""
         layer = self.cache.layers[number]
-        groups = self._kept(number, q * scale, k, v)
+        groups = self._kept(number, q * scale, k, v, softcap)
         if layer.groups:
             groups = tuple(slots.appended(a, b) for a, b in zip(layer.groups, groups, strict=True))
         if self.last == self.cache.context_length:
@@ -392,26 +412,26 @@ class _Keeper:
                 splits = tuple(slots.Split.of(own[group.heads[0]]) for group in layer.groups)
                 layer.renewal = Renewal(self.renew_every, splits, frozenset(whole), self.seen[layer.number], held)
 
-    def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[slots.HeadSlots, ...]:
+    def _kept(self, number: int, q: Any, k: Any, v: Any, softcap: float | None) -> tuple[slots.HeadSlots, ...]:
         """Return the slots of all heads of a layer, in a group for each selection."""
         (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
         own = self.of_heads.of_layer(number, G)
         order = sorted(range(G), key=lambda head: (own[head].budget or 0.0) % 1, reverse=True)  # slow heads first
         found: dict[tuple[int, int], slots.SlotArrays] = {}
         errors = torch.zeros((B, G))
+        scores = [self._scores(b, own, q[b], k[b], v[b], softcap) for b in range(B)]
 
         def keep(i: int) -> None:
             b, head = i % B, order[i // B]
             arrays = (array[b, head : head + 1] for array in (q, k, v))
-            found[b, head], errors[b, head] = self._of_sequence(number, b, own[head], *arrays)
+            found[b, head], errors[b, head] = self._of_sequence(number, b, own[head], scores[b].get(head), *arrays)
             if not slots.any_weight(found[b, head]) and bool(self.cache.present[b, self.first : self.last].any()):
                 raise ValueError(
                     f"scores of head {head} of layer {number} are -inf for all keys of row {b}; expected a number "
                     "for one key at least"
                 )
 
-        by_users = any(selection.kind == "function" for selection in own)  # threads run no code of a user
-        parallel_for(keep, B * G, threads=1 if by_users else None)
+        parallel_for(keep, B * G)
         groups = []
         for same in dict.fromkeys(own):
             heads = tuple(head for head in range(G) if own[head] == same)
@@ -422,10 +442,32 @@ class _Keeper:
             groups.append(group)
         return tuple(groups)
 
+    def _scores(self, b: int, own: list[Selection], q: Any, k: Any, v: Any, softcap: float | None) -> dict[int, Any]:
+        """Return the scores (1, n) of the keys of each head of a sequence that has a function or a published rule.
+
+        Heads of a layer with the same scores are scored together, and threads run no code of a user.
+        """
+        here = self.cache.present[b, self.first : self.last].to(k.device)
+        found: dict[int, Any] = {}
+        of: dict[Any, list[int]] = {}
+        for head, selection in enumerate(own):
+            if callable(selection.scores) or baseline_of(selection.scores):
+                of.setdefault(selection.scores, []).append(head)
+        rows = here.nonzero()[:, 0]
+        for scores, heads in of.items():
+            if len(rows) and any(own[head].budget != 1.0 for head in heads):
+                Q, K, V = q[heads][:, :, rows], k[heads][:, rows], v[heads][:, rows]
+                each = scores_of(scores, Q, K, V, softcap)
+                found |= {head: each[i : i + 1] for i, head in enumerate(heads)}
+        return found
+
     def _of_sequence(
-        self, number: int, b: int, selection: Selection, Q: Any, K: Any, V: Any
+        self, number: int, b: int, selection: Selection, scores: Any, Q: Any, K: Any, V: Any
     ) -> tuple[slots.SlotArrays, float]:
-        """Return keys, values, log-weights and places that a head of a sequence keeps, and the residual of its fit."""
+        """Return keys, values, log-weights and places that a head of a sequence keeps, and the residual of its fit.
+
+        `scores`: (1, n) of a function or a published rule, or None.
+        """
         here = self.cache.present[b, self.first : self.last].to(K.device)
         before = int(self.cache.present[b, : self.first].sum())
         later = Q[:, :, len(here) :], K[:, len(here) :]
@@ -434,7 +476,7 @@ class _Keeper:
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, widths, own = K.shape[1], (K.shape[2], V.shape[2]), K.element_size()
         chunk, of = range(before, before + n), int(self.cache.present[b].sum())
-        fit = None if selection.summaries else self.fit
+        fit = None if selection.summaries or (baseline_of(selection.scores) and not self.rules) else self.fit
         split = slots.Split.of(selection if fit is None else replace(selection, summaries=0)).of_chunk(chunk, of)
         position = position_nbytes(widths, own, self.bits)
         weighted = bool(split.summaries) or fit is not None
@@ -450,10 +492,10 @@ class _Keeper:
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
             return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), 0.0
         if fit is not None:
-            how = counted(selection, split, count)
+            how = counted(selection, split, count, scores)
             (*kept, where), error = fit.slots_of(number, b, (Q, K, V), later, how, self.bits)
             keys, values, weight = kept
             return (keys, values, None if count == n else weight, torch.where(where < 0, where, where + before)), error
         step = max(1, Q.shape[1] * n // _ASKING)
         seen = slots.Seen.of(Q[:, :, ::step].flatten(1, 2), K)
-        return slots.slots_of(seen, K, V, count, split, before), math.nan
+        return slots.slots_of(seen, K, V, count, split, before, given=scores), math.nan

@@ -291,7 +291,7 @@ class Origin:
     """
 
     def __init__(self, model: Any, known: str | None = None) -> None:
-        self._model: Any = weakref.ref(_base(model))
+        self._model: Any = weakref.ref(base_of(model))
         self._state = _state(model)
         self._glimpse = _hashed(model, _SAMPLES) if known is None else ""
         self._known = known
@@ -301,7 +301,7 @@ class Origin:
 
     def check(self, model: Any) -> None:
         """Raise unless a model is the one that read the context, or a copy of it."""
-        own, base = None if self._model is None else self._model(), _base(model)
+        own, base = None if self._model is None else self._model(), base_of(model)
         if own is base:
             same = _state(model) == self._state
         else:
@@ -367,7 +367,7 @@ def changing_positions(model: Any) -> str | None:
     return next((str(kind) for kind in found if kind in ("dynamic", "longrope")), None)
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """Return the part of a model that makes keys: a head above it makes none."""
     return getattr(model, "base_model", model)
 
@@ -380,13 +380,13 @@ def _fingerprint(model: Any) -> str:
 
 def _hashed(model: Any, samples: int | None) -> str:
     """Return a hash of all entries, or of about `samples` entries of each array."""
-    model = _base(model)
+    model = base_of(model)
     found = hashlib.sha256(type(model).__name__.encode())
     found.update(_entries(model.config.to_dict()).encode())
     found.update(_state(model).encode())
     changing = changing_positions(model) is not None
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
-        with _there(module):
+        with weights_there(module):
             arrays = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for own, array in sorted(arrays, key=lambda pair: pair[0]):
                 if changing and own in module._non_persistent_buffers_set:
@@ -402,7 +402,7 @@ def _hashed(model: Any, samples: int | None) -> str:
 def _state(model: Any) -> str:
     """Return the figures of all modules of a model as text, and so which adapters are active."""
     found = []
-    for name, module in _base(model).named_modules():
+    for name, module in base_of(model).named_modules():
         own = vars(module)
         for figure in own.keys() & _FIGURES:
             value = own[figure]
@@ -412,7 +412,7 @@ def _state(model: Any) -> str:
     return "\n".join(sorted(found))
 
 
-def _there(module: Any) -> AbstractContextManager[Any]:
+def weights_there(module: Any) -> AbstractContextManager[Any]:
     """Bring the weights of a module from where accelerate keeps them."""
     if not any(array.is_meta for array in module.parameters(recurse=False)):
         return nullcontext()

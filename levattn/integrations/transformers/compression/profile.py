@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import as_file, files
 from itertools import pairwise
 from numbers import Integral
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from levattn._core.checks import check_type, fraction, real_number
 from levattn.attention import Selection
+from levattn.attention.pruned.baselines import asks_queries
 from levattn.attention.pruned.selection import selection_for_models
-from levattn.exceptions import RecallWarning
+from levattn.exceptions import ProfileWarning, RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
+from levattn.integrations.transformers.compression.fingerprint import Fingerprint
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
 WHILE_READING = 1 / 16  # least share of a head that is pruned: its errors add up over the text that it reads
 _RECALL = 2.0  # factor of the cost of recall; at 1, SmolLM2 recalls less at 6 % of the bytes
+AUTO = "auto"  # stands for the profile of the model among those that are known
+_FOLDER = "LEVATTN_PROFILES"  # the variable of the environment that names a folder of profiles
+_MEASURE = (
+    "measure one with head_profile(model, tokenizer), which tells its time in the log, and give it as heads, or save "
+    f"it in a folder that {_FOLDER} names"
+)
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
@@ -29,6 +40,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
     """The cost of cutting each head of the keys of a decoder, in nats a token, as `head_profile` measured it.
 
     A mapping from (layer, head) to the cost: the loss of answers that need recall, plus the loss of plain text.
+
+    `find` returns the profile of a model that comes with levattn, or lies in a folder of yours. A profile knows its
+    model by a few entries of each array of its weights. It fits the same weights in float32, bfloat16 or float16, from
+    .safetensors or a .gguf file. A model that was trained further is another one. Then norms and biases differ by more
+    than 2⁻⁸ of their size, or matrices by more than 1 %. If one of both models was rounded to few bits, the limit for
+    matrices is 15 %. So an adapter that was merged into rounded matrices may be overlooked.
 
     Parameters
     ----------
@@ -40,6 +57,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         The type of the model.
     share : float
         Share of the bytes to which heads were cut.
+    fingerprint : object, optional
+        A few weights of the model, from `head_profile`. A profile without it is of any model.
 
     Raises
     ------
@@ -56,15 +75,21 @@ class HeadProfile(HeadsRecord, HeadsTable):
     2.02
     >>> profile.shares(0.5625)
     {(0, 0): 1.0, (0, 1): 0.125}
+    >>> HeadProfile.find("SmolLM2-135M-Instruct").share
+    0.0625
     """
 
-    _format: ClassVar = ("head profile", 1)
+    _format: ClassVar = ("head profile", 2)
+    _oldest: ClassVar = 2  # earlier files do not know their model
+    _again: ClassVar = ". Measure the profile again with head_profile(model, tokenizer)"
     _labels: ClassVar = {
         "recall": "loss of answers if a head is cut (nats)",
         "text": "loss of text if a head is cut (nats)",
     }
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], model: str, share: float) -> None:
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], model: str, share: float, fingerprint: Fingerprint | None = None
+    ) -> None:
         self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
         for (layer, head), row in self._table.items():
             figures = {name: row[name] for name in _FIGURES}
@@ -75,6 +100,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
             raise ValueError("rows is empty; expected one for each head")
         self.model = str(model)
         self.share = fraction("share", share)
+        check_type("fingerprint", fingerprint, Fingerprint | None, "that of another profile, or None")
+        self.fingerprint = fingerprint
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         row: dict[str, float] = self._table[key]
@@ -86,6 +113,97 @@ class HeadProfile(HeadsRecord, HeadsTable):
             f"<HeadProfile of {self.model}: {len(self)} heads cut to {self.share:.3g}, the dearest is head "
             f"{dearest[1]} of layer {dearest[0]} ({self[dearest]:.3g} nats)>"
         )
+
+    @classmethod
+    def names(cls, folder: str | os.PathLike[str] | None = None) -> list[str]:
+        """Return the names of the profiles that `find` searches.
+
+        Parameters
+        ----------
+        folder : path-like, optional
+            As for `find`.
+
+        Returns
+        -------
+        list of str
+            The names of files without their endings, in small letters.
+
+        Raises
+        ------
+        ValueError
+            If there is no such folder.
+
+        Examples
+        --------
+        >>> from levattn.integrations.transformers import HeadProfile
+        >>> HeadProfile.names()
+        ['smollm2-135m-instruct']
+        """
+        return sorted(_profiles(folder))
+
+    @classmethod
+    def find(cls, model: Any, folder: str | os.PathLike[str] | None = None) -> Self:
+        """Return the profile of a model, from levattn or from a folder.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel or str
+            The model, whose weights are compared, or the name of a profile. Of a name "organization/model" the second
+            part counts, and case does not.
+        folder : path-like, optional
+            A folder with files of `save`, which go before profiles of levattn. By default the one that the variable
+            LEVATTN_PROFILES of the environment names, if it is set.
+
+        Returns
+        -------
+        HeadProfile
+            The profile, by the order of names if several fit.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or a file in the folder is no profile, or there is no such folder.
+
+        Notes
+        -----
+        Time and memory: a few entries of each array of the weights.
+        """
+        if isinstance(model, str):
+            there, name = _profiles(folder), model.rpartition("/")[2].lower()
+            if name not in there:
+                raise ValueError(
+                    f"there is no profile {model!r} {_where(folder)}; expected one of {', '.join(sorted(there))}, or "
+                    f'"{AUTO}". For another model {_MEASURE}'
+                )
+            return cls._read(there[name])
+        found, others = known_profile(model, folder)
+        if found is None:
+            raise ValueError(
+                f"no profile fits this {type(model).__name__}: {', '.join(others)} {_where(folder)}; expected one of "
+                f"its weights. Give heads the name of a profile of the model that this one was trained from, or "
+                f"{_MEASURE}"
+            )
+        return found  # type: ignore[no-any-return]
+
+    @classmethod
+    def _read(cls, file: Any) -> Self:
+        with as_file(file) as path:
+            return cls.load(path)
+
+    def fits(self, model: Any) -> bool:
+        """Tell whether a model has the weights that the profile was measured on, up to rounding.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+            The model.
+
+        Returns
+        -------
+        bool
+            True for a profile without a fingerprint.
+        """
+        return self.fingerprint is None or self.fingerprint.fits(Fingerprint.of(model))
 
     def shares(self, budget: float, least: float = 0.0) -> dict[tuple[int, int], float]:
         """Return the share of the bytes that each head keeps, so that the sum of the costs is least.
@@ -136,11 +254,72 @@ class HeadProfile(HeadsRecord, HeadsTable):
         return [{"layer": layer, "head": head, **row} for (layer, head), row in sorted(self._table.items())]
 
     def _facts(self) -> dict[str, Any]:
-        return {"model": self.model, "share": self.share, "heads": self.table()}
+        known = None if self.fingerprint is None else self.fingerprint.to_dict()
+        return {"model": self.model, "share": self.share, "fingerprint": known, "heads": self.table()}
 
     @classmethod
     def _of(cls, document: dict[str, Any]) -> Self:
-        return cls(document["heads"], document["model"], document["share"])
+        known = document["fingerprint"]
+        fingerprint = None if known is None else Fingerprint.from_dict(known)
+        return cls(document["heads"], document["model"], document["share"], fingerprint)
+
+
+def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return the files of profiles by their names; a file of the folder goes before a file of levattn."""
+    named = os.environ.get(_FOLDER) or None if folder is None else folder
+    of_library = list((files("levattn") / "data" / "profiles").iterdir())
+    own: list[Any] = []
+    if named is not None:
+        if not Path(named).is_dir():
+            raise ValueError(
+                f"{named}: there is no such folder; expected a folder of profiles. Mend folder or {_FOLDER}"
+            )
+        own = list(Path(named).iterdir())
+    return {file.name[:-5].lower(): file for file in of_library + own if file.name.lower().endswith(".json")}
+
+
+def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> tuple[Any, list[str]]:
+    """Return the profile of a model or None; and its name, or the names of all with the reasons."""
+    own, config, others = Fingerprint.of(model), model.config.get_text_config(decoder=True), []
+    layers, each, most = (
+        getattr(config, f"num_{of}", None) or 0 for of in ("hidden_layers", "key_value_heads", "attention_heads")
+    )
+    heads = {(layer, head) for layer in range(layers) for head in range(each or most)}
+    for name, file in sorted(_profiles(folder).items()):
+        profile = HeadProfile._read(file)
+        known = profile.fingerprint
+        if known is not None and known.fits(own):
+            return profile, [name]
+        alike = known is not None and known.alike(own) and set(profile) <= heads
+        others.append(f"{name} ({'has other weights' if alike else 'is of another model'})")
+    return None, others
+
+
+def _where(folder: Any) -> str:
+    """Return which places were searched."""
+    named = os.environ.get(_FOLDER) or None if folder is None else folder
+    return f"among those of levattn{f', and {_FOLDER} is not set' if named is None else f' and in {named}'}"
+
+
+def profile_for(model: Any, heads: Any) -> HeadProfile | None:
+    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights."""
+    if heads is None:
+        return None
+    if isinstance(heads, str):
+        if heads == AUTO:
+            return HeadProfile.find(model)
+        heads = HeadProfile.find(heads)
+    wanted = f'a HeadProfile, the name of one, "{AUTO}", or None. A mapping as selection names heads'
+    check_type("heads", heads, HeadProfile, wanted)
+    if not heads.fits(model):
+        warnings.warn(
+            f"heads is a profile of other weights than this {type(model).__name__} has, so heads that recall may be "
+            "cut; expected the profile of this model. Measure one with head_profile(model, tokenizer)",
+            ProfileWarning,
+            stacklevel=3,
+        )
+    found: HeadProfile = heads
+    return found
 
 
 @dataclass(frozen=True)
@@ -174,8 +353,6 @@ class HeadSelections:
                 "selection is a HeadProfile; expected a share, and the profile as heads: compress(model, context, "
                 "0.25, heads=profile)"
             )
-        if profile is not None:
-            check_type("heads", profile, HeadProfile, "a HeadProfile, or None. A mapping as selection names heads")
         selection = selection.selections() if isinstance(selection, Calibration) else selection
         if isinstance(selection, Mapping):
             if profile is not None:
@@ -212,7 +389,8 @@ class HeadSelections:
         if cut and share * gain < 1:
             warnings.warn(
                 f"all heads are cut alike ({found.rest}), because there is no profile of them: decoders then fail to "
-                "recall facts of the context. Give heads=head_profile(model, tokenizer)",
+                f'recall facts of the context. Give heads="{AUTO}" if the model has a profile, or '
+                "heads=head_profile(model, tokenizer)",
                 RecallWarning,
                 stacklevel=3,
             )
@@ -297,7 +475,12 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
 
 def _of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
-    found = selection_for_models(selection, name)
+    found = selection_for_models(selection, name, queries=True)
+    if found.renew_every is not None and asks_queries(found.scores):
+        raise ValueError(
+            f"{name} is {found}, whose scores need queries of the context, which are gone when slots are renewed; "
+            "expected renew_every=None, or other scores"
+        )
     if found.budget is None and found.size is None:
         raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from levattn.attention import Selection, fit_slots
+from levattn.attention.pruned.baselines import baseline_of
 from levattn.attention.pruned.selection import FITTED_SINKS
 from levattn.integrations.transformers.compression.cache import tokens_and_present
 from levattn.integrations.transformers.compression.coding import Coded, wide
@@ -114,12 +115,14 @@ def _spread(places: Any, Q: Any) -> Any:
     return places.flip(0)[::step].flip(0)
 
 
-def counted(selection: Selection, split: Split, count: int) -> Selection:
-    """Return the selection of a head that keeps so many slots, as `fit_slots` takes it."""
-    usual = selection.sinks is None and selection.budget is not None
+def counted(selection: Selection, split: Split, count: int, scores: Any) -> Selection:
+    """Return the selection of a head that keeps so many slots, as `fit_slots` takes it; `scores`: given ones, or None.
+
+    A published rule has its own sinks.
+    """
+    usual = selection.sinks is None and selection.budget is not None and baseline_of(selection.scores) is None
     sinks = min(split.sinks, FITTED_SINKS) if usual else split.sinks  # none in later chunks
     slots = replace(split, sinks=sinks).rule(count).slots
     center = selection.center if selection.kind == "leverage" else None
-    return Selection(
-        size=slots.selected, window=slots.window, sinks=slots.sinks, scores=selection.scores, center=center
-    )
+    scores = selection.scores if scores is None else scores
+    return Selection(size=slots.selected, window=slots.window, sinks=slots.sinks, scores=scores, center=center)

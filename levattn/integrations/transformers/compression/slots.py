@@ -20,8 +20,18 @@ from levattn._kernels.pruned.torch import SCALES, attended_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
+from levattn.attention.pruned.baselines import asks_queries, baseline_of
 from levattn.attention.pruned.call import own_scores
-from levattn.attention.pruned.selection import LAST, SINKS, Checks, Selection, SelectionRule, Slots, share_of
+from levattn.attention.pruned.selection import (
+    LAST,
+    SINKS,
+    Checks,
+    Selection,
+    SelectionRule,
+    Slots,
+    share_of,
+    with_usual,
+)
 from levattn.integrations.transformers.compression.coding import Coded, opened, wide
 from levattn.sensitivity.leverage import leverage_scores
 
@@ -51,6 +61,7 @@ class Split:
     @classmethod
     def of(cls, selection: Selection) -> Split:
         """Return the split of a selection, or raise."""
+        selection = with_usual(selection)
         usual = (0, 0, 0) if selection.budget is None else (SINKS, LAST, _SHARE_OF_SUMMARIES)
         given = selection.sinks, selection.window, selection.summaries
         parts = [own if part is None else part for own, part in zip(usual, given, strict=True)]
@@ -66,6 +77,8 @@ class Split:
     def from_figures(cls, figures: dict[str, Any]) -> Split:
         """Return the split with the attributes of a file, or raise."""
         check_type("scores", figures["scores"], str, "a name of scores")  # no file holds an array or a function
+        if asks_queries(figures["scores"]):
+            raise ValueError(f"scores {figures['scores']!r} need queries of a context, which are gone")
         center = figures["center"] if figures["scores"] == "leverage" else None
         return cls.of(Selection(0.5, **{**figures, "center": center}))
 
@@ -76,13 +89,15 @@ class Split:
         window = min(_part(self.window, left), left)
         summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
         counts = Slots(left - window - summaries, summaries, window, sinks)
-        if callable(self.scores):
+        if callable(self.scores) or baseline_of(self.scores) is not None:
             return SelectionRule(counts, "function", None, False, None, self._own_scores)
         kind = "expected" if self.scores == "residual" and not summaries else self.scores
         return SelectionRule(counts, kind, None, self.center, None)
 
     def _own_scores(self, K: Any, V: Any) -> Any:
-        return memory_of(own_scores(self.scores, tensor_of(K), tensor_of(V)))
+        rule = baseline_of(self.scores)
+        function: Any = self.scores if rule is None else rule.function
+        return memory_of(own_scores(function, tensor_of(K), tensor_of(V)))
 
     def of_chunk(self, chunk: range, of: int) -> Split:
         """Return the split of a chunk of a context of `of` keys: its part of each count, and the first sinks."""
@@ -204,12 +219,19 @@ def _read(array: Any) -> Any:
 
 @where_arrays_are
 def slots_of(
-    seen: Seen, K: Any, V: Any, count: int, split: Split, first: int = 0, held: SlotArrays | None = None
+    seen: Seen,
+    K: Any,
+    V: Any,
+    count: int,
+    split: Split,
+    first: int = 0,
+    held: SlotArrays | None = None,
+    given: Any = None,
 ) -> SlotArrays:
     """Return the slots of light heads, at most `count` for each.
 
     `K`, `V`: (G, n, ·) of the positions from `first` on. `held`: the slots of the positions before. Slots and new keys
-    together are more than `count`.
+    together are more than `count`. `given`: scores (G, n), where no slots are held, or None.
     """
     (dtype, of_values), device = (K.dtype, V.dtype), K.device
     K, V = _read(K), _read(V)
@@ -223,11 +245,13 @@ def slots_of(
         pairs = (keys, K), (values, V), (old, mass), (xp.astype(places, place.dtype), place)
         K, V, mass, place = (xp.concat(pair, axis=1) for pair in pairs)  # a summary is a key with a mass
     rule, checks = split.rule(count), Checks()
+    if given is not None:
+        rule, given = replace(rule, kind="given", function=None), memory_of(given)
     sinks, window = rule.slots.sinks, rule.slots.window
     measure = choice.measured(seen.queries, seen.keys, None, K.dtype, checks)
     first, there = (place < sinks) | (place >= end - window), None if held is None else place >= 0
     items = _members(K, V, mass) if rule.slots.summaries else None
-    rows = choice.Contenders(K, V, K, measure, mass, items, first, sinks + window, there=there)
+    rows = choice.Contenders(K, V, K, measure, mass, items, first, sinks + window, given=given, there=there)
     found = choice.selected(rule, rows, partial(_leverage, K, mass, rule.center), checks, _ROUNDS)
     checks.settle()
     kept, values, places = choice.rows_of_each((K, V, place), found.order)

@@ -1,0 +1,197 @@
+"""Profiles of heads that are known: found by the weights of a model or by name, and told apart from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+from decoders import base, tokens  # noqa: E402
+from test_compress import Letters  # noqa: E402
+
+import levattn  # noqa: E402
+from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
+
+NAME = "of-tests"
+
+
+def model(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    found = base(max_position_embeddings=400, **options)
+    for array in found.parameters():  # norms like those of a trained model
+        if array.ndim == 1:
+            array.data += 0.1 * torch.randn_like(array)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> HeadProfile:
+    return head_profile(model(), Letters(), tasks=1, positions=256, rounds=1)
+
+
+@pytest.fixture
+def folder(measured: HeadProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    measured.save(tmp_path / f"{NAME}.json")
+    monkeypatch.setenv("LEVATTN_PROFILES", str(tmp_path))
+    return tmp_path
+
+
+def in_four_bits(found: Any) -> Any:
+    """The model with matrices in blocks of 32 entries, each of 16 equally spaced numbers (Q4_1 of GGUF)."""
+    for array in found.parameters():
+        if array.ndim > 1:
+            blocks = array.data.reshape(-1, 32)
+            low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+            step = ((high - low) / 15).clamp(min=1e-9)
+            array.data = (low + step * ((blocks - low) / step).round()).reshape(array.shape)
+    return found
+
+
+def packed(found: Any) -> Any:
+    """The model with a weight that holds no numbers, as a format of 4 bits has them in memory."""
+    weight = torch.zeros((16, 32), dtype=torch.uint8)
+    found.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "rounded",
+    [
+        lambda found: found,
+        lambda found: found.to(torch.bfloat16),
+        lambda found: found.to(torch.float16),
+        lambda found: found.double(),
+        in_four_bits,
+        lambda found: in_four_bits(found).to(torch.bfloat16),
+        packed,
+    ],
+    ids=["float32", "bfloat16", "float16", "float64", "4 bits", "4 bits in bfloat16", "packed"],
+)
+def test_a_model_has_its_profile_whatever_rounding_its_weights_have(
+    rounded: Callable[[Any], Any], measured: HeadProfile, folder: Path
+) -> None:
+    found = rounded(model())
+    assert measured.fits(found)
+    assert dict(HeadProfile.find(found)) == dict(measured)
+    assert HeadProfile.names() == sorted([NAME, "smollm2-135m-instruct"])
+
+
+def test_auto_and_a_name_stand_for_the_profile(measured: HeadProfile, folder: Path) -> None:
+    own, ids = model(), tokens(1, 200)
+    given = compress(own, ids, 0.5, heads=measured).table()
+    for heads in ("auto", NAME, f"somebody/{NAME.upper()}"):
+        assert compress(own, ids, 0.5, heads=heads).table() == given
+        with prune(own, 0.5, heads=heads) as report:
+            assert report.options["selection"]
+    found = calibrate(own, {"input_ids": ids[:, :20]}, target=1e9, metric="logits", budgets=[0.5], heads="auto")
+    assert dict(found) == measured.shares(0.5, 1 / 16)
+
+
+def trained_norms(found: Any) -> None:
+    found.model.norm.weight.data *= 1.01
+
+
+def trained_matrices(found: Any) -> None:
+    for array in found.parameters():
+        if array.ndim > 1:
+            array.data += 0.03 * array.std() * torch.randn_like(array)
+
+
+@pytest.mark.parametrize("train", [trained_norms, trained_matrices])
+def test_a_model_that_was_trained_further_is_another_one(
+    train: Callable[[Any], None], measured: HeadProfile, folder: Path
+) -> None:
+    own = model()
+    assert measured.fits(own)
+    with torch.no_grad():
+        train(own)
+    assert not measured.fits(own)
+    with pytest.raises(ValueError, match=rf"no profile fits this LlamaForCausalLM: {NAME} \(has other weights\)"):
+        compress(own, tokens(), 0.5, heads="auto")
+    for heads in (NAME, measured):
+        with pytest.warns(levattn.ProfileWarning, match="a profile of other weights than this LlamaForCausalLM"):
+            compress(own, tokens(), 0.5, heads=heads)
+        with pytest.warns(levattn.ProfileWarning, match="Measure one with head_profile"), prune(own, 0.5, heads=heads):
+            pass
+
+
+def test_a_change_of_weights_is_seen_after_they_were_known(measured: HeadProfile) -> None:
+    own = model()
+    assert measured.fits(own)
+    with torch.no_grad():
+        own.model.layers[1].input_layernorm.weight.mul_(1.1)
+    assert not measured.fits(own)
+
+
+def test_an_adapter_makes_another_model(measured: HeadProfile) -> None:
+    own = model()
+    own.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Linear(32, 2)
+    assert not measured.fits(own)
+
+
+def test_models_of_other_sizes_are_refused(measured: HeadProfile, folder: Path) -> None:
+    others = model(num_hidden_layers=3), model(num_key_value_heads=1)
+    for other in others:
+        assert not measured.fits(other)
+        with pytest.raises(ValueError, match=rf"{NAME} \(is of another model\)"):
+            HeadProfile.find(other)
+        with (
+            pytest.warns(levattn.ProfileWarning),
+            pytest.raises(ValueError, match=r"heads (names|has no cost of) head"),
+        ):
+            compress(other, tokens(1, 100), 0.5, heads=measured)
+
+
+def test_a_folder_may_be_named_and_goes_before_what_comes_with_the_library(
+    measured: HeadProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LEVATTN_PROFILES", raising=False)
+    with pytest.raises(ValueError, match=r"among those of levattn, and LEVATTN_PROFILES is not set.*head_profile\("):
+        HeadProfile.find(model())
+    with pytest.raises(
+        ValueError, match=r"there is no profile 'nothing' among .*expected one of smollm2-135m-instruct"
+    ):
+        HeadProfile.find("nothing")
+    with pytest.raises(ValueError, match="there is no such folder"):
+        HeadProfile.find("nothing", tmp_path / "none")
+    assert len(HeadProfile.find("HuggingFaceTB/SmolLM2-135M-Instruct")) == 90
+    measured.save(tmp_path / "SmolLM2-135M-Instruct.json")
+    assert len(HeadProfile.find("smollm2-135m-instruct", tmp_path)) == 4
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other\.json is no head profile"):
+        HeadProfile.find(model(seed=1), tmp_path)
+    with pytest.raises(TypeError, match="heads is of type int"):
+        compress(model(), tokens(), 0.5, heads=3)
+
+
+def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Path) -> None:
+    file = tmp_path / "heads.json"
+    measured.save(file)
+    again = HeadProfile.load(file)
+    assert again.to_dict() == measured.to_dict()
+    assert again.fits(model())
+    assert not again.fits(model(seed=1))
+    assert file.stat().st_size < 30_000
+    document = json.loads(file.read_text())
+    known = document["fingerprint"]
+    for change in (
+        {"vectors": "?"},
+        {"vectors": "AADAfw=="},  # NaN
+        {"matrices": "AAA="},
+        {"count": 1.5},
+        {"coarse": "no"},
+    ):
+        file.write_text(json.dumps({**document, "fingerprint": {**known, **change}}))
+        with pytest.raises(ValueError, match=r"heads\.json is no head profile"):
+            HeadProfile.load(file)
+    file.write_text(json.dumps({**document, "version": 1}))
+    with pytest.raises(ValueError, match=r"version 1.*Measure the profile again with head_profile"):
+        HeadProfile.load(file)
+    with pytest.raises(TypeError, match="fingerprint is of type str"):
+        HeadProfile(measured.table(), "LlamaForCausalLM", 0.5, "mine")  # type: ignore[arg-type]
