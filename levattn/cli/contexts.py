@@ -61,6 +61,7 @@ class Measurement:
     positions: int
     rounds: int
     share: float
+    refine: Path | None
     as_json: bool
     plot: Path | None
     html: Path | None
@@ -87,19 +88,22 @@ def profile(asked: Measurement) -> None:
     check_model_path(asked.model)
     for path, option in ((asked.output, "--output"), (asked.plot, "--plot"), (asked.html, "--html")):
         check_output(path, option)
+    if asked.refine is not None and not asked.refine.is_file():
+        fail(f"{asked.refine}: no such file; give --refine a file that `levattn profile` made, or leave it out")
     model, tokenizer = opened_decoder(asked.model)
-    from levattn.integrations.transformers import head_profile
+    from levattn.integrations.transformers import HeadProfile, head_profile
 
     start = time.perf_counter()
     options: dict[str, Any] = {"tasks": asked.tasks, "positions": asked.positions, "rounds": asked.rounds}
     options["share"] = asked.share
     with forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"):
-        found = head_profile(model, tokenizer, **options, progress=sys.stderr.isatty())
+        earlier = None if asked.refine is None else HeadProfile.load(asked.refine)
+        found = head_profile(model, tokenizer, **options, earlier=earlier, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start
     found.save(asked.output)
     draw(asked.plot, lambda: found.plot("recall"))
     rows = [{**row, "cost": found[row["layer"], row["head"]]} for row in found.table()]
-    if asked.tasks == 1:  # one task gives no interval
+    if asked.tasks == 1 and earlier is None:  # one task gives no interval
         rows = [row | {"recall_error": None, "text_error": None} for row in rows]
     if asked.html is not None:
         facts = {name: f"{value:.4g}" for name, value in {**options, "seconds": seconds}.items()}
@@ -108,6 +112,7 @@ def profile(asked: Measurement) -> None:
         write_page(asked.html, title, facts, [costs], rows, _COSTS)
     if asked.as_json:
         outcome = {"file": str(asked.output), "model": type(model).__name__, **options, "seconds": seconds}
+        outcome |= {"refined": None if asked.refine is None else str(asked.refine), "trials": found.trials}
         print_json("levattn.profile/1", {**outcome, "heads": rows})
         return
     console = new_console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,53 @@ def test_auto_and_a_name_stand_for_the_profile(measured: HeadProfile, folder: Pa
             assert report.options["selection"]
     found = calibrate(own, {"input_ids": ids[:, :20]}, target=1e9, metric="logits", budgets=[0.5], heads="auto")
     assert dict(found) == measured.shares(0.5, 1 / 16)
+
+
+def test_a_quick_profile_is_refined_on_other_texts(measured: HeadProfile) -> None:
+    seen: list[tuple[int, int | None]] = []
+    options: dict[str, Any] = {"positions": 256, "rounds": 2, "tasks": 2}
+    found = head_profile(model(), Letters(), earlier=measured, **options, progress=lambda *at: seen.append(at))
+    assert (measured.trials, found.trials) == (1, 5)
+    assert found.fits(model())
+    again = head_profile(model(), Letters(), tasks=1, positions=256, rounds=1)
+    assert dict(again) == dict(measured)
+    earlier, now = ({(row["layer"], row["head"]): row for row in each.table()} for each in (measured, found))
+    new = {head: (5 * now[head]["recall"] - earlier[head]["recall"]) / 4 for head in now}
+    assert any(abs(new[head] - earlier[head]["recall"]) > 1e-6 for head in new)
+    assert seen[-1][0] == seen[-1][1]
+    other = HeadProfile([row for row in measured.table() if row["head"]], "LlamaForCausalLM", 1 / 16)
+    further = model()
+    with torch.no_grad():
+        trained_norms(further)
+    for own, earlier in ((model(), other), (further, measured)):
+        with pytest.raises(ValueError, match="expected a profile of this LlamaForCausalLM"):
+            head_profile(own, Letters(), earlier=earlier, **options)
+    with pytest.raises(ValueError, match=r"and share=0\.25"):
+        head_profile(model(), Letters(), earlier=measured, share=0.25, **options)
+    with pytest.raises(TypeError, match="a HeadProfile to refine"):
+        head_profile(model(), Letters(), earlier={}, **options)
+
+
+def test_joined_profiles_have_the_means_of_all_trials(measured: HeadProfile) -> None:
+    row = {"layer": 0, "head": 0, "recall": 2.0, "recall_error": 0.3, "text": 0.2, "text_error": 0.0}
+    one = HeadProfile([row], "LlamaForCausalLM", 1 / 16, trials=3)
+    two = HeadProfile([row | {"recall": 1.0, "recall_error": 0.4, "text": 0.6}], "LlamaForCausalLM", 1 / 16)
+    both = one.joined(two)
+    assert both.trials == two.joined(one).trials == 4
+    (found,) = both.table()
+    assert (found["recall"], found["text"]) == pytest.approx((1.75, 0.3))
+    assert found["recall_error"] == pytest.approx(math.hypot(0.75 * 0.3, 0.25 * 0.4))  # of independent means
+    assert both.to_dict()["trials"] == 4
+    for other, words in (
+        (measured, "expected the 1 heads"),
+        (HeadProfile([row], "LlamaForCausalLM", 0.5), "the share"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            one.joined(other)
+    with pytest.raises(TypeError, match="a HeadProfile"):
+        one.joined(row)
+    with pytest.raises(ValueError, match="trials"):
+        HeadProfile([row], "LlamaForCausalLM", 1 / 16, trials=0)
 
 
 def trained_norms(found: Any) -> None:

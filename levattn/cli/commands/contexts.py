@@ -19,7 +19,8 @@ recall, while each head is cut in turn. Nothing is trained. The command needs to
 \b
 Examples:
   levattn profile MODEL -o heads.json
-  levattn profile MODEL -o heads.json --tasks 1 --rounds 1
+  levattn profile MODEL -o quick.json --tasks 1 --rounds 1
+  levattn profile MODEL -o heads.json --refine quick.json
   levattn profile MODEL -o heads.json --json --html heads.html
 
 \b
@@ -156,6 +157,10 @@ def _profile(
         ),
     ] = 3,
     share: Annotated[float, typer.Option(callback=_share, help="Share of its bytes that a cut head keeps.")] = 1 / 16,
+    refine: Annotated[
+        Path | None,
+        typer.Option(help="Profile of this model, such as a quick one, to go on from: costs are means over both."),
+    ] = None,
     as_json: AsJson = False,
     plot: Annotated[
         Path | None,
@@ -167,7 +172,7 @@ def _profile(
     ] = None,
     html: WebPage = None,
 ) -> None:
-    contexts.profile(contexts.Measurement(model, output, tasks, positions, rounds, share, as_json, plot, html))
+    contexts.profile(contexts.Measurement(model, output, tasks, positions, rounds, share, refine, as_json, plot, html))
 
 
 def _compress(

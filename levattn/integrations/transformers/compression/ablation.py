@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from levattn._core.checks import fraction, whole_number
+from levattn._core.checks import check_type, fraction, whole_number
 from levattn._core.threads import reported
 from levattn.integrations.transformers.calls import as_cache_of, inputs_device
 from levattn.integrations.transformers.compression.cache import CompressedCache
@@ -32,6 +32,7 @@ _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
 _DTYPE = 16  # bits that stand for the dtype of the model: costs are of positions, whatever bits hold them later
+_OTHER_TEXTS = 1_000_003  # times the trials of an earlier profile: what its seed is moved by
 _PIECE = 256  # tokens that a model writes at once
 _LENGTH = {"min_new_tokens": _PIECE, "max_new_tokens": _PIECE}
 _SAMPLED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
@@ -47,6 +48,7 @@ def head_profile(
     rounds: int = 3,
     share: float = 1 / 16,
     seed: int = 0,
+    earlier: HeadProfile | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
 ) -> HeadProfile:
     """Measure the loss of a decoder if each head of its keys is cut, alone and beside other cut heads.
@@ -73,11 +75,14 @@ def head_profile(
         Tokens of a context.
     rounds : int, default 3
         The first round finds heads that recall alone. The second finds heads that stand in for others, and a third
-        the remaining ones. For a first split in about a tenth of the time take ``tasks=1, rounds=1``.
+        the remaining ones. For a first split in a tenth of the time take ``tasks=1, rounds=1``, and refine it later.
     share : float in (0, 1), default 1/16
         Share of its bytes that a cut head keeps.
     seed : int, default 0
         Seed of the random words, and of the texts that the model writes.
+    earlier : HeadProfile, optional
+        A profile of this model to refine, such as a quick one. The rounds begin with its split. The result has the
+        means over its trials and the new ones, on other texts than it was measured on.
     progress : bool or function, optional
         True for a bar, or a function of the steps made and their number. Each token of the texts that the model writes
         is a step, and so is the reading of each context. Each head is a step in each context and round. Before the
@@ -92,7 +97,8 @@ def head_profile(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, a text is too short, or `compress` refuses the model.
+        If an argument is out of range, a text is too short, `compress` refuses the model, or `earlier` is of other
+        weights or another share.
 
     Notes
     -----
@@ -115,7 +121,11 @@ def head_profile(
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
-    words, rng, heads = _words(tokenizer), np.random.default_rng(seed), _heads_of(model)
+    words, heads = _words(tokenizer), _heads_of(model)
+    shares = dict.fromkeys(heads, 1.0)
+    if earlier is not None:
+        seed, shares = seed + _OTHER_TEXTS * earlier.trials, _split_of(earlier, model, heads, share)
+    rng = np.random.default_rng(seed)
     steps = tasks + rounds * tasks * len(heads) + (_PIECE if texts is None else 0)
     with torch.no_grad(), reported(progress, steps, "steps") as advance:
         given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed, advance)
@@ -123,13 +133,30 @@ def head_profile(
         for text in given:
             trials.append(_Trial(model, heads, share, *_task(tokenizer, text, positions, words, rng)))
             advance(1)
-        shares, found = dict.fromkeys(heads, 1.0), []
+        found: list[Any] = []
         _tell_time(trials[0].step_seconds(), rounds * tasks * len(heads))
         for _ in range(rounds):
             found.append([trial.costs(shares, advance) for trial in trials])
-            profile = _profile(model, list(shares), np.mean(found, 0), share)
-            shares = profile.shares(_COMPANY)
+            profile = _profile(model, heads, np.mean(found, 0), share, len(found))
+            profile = profile if earlier is None else earlier.joined(profile)
+            shares = _in_order(profile.shares(_COMPANY), heads)
     return profile
+
+
+def _split_of(earlier: Any, model: Any, heads: list[tuple[int, int]], share: float) -> dict[tuple[int, int], float]:
+    """Return the split of the other heads by an earlier profile, or raise if it cannot be refined."""
+    check_type("earlier", earlier, HeadProfile, "a HeadProfile to refine, or None")
+    if earlier.share != share or set(earlier) != set(heads) or not earlier.fits(model):
+        raise ValueError(
+            f"earlier is {earlier!r}; expected a profile of this {type(model).__name__} with its {len(heads)} heads "
+            f"and share={share:.6g}. Measure a new one without earlier"
+        )
+    return _in_order(earlier.shares(_COMPANY), heads)
+
+
+def _in_order(shares: dict[tuple[int, int], float], heads: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Return shares in the order of some heads."""
+    return {head: shares[head] for head in heads}
 
 
 def _heads_of(model: Any) -> list[tuple[int, int]]:
@@ -145,14 +172,14 @@ def _tell_time(step: float, steps: int) -> None:
         _log.info("measuring the heads takes about %.2g minutes: %d steps of %.2g seconds", minutes, steps, step)
 
 
-def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float) -> HeadProfile:
+def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float, rounds: int) -> HeadProfile:
     """Return the profile from costs (tasks, heads, 2): means over tasks, and intervals."""
     errors = _DOUBT * costs.std(0, ddof=min(1, len(costs) - 1)) / len(costs) ** 0.5  # zeros for one task
     rows = []
     for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors.tolist(), strict=True):
         figures = {"recall": mean[0], "recall_error": error[0], "text": mean[1], "text_error": error[1]}
         rows.append({"layer": layer, "head": head, **figures})
-    return HeadProfile(rows, type(model).__name__, share, Fingerprint.of(model))
+    return HeadProfile(rows, type(model).__name__, share, Fingerprint.of(model), len(costs) * rounds)
 
 
 def _texts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from levattn._core.checks import check_type, fraction, real_number
+from levattn._core.checks import check_type, fraction, real_number, whole_number
 from levattn.attention import Selection
 from levattn.attention.pruned.baselines import asks_queries
 from levattn.attention.pruned.selection import selection_for_models
@@ -59,6 +60,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Share of the bytes to which heads were cut.
     fingerprint : object, optional
         A few weights of the model, from `head_profile`. A profile without it is of any model.
+    trials : int, default 1
+        How often each head was measured: tasks times rounds.
 
     Raises
     ------
@@ -88,7 +91,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
     }
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], model: str, share: float, fingerprint: Fingerprint | None = None
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        model: str,
+        share: float,
+        fingerprint: Fingerprint | None = None,
+        trials: int = 1,
     ) -> None:
         self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
         for (layer, head), row in self._table.items():
@@ -102,6 +110,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         self.share = fraction("share", share)
         check_type("fingerprint", fingerprint, Fingerprint | None, "that of another profile, or None")
         self.fingerprint = fingerprint
+        self.trials = whole_number("trials", trials)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         row: dict[str, float] = self._table[key]
@@ -243,6 +252,52 @@ class HeadProfile(HeadsRecord, HeadsTable):
         }
         return split_bytes(costs, budget, least)
 
+    def joined(self, other: HeadProfile) -> HeadProfile:
+        """Return the profile of all trials of two profiles of the same weights and share.
+
+        Parameters
+        ----------
+        other : HeadProfile
+            The other profile, of other texts.
+
+        Returns
+        -------
+        HeadProfile
+            The means of the costs over all trials, with the confidence intervals of independent means.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `other` is no profile, or of another share, of other heads or of other weights.
+
+        Examples
+        --------
+        >>> from levattn.integrations.transformers import HeadProfile
+        >>> row = dict(layer=0, head=0, recall=2.0, recall_error=0.3, text=0.2, text_error=0.1)
+        >>> first = HeadProfile([row], "LlamaForCausalLM", 1 / 16)
+        >>> other = HeadProfile([row | dict(recall=1.0, recall_error=0.4)], "LlamaForCausalLM", 1 / 16)
+        >>> both = first.joined(other).table()[0]
+        >>> both["recall"], both["recall_error"]
+        (1.5, 0.25)
+        """
+        check_type("other", other, HeadProfile, "a HeadProfile")
+        if other.share != self.share or set(other) != set(self):
+            raise ValueError(
+                f"other cuts {len(other)} heads to {other.share:.6g}; expected the {len(self)} heads and the share "
+                f"{self.share:.6g} of this profile"
+            )
+        one, two = self.fingerprint, other.fingerprint
+        if one is not None and two is not None and not one.fits(two):
+            raise ValueError("other was measured on other weights; expected those of this profile")
+        total, rows = self.trials + other.trials, []
+        a, b = self.trials / total, other.trials / total
+        for (layer, head), mine in self._table.items():
+            theirs = other._table[layer, head]
+            means = {name: a * mine[name] + b * theirs[name] for name in ("recall", "text")}
+            errors = {name: math.hypot(a * mine[name], b * theirs[name]) for name in ("recall_error", "text_error")}
+            rows.append({"layer": layer, "head": head, **means, **errors})
+        return HeadProfile(rows, self.model, self.share, one or two, total)
+
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each head.
 
@@ -255,13 +310,14 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
     def _facts(self) -> dict[str, Any]:
         known = None if self.fingerprint is None else self.fingerprint.to_dict()
-        return {"model": self.model, "share": self.share, "fingerprint": known, "heads": self.table()}
+        facts = {"model": self.model, "share": self.share, "trials": self.trials}
+        return {**facts, "fingerprint": known, "heads": self.table()}
 
     @classmethod
     def _of(cls, document: dict[str, Any]) -> Self:
         known = document["fingerprint"]
         fingerprint = None if known is None else Fingerprint.from_dict(known)
-        return cls(document["heads"], document["model"], document["share"], fingerprint)
+        return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"])
 
 
 def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
