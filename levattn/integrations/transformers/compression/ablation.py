@@ -97,8 +97,8 @@ def head_profile(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, a text is too short, `compress` refuses the model, or `earlier` is of other
-        weights or another share.
+        If an argument is out of range, a text is too short, or `compress` refuses the model. Also if `earlier` is of
+        other weights or another share.
 
     Notes
     -----

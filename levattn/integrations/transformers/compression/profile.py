@@ -288,7 +288,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
             )
         one, two = self.fingerprint, other.fingerprint
         if one is not None and two is not None and not one.fits(two):
-            raise ValueError("other was measured on other weights; expected those of this profile")
+            raise ValueError("other was measured on other weights; expected the weights of this profile")
         total, rows = self.trials + other.trials, []
         a, b = self.trials / total, other.trials / total
         for (layer, head), mine in self._table.items():
