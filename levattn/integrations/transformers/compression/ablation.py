@@ -124,7 +124,8 @@ def head_profile(
     words, heads = _words(tokenizer), _heads_of(model)
     shares = dict.fromkeys(heads, 1.0)
     if earlier is not None:
-        seed, shares = seed + _OTHER_TEXTS * earlier.trials, _split_of(earlier, model, heads, share)
+        shares = _split_of(earlier, model, heads, share)
+        seed += _OTHER_TEXTS * earlier.trials
     rng = np.random.default_rng(seed)
     steps = tasks + rounds * tasks * len(heads) + (_PIECE if texts is None else 0)
     with torch.no_grad(), reported(progress, steps, "steps") as advance:
