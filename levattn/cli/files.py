@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 import levattn
 from levattn.cli.output import check_output, ending_of, fail
-from levattn.io.source import ids_between
+from levattn.io.source import ids_between, open_besides
 
 _PIPED = re.compile(r"\S*/stdin\.(npy|npz|safetensors)\b")  # the file of what came by a pipe
 _HEAD = 9  # bytes, by which these formats are known:
@@ -62,13 +62,13 @@ class KeyFiles:
         """Return the keys, or with another option the queries; an error names options, not arguments."""
         how: dict[str, Any] = {"tensor": self.tensor, "columns": self.columns, "id": self.id, "dtype": self.dtype}
         with _in_words_of_the_program(option):
-            source = levattn.open_keys(self.paths, **how, memory=self.memory)
-            if self.weights is None or source.columns is None or self.weights not in source.columns:
-                return source
-            rest = tuple(name for name in source.columns if name != self.weights)
-            if not rest or self.columns is not None:
+            source = open_besides(self.paths, self.weights, **how, chunk_rows=None, memory=self.memory)
+        if self.weights is not None:
+            if self.weights in (source.columns or ()):
                 fail(f"--weights {self.weights} is a feature as well; name other --columns")
-            return levattn.open_keys(self.paths, **how | {"columns": rest}, memory=self.memory)
+            if not source.tables:
+                fail(f"{self.name}: holds an array without columns, got --weights {self.weights}; leave --weights out")
+        return source
 
     def weights_of_rows(self) -> npt.NDArray[Any] | None:
         """Return the weights of all rows, (n,), None without --weights."""
@@ -132,9 +132,6 @@ def _in_words_of_the_program(option: str) -> Iterator[None]:
         problem = re.sub(r"got (columns|id)=", r"got --\1 ", problem)
         text = problem + semicolon + remedy
         if option == "--weights":
-            text = re.sub(r"--columns \('(.*?)',\)", r"--weights \1", text).replace(
-                "leave columns out", "leave --weights out"
-            )
             text = text.replace("--columns", option)
         fail(_PIPED.sub("standard input", text))
 

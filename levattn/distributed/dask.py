@@ -115,10 +115,14 @@ def universal_set(K: Any, /, epsilon: float, *, f: Any = 2, weights: Any = None,
     array([  10, 4000])
     """
     _require_dask()
-    K = _weighted(_in_row_chunks(K), weights)
+    K = _in_row_chunks(K)
     new = partial(StreamingUniversalSet, epsilon, f=f)
     new().update(_no_rows(K))  # raises for wrong arguments
-    lazy = _in_tree(_by_chunk(_chunk_state, K, new=new), new, StreamingUniversalSet.result)
+    if weights is None:
+        states = _by_chunk(_chunk_state, K, new=new)
+    else:
+        states = _by_chunk(_weighted_state, K, _weights_for(K, weights), new=new)
+    lazy = _in_tree(states, new, StreamingUniversalSet.result)
     return _computed(lazy, client)
 
 
@@ -169,7 +173,10 @@ def leverage_scores(K: Any, /, *, weights: Any = None) -> Any:
     array([0.75, 0.75, 0.75, 0.75])
     """
     _require_dask()
-    K = _weighted(_in_row_chunks(K), weights)
+    K = _in_row_chunks(K)
+    if weights is not None:
+        like = {"dtype": np.float64, "chunks": K.chunks, "meta": _no_rows(K).astype(np.float64)}
+        K = K.map_blocks(_times_roots, _weights_for(K, weights), **like)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # raises for a wrong K
     new = partial(_Reading, no_rows)
@@ -239,6 +246,8 @@ def sample_rows(
     """
     _require_dask()
     K = _in_row_chunks(K)
+    if K.ndim > 2:
+        raise ValueError(f"K has shape {K.shape}; expected one matrix (n, d)")
     if any(map(math.isnan, K.chunks[-2])):
         raise ValueError(
             "K has chunks of unknown size; expected known ones, because the numbers of rows decide about them. Call "
@@ -528,12 +537,10 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
     return K.rechunk(split) if split else K
 
 
-def _weighted(K: Any, weights: Any) -> Any:
-    """Return the keys times the roots of weights, in the same chunks; with None the same."""
+def _weights_for(K: Any, weights: Any) -> Any:
+    """Return weights (..., n, 1) in the chunks of the rows of K."""
     import dask.array as da
 
-    if weights is None:
-        return K
     w = weights if isinstance(weights, da.Array) else da.from_array(numbers_of(weights))
     known = not any(map(math.isnan, (*w.shape, *K.shape)))
     if known:
@@ -547,14 +554,12 @@ def _weighted(K: Any, weights: Any) -> Any:
             f"weights has chunks {w.chunks}, and K has {K.chunks}; expected the same chunks of rows, "
             "because their number is unknown. Call K.compute_chunk_sizes() first"
         )
-    return da.map_blocks(
-        _times_roots, K, w[..., None], dtype=np.float64, chunks=K.chunks, meta=_no_rows(K, np.float64)
-    )
+    return w[..., None]
 
 
-def _no_rows(K: Any, dtype: Any = None) -> npt.NDArray[Any]:
+def _no_rows(K: Any) -> npt.NDArray[Any]:
     """Return an array like the chunks, without rows."""
-    return np.empty((*K.shape[:-2], 0, K.shape[-1]), dtype or K.dtype)
+    return np.empty((*K.shape[:-2], 0, K.shape[-1]), K.dtype)
 
 
 def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **options: Any) -> Any:
@@ -703,6 +708,11 @@ def _merge(states: Any, new: Callable[[], Any], read: Callable[..., Any] | None 
         for state in states:
             merged.merge(state)
         return merged if read is None else read(merged)
+
+
+def _weighted_state(K: Any, weights: Any, new: Callable[[], Any], block_id: Any = None) -> Any:
+    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
+        return new().update(K, weights=weights[..., 0])
 
 
 def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None) -> Any:

@@ -51,6 +51,7 @@ class Wanted(NamedTuple):
     id: str | None = None  # the column with the names of the rows
     dtype: np.dtype[Any] | None = None  # to which numbers are converted
     rows: int | None = None  # the number of rows, if it is known; the reader of text else counts them
+    besides: str | None = None  # a column that is no feature unless `columns` names it
 
 
 class Opened(NamedTuple):

@@ -183,9 +183,12 @@ def _sparse(path: Path, archive: zipfile.ZipFile, wanted: Wanted, identity: Iden
             import scipy.sparse
 
             with refusing(path, (*_ZIP_ERRORS, LookupError, TypeError, AttributeError)):
-                found = scipy.sparse.csr_array(scipy.sparse.load_npz(path))
-                if found.shape != shape or found.dtype != dtype:
-                    raise ValueError(f"{found.dtype} {found.shape} in place of {dtype} {shape}")
+                stored: Any = scipy.sparse.load_npz(path)
+                if stored.format in ("bsr", "csc", "csr"):
+                    stored.check_format()  # before anything reads by its indices
+                if stored.shape != shape or stored.dtype != dtype:
+                    raise ValueError(f"{stored.dtype} {stored.shape} in place of {dtype} {shape}")
+                found = scipy.sparse.csr_array(stored)
                 found.check_format()
                 keys = found.astype(dtype.newbyteorder("="), copy=False)
         return keys[start:stop]

@@ -207,9 +207,14 @@ class KeySource:
         return self.shape[-1]
 
     @property
+    def tables(self) -> bool:
+        """Whether all files are tables, with columns by name."""
+        return all(shard.path.suffix.lower() in (".parquet", *TEXTS) for shard in self._shards)
+
+    @property
     def sparse(self) -> bool:
-        """Whether all files hold sparse matrices of scipy, so that `load` returns one."""
-        return all(shard.sparse for shard in self._shards)
+        """Whether all files hold sparse matrices of scipy, so that `load` returns one; never in float16."""
+        return all(shard.sparse for shard in self._shards) and self.dtype.itemsize > 2
 
     def __iter__(self) -> Iterator[npt.NDArray[Any]]:
         with self._reading() as pieces:
@@ -507,8 +512,17 @@ def open_keys(
     ...     [chunk.shape for chunk in source]
     [(400, 8), (400, 8), (200, 8)]
     """
+    return open_besides(
+        path, None, tensor=tensor, columns=columns, id=id, dtype=dtype, chunk_rows=chunk_rows, memory=memory
+    )
+
+
+def open_besides(
+    path: Any, besides: str | None, *, tensor: Any, columns: Any, id: Any, dtype: Any, chunk_rows: Any, memory: Any
+) -> KeySource:
+    """Return the source of `open_keys`; the column `besides` of a table is no feature unless `columns` names it."""
     paths = _checked_paths(path)
-    wanted = _checked_wanted(tensor, columns, id, dtype)
+    wanted = _checked_wanted(tensor, columns, id, dtype)._replace(besides=besides)
     if chunk_rows is not None and memory is not None:
         raise ValueError("chunk_rows and memory are both given; expected at most one, a number of rows or of bytes")
     rows = None if chunk_rows is None else whole_number("chunk_rows", chunk_rows)

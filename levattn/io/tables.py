@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.threads import parallel_for
+from levattn._core.threads import num_threads, parallel_for
 from levattn.io.common import (
     Opened,
     Wanted,
@@ -198,7 +198,9 @@ def _check_names(path: Path, names: list[str], wanted: Wanted, others: dict[str,
 
 def _columns_of(path: Path, kinds: dict[str, Any], wanted: Wanted, left_out: set[str]) -> _Keys:
     """Return the columns of numbers: the wanted ones, or all but some; other kinds are refused."""
-    names = wanted.columns or tuple(name for name in kinds if name != wanted.id and name not in left_out)
+    names = wanted.columns or tuple(
+        name for name in kinds if name not in (wanted.id, wanted.besides) and name not in left_out
+    )
     if not names:
         raise refusal(path, "has no column of numbers", _CHOOSE)
     for name in names:
@@ -288,6 +290,7 @@ def open_parquet(path: Path, wanted: Wanted) -> Iterator[Opened]:
                     count - count % _BATCH_ROWS or count,
                     row_groups=range(group, len(starts) - 1),
                     columns=[name for name in names if name not in constants],
+                    use_threads=num_threads() > 1,
                 ):
                     yield passed, _with_constants(batch, names, constants)
                     passed += batch.num_rows

@@ -22,6 +22,7 @@ from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 
+_SMALLEST = 2.0**-1022  # normal number
 _FAR = 300  # powers of two by which the roots of weights may differ, so that no product with a key underflows
 
 
@@ -86,18 +87,20 @@ def weighted(matrices: Matrices, weights: Any) -> tuple[Matrices, Float64 | None
 
 
 def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Matrices, Rows]:
-    """Return a chunk of keys times the roots of their weights, of float64 in main memory.
+    """Return a chunk of keys times the roots of their weights, of float64 in main memory, and those that take part.
 
     Keys of weight 0 and masked keys become zeros, whatever they hold.
     """
-    roots = np.sqrt(to_numpy(checked_weights(weights, matrices, rows)))[:, :, None]
-    keys = np.where(roots > 0, to_float64(rows.keys, rows.format), 0.0)
-    try:
-        with np.errstate(over="raise", under="raise", invalid="ignore"):
-            keys *= roots
-    except FloatingPointError:
-        raise ValueError("weights leave the range of float64 together with K; expected their largest near 1") from None
-    mask = None if rows.mask is None else to_numpy(rows.mask)
+    roots = np.sqrt(to_numpy(checked_weights(weights, matrices, rows)))
+    there = roots > 0
+    given = np.where(there[:, :, None], to_float64(rows.keys, rows.format), 0.0)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        keys = given * roots[:, :, None]
+    sizes = [np.max(np.abs(array), axis=2, initial=0.0) for array in (given, keys)]
+    lost = np.isfinite(sizes[0]) & (sizes[0] > 0) & ~((sizes[1] >= _SMALLEST) & np.isfinite(sizes[1]))
+    if (lost & ~((sizes[0] < _SMALLEST) & (roots == 1))).any():
+        raise ValueError("weights leave the range of float64 together with K; expected their largest near 1")
+    mask = None if there.all() else there
     return replace(matrices, data=keys, format="float64", mask=mask), Rows(keys, "float64", mask)
 
 

@@ -175,30 +175,46 @@ class RowSample:
         Returns
         -------
         array of shape (s, ...)
-            In the kind and dtype of K.
+            In the kind and dtype of K, but float32 for a narrower one. The sample's own keys come as float64.
 
         Raises
         ------
         TypeError, ValueError
-            If K has not n rows, or p is not above 0. Also if K is left out and the sample has no keys.
+            If K has not n rows, or p is not above 0. Also if K is left out and the sample has no keys, or the weights
+            leave the range of its dtype.
         """
         p = positive_number("p", p)
+        root = self.weights ** (1 / p)
         if K is None:
             if self.keys is None:
                 raise ValueError("K is left out, and this sample is of an array; expected that array")
-            return self.keys * (self.weights ** (1 / p)).astype(self.keys.dtype)[:, None]
+            return self.keys.astype(np.float64) * root[:, None]
         n = K.shape[0] if getattr(K, "shape", ()) else None
         if n != self.rows_of_all:
             raise ValueError(f"K has {n} rows; expected {self.rows_of_all}, the rows that were sampled")
-        root = self.weights ** (1 / p)
         if is_scipy_sparse(K):
-            return K[self.indices].multiply(root[:, None].astype(K.dtype)).tocsr()
-        root = root.reshape(-1, *(1,) * (K.ndim - 1))
+            return K[self.indices].multiply(_roots_as(root, K.dtype)[:, None]).tocsr()
         if isinstance(K, np.ndarray):
-            return K[self.indices] * root.astype(K.dtype)
+            kind = np.float32 if K.dtype.kind == "V" or K.dtype.itemsize == 2 else K.dtype
+            roots = _roots_as(root, kind).reshape(-1, *(1,) * (K.ndim - 1))
+            return K[self.indices].astype(kind, copy=False) * roots
         xp = array_api_compat.array_namespace(K)
+        kind = xp.float32 if str(K.dtype).endswith("float16") else K.dtype
+        roots = _roots_as(root, np.float32 if str(kind).endswith("float32") else np.float64)
         taken = xp.take(K, to_device(self.indices, K), axis=0)
-        return taken * xp.astype(to_device(root, K), K.dtype)
+        return xp.astype(taken, kind) * xp.astype(to_device(roots.reshape(-1, *(1,) * (K.ndim - 1)), K), kind)
+
+
+def _roots_as(roots: Float64, kind: Any) -> npt.NDArray[Any]:
+    """Return roots of weights in a dtype, or raise where they leave its range."""
+    with np.errstate(over="ignore", under="ignore"):
+        found = roots.astype(kind)
+    if not np.isfinite(found).all() or ((found == 0) & (roots > 0)).any():
+        raise ValueError(
+            f"roots of weights from {roots.min():.3g} to {roots.max():.3g} leave the range of {np.dtype(kind)}; "
+            "expected K of float64"
+        )
+    return found
 
 
 @where_arrays_are
@@ -340,16 +356,14 @@ def sample_rows(
 def _require_one(matrices: Matrices) -> None:
     """Raise for a batch of matrices."""
     if matrices.batch:
-        raise ValueError(f"K has shape {(*matrices.batch, matrices.n, matrices.d)}; expected one matrix (n, d)")
+        raise ValueError(f"K has a batch {matrices.batch} of matrices; expected one matrix (n, d)")
 
 
 def _sample_of_chunks(source: Source, asked: _Asked, scores: Any, seed: int) -> RowSample:
     """Return the sample of rows that are read again and again."""
-    for matrices, _ in source.between(0, together=False):
-        _require_one(matrices)
-        break
     options = {"single": False, "numerical": True, "as_float64": True}
     passes = two_passes(source, None, None, Checkpoint.checked(None, None, {}), **options)
+    _require_one(passes.example)
     exact = passes.scores[0]
     found = asked.sample(exact, np.full(len(exact), True), scores, int(passes.factor.rank[0]), seed)
     rows = passes.rows(0, found.indices)

@@ -16,11 +16,11 @@ from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed, uniforms
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64, Int64
-from levattn._kernels import BLOCK, KEYS, Rows
+from levattn._kernels import BLOCK, Rows
 from levattn.linalg.accumulator import GramAccumulator, Total, total_arrays, total_of
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read, refuse_nonfinite
-from levattn.linalg.weighted import checked_weights
+from levattn.linalg.weighted import checked_weights, chunk_times_roots
 from levattn.sensitivity.leverage import ridge_of
 from levattn.sensitivity.sampling import RowSample, chernoff_exponent, eigenvalues_of, one_of, promised_distortion
 from levattn.states import factor_of, factor_of_sum
@@ -257,7 +257,8 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
         The probability δ that the promise fails.
     ridge : float, default 0
         The number λ, as in `leverage_scores`: scores are ridge leverage scores, and the distortion is of
-        ``‖K y‖² + λ‖y‖²``. With it, c is m over the effective dimension, and r is the number of columns.
+        ``‖K y‖² + λ‖y‖²``. With it, c is m over the effective dimension, at least 10⁻¹², and r is the number of
+        columns.
     row_start : int, default 0
         Number of the first row. States that are to be merged must have different numbers, which give their rows
         different random numbers.
@@ -388,7 +389,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
         if weights is not None:
             w = checked_weights(weights, matrices, rows)
             rows = replace(rows, mask=w > 0)
-            _require_range(rows, w)
+            chunk_times_roots(matrices, rows, w.reshape(m))  # raises for products out of range
         with lock_of(self):
             store = _Store(self._rule, matrices.d, matrices.format) if self._store is None else self._store.copy()
             if matrices.d != store.d:
@@ -494,18 +495,6 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
             if max(self._store.sums.blocks.count * BLOCK + self._store.tail.count, self._store.count) > self.n:
                 raise ValueError("more rows were summed than there were")
         return self
-
-
-def _require_range(rows: Rows, w: Float64) -> None:
-    """Raise for rows whose products with the roots of their weights overflow."""
-    largest = KEYS.column_figures(rows, largest=True).max(initial=0.0)
-    with np.errstate(over="ignore"):
-        product = largest * math.sqrt(w.max(initial=0.0))
-    if math.isfinite(largest) and not math.isfinite(product):
-        raise ValueError(
-            f"K has entries up to {largest:.3g} and weights up to {w.max():.3g}; expected smaller ones, because their "
-            "products overflow. Scale the weights of all chunks down alike"
-        )
 
 
 def _restored(rule: _Rule, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], next_row: int) -> _Store:

@@ -360,6 +360,11 @@ def test_weights_in_a_column(tmp_path: Path, table: Path, keys: Array) -> None:
     ):
         assert words in refused("scores", table, *options)
     np.save(tmp_path / "keys.npy", keys)
+    whole = ("scores", table, "--id", "name", "--weights", "count", "--json")  # of integers, and no feature
+    np.testing.assert_allclose(json.loads(run(*whole).stdout)["matrices"][0]["scores"], expected[order], rtol=1e-9)
+    np.savez(tmp_path / "two.npz", a=keys, b=keys)
+    several = ("universal-set", tmp_path / "two.npz", "--tensor", "a", "--tensor", "b", "--weights", "count")
+    assert "array without columns, got --weights count" in refused(*several)
     told = refused("scores", tmp_path / "keys.npy", "--weights", "count")
     assert "array without columns, got --weights count; leave --weights out" in told
     for command in (

@@ -160,6 +160,7 @@ def test_weights(known: bool) -> None:
         lazy, lazy_w = unknown(lazy), lazy_w[da.ones(4000, chunks=lazy_w.chunks, dtype=bool)]
     found = universal_set(lazy, 0.02, weights=lazy_w).compute()
     check(found, X, 0.02)
+    assert found.present == np.count_nonzero(w)
     np.testing.assert_array_equal(found.keys, X[found.indices])
     scores = leverage_scores(lazy, weights=lazy_w)
     assert scores.dtype == scores.compute().dtype == np.float64

@@ -445,6 +445,30 @@ def test_sparse_matrices_of_scipy(tmp_path: Path, kind: str) -> None:
         assert found.indices.tolist() == levattn.universal_set(S.toarray(), 0.2, f=f).indices.tolist()
 
 
+def test_sparse_files_in_float16_are_read_as_dense_ones(tmp_path: Path) -> None:
+    S = scipy_sparse.random(50, 6, 0.3, "csr", rng=0)
+    scipy_sparse.save_npz(tmp_path / "keys.npz", S)
+    source = open_keys(tmp_path / "keys.npz", dtype="float16")
+    X = S.toarray().astype(np.float16)
+    assert not source.sparse
+    np.testing.assert_array_equal(source.load(), X)
+    np.testing.assert_allclose(levattn.leverage_scores(source), levattn.leverage_scores(X), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("index", [77, 10**9, -501, -(10**9)])
+@pytest.mark.parametrize("kind", ["csc", "csr", "bsr", "coo"])
+def test_indices_beyond_the_matrix_are_refused(tmp_path: Path, kind: str, index: int) -> None:
+    stored = scipy_sparse.random(500, 6, 0.3, "csr", rng=0).asformat(kind)
+    scipy_sparse.save_npz(tmp_path / "keys.npz", stored)
+    with np.load(tmp_path / "keys.npz") as parts:
+        parts = dict(parts)
+    name = "row" if kind == "coo" else "indices"
+    parts[name][3] = index + 500
+    np.savez(tmp_path / "keys.npz", **parts)
+    with pytest.raises(levattn.KeyFileError, match="truncated or damaged"):
+        open_keys(tmp_path / "keys.npz").load()
+
+
 def test_several_sparse_files(tmp_path: Path) -> None:
     S = scipy_sparse.random(60, 5, 0.4, "csr", dtype=np.float32, rng=1)
     (tmp_path / "parts").mkdir()

@@ -298,7 +298,8 @@ def test_chunks_give_the_sample_of_an_array(dtype: Any, options: dict[str, Any],
         assert sample.keys is not None
         np.testing.assert_array_equal(sample.keys, K[sample.indices])
         assert sample.keys.dtype == dtype
-        np.testing.assert_array_equal(sample.rows(), sample.rows(K))
+        assert (sample.rows().dtype, sample.rows(K).dtype) == (np.float64, max(np.dtype(dtype), np.dtype(np.float32)))
+        np.testing.assert_allclose(sample.rows(), sample.rows(K), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["tall", "deficient", "dummies", "ill-conditioned", "wide"])
@@ -332,11 +333,27 @@ def test_chunks_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"scores has shape \(3,\)"):
         levattn.sample_rows(lambda: [K], 5, scores=np.ones(3))
     for changed in (2, 3):  # the keys of the second pass, and the sampled rows
-        turns = iter([K, K, *[K] * (changed - 2), K + 1])
+        turns = iter([*[K] * (changed - 1), K + 1])
         with pytest.raises(ValueError, match="gave other keys"):
             levattn.sample_rows(lambda turns=turns: [next(turns)], 5)
     with pytest.raises(ValueError, match="K is left out"):
         levattn.sample_rows(K, 5).rows()
+
+
+def test_rows_of_narrow_keys_have_room_for_their_weights() -> None:
+    state = StreamingRowSample(1).update(np.full((4, 1), 300, np.float16), weights=1e5)
+    sample = state.read()
+    np.testing.assert_allclose(sample.rows(), np.sqrt(sample.weights)[:, None] * 300)
+    K = np.full((200_000, 1), 100, np.float16)
+    for rows in (levattn.sample_rows(lambda: [K], 1).rows(), levattn.sample_rows(K, 1).rows(K)):
+        np.testing.assert_allclose(rows, 100 * np.sqrt(200_000))
+    torch = pytest.importorskip("torch")
+    found = levattn.sample_rows(torch.tensor(K), 1).rows(torch.tensor(K))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found, 100 * np.sqrt(200_000))
+    narrow = np.ones((4, 1), np.float32)
+    with pytest.raises(ValueError, match="leave the range of float32; expected K of float64"):
+        levattn.sample_rows(narrow, 2, weights=1e-100).rows(narrow)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -372,7 +389,8 @@ def test_options_that_are_refused(options: dict[str, Any], error: type[Exception
         (np.full((2 * BLOCK, 5), np.inf), {}, levattn.NonFiniteError, "row"),
         (np.ones((4, 5)), {"weights": np.ones(3)}, ValueError, "weights has shape"),
         (np.ones((4, 5)), {"weights": -1.0}, ValueError, "weights hold a number below 0"),
-        (np.full((4, 5), 1e300), {"weights": 1e30}, ValueError, "weights up to 1e.30; expected smaller"),
+        (np.full((4, 5), 1e300), {"weights": 1e30}, ValueError, "weights leave the range of float64"),
+        (np.full((4, 5), 1e-200), {"weights": 1e-300}, ValueError, "weights leave the range of float64"),
         (np.ones((4, 5)), {"mask": np.ones(4)}, TypeError, "mask"),
     ],
 )

@@ -138,6 +138,24 @@ def test_chunks_and_streams_have_the_sets_of_the_weighted_keys(kind: str) -> Non
     np.testing.assert_array_equal(streamed.keys, (np.sqrt(w)[:, None] * K)[streamed.indices])
 
 
+def test_keys_of_weight_0_do_not_count() -> None:
+    w = np.where(np.arange(60) < 10, 1.0, 0.0)
+    K = RNG.standard_normal((60, 3))
+    found = levattn.StreamingUniversalSet(0.1).update(K, weights=w).result()
+    other = levattn.StreamingUniversalSet(0.1).update(K, mask=w > 0).result()
+    assert (found.present, found.is_vacuous, found.n) == (other.present, other.is_vacuous, other.n) == (10, True, 60)
+
+
+def test_a_tiny_entry_beside_others_does_no_harm() -> None:
+    K = np.ones((4, 2))
+    K[0], K[1, 0] = (2, 5), 1e-310
+    w = np.full(4, 0.7)
+    np.testing.assert_allclose(
+        levattn.leverage_scores(in_chunks(K), weights=w), levattn.leverage_scores(K, weights=w), rtol=1e-10
+    )
+    assert len(levattn.StreamingUniversalSet(0.1).update(K, weights=w).result()) == 4
+
+
 def test_weighted_files_resume(tmp_path: Path) -> None:
     K, w = RNG.standard_normal((3000, 6)).astype(np.float32), RNG.random(3000) + 0.1
     w[::7] = 0
