@@ -87,9 +87,9 @@ def weighted(matrices: Matrices, weights: Any) -> tuple[Matrices, Float64 | None
 
 
 def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Matrices, Rows]:
-    """Return a chunk of keys times the roots of their weights, of float64 in main memory, and those that take part.
+    """Return a chunk of keys times the roots of their weights, of float64 in main memory.
 
-    Keys of weight 0 and masked keys become zeros, whatever they hold.
+    Keys of weight 0 and masked keys become masked zeros, whatever they hold.
     """
     roots = np.sqrt(to_numpy(checked_weights(weights, matrices, rows)))
     there = roots > 0
