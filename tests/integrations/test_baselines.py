@@ -98,6 +98,24 @@ def test_rules_keep_what_their_definitions_keep(name: str, family: str) -> None:
             assert kept_of(cache, layer) == by_definition(rule, K, P, count)
 
 
+def test_the_last_keys_stay_whatever_the_scores() -> None:
+    own, ids = model(), tokens(1, N)
+    assert kept_of(compress(own, ids, Selection(20, scores="snapkv"))) == [[*range(N - 20, N)]] * 2
+    parts = kept_of(compress(own, ids, Selection(40, scores="snapkv"), chunk=45))
+    assert all({*range(29, 45), *range(74, 90)} <= set(places) for places in parts)  # 16 of 32 in each chunk
+    assert all(len(places) == 40 for places in parts)
+    for window in (0, 8):
+        found = kept_of(compress(own, ids, Selection(20, scores="snapkv", window=window)))
+        assert all({*range(N - window, N)} <= set(places) for places in found)
+        assert all(min(places) < N - WINDOW for places in found)
+
+    def without_bound(K: Any, V: Any) -> Any:
+        return torch.full(K.shape[:2], torch.inf)
+
+    mine = Selection(20, scores=without_bound, window=6, sinks=1, summaries=0)
+    assert kept_of(compress(own, ids, mine)) == [[*range(14), *range(N - 6, N)]] * 2
+
+
 def test_streaming_keeps_the_first_four_and_the_last() -> None:
     for budget, count in ((20, 20), (0.3, int(0.3 * N))):
         cache = compress(model(), tokens(1, N), Selection(budget, scores="streaming"))

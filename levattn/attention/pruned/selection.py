@@ -142,7 +142,8 @@ class Selection:
     Three need the queries of a context, which `levattn.integrations.transformers.compress` alone has:
 
     - "h2o": the sum of the attention of all queries. The last keys have half of a budget [4]_.
-    - "snapkv": the attention of the last 32 queries, as maxima over 7 neighbors. The last 32 keys stay [5]_.
+    - "snapkv": the attention of the last 32 queries, as maxima over 7 neighbors. The last 32 keys stay, or the last
+      ones alone in fewer slots [5]_.
     - "tova": the attention of the last query, as a mean over the heads of a layer [6]_.
 
     Your own rule may need queries too. A function with a parameter Q, such as ``lambda K, V, Q: ...``, gets queries
