@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,21 @@ def test_joined_profiles_have_the_means_of_all_trials(measured: HeadProfile) -> 
         one.joined(row)
     with pytest.raises(ValueError, match="trials"):
         HeadProfile([row], "LlamaForCausalLM", 1 / 16, trials=0)
+
+
+def test_one_task_tells_no_error_and_two_profiles_of_one_tell_it_as_two_tasks(measured: HeadProfile) -> None:
+    assert {(row["recall_error"], row["text_error"]) for row in measured.table()} == {(None, None)}
+    row: dict[str, Any] = {"layer": 0, "head": 0, "recall_error": None, "text": 0.2, "text_error": None}
+    costs = [1.0, 4.0]
+    one, two = (HeadProfile([row | {"recall": cost}], "LlamaForCausalLM", 1 / 16) for cost in costs)
+    (found,) = one.joined(two).table()
+    assert found["recall_error"] == pytest.approx(1.96 * statistics.stdev(costs) / 2**0.5)
+    assert found["text_error"] == 0.0
+    many = HeadProfile([row | {"recall": 2.0, "recall_error": 0.6}], "LlamaForCausalLM", 1 / 16, trials=3)
+    for both in (one.joined(many), many.joined(one)):  # four trials that vary alike
+        assert both.table()[0]["recall_error"] == pytest.approx(0.6 * (3 / 4) ** 0.5)
+    with pytest.raises(ValueError, match="expected finite numbers, or None as an error"):
+        HeadProfile([row | {"recall": None}], "LlamaForCausalLM", 1 / 16)
 
 
 def trained_norms(found: Any) -> None:

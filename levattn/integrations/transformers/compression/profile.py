@@ -33,6 +33,7 @@ _MEASURE = (
     f"it in a folder that {_FOLDER} names"
 )
 _FIGURES = ("recall", "recall_error", "text", "text_error")
+DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
@@ -53,7 +54,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
     rows : sequence of dict
         ``layer`` and ``head`` name the head. Cutting it to `share` raises the mean loss of answers by ``recall``, and
         of the text after the context by ``text``. Both are means over rounds with different shares of other heads.
-        ``recall_error`` and ``text_error`` are half the widths of their 95 % confidence intervals over tasks.
+        ``recall_error`` and ``text_error`` are half the widths of their 95 % confidence intervals over tasks, or None
+        where one task tells nothing of them.
     model : str
         The type of the model.
     share : float
@@ -101,9 +103,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
         self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
         for (layer, head), row in self._table.items():
             figures = {name: row[name] for name in _FIGURES}
-            if not all(map(is_number, figures.values())):
-                raise ValueError(f"rows hold {figures} for head {head} of layer {layer}; expected finite numbers")
-            self._table[layer, head] = {name: float(x) for name, x in figures.items()}
+            if not all(is_number(x) or (x is None and name.endswith("error")) for name, x in figures.items()):
+                raise ValueError(
+                    f"rows hold {figures} for head {head} of layer {layer}; expected finite numbers, or None as an "
+                    "error"
+                )
+            self._table[layer, head] = {name: None if x is None else float(x) for name, x in figures.items()}
         if not self._table:
             raise ValueError("rows is empty; expected one for each head")
         self.model = str(model)
@@ -263,7 +268,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Returns
         -------
         HeadProfile
-            The means of the costs over all trials, with the confidence intervals of independent means.
+            The means of the costs over all trials, with the confidence intervals of independent means. Where one
+            interval is unknown, the trials of both vary alike. Where both are, their means tell how much trials vary.
 
         Raises
         ------
@@ -294,7 +300,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
         for (layer, head), mine in self._table.items():
             theirs = other._table[layer, head]
             means = {name: a * mine[name] + b * theirs[name] for name in ("recall", "text")}
-            errors = {name: math.hypot(a * mine[name], b * theirs[name]) for name in ("recall_error", "text_error")}
+            errors = {
+                f"{name}_error": _joined_error(
+                    (a, mine[f"{name}_error"]), (b, theirs[f"{name}_error"]), mine[name] - theirs[name]
+                )
+                for name in means
+            }
             rows.append({"layer": layer, "head": head, **means, **errors})
         return HeadProfile(rows, self.model, self.share, one or two, total)
 
@@ -318,6 +329,16 @@ class HeadProfile(HeadsRecord, HeadsTable):
         known = document["fingerprint"]
         fingerprint = None if known is None else Fingerprint.from_dict(known)
         return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"])
+
+
+def _joined_error(one: tuple[float, float | None], two: tuple[float, float | None], apart: float) -> float:
+    """Return the error of the mean of two means: each with its share of the trials, and its error or None."""
+    (a, mine), (b, theirs) = one, two
+    if mine is not None and theirs is not None:
+        return math.hypot(a * mine, b * theirs)
+    if mine is None and theirs is None:
+        return DOUBT * math.sqrt(a * b) * abs(apart)
+    return math.sqrt(a) * mine if mine is not None else math.sqrt(b) * (theirs or 0.0)
 
 
 def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
