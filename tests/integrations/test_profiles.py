@@ -19,6 +19,7 @@ from test_compress import Letters  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
+from levattn.integrations.transformers.compression.fingerprint import Fingerprint  # noqa: E402
 
 NAME = "of-tests"
 
@@ -193,6 +194,53 @@ def test_a_change_of_weights_is_seen_after_they_were_known(measured: HeadProfile
     assert not measured.fits(own)
 
 
+def int8(found: Any) -> Any:
+    """The model with all matrices but the embeddings packed."""
+    for module in found.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = torch.zeros(module.weight.shape, dtype=torch.int8)
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return found
+
+
+def same_norms(found: Any, other: Any) -> Any:
+    for mine, theirs in zip(found.parameters(), other.parameters(), strict=True):
+        if mine.ndim == 1:
+            mine.data = theirs.data.clone()
+    return found
+
+
+def test_arrays_that_can_be_read_tell_packed_models_apart(measured: HeadProfile, tmp_path: Path) -> None:
+    """Inside: the fingerprint of a packed model, of which no profile is measured here."""
+    assert measured.fits(int8(model()))
+    assert not measured.fits(int8(same_norms(model(seed=1), model())))
+    rows = [row | {"text": 0.0} for row in measured.table()]
+    of_packed = HeadProfile(rows, "LlamaForCausalLM", 1 / 16, Fingerprint.of(int8(model())))
+    of_packed.save(tmp_path / "a.json")
+    again = HeadProfile.load(tmp_path / "a.json")
+    assert again.fits(model())
+    assert again.fits(int8(model()))
+    assert not again.fits(same_norms(model(seed=1), model()))
+
+
+def test_outliers_of_one_array_hide_no_others_and_nan_fits_nothing() -> None:
+    """Inside: fingerprints, as no profile is measured with NaN."""
+
+    def with_outliers(found: Any) -> Any:
+        found.model.embed_tokens.weight.data[:, 0] = 30.0
+        found.model.embed_tokens.weight.data[-1, -1] = 30.0
+        return found
+
+    own = Fingerprint.of(with_outliers(model()))
+    assert own.fits(Fingerprint.of(with_outliers(in_four_bits(model()))))
+    assert not own.fits(Fingerprint.of(with_outliers(same_norms(model(seed=1), model()))))
+    for place in ("norm.weight", "layers.1.mlp.up_proj.weight"):
+        broken = model()
+        broken.model.get_parameter(place).data[:] = torch.nan
+        assert not Fingerprint.of(model()).fits(Fingerprint.of(broken))
+        assert not Fingerprint.of(broken).fits(Fingerprint.of(model()))
+
+
 def test_an_adapter_makes_another_model(measured: HeadProfile) -> None:
     own = model()
     own.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Linear(32, 2)
@@ -227,11 +275,46 @@ def test_a_folder_may_be_named_and_goes_before_what_comes_with_the_library(
     assert len(HeadProfile.find("HuggingFaceTB/SmolLM2-135M-Instruct")) == 90
     measured.save(tmp_path / "SmolLM2-135M-Instruct.json")
     assert len(HeadProfile.find("smollm2-135m-instruct", tmp_path)) == 4
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"other\.json is no head profile"):
-        HeadProfile.find(model(seed=1), tmp_path)
+    with pytest.raises(ValueError, match=r"Open a file with HeadProfile\.load"):
+        HeadProfile.find(str(tmp_path / "heads.json"))
     with pytest.raises(TypeError, match="heads is of type int"):
         compress(model(), tokens(), 0.5, heads=3)
+
+
+def test_files_that_are_no_profiles_are_left_out(measured: HeadProfile, folder: Path) -> None:
+    (folder / "aa.json").write_text("{}")
+    (folder / "ab.json").mkdir()
+    (folder / "ac.json").symlink_to(folder / "nowhere")
+    (folder / "zz.json").write_text("[]")
+    with pytest.warns(levattn.ProfileWarning, match=r"aa\.json is no head profile.*ab\.json.*ac\.json"):
+        assert dict(HeadProfile.find(model())) == dict(measured)
+    with pytest.raises(ValueError, match=r"aa \(cannot be read: .*zz \(cannot be read: "):
+        HeadProfile.find(model(seed=1))
+    with pytest.raises(ValueError, match=r"aa\.json is no head profile"):
+        HeadProfile.find("aa")
+
+
+def test_profiles_of_the_folder_go_first_and_one_of_any_model_is_named(
+    measured: HeadProfile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside: another folder stands for the profiles of the library."""
+    own, other = measured.to_dict(), folder / "library" / "data" / "profiles"
+    other.mkdir(parents=True)
+    rows = [row | {"recall": 7.0} for row in measured.table()]
+    HeadProfile(rows, "LlamaForCausalLM", 1 / 16, measured.fingerprint).save(other / "aaa.json")
+    monkeypatch.setattr("levattn.integrations.transformers.compression.profile.files", lambda _: folder / "library")
+    assert HeadProfile.find(model()).to_dict() == own
+    (folder / f"{NAME}.json").unlink()
+    assert {row["recall"] for row in HeadProfile.find(model()).table()} == {7.0}
+    (other / "aaa.json").unlink()
+    HeadProfile(rows, "LlamaForCausalLM", 1 / 16).save(folder / "of-any.json")
+    with pytest.raises(ValueError, match=r"of-any \(does not know its model, so give it by name\)"):
+        HeadProfile.find(model())
+    for wrong in (folder, None):
+        with pytest.raises(TypeError, match="model is of type"):
+            HeadProfile.find(wrong)
+    with pytest.raises(TypeError, match="model is of type str"):
+        measured.fits("x")
 
 
 def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Path) -> None:
@@ -256,6 +339,9 @@ def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Pat
             HeadProfile.load(file)
     file.write_text(json.dumps({**document, "version": 1}))
     with pytest.raises(ValueError, match=r"version 1.*Measure the profile again with head_profile"):
+        HeadProfile.load(file)
+    file.write_text(json.dumps({**document, "version": 3}))
+    with pytest.raises(ValueError, match=r"version 3.*A newer levattn made it, so update levattn"):
         HeadProfile.load(file)
     with pytest.raises(TypeError, match="fingerprint is of type str"):
         HeadProfile(measured.table(), "LlamaForCausalLM", 0.5, "mine")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from levattn._core.checks import check_type, fraction, real_number, whole_number
 from levattn.attention import Selection
@@ -171,12 +172,19 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Returns
         -------
         HeadProfile
-            The profile, by the order of names if several fit.
+            The profile, by the order of names if several fit; files in the folder go first.
 
         Raises
         ------
         ValueError
-            If there is none, or a file in the folder is no profile, or there is no such folder.
+            If there is none, or the file with the name is no profile, or there is no such folder.
+        TypeError
+            If `model` is neither a name nor a model.
+
+        Warns
+        -----
+        ProfileWarning
+            If files in the folder were left out, because they are no profiles that this release reads.
 
         Notes
         -----
@@ -185,11 +193,13 @@ class HeadProfile(HeadsRecord, HeadsTable):
         if isinstance(model, str):
             there, name = _profiles(folder), model.rpartition("/")[2].lower()
             if name not in there:
+                file = ". Open a file with HeadProfile.load" if name.endswith(".json") else ""
                 raise ValueError(
                     f"there is no profile {model!r} {_where(folder)}; expected one of {', '.join(sorted(there))}, or "
-                    f'"{AUTO}". For another model {_MEASURE}'
+                    f'"{AUTO}"{file}. For another model {_MEASURE}'
                 )
             return cls._read(there[name])
+        check_type("model", model, PreTrainedModel, "a model of transformers, or the name of a profile")
         found, others = known_profile(model, folder)
         if found is None:
             raise ValueError(
@@ -216,7 +226,13 @@ class HeadProfile(HeadsRecord, HeadsTable):
         -------
         bool
             True for a profile without a fingerprint.
+
+        Raises
+        ------
+        TypeError
+            If `model` is no model.
         """
+        check_type("model", model, PreTrainedModel, "a model of transformers")
         return self.fingerprint is None or self.fingerprint.fits(Fingerprint.of(model))
 
     def shares(self, budget: float, least: float = 0.0) -> dict[tuple[int, int], float]:
@@ -342,7 +358,7 @@ def _joined_error(one: tuple[float, float | None], two: tuple[float, float | Non
 
 
 def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the files of profiles by their names; a file of the folder goes before a file of levattn."""
+    """Return files of profiles by name: first the files of the folder, which hide files of levattn, and then these."""
     named = os.environ.get(_FOLDER) or None if folder is None else folder
     of_library = list((files("levattn") / "data" / "profiles").iterdir())
     own: list[Any] = []
@@ -352,7 +368,12 @@ def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
                 f"{named}: there is no such folder; expected a folder of profiles. Mend folder or {_FOLDER}"
             )
         own = list(Path(named).iterdir())
-    return {file.name[:-5].lower(): file for file in of_library + own if file.name.lower().endswith(".json")}
+    found: dict[str, Any] = {}
+    for files_of in (own, of_library):
+        for file in sorted(files_of, key=lambda file: str(file.name)):
+            if file.name.lower().endswith(".json"):
+                found.setdefault(file.name[:-5].lower(), file)
+    return found
 
 
 def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> tuple[Any, list[str]]:
@@ -362,12 +383,27 @@ def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> t
         getattr(config, f"num_{of}", None) or 0 for of in ("hidden_layers", "key_value_heads", "attention_heads")
     )
     heads = {(layer, head) for layer in range(layers) for head in range(each or most)}
-    for name, file in sorted(_profiles(folder).items()):
-        profile = HeadProfile._read(file)
+    unread = []
+    for name, file in _profiles(folder).items():
+        try:
+            profile = HeadProfile._read(file)
+        except (ValueError, OSError) as error:
+            unread.append(str(error))
+            others.append(f"{name} (cannot be read: {error})")
+            continue
         known = profile.fingerprint
-        if known is not None and known.fits(own):
+        if known is None:
+            others.append(f"{name} (does not know its model, so give it by name)")
+            continue
+        if known.fits(own):
+            if unread:
+                warnings.warn(
+                    f"files in the folder of profiles were left out: {'; '.join(unread)}. Take them out of the folder",
+                    ProfileWarning,
+                    stacklevel=3,
+                )
             return profile, [name]
-        alike = known is not None and known.alike(own) and set(profile) <= heads
+        alike = known.alike(own) and set(profile) <= heads
         others.append(f"{name} ({'has other weights' if alike else 'is of another model'})")
     return None, others
 
