@@ -122,6 +122,30 @@ def test_streaming_keeps_the_first_four_and_the_last() -> None:
         assert kept_of(cache) == [[*range(4), *range(N - count + 4, N)]] * 2
 
 
+def test_what_a_rule_brings_gives_way_to_options_and_small_budgets() -> None:
+    own, ids = model(), tokens(1, N)
+    (group,) = compress(own, ids, Selection(20, scores="streaming", summaries=8)).layers[0].groups
+    places = sorted(group.places[0, 0].tolist())
+    assert places == [*[-1] * 8, *range(4), *range(N - 8, N)]
+    (group,) = compress(own, ids, Selection(20, scores="streaming", summaries=0.5)).layers[0].groups
+    assert sorted(group.places[0, 0].tolist()) == [*[-1] * 8, *range(4), *range(N - 8, N)]
+    few = Selection(0.2, scores="streaming")
+    for n in (9, 24, 40):
+        for causal in (True, False):
+            slots = few.slots(n, causal=causal)
+            assert min(vars(slots).values()) >= 0
+            assert slots.total == max(1, int(0.2 * n + 1e-9))
+    assert Selection(20, scores="streaming", summaries=8).slots(90, causal=True).summaries == 8
+    Q = np.random.default_rng(0).standard_normal((30, 8))
+    for count in (2, 3, 4, 5):
+        assert fit_slots(Q, Q, Q, Selection(count, scores="streaming")).keys.shape[-2] == count
+    with prune(own, few) as report:
+        output(own, tokens(1, 24))
+    assert all(0 < row["slots"] <= 4 for row in report.table())
+    with pytest.raises(ValueError, match="window=30,.* take 35"):
+        Selection(20, scores="streaming", window=30).slots(90, causal=True)
+
+
 def test_a_rule_keeps_keys_as_they_are_and_a_share_is_of_the_positions() -> None:
     own, ids = model(), tokens(1, N)
     cache = compress(own, ids, Selection(0.25, scores="h2o"))
@@ -302,7 +326,7 @@ def test_rules_of_queries_are_refused_where_there_are_none(scores: Any) -> None:
 
 
 def test_names_that_are_none_are_refused_with_those_that_are() -> None:
-    for name in ("h20", "random:", "random:x", "norm:1", "random:-1"):
+    for name in ("", "h20", "random:", "random:x", "norm:1", "random:-1"):
         with pytest.raises(ValueError, match=r"expected one of residual, .*streaming, h2o, .*random:SEED.*operators"):
             Selection(8, scores=name)
     for name in ("streaming", "h2o"):
