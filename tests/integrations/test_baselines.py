@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,7 @@ def test_what_a_rule_brings_gives_way_to_options_and_small_budgets() -> None:
     with prune(own, few) as report:
         output(own, tokens(1, 24))
     assert all(0 < row["slots"] <= 4 for row in report.table())
-    with pytest.raises(ValueError, match="window=30,.* take 35"):
+    with pytest.raises(ValueError, match=r"window=30,.* take 35"):
         Selection(20, scores="streaming", window=30).slots(90, causal=True)
 
 
@@ -225,6 +227,52 @@ def test_a_function_that_names_queries_gets_them(name: str, function: Any, refer
         assert kept_of(found, layer) == kept_of(expected, layer)
     with pytest.raises(ValueError, match=r"scores\(K, V, Q\) has shape"):
         compress(own, ids, Selection(20, scores=lambda K, V, Q: K + V + Q[0]))
+
+
+@dataclasses.dataclass  # which compares, and so has no hash
+class Scaled:
+    """Scores with a setting that does not count in comparisons."""
+
+    factor: float = dataclasses.field(compare=False)
+
+    def __call__(self, K: Any, V: Any) -> Any:  # noqa: ARG002
+        return self.factor * (K**2).sum(2)
+
+
+class Unrelated:
+    """An object whose `forward` is something else."""
+
+    forward = None
+
+    def __call__(self, K: Any, V: Any, Q: Any) -> Any:
+        return of_the_last(K, V, Q=Q)
+
+
+def test_functions_are_told_apart_by_identity() -> None:
+    own, ids = model(), tokens(1, N)
+    options: dict[str, Any] = {"window": 0, "sinks": 0, "summaries": 0}
+    both = {(0, 0): Selection(9, scores=Scaled(1.0), **options), (0, 1): Selection(9, scores=Scaled(-1.0), **options)}
+    norms = compress(own, ids, 1.0).layers[0].groups[0].keys[0].norm(dim=2)
+    large, small = sorted(norms[0].argsort()[-9:].tolist()), sorted(norms[1].argsort()[:9].tolist())
+    cache = compress(own, ids, both)
+    assert [sorted(group.places[0, 0].tolist()) for group in cache.layers[0].groups] == [large, small]
+
+
+def test_a_parameter_of_queries_is_seen_through_modules_and_partials() -> None:
+    own, ids = model(), tokens(1, N)
+    expected = kept_of(compress(own, ids, Selection(20, scores="tova")))
+    for function in (partial(OfTheLast()), partial(of_the_last), Unrelated()):
+        mine = Selection(20, scores=function, window=0, sinks=0, summaries=0)
+        assert kept_of(compress(own, ids, mine)) == expected
+
+    def by_position(K: Any, V: Any, Q: Any, /) -> Any:
+        return of_the_last(K, V, Q=Q)
+
+    with pytest.raises(TypeError, match="Q by position alone"):
+        compress(own, ids, Selection(20, scores=by_position))
+    bound = partial(lambda K, V, Q: Q * (K**2).sum(2), Q=-1)  # noqa: ARG005
+    mine = Selection(20, scores=bound, window=0, sinks=0, summaries=0)
+    assert kept_of(compress(own, ids, mine)) == kept_of(compress(own, ids, Selection(20, scores="norm")))
 
 
 def test_a_profile_splits_the_budget_of_a_rule() -> None:

@@ -148,8 +148,8 @@ class Selection:
 
     Your own rule may need queries too. A function with a parameter Q, such as ``lambda K, V, Q: ...``, gets queries
     (b, g, n, d) of the g heads that share the keys. Query i has the position of key i. Queries come times the scale,
-    so that ``Q @ K[:, None].mT`` are logits. A call has all heads of a layer, in one sequence, with this function.
-    Only `compress` calls it.
+    so that ``Q @ K[:, None].mT`` are logits. A call has all heads of a layer, in one sequence, with this function. A
+    `functools.partial` that binds Q gets no queries. Only `compress` calls functions of queries.
 
     References
     ----------

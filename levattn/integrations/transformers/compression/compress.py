@@ -449,12 +449,13 @@ class _Keeper:
         """
         here = self.cache.present[b, self.first : self.last].to(k.device)
         found: dict[int, Any] = {}
-        of: dict[Any, list[int]] = {}
+        of: dict[Any, tuple[Any, list[int]]] = {}  # by name, or by identity: functions need not be hashable
         for head, selection in enumerate(own):
             if callable(selection.scores) or baseline_of(selection.scores):
-                of.setdefault(selection.scores, []).append(head)
+                scores = selection.scores
+                of.setdefault(scores if isinstance(scores, str) else id(scores), (scores, []))[1].append(head)
         rows = here.nonzero()[:, 0]
-        for scores, heads in of.items():
+        for scores, heads in of.values():
             if len(rows) and any(own[head].budget != 1.0 for head in heads):
                 Q, K, V = q[heads][:, :, rows], k[heads][:, rows], v[heads][:, rows]
                 each = scores_of(scores, Q, K, V, softcap)
