@@ -357,6 +357,14 @@ def test_renewed_slots_go_by_rules_of_keys_and_files_hold_their_names(tmp_path: 
     assert kept_of(cache) == expected
 
 
+def test_random_slots_that_are_renewed_are_refused_in_codes() -> None:
+    few = Selection(12, scores="random:1", renew_every=8)
+    for bits in (4, 8):
+        with pytest.raises(ValueError, match=rf"bits is {bits} and renew_every is 8.*expected bits=16"):
+            compress(model(), tokens(1, N), few, bits=bits)
+    assert compress(model(), tokens(1, N), few).context_length == N
+
+
 @pytest.mark.parametrize("scores", ["h2o", "snapkv", "tova", of_all])
 def test_rules_of_queries_are_refused_where_there_are_none(scores: Any) -> None:
     few, Q = Selection(8, scores=scores), np.random.default_rng(0).standard_normal((30, 8))

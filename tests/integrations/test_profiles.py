@@ -18,6 +18,7 @@ from decoders import base, tokens  # noqa: E402
 from test_compress import Letters  # noqa: E402
 
 import levattn  # noqa: E402
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint  # noqa: E402
 
@@ -94,6 +95,17 @@ def test_auto_and_a_name_stand_for_the_profile(measured: HeadProfile, folder: Pa
             assert report.options["selection"]
     found = calibrate(own, {"input_ids": ids[:, :20]}, target=1e9, metric="logits", budgets=[0.5], heads="auto")
     assert dict(found) == measured.shares(0.5, 1 / 16)
+
+
+def test_auto_needs_no_profile_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEVATTN_PROFILES", raising=False)
+    own, ids = model(seed=3), tokens(1, 40)
+    for whole in (1.0, Selection(1.0)):
+        assert {row["slots"] for row in compress(own, ids, whole, heads="auto").table()} == {40}
+        with prune(own, whole, heads="auto") as report:
+            assert report.table() == []
+    with pytest.raises(ValueError, match="no profile fits"):
+        compress(own, ids, 0.5, heads="auto")
 
 
 def test_a_quick_profile_is_refined_on_other_texts(measured: HeadProfile) -> None:

@@ -414,9 +414,13 @@ def _where(folder: Any) -> str:
     return f"among those of levattn{f', and {_FOLDER} is not set' if named is None else f' and in {named}'}"
 
 
-def profile_for(model: Any, heads: Any) -> HeadProfile | None:
-    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights."""
-    if heads is None:
+def profile_for(model: Any, heads: Any, selection: Any) -> HeadProfile | None:
+    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights.
+
+    None stands for "auto" where the selection keeps everything.
+    """
+    budget = selection.budget if isinstance(selection, Selection) else selection
+    if heads is None or (isinstance(heads, str) and heads == AUTO and isinstance(budget, float) and budget == 1):
         return None
     if isinstance(heads, str):
         if heads == AUTO:
@@ -472,9 +476,9 @@ class HeadSelections:
                 raise ValueError("selection names heads, and heads is given; expected one of the two. Leave heads out")
             found = cls(_named(selection), Selection(1.0), "selection")
         elif profile is None:
-            found = cls({}, _of_cache("selection", selection), "selection")
+            found = cls({}, selection_of_cache("selection", selection), "selection")
         else:
-            whole = _of_cache("selection", selection)
+            whole = selection_of_cache("selection", selection)
             if not isinstance(whole.budget, float):
                 raise ValueError(
                     f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
@@ -531,6 +535,16 @@ class HeadSelections:
             raise ValueError(f"selection has several values of renew_every, {every}; expected one for all heads")
         return every.pop() if every else None if self.rest is None else self.rest.renew_every
 
+    def check_codes(self, bits: int) -> None:
+        """Raise if random numbers of keys renew slots, because rounding to codes would change them each time."""
+        for own in self.distinct():
+            drawn = isinstance(own.scores, str) and own.scores.partition(":")[0] == "random"
+            if drawn and own.renew_every is not None and own.budget != 1.0 and bits < 16:
+                raise ValueError(
+                    f"bits is {bits} and renew_every is {own.renew_every}, with scores={own.scores!r}, whose numbers "
+                    "change with the rounding of keys; expected bits=16, or renew_every=None"
+                )
+
 
 def curves(share: float) -> Any:
     """Return the costs of recall and of plain text at a share of a head's bytes, (2,), up to factors of the head."""
@@ -582,11 +596,11 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
         pair = key if isinstance(key, tuple) else ()
         if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
             raise TypeError(f"selection has the key {key!r}; expected (layer, head)")
-        found[int(key[0]), int(key[1])] = _of_cache(f"selection[{key!r}]", own)
+        found[int(key[0]), int(key[1])] = selection_of_cache(f"selection[{key!r}]", own)
     return found
 
 
-def _of_cache(name: str, selection: Any) -> Selection:
+def selection_of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
     found = selection_for_models(selection, name, queries=True)
     if found.renew_every is not None and asks_queries(found.scores):
