@@ -20,7 +20,6 @@ from test_compress import Letters  # noqa: E402
 import levattn  # noqa: E402
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
-from levattn.integrations.transformers.compression.fingerprint import Fingerprint  # noqa: E402
 
 NAME = "of-tests"
 
@@ -222,35 +221,28 @@ def same_norms(found: Any, other: Any) -> Any:
     return found
 
 
-def test_arrays_that_can_be_read_tell_packed_models_apart(measured: HeadProfile, tmp_path: Path) -> None:
-    """Inside: the fingerprint of a packed model, of which no profile is measured here."""
+def test_arrays_that_can_be_read_tell_packed_models_apart(measured: HeadProfile) -> None:
     assert measured.fits(int8(model()))
     assert not measured.fits(int8(same_norms(model(seed=1), model())))
-    rows = [row | {"text": 0.0} for row in measured.table()]
-    of_packed = HeadProfile(rows, "LlamaForCausalLM", 1 / 16, Fingerprint.of(int8(model())))
-    of_packed.save(tmp_path / "a.json")
-    again = HeadProfile.load(tmp_path / "a.json")
-    assert again.fits(model())
-    assert again.fits(int8(model()))
-    assert not again.fits(same_norms(model(seed=1), model()))
 
 
-def test_outliers_of_one_array_hide_no_others_and_nan_fits_nothing() -> None:
-    """Inside: fingerprints, as no profile is measured with NaN."""
+def with_outliers(found: Any) -> Any:
+    found.model.embed_tokens.weight.data[:, 0] = 30.0
+    found.model.embed_tokens.weight.data[-1, -1] = 30.0
+    return found
 
-    def with_outliers(found: Any) -> Any:
-        found.model.embed_tokens.weight.data[:, 0] = 30.0
-        found.model.embed_tokens.weight.data[-1, -1] = 30.0
-        return found
 
-    own = Fingerprint.of(with_outliers(model()))
-    assert own.fits(Fingerprint.of(with_outliers(in_four_bits(model()))))
-    assert not own.fits(Fingerprint.of(with_outliers(same_norms(model(seed=1), model()))))
-    for place in ("norm.weight", "layers.1.mlp.up_proj.weight"):
-        broken = model()
-        broken.model.get_parameter(place).data[:] = torch.nan
-        assert not Fingerprint.of(model()).fits(Fingerprint.of(broken))
-        assert not Fingerprint.of(broken).fits(Fingerprint.of(model()))
+def test_outliers_of_one_array_hide_no_others() -> None:
+    own = head_profile(with_outliers(model()), Letters(), tasks=1, positions=256, rounds=1)
+    assert own.fits(with_outliers(in_four_bits(model())))
+    assert not own.fits(with_outliers(same_norms(model(seed=1), model())))
+
+
+@pytest.mark.parametrize("place", ["norm.weight", "layers.1.mlp.up_proj.weight"])
+def test_nan_in_weights_fits_nothing(place: str, measured: HeadProfile) -> None:
+    broken = model()
+    broken.model.get_parameter(place).data[:] = torch.nan
+    assert not measured.fits(broken)
 
 
 def test_an_adapter_makes_another_model(measured: HeadProfile) -> None:

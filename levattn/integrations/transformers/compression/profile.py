@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from transformers import PreTrainedModel
+import torch
 
 from levattn._core.checks import check_type, fraction, real_number, whole_number
 from levattn.attention import Selection
@@ -199,7 +199,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
                     f'"{AUTO}"{file}. For another model {_MEASURE}'
                 )
             return cls._read(there[name])
-        check_type("model", model, PreTrainedModel, "a model of transformers, or the name of a profile")
+        check_type("model", model, torch.nn.Module, "a model of transformers, or the name of a profile")
         found, others = known_profile(model, folder)
         if found is None:
             raise ValueError(
@@ -232,7 +232,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         TypeError
             If `model` is no model.
         """
-        check_type("model", model, PreTrainedModel, "a model of transformers")
+        check_type("model", model, torch.nn.Module, "a model of transformers")
         return self.fingerprint is None or self.fingerprint.fits(Fingerprint.of(model))
 
     def shares(self, budget: float, least: float = 0.0) -> dict[tuple[int, int], float]:
