@@ -298,22 +298,12 @@ def test_files_that_are_no_profiles_are_left_out(measured: HeadProfile, folder: 
         HeadProfile.find("aa")
 
 
-def test_profiles_of_the_folder_go_first_and_one_of_any_model_is_named(
-    measured: HeadProfile, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inside: another folder stands for the profiles of the library."""
-    own, other = measured.to_dict(), folder / "library" / "data" / "profiles"
-    other.mkdir(parents=True)
-    rows = [row | {"recall": 7.0} for row in measured.table()]
-    HeadProfile(rows, "LlamaForCausalLM", 1 / 16, measured.fingerprint).save(other / "aaa.json")
-    monkeypatch.setattr("levattn.integrations.transformers.compression.profile.files", lambda _: folder / "library")
-    assert HeadProfile.find(model()).to_dict() == own
+def test_a_profile_of_any_model_is_named(measured: HeadProfile, folder: Path) -> None:
     (folder / f"{NAME}.json").unlink()
-    assert {row["recall"] for row in HeadProfile.find(model()).table()} == {7.0}
-    (other / "aaa.json").unlink()
-    HeadProfile(rows, "LlamaForCausalLM", 1 / 16).save(folder / "of-any.json")
+    HeadProfile(measured.table(), "LlamaForCausalLM", 1 / 16).save(folder / "of-any.json")
     with pytest.raises(ValueError, match=r"of-any \(does not know its model, so give it by name\)"):
         HeadProfile.find(model())
+    assert dict(HeadProfile.find("of-any")) == dict(measured)
     for wrong in (folder, None):
         with pytest.raises(TypeError, match="model is of type"):
             HeadProfile.find(wrong)
