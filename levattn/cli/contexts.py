@@ -103,8 +103,6 @@ def profile(asked: Measurement) -> None:
     found.save(asked.output)
     draw(asked.plot, lambda: found.plot("recall"))
     rows = [{**row, "cost": found[row["layer"], row["head"]]} for row in found.table()]
-    if asked.tasks == 1 and earlier is None:  # one task gives no interval
-        rows = [row | {"recall_error": None, "text_error": None} for row in rows]
     if asked.html is not None:
         facts = {name: f"{value:.4g}" for name, value in {**options, "seconds": seconds}.items()}
         costs = HeatMap.of(rows, "cost", "Cost of cutting a head, in nats a token", ".3f", by_root=True)

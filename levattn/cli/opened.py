@@ -145,7 +145,7 @@ def check_profile(heads: str) -> None:
 
 def profile_of(model: Any, heads: str, budget: float) -> Any:
     """Return the profile that --heads asks for, or None; report a budget that all heads of a decoder share."""
-    if budget == 1:
+    if budget == 1 and heads in ("auto", "none"):
         return None
     from levattn.integrations.transformers import HeadProfile
     from levattn.integrations.transformers.compression.profile import known_profile
@@ -159,10 +159,10 @@ def profile_of(model: Any, heads: str, budget: float) -> Any:
     if found is None:
         shown = f"{budget:.0%}" if budget < 1 else f"{budget} slots"
         why = f"no known profile fits this model: {', '.join(names)}" if names else "no profile splits the budget"
-        report(
-            f"all heads are cut to {shown}, because {why}; decoders cannot recall facts of the text then; make a "
-            "profile with `levattn profile` and give it with --heads"
-        )
+        remedy = "make a profile with `levattn profile` and give it with --heads"
+        if budget > 1:
+            remedy = "give --budget a share up to 1, which a profile splits"
+        report(f"all heads are cut to {shown}, because {why}; decoders cannot recall facts of the text then; {remedy}")
     return found
 
 

@@ -246,6 +246,16 @@ def test_a_profile_splits_the_budget(decoder, text, tmp_path, monkeypatch):
     assert "no known profile fits this model: smollm2-135m-instruct (is of another model)" in found.stderr
 
 
+def test_slots_are_told_of_shares_and_names_may_have_blanks(decoder, text, tmp_path):
+    found = run("compress", decoder, "--text", text, "--budget", "30", "-o", tmp_path / "a.safetensors")
+    assert found.exit_code == 0
+    assert "give --budget a share up to 1, which a profile splits" in found.stderr
+    more = ("--text", text, "--budget", "0.5", "--max-tokens", "2", "--json")
+    found = run("evaluate", decoder, *more, "--scores", "default, snapkv")
+    assert found.exit_code == 0, found.output
+    assert [row["scores"] for row in json.loads(found.stdout)["budgets"]][1:] == ["default", "snapkv"]
+
+
 def test_the_page_of_prune_report(decoder, text, tmp_path):
     path = tmp_path / "a.html"
     result = run("prune-report", decoder, "--text", text, "--budget", "24", "--html", path)

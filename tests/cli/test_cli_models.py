@@ -127,6 +127,14 @@ def test_prune_report_of_an_encoder(encoder, text, budget):
         assert all(0 < row["slots"] <= 27 for row in found["heads"])
 
 
+def test_the_profile_of_an_encoder_is_read(encoder, text, tmp_path):
+    heads = tmp_path / "heads.json"
+    heads.write_text("[]", encoding="utf-8")
+    for budget in ("0.3", "1"):
+        said = refused("prune-report", encoder, "--text", text, "--budget", budget, "--heads", heads)
+        assert "is no head profile" in said
+
+
 def test_a_budget_of_all_keys_prunes_no_head(encoder, text, tmp_path):
     files = ("--plot", tmp_path / "a.svg", "--html", tmp_path / "a.html")
     result = run("prune-report", encoder, "--text", text, "--budget", "1", *files)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +100,52 @@ def test_rules_keep_what_their_definitions_keep(name: str, family: str) -> None:
             assert kept_of(cache, layer) == by_definition(rule, K, P, count)
 
 
+def test_the_last_keys_stay_whatever_the_scores() -> None:
+    own, ids = model(), tokens(1, N)
+    assert kept_of(compress(own, ids, Selection(20, scores="snapkv"))) == [[*range(N - 20, N)]] * 2
+    parts = kept_of(compress(own, ids, Selection(40, scores="snapkv"), chunk=45))
+    assert all({*range(29, 45), *range(74, 90)} <= set(places) for places in parts)  # 16 of 32 in each chunk
+    assert all(len(places) == 40 for places in parts)
+    for window in (0, 8):
+        found = kept_of(compress(own, ids, Selection(20, scores="snapkv", window=window)))
+        assert all({*range(N - window, N)} <= set(places) for places in found)
+        assert all(min(places) < N - WINDOW for places in found)
+
+    def without_bound(K: Any, V: Any) -> Any:
+        return torch.full(K.shape[:2], torch.inf)
+
+    mine = Selection(20, scores=without_bound, window=6, sinks=1, summaries=0)
+    assert kept_of(compress(own, ids, mine)) == [[*range(14), *range(N - 6, N)]] * 2
+
+
 def test_streaming_keeps_the_first_four_and_the_last() -> None:
     for budget, count in ((20, 20), (0.3, int(0.3 * N))):
         cache = compress(model(), tokens(1, N), Selection(budget, scores="streaming"))
         assert kept_of(cache) == [[*range(4), *range(N - count + 4, N)]] * 2
+
+
+def test_what_a_rule_brings_gives_way_to_options_and_small_budgets() -> None:
+    own, ids = model(), tokens(1, N)
+    (group,) = compress(own, ids, Selection(20, scores="streaming", summaries=8)).layers[0].groups
+    places = sorted(group.places[0, 0].tolist())
+    assert places == [*[-1] * 8, *range(4), *range(N - 8, N)]
+    (group,) = compress(own, ids, Selection(20, scores="streaming", summaries=0.5)).layers[0].groups
+    assert sorted(group.places[0, 0].tolist()) == [*[-1] * 8, *range(4), *range(N - 8, N)]
+    few = Selection(0.2, scores="streaming")
+    for n in (9, 24, 40):
+        for causal in (True, False):
+            slots = few.slots(n, causal=causal)
+            assert min(vars(slots).values()) >= 0
+            assert slots.total == max(1, int(0.2 * n + 1e-9))
+    assert Selection(20, scores="streaming", summaries=8).slots(90, causal=True).summaries == 8
+    Q = np.random.default_rng(0).standard_normal((30, 8))
+    for count in (2, 3, 4, 5):
+        assert fit_slots(Q, Q, Q, Selection(count, scores="streaming")).keys.shape[-2] == count
+    with prune(own, few) as report:
+        output(own, tokens(1, 24))
+    assert all(0 < row["slots"] <= 4 for row in report.table())
+    with pytest.raises(ValueError, match=r"window=30,.* take 35"):
+        Selection(20, scores="streaming", window=30).slots(90, causal=True)
 
 
 def test_a_rule_keeps_keys_as_they_are_and_a_share_is_of_the_positions() -> None:
@@ -183,6 +227,52 @@ def test_a_function_that_names_queries_gets_them(name: str, function: Any, refer
         assert kept_of(found, layer) == kept_of(expected, layer)
     with pytest.raises(ValueError, match=r"scores\(K, V, Q\) has shape"):
         compress(own, ids, Selection(20, scores=lambda K, V, Q: K + V + Q[0]))
+
+
+@dataclasses.dataclass  # which compares, and so has no hash
+class Scaled:
+    """Scores with a setting that does not count in comparisons."""
+
+    factor: float = dataclasses.field(compare=False)
+
+    def __call__(self, K: Any, V: Any) -> Any:  # noqa: ARG002
+        return self.factor * (K**2).sum(2)
+
+
+class Unrelated:
+    """An object whose `forward` is something else."""
+
+    forward = None
+
+    def __call__(self, K: Any, V: Any, Q: Any) -> Any:
+        return of_the_last(K, V, Q=Q)
+
+
+def test_functions_are_told_apart_by_identity() -> None:
+    own, ids = model(), tokens(1, N)
+    options: dict[str, Any] = {"window": 0, "sinks": 0, "summaries": 0}
+    both = {(0, 0): Selection(9, scores=Scaled(1.0), **options), (0, 1): Selection(9, scores=Scaled(-1.0), **options)}
+    norms = compress(own, ids, 1.0).layers[0].groups[0].keys[0].norm(dim=2)
+    large, small = sorted(norms[0].argsort()[-9:].tolist()), sorted(norms[1].argsort()[:9].tolist())
+    cache = compress(own, ids, both)
+    assert [sorted(group.places[0, 0].tolist()) for group in cache.layers[0].groups] == [large, small]
+
+
+def test_a_parameter_of_queries_is_seen_through_modules_and_partials() -> None:
+    own, ids = model(), tokens(1, N)
+    expected = kept_of(compress(own, ids, Selection(20, scores="tova")))
+    for function in (partial(OfTheLast()), partial(of_the_last), Unrelated()):
+        mine = Selection(20, scores=function, window=0, sinks=0, summaries=0)
+        assert kept_of(compress(own, ids, mine)) == expected
+
+    def by_position(K: Any, V: Any, Q: Any, /) -> Any:
+        return of_the_last(K, V, Q=Q)
+
+    with pytest.raises(TypeError, match="Q by position alone"):
+        compress(own, ids, Selection(20, scores=by_position))
+    bound = partial(lambda K, V, Q: Q * (K**2).sum(2), Q=-1)  # noqa: ARG005
+    mine = Selection(20, scores=bound, window=0, sinks=0, summaries=0)
+    assert kept_of(compress(own, ids, mine)) == kept_of(compress(own, ids, Selection(20, scores="norm")))
 
 
 def test_a_profile_splits_the_budget_of_a_rule() -> None:
@@ -267,6 +357,14 @@ def test_renewed_slots_go_by_rules_of_keys_and_files_hold_their_names(tmp_path: 
     assert kept_of(cache) == expected
 
 
+def test_random_slots_that_are_renewed_are_refused_in_codes() -> None:
+    few = Selection(12, scores="random:1", renew_every=8)
+    for bits in (4, 8):
+        with pytest.raises(ValueError, match=rf"bits is {bits} and renew_every is 8.*expected bits=16"):
+            compress(model(), tokens(1, N), few, bits=bits)
+    assert compress(model(), tokens(1, N), few).context_length == N
+
+
 @pytest.mark.parametrize("scores", ["h2o", "snapkv", "tova", of_all])
 def test_rules_of_queries_are_refused_where_there_are_none(scores: Any) -> None:
     few, Q = Selection(8, scores=scores), np.random.default_rng(0).standard_normal((30, 8))
@@ -284,7 +382,7 @@ def test_rules_of_queries_are_refused_where_there_are_none(scores: Any) -> None:
 
 
 def test_names_that_are_none_are_refused_with_those_that_are() -> None:
-    for name in ("h20", "random:", "random:x", "norm:1", "random:-1"):
+    for name in ("", "h20", "random:", "random:x", "norm:1", "random:-1"):
         with pytest.raises(ValueError, match=r"expected one of residual, .*streaming, h2o, .*random:SEED.*operators"):
             Selection(8, scores=name)
     for name in ("streaming", "h2o"):

@@ -487,6 +487,15 @@ def test_scores_of_one_seed_have_no_spread_and_none_have_no_column() -> None:
         ({"seeds": 0}, ValueError, "seeds is 0"),
         ({"scores": ["h2o"], "budgets": [{(0, 0): 0.5}]}, ValueError, r"budgets\[0\] is .*expected a number"),
         ({"scores": ["h2o"], "budgets": [Selection(0.5, scores="tova")]}, ValueError, "a Selection without scores"),
+        ({"budgets": [0.5, Selection(0.2, scores="h2o", renew_every=8)]}, ValueError, r"budgets\[1\] is .*gone when"),
+        ({"scores": ["default", 3]}, TypeError, "scores has a int; expected names and functions"),
+        ({"scores": [np.ones(3)]}, TypeError, "scores has a ndarray; expected names"),
+        ({"scores": ["default", "attention"]}, ValueError, r"budgets\[0\] has scores=\"attention\""),
+        (
+            {"scores": ["h2o"], "budgets": [Selection(0.2, renew_every=8)]},
+            ValueError,
+            r"budgets\[0\] is .*gone when slots are renewed",
+        ),
         ({"scores": ["snapkv"], "method": "prune"}, ValueError, "compress alone does so"),
     ],
 )

@@ -25,13 +25,14 @@ from test_prune import pruned  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
-from levattn.integrations.transformers import CompressedCache, compress, prune, remove  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, prune, remove  # noqa: E402
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.compression import observed as rules  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.compress import _empty_layers  # noqa: E402
 from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
+from levattn.integrations.transformers.compression.fingerprint import Fingerprint  # noqa: E402
 from levattn.integrations.transformers.compression.layer import CompressedLayer  # noqa: E402
 from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
 from levattn.integrations.transformers.compression.rotation import rotations  # noqa: E402
@@ -411,3 +412,33 @@ def test_the_attention_of_all_queries_is_summed_in_blocks(monkeypatch: pytest.Mo
     torch.testing.assert_close(rules.scores_of("h2o", Q, K, K, None), whole)
     assert max(sizes) <= 1000
     assert len(sizes) == 17
+
+
+def test_files_hold_the_fingerprint_of_a_packed_model() -> None:
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return base()
+
+    packed = model(1)
+    for module in packed.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = torch.zeros(module.weight.shape, dtype=torch.int8)
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    again = Fingerprint.from_dict(Fingerprint.of(packed).to_dict())
+    assert again.fits(Fingerprint.of(packed))
+    assert again.fits(Fingerprint.of(model(1)))
+    assert not again.fits(Fingerprint.of(model(2)))
+
+
+def test_profiles_of_the_folder_go_before_those_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, library = base(), tmp_path / "library"
+    (library / "data" / "profiles").mkdir(parents=True)
+    monkeypatch.setattr("levattn.integrations.transformers.compression.profile.files", lambda _: library)
+    for cost, file in ((7.0, library / "data" / "profiles" / "aaa.json"), (3.0, tmp_path / "mine.json")):
+        row = {"layer": 0, "head": 0, "recall": cost, "recall_error": None, "text": 0.0, "text_error": None}
+        HeadProfile([row], "LlamaForCausalLM", 1 / 16, Fingerprint.of(model)).save(file)
+    assert HeadProfile.find(model, tmp_path)[0, 0] == 3.0
+    (tmp_path / "mine.json").unlink()
+    assert HeadProfile.find(model, tmp_path)[0, 0] == 7.0

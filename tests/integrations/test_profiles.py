@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from decoders import base, tokens  # noqa: E402
 from test_compress import Letters  # noqa: E402
 
 import levattn  # noqa: E402
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 
 NAME = "of-tests"
@@ -94,6 +96,17 @@ def test_auto_and_a_name_stand_for_the_profile(measured: HeadProfile, folder: Pa
     assert dict(found) == measured.shares(0.5, 1 / 16)
 
 
+def test_auto_needs_no_profile_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEVATTN_PROFILES", raising=False)
+    own, ids = model(seed=3), tokens(1, 40)
+    for whole in (1.0, Selection(1.0)):
+        assert {row["slots"] for row in compress(own, ids, whole, heads="auto").table()} == {40}
+        with prune(own, whole, heads="auto") as report:
+            assert report.table() == []
+    with pytest.raises(ValueError, match="no profile fits"):
+        compress(own, ids, 0.5, heads="auto")
+
+
 def test_a_quick_profile_is_refined_on_other_texts(measured: HeadProfile) -> None:
     seen: list[tuple[int, int | None]] = []
     options: dict[str, Any] = {"positions": 256, "rounds": 2, "tasks": 2}
@@ -141,6 +154,21 @@ def test_joined_profiles_have_the_means_of_all_trials(measured: HeadProfile) -> 
         HeadProfile([row], "LlamaForCausalLM", 1 / 16, trials=0)
 
 
+def test_one_task_tells_no_error_and_two_profiles_of_one_tell_it_as_two_tasks(measured: HeadProfile) -> None:
+    assert {(row["recall_error"], row["text_error"]) for row in measured.table()} == {(None, None)}
+    row: dict[str, Any] = {"layer": 0, "head": 0, "recall_error": None, "text": 0.2, "text_error": None}
+    costs = [1.0, 4.0]
+    one, two = (HeadProfile([row | {"recall": cost}], "LlamaForCausalLM", 1 / 16) for cost in costs)
+    (found,) = one.joined(two).table()
+    assert found["recall_error"] == pytest.approx(1.96 * statistics.stdev(costs) / 2**0.5)
+    assert found["text_error"] == 0.0
+    many = HeadProfile([row | {"recall": 2.0, "recall_error": 0.6}], "LlamaForCausalLM", 1 / 16, trials=3)
+    for both in (one.joined(many), many.joined(one)):  # four trials that vary alike
+        assert both.table()[0]["recall_error"] == pytest.approx(0.6 * (3 / 4) ** 0.5)
+    with pytest.raises(ValueError, match="expected finite numbers, or None as an error"):
+        HeadProfile([row | {"recall": None}], "LlamaForCausalLM", 1 / 16)
+
+
 def trained_norms(found: Any) -> None:
     found.model.norm.weight.data *= 1.01
 
@@ -177,6 +205,46 @@ def test_a_change_of_weights_is_seen_after_they_were_known(measured: HeadProfile
     assert not measured.fits(own)
 
 
+def int8(found: Any) -> Any:
+    """The model with all matrices but the embeddings packed."""
+    for module in found.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = torch.zeros(module.weight.shape, dtype=torch.int8)
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return found
+
+
+def same_norms(found: Any, other: Any) -> Any:
+    for mine, theirs in zip(found.parameters(), other.parameters(), strict=True):
+        if mine.ndim == 1:
+            mine.data = theirs.data.clone()
+    return found
+
+
+def test_arrays_that_can_be_read_tell_packed_models_apart(measured: HeadProfile) -> None:
+    assert measured.fits(int8(model()))
+    assert not measured.fits(int8(same_norms(model(seed=1), model())))
+
+
+def with_outliers(found: Any) -> Any:
+    found.model.embed_tokens.weight.data[:, 0] = 30.0
+    found.model.embed_tokens.weight.data[-1, -1] = 30.0
+    return found
+
+
+def test_outliers_of_one_array_hide_no_others() -> None:
+    own = head_profile(with_outliers(model()), Letters(), tasks=1, positions=256, rounds=1)
+    assert own.fits(with_outliers(in_four_bits(model())))
+    assert not own.fits(with_outliers(same_norms(model(seed=1), model())))
+
+
+@pytest.mark.parametrize("place", ["norm.weight", "layers.1.mlp.up_proj.weight"])
+def test_nan_in_weights_fits_nothing(place: str, measured: HeadProfile) -> None:
+    broken = model()
+    broken.model.get_parameter(place).data[:] = torch.nan
+    assert not measured.fits(broken)
+
+
 def test_an_adapter_makes_another_model(measured: HeadProfile) -> None:
     own = model()
     own.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Linear(32, 2)
@@ -211,11 +279,36 @@ def test_a_folder_may_be_named_and_goes_before_what_comes_with_the_library(
     assert len(HeadProfile.find("HuggingFaceTB/SmolLM2-135M-Instruct")) == 90
     measured.save(tmp_path / "SmolLM2-135M-Instruct.json")
     assert len(HeadProfile.find("smollm2-135m-instruct", tmp_path)) == 4
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"other\.json is no head profile"):
-        HeadProfile.find(model(seed=1), tmp_path)
+    with pytest.raises(ValueError, match=r"Open a file with HeadProfile\.load"):
+        HeadProfile.find(str(tmp_path / "heads.json"))
     with pytest.raises(TypeError, match="heads is of type int"):
         compress(model(), tokens(), 0.5, heads=3)
+
+
+def test_files_that_are_no_profiles_are_left_out(measured: HeadProfile, folder: Path) -> None:
+    (folder / "aa.json").write_text("{}")
+    (folder / "ab.json").mkdir()
+    (folder / "ac.json").symlink_to(folder / "nowhere")
+    (folder / "zz.json").write_text("[]")
+    with pytest.warns(levattn.ProfileWarning, match=r"aa\.json is no head profile.*ab\.json.*ac\.json"):
+        assert dict(HeadProfile.find(model())) == dict(measured)
+    with pytest.raises(ValueError, match=r"aa \(cannot be read: .*zz \(cannot be read: "):
+        HeadProfile.find(model(seed=1))
+    with pytest.raises(ValueError, match=r"aa\.json is no head profile"):
+        HeadProfile.find("aa")
+
+
+def test_a_profile_of_any_model_is_named(measured: HeadProfile, folder: Path) -> None:
+    (folder / f"{NAME}.json").unlink()
+    HeadProfile(measured.table(), "LlamaForCausalLM", 1 / 16).save(folder / "of-any.json")
+    with pytest.raises(ValueError, match=r"of-any \(does not know its model, so give it by name\)"):
+        HeadProfile.find(model())
+    assert dict(HeadProfile.find("of-any")) == dict(measured)
+    for wrong in (folder, None):
+        with pytest.raises(TypeError, match="model is of type"):
+            HeadProfile.find(wrong)
+    with pytest.raises(TypeError, match="model is of type str"):
+        measured.fits("x")
 
 
 def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Path) -> None:
@@ -240,6 +333,9 @@ def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Pat
             HeadProfile.load(file)
     file.write_text(json.dumps({**document, "version": 1}))
     with pytest.raises(ValueError, match=r"version 1.*Measure the profile again with head_profile"):
+        HeadProfile.load(file)
+    file.write_text(json.dumps({**document, "version": 3}))
+    with pytest.raises(ValueError, match=r"version 3.*A newer levattn made it, so update levattn"):
         HeadProfile.load(file)
     with pytest.raises(TypeError, match="fingerprint is of type str"):
         HeadProfile(measured.table(), "LlamaForCausalLM", 0.5, "mine")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -74,11 +74,27 @@ def baseline_of(scores: Any) -> Baseline | None:
 
 
 def asks_queries(scores: Any) -> bool:
-    """Tell whether scores need the queries of a context: a rule, or a function with a parameter Q."""
+    """Tell whether scores need the queries of a context: a rule, or a function with a free parameter Q."""
     if not callable(scores):
         rule = baseline_of(scores)
         return rule is not None and rule.function is None
     try:
-        return "Q" in signature(getattr(scores, "forward", scores)).parameters  # of a module of torch
+        found = signature(_read_by(scores)).parameters.get("Q")
     except (TypeError, ValueError):  # written in another language
         return False
+    if found is not None and found.kind is Parameter.POSITIONAL_ONLY:
+        raise TypeError("scores has a parameter Q by position alone; expected one that Q=queries can name")
+    return found is not None and not _binds_queries(scores)
+
+
+def _binds_queries(function: Any) -> bool:
+    """Tell whether a partial has a Q of its own."""
+    return isinstance(function, partial) and ("Q" in function.keywords or _binds_queries(function.func))
+
+
+def _read_by(function: Any) -> Any:
+    """Return a function whose parameters a call has: of a module of torch its `forward`, and within a partial too."""
+    if isinstance(function, partial):
+        return partial(_read_by(function.func), *function.args, **function.keywords)
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(function).__mro__}
+    return function.forward if ("torch", "Module") in kinds else function

@@ -336,11 +336,13 @@ def chosen(
     """Return the places of the chosen rows (b, s), ascending, how many of them count (b,) or None, and flags (b, n).
 
     Chosen are the rows with the `size` largest scores, on ties the first, or all rows with scores of at least
-    `epsilon`. The rows flagged in `first` are chosen as well. Rows of score −inf are absent. `forced`: the number of
+    `epsilon`. The rows flagged in `first` are chosen as well. Rows of score −inf are absent, and a score of +inf is
+    the largest number. `forced`: the number of
     flags in `first` for each item, if no row is absent. Then, without a threshold, no wait for a device is needed.
     """
     xp = namespace_of(scores)
     n = scores.shape[1]
+    scores = xp.where(scores == math.inf, xp.full_like(scores, float(xp.finfo(scores.dtype).max)), scores)
     top = xp.where(first, xp.full_like(scores, math.inf), scores)
     checks.expect(
         ~xp.any(xp.isnan(top)),

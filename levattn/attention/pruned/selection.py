@@ -131,8 +131,8 @@ class Selection:
     -----
     A record of options: time O(1), and no memory beside scores of your own.
 
-    Published rules are baselines to compare with. They bring their own sinks and window where these are None, and no
-    summaries. Three need keys alone:
+    Published rules are baselines to compare with. They bring their own sinks and window where these are None, as many
+    as there is room for, and no summaries. Three need keys alone:
 
     - "random" or "random:3": random numbers by the seed 0 or 3. They are functions of the keys, so that the same keys
       have the same numbers in any order.
@@ -142,13 +142,14 @@ class Selection:
     Three need the queries of a context, which `levattn.integrations.transformers.compress` alone has:
 
     - "h2o": the sum of the attention of all queries. The last keys have half of a budget [4]_.
-    - "snapkv": the attention of the last 32 queries, as maxima over 7 neighbors. The last 32 keys stay [5]_.
+    - "snapkv": the attention of the last 32 queries, as maxima over 7 neighbors. The last 32 keys stay, or the last
+      ones alone in fewer slots [5]_.
     - "tova": the attention of the last query, as a mean over the heads of a layer [6]_.
 
     Your own rule may need queries too. A function with a parameter Q, such as ``lambda K, V, Q: ...``, gets queries
     (b, g, n, d) of the g heads that share the keys. Query i has the position of key i. Queries come times the scale,
-    so that ``Q @ K[:, None].mT`` are logits. A call has all heads of a layer, in one sequence, with this function.
-    Only `compress` calls it.
+    so that ``Q @ K[:, None].mT`` are logits. A call has all heads of a layer, in one sequence, with this function. A
+    `functools.partial` that binds Q gets no queries. Only `compress` calls functions of queries.
 
     References
     ----------
@@ -211,11 +212,11 @@ class Selection:
             if kind == "leverage":
                 check_epsilon(epsilon)
         rule = baseline_of(self.scores)
-        if isinstance(self.scores, str) and rule is None and kind not in (*SCORES, BY_ATTENTION):
-            names = ", ".join((*SCORES, BY_ATTENTION, *BASELINES))
+        if isinstance(self.scores, str) and rule is None and self.scores not in (*SCORES, BY_ATTENTION):
+            names = ", ".join((*SCORES, f"{BY_ATTENTION} (in fit_slots alone)", *BASELINES))
             raise ValueError(
-                f"scores is {kind!r}; expected one of {names}, random:SEED, or your own: a function of keys and "
-                "values, or for operators an array"
+                f"scores is {self.scores!r}; expected one of {names}, random:SEED, or your own: a function of keys "
+                "and values, or for operators an array"
             )
         without = given["budget"] is None and (given["size"] is not None or epsilon is not None)
         if rule is not None and isinstance(rule.window, float) and given["window"] is None and without:
@@ -357,7 +358,7 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
     `aligned`: whether queries and keys share positions. `endless`: whether more keys may follow the n of which shares
     are taken, so that no budget covers all.
     """
-    rule, selection = baseline_of(selection.scores), with_usual(selection)
+    rule, asked, selection = baseline_of(selection.scores), selection, with_usual(selection)
     budget = selection.budget
     if budget is None and selection.size is None and selection.epsilon is None:
         raise _not_one(selection)
@@ -377,8 +378,11 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
     usual = Slots(0, chunk=_CHUNK if causal else 0) if budget is None else _split(total, causal)
     chunk = 0 if not causal else usual.chunk if selection.renew_every is None else selection.renew_every
     sinks = _count(selection.sinks, total)
+    if rule is not None and asked.sinks is None and budget is not None:  # what a rule brings gives way as well
+        summaries, window = (part if isinstance(part, int) else 0 for part in (asked.summaries, asked.window))
+        sinks = min(sinks, max(0, total - Slots(0, summaries, window, 0, chunk).total))
     window = _count(selection.window, total - sinks, usual.window if aligned else 0)
-    if causal and rule is not None:  # which has no positions between two selections
+    if causal and rule is not None and isinstance(selection.window, float):  # of which the rule knows no chunk
         window = min(window, max(0, total - sinks - chunk)) if budget is not None else window
     if not causal and isinstance(selection.window, float):  # on both sides of a query
         window = max(0, (window - 1) // 2)
@@ -387,7 +391,7 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
         return Slots(n if selection.size is None else _of_size(selection.size, n), summaries, window, sinks, chunk)
     if selection.summaries is None:  # what is open gives way to what was asked for
         summaries = min(summaries, max(0, total - Slots(0, 0, window, sinks, chunk).total))
-    if selection.window is None:
+    if asked.window is None:
         spare = total - Slots(0, summaries, 0, sinks, chunk).total
         window = min(window, max(0, spare if causal else (spare - 1) // 2))
     taken = Slots(0, summaries, window, sinks, chunk).total
@@ -403,7 +407,7 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
 
     Slots that a cache would give to summaries go to selected keys.
     """
-    selection = with_usual(selection)
+    rule, asked, selection = baseline_of(selection.scores), selection, with_usual(selection)
     budget, size = selection.budget, selection.size
     refused = {
         "epsilon": (selection.epsilon, "a number of slots: give budget= or size="),
@@ -426,7 +430,12 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
         return Slots(n)
     open_sinks = total if not isinstance(selection.window, int) else max(0, total - selection.window)
     sinks = _count(selection.sinks, total, min(FITTED_SINKS, open_sinks))
-    window = _count(selection.window, total - sinks, share_of(LAST, max(0, total - sinks)))
+    if rule is not None and asked.sinks is None:  # what a rule brings gives way
+        sinks = min(sinks, max(0, total - asked.window) if isinstance(asked.window, int) else total)
+    left = max(0, total - sinks)
+    window = _count(selection.window, left, share_of(LAST, left))
+    if rule is not None and asked.window is None:
+        window = min(window, left)
     if sinks + window > total:
         raise ValueError(
             f"budget={budget!r} is {total} slots, and sinks={sinks}, window={window} take {sinks + window}; expected "

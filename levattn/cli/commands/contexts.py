@@ -249,7 +249,7 @@ def _scores(names: str, method: str) -> list[str]:
     from levattn.attention import Selection
     from levattn.attention.pruned.selection import as_selection
 
-    found = names.split(",")
+    found = [name.strip() for name in names.split(",")]
     try:
         for name in found:
             as_selection(Selection(0.5, scores=None if name == "default" else name), queries=method == "compress")

@@ -165,7 +165,7 @@ def calibrate(
     batches = _batches(inputs)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call model.eval()")
-    profile = profile_for(model, heads) if isinstance(heads, HeadProfile | str) else None
+    profile = profile_for(model, heads, None) if isinstance(heads, HeadProfile | str) else None
     if profile and layers is not None:
         raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers with a profile")
     choosing, testing = (batches, []) if risk is None else dealt(model, batches, risk, confidence)

@@ -15,9 +15,10 @@ import transformers
 from levattn._core.checks import whole_number
 from levattn._core.threads import reported
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import as_selection
+from levattn.attention.pruned.selection import as_selection, selection_for_models
 from levattn.integrations.transformers.calls import as_cache_of, greedy, inputs_device, time_on
 from levattn.integrations.transformers.compression.compress import compress
+from levattn.integrations.transformers.compression.profile import selection_of_cache
 from levattn.integrations.transformers.heads_table import in_columns
 from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.prompt import Prompt
@@ -381,14 +382,20 @@ def _trials(budgets: list[Any], scores: Any, seeds: Any, method: str) -> Iterato
     count = whole_number("seeds", seeds)
     if isinstance(scores, str | Mapping) or not isinstance(scores, Iterable | None):
         raise TypeError(f'scores is {scores!r}; expected a list of scores, such as ["default", "snapkv"], or None')
-    kinds = None if scores is None else [None if kind == _DEFAULT else kind for kind in scores]
-    if count > 1 and _RANDOM not in (kinds or ()):
+    kinds = None if scores is None else [None if _is(kind, _DEFAULT) else kind for kind in scores]
+    if count > 1 and not any(_is(kind, _RANDOM) for kind in kinds or ()):
         raise ValueError(
             f'seeds is {count}, and scores is {scores!r}; expected "random" among scores, as no others have seeds'
         )
     if kinds is None:
-        yield from (_Trial(budget, None, None, budget) for budget in budgets)
+        for place, budget in enumerate(budgets):
+            if not isinstance(budget, Mapping):
+                _check_selection(budget, f"budgets[{place}]", method)
+            yield _Trial(budget, None, None, budget)
         return
+    for kind in kinds:
+        if kind is not None and not isinstance(kind, str) and not callable(kind):
+            raise TypeError(f"scores has a {type(kind).__name__}; expected names and functions of keys and values")
     if not kinds or len({_named(kind) for kind in kinds}) < len(kinds):
         raise ValueError(f"scores is {scores!r}; expected at least one, and each name once, of functions too")
     for place, budget in enumerate(budgets):
@@ -398,11 +405,23 @@ def _trials(budgets: list[Any], scores: Any, seeds: Any, method: str) -> Iterato
             raise ValueError(f"{shown:.80}, and scores is given; expected a number, or a Selection without scores")
         base = as_selection(budget, name)
         for kind in kinds:
-            for seed in range(count) if kind == _RANDOM else [None]:
+            for seed in range(count) if _is(kind, _RANDOM) else [None]:
                 own = replace(base, scores=kind if seed is None else f"{_RANDOM}:{seed}")
-                if method == "prune":  # before anything is read
-                    as_selection(own, name)
+                _check_selection(own, name, method)
                 yield _Trial(budget, _named(kind), seed, own)
+
+
+def _check_selection(selection: Any, name: str, method: str) -> None:
+    """Raise for a selection that `compress` or `prune` refuses, before a model reads anything."""
+    if method == "prune":
+        selection_for_models(selection, name)
+    else:
+        selection_of_cache(name, selection)
+
+
+def _is(kind: Any, name: str) -> bool:
+    """Tell whether a kind of scores, which may be anything, is the one with a name."""
+    return isinstance(kind, str) and kind == name
 
 
 def _questions(prompt: Prompt, questions: Any, document: str, count: int, device: Any) -> Iterator[_Question]:

@@ -141,7 +141,9 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
             version = document.get("version")
             if type(version) is not int or not cls._oldest <= version <= newest:
                 reads = newest if cls._oldest == newest else f"{cls._oldest} to {newest}"
-                raise ValueError(f"it is of version {version!r}, and this release reads {reads}{cls._again}")
+                newer = type(version) is int and version > newest
+                remedy_of = ". A newer levattn made it, so update levattn" if newer else cls._again
+                raise ValueError(f"it is of version {version!r}, and this release reads {reads}{remedy_of}")
             return cls._of(document)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no {kind}: {error}; {remedy}") from error

@@ -148,7 +148,8 @@ def prune(
         )
     alike = layers is None and heads is None and not isinstance(selection, Mapping)
     if isinstance(heads, HeadProfile | str):
-        selection, heads = _split_by(profile_for(model, heads), selection, layers), None
+        profile, heads = profile_for(model, heads, selection), None
+        selection = selection if profile is None else _split_by(profile, selection, layers)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
     if isinstance(selection, Mapping):

@@ -20,14 +20,13 @@ from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.profile import HeadProfile, curves
+from levattn.integrations.transformers.compression.profile import DOUBT, HeadProfile, curves
 from levattn.integrations.transformers.discovery import attention_modules
 from levattn.integrations.transformers.interface import check_model
 
 _log = logging.getLogger("levattn")
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
-_DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
@@ -82,7 +81,8 @@ def head_profile(
         Seed of the random words, and of the texts that the model writes.
     earlier : HeadProfile, optional
         A profile of this model to refine, such as a quick one. The rounds begin with its split. The result has the
-        means over its trials and the new ones, on other texts than it was measured on.
+        means over its trials and the new ones. The model writes other texts than it was measured on. Of `texts` again
+        the first are used, so give others than before.
     progress : bool or function, optional
         True for a bar, or a function of the steps made and their number. Each token of the texts that the model writes
         is a step, and so is the reading of each context. Each head is a step in each context and round. Before the
@@ -91,8 +91,8 @@ def head_profile(
     Returns
     -------
     HeadProfile
-        Means over the contexts, with confidence intervals. Save it in a folder of profiles, where ``heads="auto"``
-        finds it.
+        Means over the contexts, with confidence intervals, which one context alone does not have. Save it in a folder
+        of profiles, where ``heads="auto"`` finds it.
 
     Raises
     ------
@@ -175,9 +175,11 @@ def _tell_time(step: float, steps: int) -> None:
 
 def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float, rounds: int) -> HeadProfile:
     """Return the profile from costs (tasks, heads, 2): means over tasks, and intervals."""
-    errors = _DOUBT * costs.std(0, ddof=min(1, len(costs) - 1)) / len(costs) ** 0.5  # zeros for one task
+    errors = [[None, None]] * len(heads)
+    if len(costs) > 1:
+        errors = (DOUBT * costs.std(0, ddof=1) / len(costs) ** 0.5).tolist()
     rows = []
-    for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors.tolist(), strict=True):
+    for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors, strict=True):
         figures = {"recall": mean[0], "recall_error": error[0], "text": mean[1], "text_error": error[1]}
         rows.append({"layer": layer, "head": head, **figures})
     return HeadProfile(rows, type(model).__name__, share, Fingerprint.of(model), len(costs) * rounds)

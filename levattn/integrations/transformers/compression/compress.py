@@ -141,13 +141,13 @@ def compress(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, or `heads` is "auto" and no profile fits. If the model is pruned or extended,
-        keeps no cache, or has attention that `prune` refuses. If its layers keep latents or states, or compute more
-        than the attention "sdpa" does. If its positions are learned, and the context has more. If padding follows
-        tokens, and layers slide. If `references`
-        are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles that depend on
-        the length. If "own" is given for a model without rotary positions. If tokens are given, and the context is
-        read in chunks, or layers slide.
+        If an argument is out of range, or `heads` is "auto" and no profile fits, unless nothing is cut. If the model
+        is pruned or extended, keeps no cache, or has attention that `prune` refuses. If random numbers renew slots of
+        fewer than 16 bits. If its layers keep latents or states, or compute more than the attention "sdpa" does. If
+        its positions are learned, and the context has more. If padding follows tokens, and layers slide. If
+        `references` are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles
+        that depend on the length. If "own" is given for a model without rotary positions. If tokens are given, and the
+        context is read in chunks, or layers slide.
 
     Warns
     -----
@@ -195,8 +195,9 @@ def compress(
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     gain = positions_of_one(_width(model), bits)
-    profile = profile_for(model, heads)
+    profile = profile_for(model, heads, selection)
     of_heads = HeadSelections.of(selection, profile, set(range(len(layers))) - sliding, sliding, gain)
+    of_heads.check_codes(bits)
     cache = CompressedCache(layers, tokens, present, Origin(model))
     base = model.base_model
     check_padding(model, layers, present)
@@ -449,12 +450,13 @@ class _Keeper:
         """
         here = self.cache.present[b, self.first : self.last].to(k.device)
         found: dict[int, Any] = {}
-        of: dict[Any, list[int]] = {}
+        of: dict[Any, tuple[Any, list[int]]] = {}  # by name, or by identity: functions need not be hashable
         for head, selection in enumerate(own):
             if callable(selection.scores) or baseline_of(selection.scores):
-                of.setdefault(selection.scores, []).append(head)
+                scores = selection.scores
+                of.setdefault(scores if isinstance(scores, str) else id(scores), (scores, []))[1].append(head)
         rows = here.nonzero()[:, 0]
-        for scores, heads in of.items():
+        for scores, heads in of.values():
             if len(rows) and any(own[head].budget != 1.0 for head in heads):
                 Q, K, V = q[heads][:, :, rows], k[heads][:, rows], v[heads][:, rows]
                 each = scores_of(scores, Q, K, V, softcap)

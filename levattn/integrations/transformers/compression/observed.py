@@ -53,12 +53,16 @@ def _h2o(attention: Observed, G: int, g: int, n: int) -> Any:
     return total
 
 
-def _snapkv(attention: Observed, G: int, _g: int, n: int) -> Any:
-    """Return the sums of the attention of the last queries, as maxima over neighbors; their own keys stay."""
+def _snapkv(attention: Observed, _G: int, _g: int, n: int) -> Any:
+    """Return the sums of the attention of the last queries, as maxima over neighbors: of earlier keys, and of theirs.
+
+    The window of the selection keeps the last keys, so their scores count only where it is shorter than usual.
+    """
     before = max(0, n - _WINDOW)
-    found = attention(before, n)[..., :before].sum(2)
-    pooled = max_pool1d(found, _NEIGHBORS, stride=1, padding=_NEIGHBORS // 2) if before else found
-    return torch.nn.functional.pad(pooled.mean(1), (0, n - before), value=math.inf).reshape(G, n)
+    found = attention(before, n).sum(2)
+    parts = [part for part in (found[..., :before], found[..., before:]) if part.shape[-1]]
+    pooled = [max_pool1d(part, _NEIGHBORS, stride=1, padding=_NEIGHBORS // 2) for part in parts]
+    return torch.cat(pooled, -1).mean(1)
 
 
 def _tova(attention: Observed, G: int, _g: int, n: int) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 
 from levattn._core.checks import check_type, fraction, real_number, whole_number
 from levattn.attention import Selection
@@ -33,6 +34,7 @@ _MEASURE = (
     f"it in a folder that {_FOLDER} names"
 )
 _FIGURES = ("recall", "recall_error", "text", "text_error")
+DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
@@ -53,7 +55,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
     rows : sequence of dict
         ``layer`` and ``head`` name the head. Cutting it to `share` raises the mean loss of answers by ``recall``, and
         of the text after the context by ``text``. Both are means over rounds with different shares of other heads.
-        ``recall_error`` and ``text_error`` are half the widths of their 95 % confidence intervals over tasks.
+        ``recall_error`` and ``text_error`` are half the widths of their 95 % confidence intervals over tasks, or None
+        where one task tells nothing of them.
     model : str
         The type of the model.
     share : float
@@ -101,9 +104,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
         self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
         for (layer, head), row in self._table.items():
             figures = {name: row[name] for name in _FIGURES}
-            if not all(map(is_number, figures.values())):
-                raise ValueError(f"rows hold {figures} for head {head} of layer {layer}; expected finite numbers")
-            self._table[layer, head] = {name: float(x) for name, x in figures.items()}
+            if not all(is_number(x) or (x is None and name.endswith("error")) for name, x in figures.items()):
+                raise ValueError(
+                    f"rows hold {figures} for head {head} of layer {layer}; expected finite numbers, or None as an "
+                    "error"
+                )
+            self._table[layer, head] = {name: None if x is None else float(x) for name, x in figures.items()}
         if not self._table:
             raise ValueError("rows is empty; expected one for each head")
         self.model = str(model)
@@ -166,12 +172,19 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Returns
         -------
         HeadProfile
-            The profile, by the order of names if several fit.
+            The profile, by the order of names if several fit; files in the folder go first.
 
         Raises
         ------
         ValueError
-            If there is none, or a file in the folder is no profile, or there is no such folder.
+            If there is none, or the file with the name is no profile, or there is no such folder.
+        TypeError
+            If `model` is neither a name nor a model.
+
+        Warns
+        -----
+        ProfileWarning
+            If files in the folder were left out, because they are no profiles that this release reads.
 
         Notes
         -----
@@ -180,11 +193,13 @@ class HeadProfile(HeadsRecord, HeadsTable):
         if isinstance(model, str):
             there, name = _profiles(folder), model.rpartition("/")[2].lower()
             if name not in there:
+                file = ". Open a file with HeadProfile.load" if name.endswith(".json") else ""
                 raise ValueError(
                     f"there is no profile {model!r} {_where(folder)}; expected one of {', '.join(sorted(there))}, or "
-                    f'"{AUTO}". For another model {_MEASURE}'
+                    f'"{AUTO}"{file}. For another model {_MEASURE}'
                 )
             return cls._read(there[name])
+        check_type("model", model, torch.nn.Module, "a model of transformers, or the name of a profile")
         found, others = known_profile(model, folder)
         if found is None:
             raise ValueError(
@@ -211,7 +226,13 @@ class HeadProfile(HeadsRecord, HeadsTable):
         -------
         bool
             True for a profile without a fingerprint.
+
+        Raises
+        ------
+        TypeError
+            If `model` is no model.
         """
+        check_type("model", model, torch.nn.Module, "a model of transformers")
         return self.fingerprint is None or self.fingerprint.fits(Fingerprint.of(model))
 
     def shares(self, budget: float, least: float = 0.0) -> dict[tuple[int, int], float]:
@@ -263,7 +284,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Returns
         -------
         HeadProfile
-            The means of the costs over all trials, with the confidence intervals of independent means.
+            The means of the costs over all trials, with the confidence intervals of independent means. Where one
+            interval is unknown, the trials of both vary alike. Where both are, their means tell how much trials vary.
 
         Raises
         ------
@@ -294,7 +316,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
         for (layer, head), mine in self._table.items():
             theirs = other._table[layer, head]
             means = {name: a * mine[name] + b * theirs[name] for name in ("recall", "text")}
-            errors = {name: math.hypot(a * mine[name], b * theirs[name]) for name in ("recall_error", "text_error")}
+            errors = {
+                f"{name}_error": _joined_error(
+                    (a, mine[f"{name}_error"]), (b, theirs[f"{name}_error"]), mine[name] - theirs[name]
+                )
+                for name in means
+            }
             rows.append({"layer": layer, "head": head, **means, **errors})
         return HeadProfile(rows, self.model, self.share, one or two, total)
 
@@ -320,8 +347,18 @@ class HeadProfile(HeadsRecord, HeadsTable):
         return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"])
 
 
+def _joined_error(one: tuple[float, float | None], two: tuple[float, float | None], apart: float) -> float:
+    """Return the error of the mean of two means: each with its share of the trials, and its error or None."""
+    (a, mine), (b, theirs) = one, two
+    if mine is not None and theirs is not None:
+        return math.hypot(a * mine, b * theirs)
+    if mine is None and theirs is None:
+        return DOUBT * math.sqrt(a * b) * abs(apart)
+    return math.sqrt(a) * mine if mine is not None else math.sqrt(b) * (theirs or 0.0)
+
+
 def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the files of profiles by their names; a file of the folder goes before a file of levattn."""
+    """Return files of profiles by name: first the files of the folder, which hide files of levattn, and then these."""
     named = os.environ.get(_FOLDER) or None if folder is None else folder
     of_library = list((files("levattn") / "data" / "profiles").iterdir())
     own: list[Any] = []
@@ -331,7 +368,12 @@ def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
                 f"{named}: there is no such folder; expected a folder of profiles. Mend folder or {_FOLDER}"
             )
         own = list(Path(named).iterdir())
-    return {file.name[:-5].lower(): file for file in of_library + own if file.name.lower().endswith(".json")}
+    found: dict[str, Any] = {}
+    for files_of in (own, of_library):
+        for file in sorted(files_of, key=lambda file: str(file.name)):
+            if file.name.lower().endswith(".json"):
+                found.setdefault(file.name[:-5].lower(), file)
+    return found
 
 
 def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> tuple[Any, list[str]]:
@@ -341,12 +383,27 @@ def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> t
         getattr(config, f"num_{of}", None) or 0 for of in ("hidden_layers", "key_value_heads", "attention_heads")
     )
     heads = {(layer, head) for layer in range(layers) for head in range(each or most)}
-    for name, file in sorted(_profiles(folder).items()):
-        profile = HeadProfile._read(file)
+    unread = []
+    for name, file in _profiles(folder).items():
+        try:
+            profile = HeadProfile._read(file)
+        except (ValueError, OSError) as error:
+            unread.append(str(error))
+            others.append(f"{name} (cannot be read: {error})")
+            continue
         known = profile.fingerprint
-        if known is not None and known.fits(own):
+        if known is None:
+            others.append(f"{name} (does not know its model, so give it by name)")
+            continue
+        if known.fits(own):
+            if unread:
+                warnings.warn(
+                    f"files in the folder of profiles were left out: {'; '.join(unread)}. Take them out of the folder",
+                    ProfileWarning,
+                    stacklevel=3,
+                )
             return profile, [name]
-        alike = known is not None and known.alike(own) and set(profile) <= heads
+        alike = known.alike(own) and set(profile) <= heads
         others.append(f"{name} ({'has other weights' if alike else 'is of another model'})")
     return None, others
 
@@ -357,9 +414,13 @@ def _where(folder: Any) -> str:
     return f"among those of levattn{f', and {_FOLDER} is not set' if named is None else f' and in {named}'}"
 
 
-def profile_for(model: Any, heads: Any) -> HeadProfile | None:
-    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights."""
-    if heads is None:
+def profile_for(model: Any, heads: Any, selection: Any) -> HeadProfile | None:
+    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights.
+
+    None stands for "auto" where the selection keeps everything.
+    """
+    budget = selection.budget if isinstance(selection, Selection) else selection
+    if heads is None or (isinstance(heads, str) and heads == AUTO and isinstance(budget, float) and budget == 1):
         return None
     if isinstance(heads, str):
         if heads == AUTO:
@@ -415,9 +476,9 @@ class HeadSelections:
                 raise ValueError("selection names heads, and heads is given; expected one of the two. Leave heads out")
             found = cls(_named(selection), Selection(1.0), "selection")
         elif profile is None:
-            found = cls({}, _of_cache("selection", selection), "selection")
+            found = cls({}, selection_of_cache("selection", selection), "selection")
         else:
-            whole = _of_cache("selection", selection)
+            whole = selection_of_cache("selection", selection)
             if not isinstance(whole.budget, float):
                 raise ValueError(
                     f"heads is a HeadProfile and selection is {whole}; expected a share of the bytes as budget, which "
@@ -474,6 +535,16 @@ class HeadSelections:
             raise ValueError(f"selection has several values of renew_every, {every}; expected one for all heads")
         return every.pop() if every else None if self.rest is None else self.rest.renew_every
 
+    def check_codes(self, bits: int) -> None:
+        """Raise if random numbers of keys renew slots, because rounding to codes would change them each time."""
+        for own in self.distinct():
+            drawn = isinstance(own.scores, str) and own.scores.partition(":")[0] == "random"
+            if drawn and own.renew_every is not None and own.budget != 1.0 and bits < 16:
+                raise ValueError(
+                    f"bits is {bits} and renew_every is {own.renew_every}, with scores={own.scores!r}, whose numbers "
+                    "change with the rounding of keys; expected bits=16, or renew_every=None"
+                )
+
 
 def curves(share: float) -> Any:
     """Return the costs of recall and of plain text at a share of a head's bytes, (2,), up to factors of the head."""
@@ -525,11 +596,11 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
         pair = key if isinstance(key, tuple) else ()
         if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
             raise TypeError(f"selection has the key {key!r}; expected (layer, head)")
-        found[int(key[0]), int(key[1])] = _of_cache(f"selection[{key!r}]", own)
+        found[int(key[0]), int(key[1])] = selection_of_cache(f"selection[{key!r}]", own)
     return found
 
 
-def _of_cache(name: str, selection: Any) -> Selection:
+def selection_of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
     found = selection_for_models(selection, name, queries=True)
     if found.renew_every is not None and asks_queries(found.scores):

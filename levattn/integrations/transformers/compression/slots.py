@@ -61,10 +61,12 @@ class Split:
     @classmethod
     def of(cls, selection: Selection) -> Split:
         """Return the split of a selection, or raise."""
-        selection = with_usual(selection)
+        asked, selection = selection, with_usual(selection)
         usual = (0, 0, 0) if selection.budget is None else (SINKS, LAST, _SHARE_OF_SUMMARIES)
         given = selection.sinks, selection.window, selection.summaries
         parts = [own if part is None else part for own, part in zip(usual, given, strict=True)]
+        if asked.window is None and all(isinstance(part, float) for part in parts[1:]):
+            parts[1] = min(parts[1], 1.0 - parts[2])  # what is open, or what a rule brings, gives way
         shares = [part for part in parts[1:] if isinstance(part, float)]
         if sum(shares) > 1:
             raise ValueError(
@@ -87,6 +89,8 @@ class Split:
         sinks = min(_part(self.sinks, slots), slots)
         left = slots - sinks
         window = min(_part(self.window, left), left)
+        if baseline_of(self.scores) is not None:  # whose usual window gives way to summaries
+            window = min(window, max(0, left - min(_part(self.summaries, left), _SUMMARIES)))
         summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
         counts = Slots(left - window - summaries, summaries, window, sinks)
         if callable(self.scores) or baseline_of(self.scores) is not None:
