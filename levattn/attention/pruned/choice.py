@@ -337,8 +337,8 @@ def chosen(
 
     Chosen are the rows with the `size` largest scores, on ties the first, or all rows with scores of at least
     `epsilon`. The rows flagged in `first` are chosen as well. Rows of score −inf are absent, and a score of +inf is
-    the largest number. `forced`: the number of
-    flags in `first` for each item, if no row is absent. Then, without a threshold, no wait for a device is needed.
+    the largest number. `forced`: the number of flags in `first` for each item, if no row is absent. Then, without a
+    threshold, no wait for a device is needed.
     """
     xp = namespace_of(scores)
     n = scores.shape[1]
