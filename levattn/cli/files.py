@@ -62,12 +62,13 @@ class KeyFiles:
         """Return the keys, or with another option the queries; an error names options, not arguments."""
         how: dict[str, Any] = {"tensor": self.tensor, "columns": self.columns, "id": self.id, "dtype": self.dtype}
         with _in_words_of_the_program(option):
+            if self.weights is None:
+                return levattn.open_keys(self.paths, **how, memory=self.memory)
             source = open_besides(self.paths, self.weights, **how, chunk_rows=None, memory=self.memory)
-        if self.weights is not None:
-            if self.weights in (source.columns or ()):
-                fail(f"--weights {self.weights} is a feature as well; name other --columns")
-            if not source.tables:
-                fail(f"{self.name}: holds an array without columns, got --weights {self.weights}; leave --weights out")
+        if self.weights in (source.columns or ()):
+            fail(f"--weights {self.weights} is a feature as well; name other --columns")
+        if not source.tables:
+            fail(f"{self.name}: holds an array without columns, got --weights {self.weights}; leave --weights out")
         return source
 
     def weights_of_rows(self) -> npt.NDArray[Any] | None:
