@@ -710,14 +710,13 @@ def _merge(states: Any, new: Callable[[], Any], read: Callable[..., Any] | None 
         return merged if read is None else read(merged)
 
 
+def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None, **options: Any) -> Any:
+    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
+        return new().update(*arrays, **options)
+
+
 def _weighted_state(K: Any, weights: Any, new: Callable[[], Any], block_id: Any = None) -> Any:
-    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
-        return new().update(K, weights=weights[..., 0])
-
-
-def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None) -> Any:
-    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
-        return new().update(*arrays)
+    return _chunk_state(K, new=new, block_id=block_id, weights=weights[..., 0])
 
 
 def _sampled_state(K: Any, new: Callable[..., Any], block_id: Any = None, block_info: Any = None) -> Any:

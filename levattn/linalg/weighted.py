@@ -93,15 +93,22 @@ def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Mat
     """
     roots = np.sqrt(to_numpy(checked_weights(weights, matrices, rows)))
     there = roots > 0
-    given = np.where(there[:, :, None], to_float64(rows.keys, rows.format), 0.0)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        keys = given * roots[:, :, None]
-    sizes = [np.max(np.abs(array), axis=2, initial=0.0) for array in (given, keys)]
-    lost = np.isfinite(sizes[0]) & (sizes[0] > 0) & ~((sizes[1] >= _SMALLEST) & np.isfinite(sizes[1]))
-    if (lost & ~((sizes[0] < _SMALLEST) & (roots == 1))).any():
-        raise ValueError("weights leave the range of float64 together with K; expected their largest near 1")
+    keys = np.where(there[:, :, None], to_float64(rows.keys, rows.format), 0.0)
+    require_products(keys, roots)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # of entries that do not matter in their row
+        keys *= roots[:, :, None]
     mask = None if there.all() else there
     return replace(matrices, data=keys, format="float64", mask=mask), Rows(keys, "float64", mask)
+
+
+def require_products(keys: Float64, roots: Float64) -> None:
+    """Raise where the largest entry of a row of keys (b, m, d) times its root (b, m) leaves the range of float64."""
+    sizes = np.max(np.abs(keys), axis=2, initial=0.0)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        products = sizes * roots
+    inside = (products >= _SMALLEST) & np.isfinite(products)
+    if (np.isfinite(sizes) & (sizes > 0) & (roots > 0) & ~inside & (roots != 1)).any():
+        raise ValueError("weights leave the range of float64 together with K; expected their largest near 1")
 
 
 def weighted_rows(rows: Rows, roots: Float64) -> Rows:

@@ -20,12 +20,12 @@ from levattn._kernels import BLOCK, Rows
 from levattn.linalg.accumulator import GramAccumulator, Total, total_arrays, total_of
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read, refuse_nonfinite
-from levattn.linalg.weighted import checked_weights, chunk_times_roots
+from levattn.linalg.weighted import checked_weights, require_products
 from levattn.sensitivity.leverage import ridge_of
 from levattn.sensitivity.sampling import RowSample, chernoff_exponent, eigenvalues_of, one_of, promised_distortion
 from levattn.states import factor_of, factor_of_sum
 from levattn.states.blocks import BlockBuffer, RowNumbers, as_they_came, in_main_memory, require_format
-from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span
+from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span, with_spans
 
 _STREAM = 103  # of the random numbers of rows
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
@@ -389,14 +389,14 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
         if weights is not None:
             w = checked_weights(weights, matrices, rows)
             rows = replace(rows, mask=w > 0)
-            chunk_times_roots(matrices, rows, w.reshape(m))  # raises for products out of range
+            require_products(to_float64(rows.keys, rows.format), np.sqrt(w))
         with lock_of(self):
             store = _Store(self._rule, matrices.d, matrices.format) if self._store is None else self._store.copy()
             if matrices.d != store.d:
                 raise ValueError(f"K has {matrices.d} columns; expected {store.d} as before")
             require_format("K", matrices.format, store.format)
             start, stop = self._next_row, self._next_row + m
-            spans = with_span(self._spans, (start, stop)) if m else self._spans
+            spans = with_span(self._spans, (start, stop))
             beside = RowNumbers(start, m), uniforms(self._seed, _STREAM, start, m)[None], w
             try:
                 store.tail.push(rows, store.take, *beside)
@@ -434,9 +434,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
         mine, theirs = self._settled(), other._settled()
         if theirs is None:
             return self
-        spans = self._spans
-        for span in other._spans:
-            spans = with_span(spans, span)
+        spans = with_spans(self._spans, other._spans)
         store = _Store(self._rule, theirs.d, theirs.format) if mine is None else mine.copy()
         if theirs.d != store.d:
             raise ValueError(f"other has {theirs.d} columns; expected {store.d}")

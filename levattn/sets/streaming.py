@@ -25,7 +25,7 @@ from levattn.sets.prefix_bounds import require_bounds
 from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays
 from levattn.sets.universal import warn_of_axes, warn_of_rank
 from levattn.states.blocks import RowNumbers, payload_of, present_rows, readable
-from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span
+from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span, with_spans
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -374,7 +374,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
                 refuse_nonfinite(rows, before)
             stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
             stop = self._next_row + matrices.n
-            spans = with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
+            spans = with_span(self._spans, (self._next_row, stop))
             self._stream, self._spans, self._next_row = stream, spans, stop
         return self
 
@@ -410,9 +410,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         if theirs is None:
             return self
         shift = self._shift_of(other)
-        spans = self._spans
-        for start, stop in other._spans:
-            spans = with_span(spans, (start + shift, stop + shift))
+        spans = with_spans(self._spans, other._spans, shift)
         if mine is None:
             stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.payload)
         else:

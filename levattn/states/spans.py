@@ -13,6 +13,8 @@ Spans = list[tuple[int, int]]  # of row numbers, ascending
 
 def with_span(spans: Spans, new: tuple[int, int]) -> Spans:
     """Return the spans of row numbers with one more, or raise if it overlaps another or ends too late."""
+    if new[0] == new[1]:
+        return spans
     if new[1] >= MOST_NUMBERS:
         raise ValueError(
             f"rows {new[0]} to {new[1] - 1} come; expected numbers below 2**62. Begin at another row_start="
@@ -31,6 +33,13 @@ def with_span(spans: Spans, new: tuple[int, int]) -> Spans:
         else:
             out.append((start, stop))
     return out
+
+
+def with_spans(spans: Spans, others: Spans, shift: int = 0) -> Spans:
+    """Return the spans of two states, of which the second begins `shift` rows later, or raise."""
+    for start, stop in others:
+        spans = with_span(spans, (start + shift, stop + shift))
+    return spans
 
 
 def stored_spans(stored: Any, next_row: int) -> Spans:
