@@ -122,7 +122,11 @@ def test_chunks_and_streams_have_the_sets_of_the_weighted_keys(kind: str) -> Non
     for options in ({"epsilon": 0.03}, {"size": 4}, {"size": len(K)}):
         held = levattn.universal_set(K, weights=w, **options)
         found = levattn.universal_set(in_chunks(dirty), weights=w, **options)
-        assert found.indices.tolist() == held.indices.tolist()
+        assert len(found) == len(held)
+        if kind != "wide" or "epsilon" in options:  # independent rows of wide keys have equal scores, up to rounding
+            assert found.indices.tolist() == held.indices.tolist()
+        chosen, left = found.scores[found.mask], found.scores[~found.mask & (w > 0)]
+        assert chosen.min(initial=1) >= left.max(initial=0) * (1 - 1e-12)
         np.testing.assert_allclose(found.scores, held.scores, rtol=1e-9, atol=1e-15)
         assert (found.rank, found.epsilon) == (held.rank, pytest.approx(held.epsilon))
     scores = levattn.leverage_scores(in_chunks(dirty), weights=w)
