@@ -393,13 +393,14 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
 @over_storages
 def test_states_do_not_grow(storage: str) -> None:
     arrays = [stored(X, storage) for X in heads(18, 93, H=2)]
-    states = [causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (63, 93)]
+    states = [causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (65, 93)]
     assert states[0].nbytes == states[1].nbytes
     slots = states[1].slots
-    rows = slots.selected + slots.window + (93 - slots.total) % slots.chunk
+    kept = slots.selected + slots.sinks
+    rows = kept + slots.window + (93 - slots.total) % slots.chunk
     d, D, R = 5, 3, slots.summaries
     floats = rows * (d + D) + R * (d + D + 4) + 2 * d + d * d + 1
-    assert states[1].nbytes == 2 * 8 * (floats + slots.selected + 1)  # and the places of keys, and of the item
+    assert states[1].nbytes == 2 * 8 * (floats + kept + 1)  # and the places of keys, and of the item
     assert (slots.total, states[1].batch) == (40, (2,))
     _, state = causal_pruned_attention(*arrays, Selection(size=4, window=3, renew_every=5), return_state=True)
     assert state.nbytes == 2 * 8 * ((7 + (93 - 12) % 5) * (d + D) + 2 * d + d * d + 1 + 4 + 1)
@@ -557,7 +558,8 @@ def test_a_share_is_a_count(causal: bool) -> None:
         for name in ("summaries", "window") if count else ("summaries", "window", "sinks"):
             if name == "window" and not causal:  # a count on each side of a query, which has a place itself
                 count = max(0, (count - 1) // 2)
-            slots = [Selection(40, **{name: number}).slots(1000, causal=causal) for number in (share, count)]
+            options: dict[str, Any] = {} if name == "sinks" else {"sinks": 0}  # a share is of the others
+            slots = [Selection(40, **{name: part}, **options).slots(1000, causal=causal) for part in (share, count)]
             assert slots[0] == slots[1]
             assert slots[0].total == 40
     assert Selection(40, sinks=0.05).slots(1000, causal=causal) == Selection(40, sinks=2).slots(1000, causal=causal)
@@ -603,8 +605,11 @@ def test_a_share_of_the_keys_selects_one_at_least(causal: bool) -> None:
 
 def test_open_kinds_of_slots_give_way() -> None:
     assert Selection(16, summaries=14).slots(100) == Slots(2, 14, 0)
-    assert Selection(40, sinks=10).slots(400, causal=True) == Slots(0, 15, 5, 10, 10)
-    assert Selection(40, sinks=28).slots(400, causal=True) == Slots(0, 0, 2, 28, 10)
+    assert Selection(40, sinks=10).slots(400, causal=True) == Slots(3, 4, 19, 10, 4)
+    assert Selection(40, sinks=30).slots(400, causal=True) == Slots(0, 0, 6, 30, 4)
+    assert Selection(40, window=37).slots(400, causal=True) == Slots(0, 0, 37, 2, 1)
+    assert Selection(40, window=39).slots(400, causal=True) == Slots(0, 0, 39, 0, 1)
+    assert Selection(40, window=30, renew_every=9).slots(400, causal=True) == Slots(0, 0, 30, 1, 9)
     for selection in (Selection(16, summaries=14), Selection(40, sinks=28), Selection(40, sinks=0.9, summaries=3)):
         assert selection.slots(400).total == selection.budget
     with pytest.raises(ValueError, match="expected a larger budget"):

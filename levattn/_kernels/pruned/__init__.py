@@ -52,6 +52,9 @@ class PrunedArguments:
     `power`: None for a softmax, else p: weights are abs(x)^p.
     `narrow`: the dtype of 16 bits of the given arrays, and the scale of the queries, if products of this dtype are
     precise enough; or None.
+    `chunks`: how many chunks of as many positions q has, one after the other; n is then the rows of all. Each chunk has
+    m, `first` and `last` of its own, from its first near key on, and its own slots: these arrays have an item for each
+    chunk of each sequence, sequences within chunks. More than one only if `renewed` takes renewals in turn.
     """
 
     q: Any
@@ -67,6 +70,7 @@ class PrunedArguments:
     log_weight: Any
     power: float | None
     narrow: tuple[Any, float] | None = None
+    chunks: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +80,12 @@ class RenewalArguments:
     `kept`, `kept_values`, `kept_places`: (b, s, d), (b, s, D) and (b, s) int64.
     `keys`, `values`: (b, n, d) and (b, n, D), the leaving keys. `oldest`: the position of the first.
     `summaries`, `radius`: the old summaries and their radii, in float64, or None.
-    `total`, `second`, `queries`: sums over the queries (b, d) and (b, d, d) in float64, and the number of queries.
+    `total`, `second`, `queries`: sums over the queries (b, d) and (b, d, d) in float64, and the numbers of queries.
     `origin`: (b, d) in the dtype of keys, the mean key.
     `size`, `sinks`, `R`: numbers of keys to select, of first positions to keep as well, and of new summaries.
     `residual`: whether scores are "residual", else "expected". `bounded`: whether to compute radii.
+    `in_turn`: whether renewals follow one another, one for each number in `queries`. Then all leave as many keys, and
+    `total`, `second` and `origin` have an item for each renewal of each sequence, sequences within renewals.
     """
 
     kept: Any
@@ -92,13 +98,14 @@ class RenewalArguments:
     radius: Any
     total: Any
     second: Any
-    queries: int
+    queries: tuple[int, ...]
     origin: Any
     size: int
     sinks: int
     R: int
     residual: bool
     bounded: bool
+    in_turn: bool = False
 
 
 def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
@@ -205,7 +212,9 @@ class PrunedKernels(PrunedOperators, Protocol):
     ) -> tuple[Any, Any, Any, Summaries, Any] | None:
         """Return kept keys, values and places, summaries, and radii or None; or None if the caller must take steps.
 
-        `room`: arrays that calls reuse. With it results are valid until the call after the next.
+        If in turn, the results have an item for each sequence before the first renewal and after each, sequences
+        within renewals. `room`: arrays that calls reuse. With it results are valid until the call after the next, or
+        in turn until the next call in turn.
         """
 
 

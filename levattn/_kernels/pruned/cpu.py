@@ -19,13 +19,14 @@ from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
 _FEW = 64  # rows whose moments need no kernel
-_STRETCHES = 8  # blocks of positions that are worth sums of gradients of their own
+_AT_ONCE = 1 << 22  # numbers of chunks that are attended at once
+_STRETCHES = 8  # blocks of TILE_ROWS positions that are worth sums of gradients of their own
 _MOST_PARTS = 8  # of an item, with such sums
 
 
-def at_once(_: Any, __: float | None) -> int:
-    """Return 0: chunks come one by one, and reuse memory."""
-    return 0
+def at_once(_: Any, power: float | None) -> int:
+    """Return how many numbers the chunks of a call of `mixture` may have, few enough that their memory is reused."""
+    return _AT_ONCE if power is None else 0
 
 
 def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:
@@ -33,12 +34,12 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
     room = {} if room is None else room
     b, g, m, _ = x.q.shape
     D, kind = x.values.shape[2], x.q.dtype
-    Y, rest = np.empty((b, g, m, D), kind) if into is None else into, np.empty((b, g, m), kind)
+    Y, rest = np.empty((b, g, m, D), kind) if into is None else into, np.empty((b * x.chunks, g, m // x.chunks), kind)
     if not Y.size:
         return Y, rest
     call = _Call.of(x)
     key_panels, value_panels, bias = call.slot_panels(room)
-    views = _views(*call.read, Y)
+    views = _views(*call.read, Y, length=m // x.chunks)
     near, near_values = call.near_panels(room, views)
     arguments = (
         call.like,
@@ -54,7 +55,8 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
         D,
         rest,
     )
-    share(partial(mixture_tasks, *arguments), b * -(-m // call.tall) * -(-g // call.many), call.work(bias))
+    stretches, groups = -(-rest.shape[2] // call.tall), -(-g // call.many)
+    share(partial(mixture_tasks, *arguments), len(rest) * stretches * groups, call.work(bias))
     return Y, rest
 
 
@@ -69,7 +71,7 @@ def mixture_gradients(x: PrunedArguments, dY: Any) -> tuple[Any, ...]:
     R, size = call.held.weight.shape[1], kind.itemsize
     keys, values = np.zeros((b, n, d), kind), np.zeros((b, n, D), kind)
     stretches = -(-m // call.tall)
-    parts = max(1, min(stretches // _STRETCHES, _MOST_PARTS))  # whatever the number of threads, for the same bits
+    parts = max(1, min(-(-m // TILE_ROWS) // _STRETCHES, _MOST_PARTS))
     cuts = [min(m, call.tall * (stretches * i // parts)) for i in range(parts + 1)]
     width, edges = _width(size), call.figures[1]
     begins = edges[0, cuts[:-1]] // width * width if x.q.size else np.zeros(parts, np.int64)
@@ -137,13 +139,14 @@ class _Call:
     @classmethod
     def of(cls, x: PrunedArguments) -> _Call:
         """Return the call with these arguments."""
-        b, g, m, d = x.q.shape
-        D, kind = x.values.shape[2], x.q.dtype
+        (_, g, m, d), kind = x.q.shape, x.q.dtype
+        b, D, m = len(x.kept_keys), x.values.shape[2], m // x.chunks
         # in float64 as in streams, so that a stream without summaries needs no other compiled kernel
         held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
         held = Summaries(*map(np.ascontiguousarray, vars(held).values()))
         edges = np.array([x.first, x.last], np.int64)
-        tall = max(1, min(TILE_ROWS, m))
+        many = max(1, min(g, TILE_ROWS))
+        tall = max(1, min(TILE_ROWS // many, m))
         begins = np.arange(0, m, tall)
         spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
         figures = (
@@ -153,7 +156,7 @@ class _Call:
             np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
         )
         read, widest = tuple(map(_readable, (x.q, x.keys, x.values))), max(0, int(spans.max(initial=0)))
-        return cls(x, np.empty(1, kind), held, read, tall, max(1, min(g, TILE_ROWS // tall)), widest, figures)
+        return cls(x, np.empty(1, kind), held, read, tall, many, widest, figures)
 
     def slot_panels(self, room: dict[str, Any], *, turned: bool = False) -> tuple[Any, Any, Any]:
         """Return kept keys and means of summaries as columns, their values as rows, and what to add to the logits.
@@ -181,10 +184,10 @@ class _Call:
 
         `views`: of queries, keys and values; of queries, values and keys if `turned`.
         """
-        kind, size = self.like.dtype, self.like.itemsize
+        kind, size, m = self.like.dtype, self.like.itemsize, self.x.q.shape[2]
         columns, rows = self.read[2:0:-1] if turned else self.read[1:]
-        (b, _, d), D = columns.shape, rows.shape[2]
-        n = columns.shape[1] if self.widest else 0
+        b, d, D = len(self.x.kept_keys), columns.shape[2], rows.shape[2]
+        n = columns.shape[1] - (m - m // self.x.chunks) if self.widest else 0
         panels = _taken(room, "near", (b, _panels(n, size), d, _width(size)), kind)
         row_panels = _taken(
             room, "near values", (b, _panels(D, size), panels.shape[1] * _width(size), _width(size)), kind
@@ -256,36 +259,61 @@ def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[An
     """Return kept keys and summaries after a selection, or None for non-finite numbers, which the caller reports."""
     room = {} if room is None else room
     room["side"] = not room.get("side")  # alternates, so that the previous results stay valid
-    taken = partial(_taken, room)
-    (b, n, d), D, s, kind = x.keys.shape, x.values.shape[2], x.kept.shape[1], x.keys.dtype
-    forced = min(x.sinks, x.oldest + n)
-    size = min(s + n, x.size + forced)
+    b, n, s = x.keys.shape[0], x.keys.shape[1] // len(x.queries), x.kept.shape[1]
+    size = min(s + n, x.size + min(x.sinks, x.oldest + n))
+    given = _held_before(x)
+    if not x.in_turn:
+        arrays = _room_for_renewal(x, size, b, partial(_taken, room), room["side"])
+        return _as_renewed(x, arrays) if _renewal(x, given, arrays, n, 0) else None
+    arrays = _room_for_renewal(x, size, b * (len(x.queries) + 1), partial(_taken, room), "in turn")
+    for chain, first in zip(arrays, given, strict=True):
+        chain[:b] = first
+    return _as_renewed(x, arrays) if _renewal(x, arrays, arrays, n, b) else None
+
+
+def _held_before(x: RenewalArguments) -> list[Any]:
+    """Return kept keys, values and places, sums of summaries over keys and values, scalars and radii."""
+    b, d, D = len(x.kept), x.kept.shape[2], x.kept_values.shape[2]
     # a stream without summaries needs no other compiled kernel
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     scalars = np.stack([held.weight, held.offset, held.count], axis=2)
     radius = np.zeros((b, 0)) if x.radius is None else x.radius
-    read = [_readable(array) for array in (x.keys, x.values)]
+    given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius
+    return list(map(np.ascontiguousarray, given))
+
+
+def _room_for_renewal(x: RenewalArguments, size: int, items: int, taken: Any, side: Any) -> list[Any]:
+    """Return arrays for the results of renewals, in the order of `_held_before`."""
+    d, D, kind, double = x.keys.shape[2], x.values.shape[2], x.keys.dtype, np.float64
     new = ((size, d), kind), ((size, D), kind), ((size,), np.int64)
-    sums = [(shape, np.float64) for shape in ((x.R, d), (x.R, D), (x.R, 3), (x.R if x.bounded else 0,))]
-    arrays = [taken(f"renewed {i} {room['side']}", (b, *shape), kind) for i, (shape, kind) in enumerate((*new, *sums))]
-    sound = np.empty(b, np.bool_)
-    given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius, x.total, x.second, x.origin
+    sums = [(shape, double) for shape in ((x.R, d), (x.R, D), (x.R, 3), (x.R if x.bounded else 0,))]
+    return [taken(f"renewed {i} {side}", (items, *shape), kind) for i, (shape, kind) in enumerate((*new, *sums))]
+
+
+def _renewal(x: RenewalArguments, given: list[Any], new: list[Any], n: int, ahead: int) -> bool:
+    """Write renewals of n leaving rows each to `new`, and tell whether all numbers were finite."""
+    b, s = x.keys.shape[0], given[0].shape[1]
+    read = [_readable(array) for array in (x.keys, x.values)]
+    sound = np.empty(len(x.queries) * b, np.bool_)
     body = partial(
         renewal_tasks,
-        np.empty(1, kind),
-        _views(*read),
-        (n, x.oldest, x.sinks, x.residual),
-        float(x.queries),
-        *map(np.ascontiguousarray, given),
-        *arrays,
+        np.empty(1, x.keys.dtype),
+        _views(*read, length=n),
+        (n, x.oldest, x.sinks, x.residual, ahead),
+        np.array(x.queries, np.float64),
+        *given,
+        *map(np.ascontiguousarray, (x.total, x.second, x.origin)),
+        *new,
         sound,
     )
-    share(body, b, float(b) * (held.weight.shape[1] + s + n) * x.R * d)
-    if not sound.all():
-        return None
+    share(body, b, float(len(sound)) * (given[3].shape[1] + s + n) * x.R * x.keys.shape[2])
+    return bool(sound.all())
+
+
+def _as_renewed(x: RenewalArguments, arrays: list[Any]) -> tuple[Any, Any, Any, Summaries | None, Any]:
     kept, values, places, keys, means, scalars, radius = arrays
-    summaries = Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2])
-    return kept, values, places, summaries, radius if x.bounded else None
+    summaries = Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2]) if x.R else None
+    return kept, values, places, summaries, radius if x.bounded and x.R else None
 
 
 def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -> Any:
@@ -336,12 +364,16 @@ def _readable(array: Any) -> Any:
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
-def _views(*arrays: Any) -> Any:
-    """Return the addresses and steps of `_readable` arrays, which the caller must hold while kernels read them."""
+def _views(*arrays: Any, length: int = 0) -> Any:
+    """Return the addresses and steps of `_readable` arrays, which the caller must hold while kernels read them.
+
+    `length`: rows from one chunk to the next, where there are several.
+    """
     rows = []
     for array in arrays:
         item, *heads, row = array.strides[:-1]
-        rows.append((array.__array_interface__["data"][0], item, heads[0] if heads else 0, row))
+        address = array.__array_interface__["data"][0]
+        rows.append((address, item, heads[0] if heads else 0, row, length * row, max(1, len(array))))
     return np.array(rows, np.int64)
 
 

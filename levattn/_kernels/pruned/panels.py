@@ -1,7 +1,8 @@
 """Products of pruned attention: tiles of rows by panels, compiled into its kernels.
 
 A panel has SCORE_VECTORS vectors of each of n rows, one row behind the other. A view is (address, steps in bytes
-between items, heads and rows). Names that end in _at are addresses.
+between sequences, heads, rows and chunks, and the number b of sequences). Item i is chunk i // b of sequence i % b.
+Names that end in _at are addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ TILE_ROWS = 48  # of a block: whole tiles on all machines, and few enough that t
 
 @helper
 def row_at_view(view, item, head, row):
-    return view[0] + item * view[1] + head * view[2] + row * view[3]
+    return view[0] + item % view[5] * view[1] + head * view[2] + row * view[3] + item // view[5] * view[4]
 
 
 @helper

@@ -133,30 +133,33 @@ def _place(like, item, given, origin, turned, item_rows, packed, X, sums, shut, 
 
 
 @helper
-def _keep(like, item, flags, places, kept, kept_values, views, new_kept, new_values, new_places):
-    """Write the flagged keys, their values and their places."""
+def _keep(like, item, to, flags, places, kept, kept_values, views, new_kept, new_values, new_places):
+    """Write the flagged keys, their values and their places, as those of item `to`."""
     d, D = kept.shape[2], kept_values.shape[2]
     at = 0
     for i in range(len(flags)):
         if flags[i]:
-            new_places[item, at] = places[i]
+            new_places[to, at] = places[i]
             source = as_pointer(_row(kept, views[0], item, i), like)
             others = as_pointer(_row(kept_values, views[1], item, i), like)
             for k in range(d):
-                new_kept[item, at, k] = source[k]
+                new_kept[to, at, k] = source[k]
             for k in range(D):
-                new_values[item, at, k] = others[k]
+                new_values[to, at, k] = others[k]
             at += 1
 
 
 @helper
-def _sum_up(like, item, given, labels, along, level, times, summed, summed_values, new_scalars):
-    """Write the summaries of items by labels, −1 for none; along: log mass at the mean query per unit of weight."""
+def _sum_up(like, item, to, given, labels, along, level, times, summed, summed_values, new_scalars):
+    """Write the summaries of items by labels, −1 for none; along: log mass at the mean query per unit of weight.
+
+    They become those of item `to`.
+    """
     kept, kept_values, views, held, held_values, scalars = given
     d, D, before, R = kept.shape[2], kept_values.shape[2], held.shape[1], summed.shape[1]
-    clear(summed, item * R * d, R * d)
-    clear(summed_values, item * R * D, R * D)
-    clear(new_scalars, item * R * 3, R * 3)
+    clear(summed, to * R * d, R * d)
+    clear(summed_values, to * R * D, R * D)
+    clear(new_scalars, to * R * 3, R * 3)
     for c in range(R):
         level[0, c] = level[1, c] = 0
     for i in range(len(along)):
@@ -175,43 +178,43 @@ def _sum_up(like, item, given, labels, along, level, times, summed, summed_value
         tilt = larger(-TILT, smaller(TILT, tilt))
         factor = np.exp(tilt)
         times[0] = factor
-        target, whole, shift, members = new_scalars[item, c], 1.0, 0.0, 1.0
-        to, values_to = address(summed) + (item * R + c) * d * 8, address(summed_values) + (item * R + c) * D * 8
+        target, whole, shift, members = new_scalars[to, c], 1.0, 0.0, 1.0
+        keys_to, values_to = address(summed) + (to * R + c) * d * 8, address(summed_values) + (to * R + c) * D * 8
         if i < before:
             row = item * before + i
-            accumulate(level, address(held) + row * d * 8, address(times), d, to)
+            accumulate(level, address(held) + row * d * 8, address(times), d, keys_to)
             accumulate(level, address(held_values) + row * D * 8, address(times), D, values_to)
             whole, shift, members = scalars[item, i, 0], scalars[item, i, 1], scalars[item, i, 2]
         else:
-            accumulate(like, _row(kept, views[0], item, i - before), address(times), d, to)
+            accumulate(like, _row(kept, views[0], item, i - before), address(times), d, keys_to)
             accumulate(like, _row(kept_values, views[1], item, i - before), address(times), D, values_to)
         target[0] += factor * whole
         target[1] += factor * (shift + tilt * whole)
         target[2] += members
     for c in range(R):
-        if new_scalars[item, c, 2] > 0:
-            _balance(summed[item, c], summed_values[item, c], new_scalars[item, c])
+        if new_scalars[to, c, 2] > 0:
+            _balance(summed[to, c], summed_values[to, c], new_scalars[to, c])
 
 
 @helper
-def _bound(like, item, given, labels, count, radius, summed, new_scalars, new_radius, gap):
+def _bound(like, item, to, given, labels, count, radius, summed, new_scalars, new_radius, gap):
     """Write bounds of the distances of members of summaries from their means."""
     kept, _, views, held, _, scalars = given
     d, before = kept.shape[2], held.shape[1]
     for c in range(new_radius.shape[1]):
-        new_radius[item, c] = 0
+        new_radius[to, c] = 0
     for i in range(count):
         c = int(labels[i])
         if c < 0:
             continue
-        whole = new_scalars[item, c, 0]
+        whole = new_scalars[to, c, 0]
         if i < before:
-            far = far_of(held[item, i], scalars[item, i, 0], summed[item, c], whole, gap) + radius[item, i]
+            far = far_of(held[item, i], scalars[item, i, 0], summed[to, c], whole, gap) + radius[item, i]
         else:
-            far = far_of(as_pointer(_row(kept, views[0], item, i - before), like), 1.0, summed[item, c], whole, gap)
+            far = far_of(as_pointer(_row(kept, views[0], item, i - before), like), 1.0, summed[to, c], whole, gap)
         far *= 1 + (d + 8) * 2.0**-52
-        if not far <= new_radius[item, c]:
-            new_radius[item, c] = far
+        if not far <= new_radius[to, c]:
+            new_radius[to, c] = far
 
 
 @jit
@@ -241,12 +244,17 @@ def renewal_tasks(
     first,
     last,
 ):
-    """Write the kept keys and the summaries after a renewal, and whether its numbers were finite.
+    """Write the kept keys and the summaries after renewals in turn, and whether their numbers were finite.
 
-    `views`: of the leaving keys and values. `sizes`: their number, the position of the first, sinks, and whether
-    scores are residuals. `scalars`, `new_scalars`: (b, R, 3), weights, offsets and counts of summaries.
+    A task is a sequence. Arrays have an item for each chunk of each of b sequences: see `panels`. The results of item
+    i are those of item i + `ahead`, so they go into the next chunk if this is b.
+
+    `views`: of the leaving keys and values. `sizes`: their number, the position of the first, sinks, whether scores
+    are residuals, and `ahead`. `queries`: their number at each renewal. `scalars`, `new_scalars`: (items, R, 3),
+    weights, offsets and counts of summaries.
     """
-    leaving, oldest, sinks, residual = sizes
+    leaving, oldest, sinks, residual, ahead = sizes
+    b = len(sound) // len(queries)
     s, d = kept.shape[1:]
     before, R = held.shape[1], summed.shape[1]
     n = before + s + leaving
@@ -264,8 +272,10 @@ def renewal_tasks(
     level = empty(0.0, (2, R))
     squares, least, labels, shut = room[0][0], room[0][1], room[0][2], room[0][3]
     tiny = like.dtype.type(1e-30)
-    for item in range(first, last):
-        sound[item] = _root(total[item], second[item], queries, query, L)
+    for task in range(first * len(queries), last * len(queries)):
+        item, turn = task // len(queries) + task % len(queries) * b, task % len(queries)
+        to = item + ahead
+        sound[item] = _root(total[item], second[item], queries[turn], query, L)
         if not sound[item]:
             continue
         for k in range(d):
@@ -290,14 +300,18 @@ def renewal_tasks(
                     for k in range(j, d):
                         middle += turned[j, k] * sums[k]
                     mean[j] = middle / weight if weight > 0 else 0.0
-                farthest(like, X, n, d, mean, room, rows, chosen)
+                if R:
+                    farthest(like, X, n, d, mean, room, rows, chosen)
+                else:
+                    for i in range(n):
+                        least[i], labels[i] = squares[i], -1
                 continue
             for i in range(candidates):
                 at = before + i
                 scores[i] = along[at] + squares[at] / 2
                 if residual:
                     scores[i] += np.log(larger(least[at], larger(SAME * squares[at], tiny)))
-                places[i] = kept_places[item, i] if i < s else oldest + i - s
+                places[i] = kept_places[item, i] if i < s else oldest + turn * leaving + i - s
                 if places[i] < sinks:
                     scores[i] = np.inf
             _choose(scores, new_kept.shape[1], flags, order)
@@ -308,10 +322,10 @@ def renewal_tasks(
                     weight -= 1
                     for k in range(d):
                         sums[k] -= packed[at // width, k, at % width]
-        _keep(like, item, flags, places, kept, kept_values, views, new_kept, new_values, new_places)
+        _keep(like, item, to, flags, places, kept, kept_values, views, new_kept, new_values, new_places)
         for i in range(candidates):
             if flags[i]:
                 labels[before + i] = -1
-        _sum_up(like, item, given, labels, along, level, times, summed, summed_values, new_scalars)
+        _sum_up(like, item, to, given, labels, along, level, times, summed, summed_values, new_scalars)
         if new_radius.shape[1]:
-            _bound(like, item, given, labels, n, radius, summed, new_scalars, new_radius, gap)
+            _bound(like, item, to, given, labels, n, radius, summed, new_scalars, new_radius, gap)

@@ -37,8 +37,9 @@ def selected_anew(
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:
         return part
-    if rule.power is None and rule.epsilon is None and rule.slots.summaries and rule.kind in ("residual", "expected"):
-        found = _renewed_at_once(rule, part, leaving, room, bounded)
+    if rule.at_once:
+        of_queries = part.queries.total, part.queries.second, (part.queries.count,), part.keys.mean
+        found = _renewed_at_once(rule, part, leaving, of_queries, room, bounded)
         if found is not None:
             return found
     xp, slots, held = namespace_of(part.recent), rule.slots, part.summaries
@@ -90,10 +91,21 @@ def known_after(
 
 
 def _renewed_at_once(
-    rule: SelectionRule, part: PrunedPart, leaving: int, room: dict[str, Any], bounded: bool
+    rule: SelectionRule,
+    part: PrunedPart,
+    leaving: int,
+    sums: Any,
+    room: dict[str, Any],
+    bounded: bool,
+    in_turn: bool = False,
 ) -> PrunedPart | None:
-    """Return the part after a selection by one kernel; None without one, or for numbers that need an error."""
+    """Return the part after a selection by one kernel; None without one, or for numbers that need an error.
+
+    `sums`: over queries, their numbers, and the mean key; if `in_turn`, of several selections. Then the arrays of slots
+    have an item for each sequence before the first selection and after each.
+    """
     xp = namespace_of(part.recent)
+    total, second, counts, mean = sums
     found = PRUNING.renewed(
         RenewalArguments(
             kept=part.kept,
@@ -104,15 +116,16 @@ def _renewed_at_once(
             oldest=part.positions - part.recent.shape[1],
             summaries=part.summaries,
             radius=part.radius,
-            total=part.queries.total,
-            second=part.queries.second,
-            queries=part.queries.count,
-            origin=xp.astype(part.keys.mean, part.recent.dtype),
+            total=total,
+            second=second,
+            queries=counts,
+            origin=xp.astype(mean, part.recent.dtype),
             size=rule.slots.selected,
             sinks=rule.slots.sinks,
             R=rule.slots.summaries,
             residual=rule.kind == "residual",
             bounded=bounded,
+            in_turn=in_turn,
         ),
         room,
     )
@@ -217,6 +230,8 @@ class _Walk:
         rule, slots, (b, g, _, d) = self.rule, self.rule.slots, q.shape
         if length < slots.chunk or part.positions < rule.first or part.recent.shape[1] != slots.window:
             return 1
+        if isinstance(q, np.ndarray) and (self.certified or not rule.at_once):
+            return 1  # these take steps
         if (part.summaries is None) != (not slots.summaries):
             return 1
         most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # with a threshold any number
@@ -309,7 +324,8 @@ def _spread(
         return _stepped(walk, own, q, K, V, scores, into)
 
     alike = rule.epsilon is None and not rule.own  # items keep as many keys, and run no code of a user
-    found = by_items(attend, q, worth=alike and rule.slots.chunk < T)
+    apart = certified or not rule.at_once  # else kernels take many chunks, on all threads
+    found = by_items(attend, q, worth=alike and apart and rule.slots.chunk < T)
     if len(found) == 1:
         return found[0]  # type: ignore[no-any-return]
     bounds = [pieces[1:] for pieces, _ in found]
@@ -399,6 +415,10 @@ def _run(
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
     queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
+    if count > 1 and isinstance(q, np.ndarray):
+        found = _run_in_turn(walk, part, q, rows, (queries, keys), last, room, into)
+        if found is not None:
+            return found
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
@@ -430,6 +450,35 @@ def _run(
         figures = bounded(mapped(x, without_gradient), radius, without_gradient(rest), xp.concat(most, axis=0))
         found = with_bounds(Y, figures)
     return tuple(_side_by_side(array, count) for array in found), part
+
+
+def _run_in_turn(
+    walk: _Walk, part: PrunedPart, q: Any, rows: list[Any], sums: Any, last: bool, room: Any, into: Any
+) -> tuple[tuple[Any, ...], PrunedPart] | None:
+    """Return the result of `_run` by one kernel for all selections and one for all chunks, or None if it cannot.
+
+    `sums`: over queries and keys after each chunk.
+    """
+    (queries, keys), (b, _, T, _) = sums, q.shape
+    count = len(queries)
+    length, followed = T // count, count - last
+    of_queries = (
+        np.concatenate([x.total for x in queries[:followed]]),
+        np.concatenate([x.second for x in queries[:followed]]),
+        tuple(x.count for x in queries[:followed]),
+        np.concatenate([x.mean for x in keys[:followed]]),
+    )
+    held = {"recent": rows[0], "recent_values": rows[1]}
+    part = replace(part, **held, keys=keys[-1], queries=queries[-1], positions=part.positions + T)
+    each = _renewed_at_once(walk.rule, part, followed * length, of_queries, room, walk.goes_on, in_turn=True)
+    if each is None:
+        return None
+    names = "kept", "kept_values", "kept_places", "summaries", "radius"
+    slots = {name: mapped(vars(each)[name], lambda array: array[: count * b]) for name in names}
+    x = _arguments(walk, replace(part, **slots), q[:, :, :length, :], rows[0][:, : rows[0].shape[1] - T + length], rows[1])
+    Y, _ = PRUNING.mixture(replace(x, q=q, keys=rows[0], chunks=count), room, into)
+    slots = {name: mapped(vars(each)[name], lambda array: array[-b:]) for name in names}
+    return (Y,), replace(each, **slots)
 
 
 def _sums_after(part: PrunedPart, q: Any, K: Any, count: int) -> tuple[list[choice.Sums], list[choice.Sums]]:

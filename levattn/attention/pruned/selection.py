@@ -25,7 +25,6 @@ _OF_KEYS = [name for name, rule in BASELINES.items() if rule.function is not Non
 BY_ATTENTION = "attention"  # the scores that need the attention of given queries
 
 _CHUNK = 64  # positions between two selections of causal attention by default
-_NARROW = 16  # below this half, slots of a chunk go to other kinds, which matter more in small budgets
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 SINKS, LAST = 4, 0.25  # of a cache: sinks, and the share of the others that the last keys get
 FITTED_SINKS = 1  # of fitted slots, which are chosen by attention: it finds further sinks where there are any
@@ -97,7 +96,7 @@ class Selection:
         sinks. 0 without a budget. In a cache and in `fit_slots` these are the last positions.
     sinks : int or float, optional
         Number of first keys that are kept whatever their scores, or a share of the budget's slots. The default is 0,
-        4 for a budget of a cache, and 1 for a budget whose slots are fitted.
+        4 for a budget of a cache or of causal attention, and 1 for a budget whose slots are fitted.
     scores : str, array or function, optional
         The scores that select keys. None is "attention" in `fit_slots` and "residual" elsewhere. "attention", which
         `fit_slots` alone takes: the largest weight that a query of its gives to a key. "expected": the
@@ -262,9 +261,9 @@ class Selection:
         A budget that covers all keys selects all, and splits nothing. Else, where options are None, two fifths at most
         go to the keys near a query, and four fifths of the rest to summaries. Scores select keys for the remaining
         slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
-        examples/pruning.) If causal, up to half goes to the positions between two selections (a quarter below 64
-        slots) and an eighth to the keys before them. Summaries get five eighths of the rest. In a compressed cache the
-        last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in place of these.
+        examples/pruning.) If causal, sinks are 4 at most. Of the other slots, half goes to the keys before the last
+        selection, an eighth to the positions since then, and an eighth to summaries. In a compressed cache the last
+        positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in place of these.
 
         Parameters
         ----------
@@ -287,8 +286,8 @@ class Selection:
         Examples
         --------
         >>> from levattn.attention import Selection
-        >>> Selection(64, window=4).slots(1000, causal=True)
-        Slots(selected=19, summaries=25, window=4, sinks=0, chunk=16)
+        >>> Selection(64).slots(1000, causal=True)
+        Slots(selected=16, summaries=7, window=30, sinks=4, chunk=7)
         """
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
@@ -377,10 +376,14 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
         return Slots(n, chunk=_CHUNK if causal else 0)
     usual = Slots(0, chunk=_CHUNK if causal else 0) if budget is None else _split(total, causal)
     chunk = 0 if not causal else usual.chunk if selection.renew_every is None else selection.renew_every
-    sinks = _count(selection.sinks, total)
-    if rule is not None and asked.sinks is None and budget is not None:  # what a rule brings gives way as well
+    sinks = _count(selection.sinks, total, usual.sinks)
+    if asked.sinks is None and budget is not None:  # what a rule brings gives way as well
         summaries, window = (part if isinstance(part, int) else 0 for part in (asked.summaries, asked.window))
-        sinks = min(sinks, max(0, total - Slots(0, summaries, window, 0, chunk).total))
+        least = chunk if rule is not None or selection.renew_every is not None else min(chunk, 1)
+        sinks = min(sinks, max(0, total - Slots(0, summaries, window, 0, least).total))
+    if causal and budget is not None and selection.renew_every is None and rule is None:
+        summaries, window = _count(selection.summaries, total - sinks), _count(selection.window, total - sinks)
+        chunk = max(1, min(chunk, total - sinks - summaries - window))
     window = _count(selection.window, total - sinks, usual.window if aligned else 0)
     if causal and rule is not None and isinstance(selection.window, float):  # of which the rule knows no chunk
         window = min(window, max(0, total - sinks - chunk)) if budget is not None else window
@@ -447,9 +450,10 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
 def _split(total: int, causal: bool) -> Slots:
     """Return the usual slots of a budget."""
     if causal:
-        chunk, window = max(1, total // 4, total // 2 - _NARROW), total // 8
-        left = total - window - chunk
-        return Slots(left - left * 5 // 8, left * 5 // 8, window, 0, chunk)
+        sinks = min(SINKS, total // 16)
+        eighth, window = max(1, (total - sinks) // 8), (total - sinks) // 2
+        summaries = min(eighth, total - sinks - window - eighth)
+        return Slots(total - sinks - window - eighth - summaries, summaries, window, sinks, eighth)
     window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
     near = 2 * window + 1 if window else 0
     summaries = (total - near) * 4 // 5
@@ -538,6 +542,11 @@ class SelectionRule:
     def own(self) -> bool:
         """Whether the scores are a user's own, which may be −∞ for keys that are never selected."""
         return self.kind in ("given", "function")
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all steps of a causal selection may be one kernel."""
+        return self.power is None and self.epsilon is None and self.kind in ("residual", "expected")
 
     @property
     def first(self) -> int:
