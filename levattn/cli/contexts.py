@@ -60,7 +60,7 @@ class Measurement:
     tasks: int
     positions: int
     rounds: int
-    share: float
+    way: str
     refine: Path | None
     as_json: bool
     plot: Path | None
@@ -95,7 +95,7 @@ def profile(asked: Measurement) -> None:
 
     start = time.perf_counter()
     options: dict[str, Any] = {"tasks": asked.tasks, "positions": asked.positions, "rounds": asked.rounds}
-    options["share"] = asked.share
+    options["way"] = asked.way
     with forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"):
         earlier = None if asked.refine is None else HeadProfile.load(asked.refine)
         found = head_profile(model, tokenizer, **options, earlier=earlier, progress=sys.stderr.isatty())
@@ -104,19 +104,28 @@ def profile(asked: Measurement) -> None:
     draw(asked.plot, lambda: found.plot("recall"))
     rows = [{**row, "cost": found[row["layer"], row["head"]]} for row in found.table()]
     if asked.html is not None:
-        facts = {name: f"{value:.4g}" for name, value in {**options, "seconds": seconds}.items()}
+        facts = {
+            name: f"{value:.4g}" if isinstance(value, float) else str(value)
+            for name, value in {**options, "seconds": seconds}.items()
+        }
         costs = HeatMap.of(rows, "cost", "Cost of cutting a head, in nats a token", ".3f", by_root=True)
         title = f"Cost of cutting each head of {asked.model.name}"
         write_page(asked.html, title, facts, [costs], rows, _COSTS)
     if asked.as_json:
-        outcome = {"file": str(asked.output), "model": type(model).__name__, **options, "seconds": seconds}
+        outcome = {
+            "file": str(asked.output),
+            "model": type(model).__name__,
+            **options,
+            "share": found.share,
+            "seconds": seconds,
+        }
         outcome |= {"refined": None if asked.refine is None else str(asked.refine), "trials": found.trials}
         print_json("levattn.profile/1", {**outcome, "heads": rows})
         return
     console = new_console()
     console.print(table_of(rows, _COSTS))
     console.print(
-        f"cost: rise of the loss, in nats a token, if the head is cut to {asked.share:.3g}, for answers that must be "
+        f"cost: rise of the loss, in nats a token, if the head is cut to {found.share:.3g}, for answers that must be "
         "recalled and for plain text; ±: half of a 95% confidence interval, over tasks."
     )
     console.print(f"seconds: {seconds:.3g}")

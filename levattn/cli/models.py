@@ -124,7 +124,7 @@ def prune_report(inquiry: Inquiry, budget: float, heads: str, **options: Any) ->
     from levattn.integrations.transformers import prune
 
     selection = Selection(budget, **options)
-    profile = profile_of(model, heads, budget if model.can_generate() else 1)
+    profile = profile_of(model, heads, budget if model.can_generate() else 1, "reading")
     with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         with prune(model, selection, heads=profile) as report:
             _run(model, inputs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from levattn._core.checks import needing
 from levattn.cli.output import fail, report
-from levattn.exceptions import RecallWarning
+from levattn.exceptions import ProfileWarning, RecallWarning
 
 _GGUF_NEEDS = ("gguf", "accelerate")
 
@@ -143,19 +143,22 @@ def check_profile(heads: str) -> None:
         fail(f"{heads}: no such file; make it with `levattn profile`, or give --heads one of {known}")
 
 
-def profile_of(model: Any, heads: str, budget: float) -> Any:
-    """Return the profile that --heads asks for, or None; report a budget that all heads of a decoder share."""
+def profile_of(model: Any, heads: str, budget: float, way: str = "cache") -> Any:
+    """Return the profile that --heads asks for, or None; report a budget that all heads of a decoder share.
+
+    Also report a profile of heads that were cut in another way.
+    """
     if budget == 1 and heads in ("auto", "none"):
         return None
     from levattn.integrations.transformers import HeadProfile
     from levattn.integrations.transformers.compression.profile import known_profile
 
     auto = heads == "auto" and budget < 1
-    found, names = known_profile(model) if auto else (None, [])
+    found, names = known_profile(model, way=way) if auto else (None, [])
     if found is not None:
         report(f"the known profile {names[0]} splits the budget over the heads; --heads none cuts all alike")
     if heads not in ("auto", "none"):
-        found = HeadProfile.load(heads) if Path(heads).is_file() else HeadProfile.find(heads)
+        found = HeadProfile.load(heads) if Path(heads).is_file() else HeadProfile.find(heads, way=way)
     if found is None:
         shown = f"{budget:.0%}" if budget < 1 else f"{budget} slots"
         why = f"no known profile fits this model: {', '.join(names)}" if names else "no profile splits the budget"
@@ -163,12 +166,15 @@ def profile_of(model: Any, heads: str, budget: float) -> Any:
         if budget > 1:
             remedy = "give --budget a share up to 1, which a profile splits"
         report(f"all heads are cut to {shown}, because {why}; decoders cannot recall facts of the text then; {remedy}")
+    elif found.way != way:
+        report(f"the heads of the profile were cut for {found.way}; make one with `levattn profile --way {way}`")
     return found
 
 
 @contextmanager
 def told_of_recall() -> Iterator[None]:
-    """Suppress the same warning of the library."""
+    """Suppress the same warnings of the library."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecallWarning)
+        warnings.filterwarnings("ignore", "the heads of the profile were cut in another way", ProfileWarning)
         yield

@@ -200,7 +200,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(decoder, context, text, tmp
     assert "generates no text; give a causal decoder" in refused("ask", folder, context, "the")
     refused("compress", decoder, "--text", text, "-o", "a.safetensors", "--budget", "0", status=2)
     refused("compress", decoder, "--text", text, "-o", "a.txt", status=2)
-    refused("profile", decoder, "-o", "a.json", "--share", "1", status=2)
+    refused("profile", decoder, "-o", "a.json", "--way", "both", status=2)
 
 
 def test_a_profile_splits_the_budget(decoder, text, tmp_path, monkeypatch):
@@ -220,12 +220,21 @@ def test_a_profile_splits_the_budget(decoder, text, tmp_path, monkeypatch):
     assert (refined["refined"], refined["trials"]) == (str(heads), 7)
     assert all(row["recall_error"] is not None for row in refined["heads"])
     assert "no such file; give --refine" in refused(*more, "--refine", tmp_path / "none.json")
-    assert "share=0.25" in refused(*more, "--refine", heads, "--share", "0.25")
-    (tmp_path / "more.txt.json").unlink()
+    assert "way='reading'" in refused(*more, "--refine", heads, "--way", "reading")
+    read = json.loads(run(*more, "--way", "reading", "--json").stdout)
+    assert_as_documented(read)
+    assert (read["way"], told["way"]) == ("reading", "cache")
+    reading = (tmp_path / "more.txt.json").rename(tmp_path / "heads.reading.json")
     arguments = ("compress", decoder, "--text", text, "--heads", heads, "-o", tmp_path / "a.safetensors")
     compressed = run(*arguments, "--budget", "0.6")
     assert (compressed.exit_code, compressed.stderr) == (0, "")
-    pruned = ("prune-report", decoder, "--text", text, "--heads", heads)
+    told_way = "levattn: the heads of the profile were cut for {}; make one with `levattn profile --way {}`"
+    found = run(*arguments[:-4], "--heads", reading, "-o", tmp_path / "b.safetensors", "--budget", "0.6")
+    assert (found.exit_code, found.stderr.strip()) == (0, told_way.format("reading", "cache"))
+    pruned = ("prune-report", decoder, "--text", text, "--heads")
+    found = run(*pruned, heads, "--budget", "0.6")
+    assert (found.exit_code, found.stderr.strip()) == (0, told_way.format("cache", "reading"))
+    pruned = (*pruned, reading)
     result = run(*pruned, "--budget", "0.6")
     assert (result.exit_code, result.stderr) == (0, "")
     refused(*pruned, "--budget", "24", status=2)

@@ -417,11 +417,11 @@ def pruned() -> Any:
     return model
 
 
-def profile(costs: dict[tuple[int, int], float] | None = None) -> HeadProfile:
+def profile(costs: dict[tuple[int, int], float] | None = None, way: str = "cache") -> HeadProfile:
     costs = {(0, 0): 0.01, (0, 1): 2.0, (1, 0): 0.2, (1, 1): 0.0} if costs is None else costs
     figures = {"recall_error": 0.1, "text": 0.0, "text_error": 0.1}
     rows = [{"layer": layer, "head": head, "recall": cost, **figures} for (layer, head), cost in costs.items()]
-    return HeadProfile(rows, "LlamaForCausalLM", 1 / 16)
+    return HeadProfile(rows, "LlamaForCausalLM", 1 / 16, way=way)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -537,9 +537,10 @@ def test_pruning_takes_the_profile_and_warns_without_one() -> None:
     with pytest.warns(levattn.RecallWarning, match="all heads of a decoder are pruned alike"):
         prune(model, 0.5).remove()
     prune(base("Gemma"), 1.0).remove()
-    with torch.no_grad(), prune(model, 0.5, heads=profile()) as report:
+    of_reading = profile(way="reading")
+    with torch.no_grad(), prune(model, 0.5, heads=of_reading) as report:
         model(context())
-    shares = profile().shares(0.5, 1 / 16)
+    shares = of_reading.shares(0.5)
     slots = {(row["layer"], row["head"]): row["slots"] for row in report.table()}
     assert sorted(slots) == [head for head, share in sorted(shares.items()) if share < 1]
     assert all(count <= shares[head] * CONTEXT for head, count in slots.items())
@@ -547,23 +548,24 @@ def test_pruning_takes_the_profile_and_warns_without_one() -> None:
         prune(model, profile())
     for selection, layers in ((0.5, [0]), (Selection(size=4), None), ({0: 0.5}, None), (40, None)):
         with pytest.raises(ValueError, match="expected a share of the keys as budget, and no layers"):
-            prune(model, selection, layers=layers, heads=profile())
+            prune(model, selection, layers=layers, heads=of_reading)
 
 
 def test_calibration_takes_how_heads_share_a_budget_from_the_profile() -> None:
     model, inputs = base(), {"input_ids": context(2)}
+    heads = profile(way="reading")
     shares = (0.3, 0.5, 0.7)
-    found = calibrate(model, inputs, target=1e9, metric="logits", budgets=shares, heads=profile())
-    assert dict(found) == profile().shares(0.3, 1 / 16)
-    tight = calibrate(model, inputs, target=1e-30, metric="logits", budgets=shares, heads=profile())
+    found = calibrate(model, inputs, target=1e9, metric="logits", budgets=shares, heads=heads)
+    assert dict(found) == heads.shares(0.3)
+    tight = calibrate(model, inputs, target=1e-30, metric="logits", budgets=shares, heads=heads)
     assert set(tight.values()) == {1.0}
-    middle = calibrate(model, inputs, target=found.reached * 0.9, metric="logits", budgets=shares, heads=profile())
-    assert dict(middle) in [profile().shares(share) for share in (0.5, 0.7, 1.0)]
+    middle = calibrate(model, inputs, target=found.reached * 0.9, metric="logits", budgets=shares, heads=heads)
+    assert dict(middle) in [heads.shares(share) for share in (0.5, 0.7, 1.0)]
     texts = {"input_ids": tokens(60, 12)}
-    risky = calibrate(model, texts, risk=0.999, confidence=0.5, metric="logits", budgets=shares, heads=profile())
-    assert dict(risky) in [profile().shares(share) for share in shares]
+    risky = calibrate(model, texts, risk=0.999, confidence=0.5, metric="logits", budgets=shares, heads=heads)
+    assert dict(risky) in [heads.shares(share) for share in shares]
     with pytest.raises(ValueError, match="expected no layers"):
-        calibrate(model, inputs, target=1.0, layers=[0], heads=profile())
+        calibrate(model, inputs, target=1.0, layers=[0], heads=heads)
 
 
 @pytest.mark.parametrize("heads", [256, 1000, 4096])

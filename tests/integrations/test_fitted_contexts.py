@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noq
 
 from levattn.attention import Selection, fit_slots  # noqa: E402
 from levattn.exceptions import ResidualWarning  # noqa: E402
-from levattn.integrations.transformers import CompressedCache, HeadProfile, compress  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, compress  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -210,22 +210,6 @@ def test_what_cannot_be_fitted_is_refused_if_it_was_asked_for(how: dict[str, Any
     if "chunk" not in how and isinstance(how["references"], str) and how["references"] != "first":
         cache = compress(model, tokens(1, N), selection)  # by default it is not fitted, or to other queries
         assert torch.isfinite(logits(model, cache)).all()
-
-
-def test_shares_have_a_least_one() -> None:
-    rows = [
-        {"layer": layer, "head": head, "recall": recall, "recall_error": 0.1, "text": 0.01, "text_error": 0.0}
-        for (layer, head), recall in {(0, 0): 5.0, (0, 1): 0.0, (1, 0): 0.0, (1, 1): 0.0}.items()
-    ]
-    profile = HeadProfile(rows, "LlamaForCausalLM", 1 / 16)
-    for least in (0.0, 1 / 16, 0.2):
-        shares = profile.shares(0.3, least)
-        assert max(shares.values()) == shares[0, 0]
-        assert min(shares.values()) >= least
-        assert sum(shares.values()) <= 4 * 0.3 * (1 + 1e-12)
-    assert set(profile.shares(0.3, 0.3).values()) == {0.3}
-    with pytest.raises(ValueError, match=r"least is 2\.0; expected a share"):
-        profile.shares(0.3, 2)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTJ"])

@@ -5,6 +5,7 @@ Inside: failures have to be planted, and of parts that split, replay and attend 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -29,7 +30,6 @@ from levattn.integrations.transformers import CompressedCache, HeadProfile, comp
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.compression import observed as rules  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
-from levattn.integrations.transformers.compression.ablation import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.compress import _empty_layers  # noqa: E402
 from levattn.integrations.transformers.compression.files import Origin  # noqa: E402
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint  # noqa: E402
@@ -37,6 +37,7 @@ from levattn.integrations.transformers.compression.layer import CompressedLayer 
 from levattn.integrations.transformers.compression.profile import split_bytes  # noqa: E402
 from levattn.integrations.transformers.compression.rotation import rotations  # noqa: E402
 from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
+from levattn.integrations.transformers.compression.trials import ReadingTrial, Replay  # noqa: E402
 from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
@@ -378,11 +379,44 @@ def test_a_profile_cuts_to_a_share_of_the_positions(monkeypatch: pytest.MonkeyPa
         made.append(compress(*args, **how))
         return made[-1]
 
-    monkeypatch.setattr("levattn.integrations.transformers.compression.ablation.compress", noted)
+    monkeypatch.setattr("levattn.integrations.transformers.compression.trials.compress", noted)
     levattn_profile(base(max_position_embeddings=512), texts=["the quick brown fox " * 20] * 2, rounds=1)
     rows = [row for cache in made for row in cache.table()]
     assert {row["bits"] for row in rows} == {16}
     assert 14 <= min(row["slots"] for row in rows if row["slots"] > 1) <= 256 // 16  # weights take some of the bytes
+
+
+def test_costs_of_reading_are_rises_of_the_loss_of_a_model_with_a_pruned_head() -> None:
+    """Inside: trials begin at the layer of the head; here the model reads anew, and the losses are as defined.
+
+    The other heads have shares of their own. A head that was cut is made whole, and the curves turn the gain into the
+    cost of a cut to a sixteenth.
+    """
+    model, rng, n = base(max_position_embeddings=400), np.random.default_rng(0), 300
+    whole = rng.integers(0, model.config.vocab_size, n + 40)
+    counted = np.arange(40) % 5 > 2
+    shares = {(0, 0): 0.2, (0, 1): 1.0, (1, 0): 1.0, (1, 1): 0.5}
+    with torch.no_grad():
+        trial = ReadingTrial(model, list(shares), 1 / 16, whole[:n], (whole[n:], counted), (whole[:5], counted[:5]))
+        found = trial.costs(shares, lambda _: None)
+
+    def losses(given: dict[tuple[int, int], float]) -> Any:
+        cut: Any = {head: share for head, share in given.items() if share < 1}
+        with prune(model, cut, measure=False) if cut else contextlib.nullcontext():
+            log_p = model(torch.tensor(whole[None])).logits[0].log_softmax(-1).numpy()
+        answers = np.flatnonzero(counted) + n
+        text = np.arange(n // 2, n - 1, 4)
+        return -log_p[answers - 1, whole[answers]].mean(), log_p[text]
+
+    with torch.no_grad():
+        dense = np.exp(losses({})[1])
+        recall, text = losses(shares)
+        for (head, kept), cost in zip(shares.items(), found, strict=True):
+            other = losses(shares | {head: 1 / 16 if kept == 1 else 1.0})
+            rise = np.array([other[0] - recall, -(dense * (other[1] - text)).sum(1).mean()])
+            if kept < 1:
+                rise *= -np.array([(1 - 2**-0.5) / (1 - kept**0.125), (15 / (1 / kept - 1)) ** 1.5])
+            np.testing.assert_allclose(cost, rise, rtol=1e-3, atol=1e-5)
 
 
 def test_the_time_of_a_long_profile_is_told_before_it_starts(

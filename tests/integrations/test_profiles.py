@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -36,6 +38,11 @@ def model(seed: int = 0, **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def measured() -> HeadProfile:
     return head_profile(model(), Letters(), tasks=1, positions=256, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def read() -> HeadProfile:
+    return head_profile(model(), Letters(), tasks=1, positions=256, rounds=2, way="reading")
 
 
 @pytest.fixture
@@ -85,15 +92,86 @@ def test_a_model_has_its_profile_whatever_rounding_its_weights_have(
     assert HeadProfile.names() == sorted([NAME, "smollm2-135m-instruct"])
 
 
-def test_auto_and_a_name_stand_for_the_profile(measured: HeadProfile, folder: Path) -> None:
+def test_auto_and_a_name_stand_for_the_profile(measured: HeadProfile, read: HeadProfile, folder: Path) -> None:
     own, ids = model(), tokens(1, 200)
+    read.save(folder / f"{NAME}.reading.json")
     given = compress(own, ids, 0.5, heads=measured).table()
     for heads in ("auto", NAME, f"somebody/{NAME.upper()}"):
         assert compress(own, ids, 0.5, heads=heads).table() == given
         with prune(own, 0.5, heads=heads) as report:
             assert report.options["selection"]
     found = calibrate(own, {"input_ids": ids[:, :20]}, target=1e9, metric="logits", budgets=[0.5], heads="auto")
-    assert dict(found) == measured.shares(0.5, 1 / 16)
+    assert dict(found) == read.shares(0.5)
+    assert dict(HeadProfile.find(NAME, way="reading")) == dict(HeadProfile.find(own, way="reading")) == dict(read)
+    assert dict(HeadProfile.find(NAME)) == dict(HeadProfile.find(own)) == dict(measured)
+
+
+def test_a_profile_of_the_other_way_stands_in_with_a_warning(
+    measured: HeadProfile, read: HeadProfile, folder: Path
+) -> None:
+    own, ids = model(), tokens(1, 200)
+    inputs = {"input_ids": ids[:, :20]}
+    for heads in ("auto", NAME, measured):
+        with pytest.warns(levattn.ProfileWarning, match=r"way='reading'"), prune(own, 0.5, heads=heads):
+            pass
+        with pytest.warns(levattn.ProfileWarning, match=r"cut in another way \(cache\) than by prune and calibrate"):
+            found = calibrate(own, inputs, target=1e9, metric="logits", budgets=[0.5], heads=heads)
+        assert dict(found) == measured.shares(0.5, way="reading")
+    (folder / f"{NAME}.json").unlink()
+    read.save(folder / f"{NAME}.reading.json")
+    for other in ("auto", f"{NAME}.reading", read):
+        with pytest.warns(levattn.ProfileWarning, match=r"another way \(reading\) than by compress.*way='cache'"):
+            compress(own, ids, 0.5, heads=other)
+
+
+def test_costs_of_reading_are_those_of_a_model_that_prunes_the_head(read: HeadProfile) -> None:
+    """The loss of the answers with one head pruned, less that of the dense model, of a task that repeats a passage."""
+    assert read.way == "reading"
+    assert len(read) == 4
+    alone = head_profile(model(), Letters(), tasks=1, positions=256, rounds=1, way="reading")
+    again = head_profile(model(), Letters(), tasks=1, positions=256, rounds=1, way="reading", progress=lambda *_: None)
+    assert dict(alone) == dict(again)
+    assert dict(alone) != dict(head_profile(model(), Letters(), tasks=1, positions=256, rounds=1))
+    assert all(row["text"] >= 0 for row in alone.table())  # a divergence from the dense model, where all else is dense
+    with pytest.raises(ValueError, match="way is 'both'; expected 'cache' or 'reading'"):
+        head_profile(model(), Letters(), way="both")
+    with pytest.raises(ValueError, match="and way='cache'"):
+        head_profile(model(), Letters(), tasks=1, positions=256, earlier=read)
+
+
+@pytest.mark.parametrize("by", ["positions", "time"])
+def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
+    """No other choice of whole heads at this budget costs less, by the costs that `shares` tells."""
+    rng, head = np.random.default_rng(0), [(0, h) for h in range(7)]
+    recall, text = rng.exponential(size=(2, 7)) * np.array([[1.0], [0.02]])
+    errors = {"recall_error": 0.1, "text_error": 0.1}
+    rows = [{"layer": 0, "head": h, "recall": float(recall[h]), "text": float(text[h]), **errors} for h in range(7)]
+    found = HeadProfile(rows, "LlamaForCausalLM", 1 / 16, way="reading")
+    floor = 1e-4 * (recall + text).max()
+
+    def cost(share: float) -> Any:
+        curves = (1 - share**0.125) / (1 - 2**-0.5), ((1 / share - 1) / 15) ** 1.5
+        return 2 * recall * curves[0] + (text + floor) * curves[1]
+
+    for budget in (0.05, 0.12, 0.25, 0.5, 0.9):
+        shares = found.shares(budget, by=by)
+        values = np.array([shares[each] for each in head])
+        others = set(values[values < 1])
+        assert len(others) == 1
+        spent = values if by == "positions" else values * (2 - values)
+        assert abs(spent.mean() - budget) < 1e-12
+        own = sum(cost(share)[h] for h, share in enumerate(values) if share < 1)
+        for count in range(7):
+            for whole in itertools.combinations(range(7), count):
+                rest = (7 * budget - count) / (7 - count)
+                if rest > 0:
+                    share = rest if by == "positions" else 1 - (1 - rest) ** 0.5
+                    assert own <= sum(cost(share)[h] for h in range(7) if h not in whole) * (1 + 1e-12)
+    assert set(found.shares(1.0, by=by).values()) == {1.0}
+    with pytest.raises(ValueError, match="by is 'time'; expected \"positions\" for the way 'cache'"):
+        found.shares(0.5, way="cache", by="time")
+    with pytest.raises(ValueError, match="way is 'other'"):
+        found.shares(0.5, way="other")
 
 
 def test_auto_needs_no_profile_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +204,8 @@ def test_a_quick_profile_is_refined_on_other_texts(measured: HeadProfile) -> Non
     for own, earlier in ((model(), other), (further, measured)):
         with pytest.raises(ValueError, match="expected a profile of this LlamaForCausalLM"):
             head_profile(own, Letters(), earlier=earlier, **options)
-    with pytest.raises(ValueError, match=r"and share=0\.25"):
-        head_profile(model(), Letters(), earlier=measured, share=0.25, **options)
+    with pytest.raises(ValueError, match=r"cut to 0\.0625, and way='reading'"):
+        head_profile(model(), Letters(), earlier=measured, way="reading", **options)
     with pytest.raises(TypeError, match="a HeadProfile to refine"):
         head_profile(model(), Letters(), earlier={}, **options)
 
@@ -334,8 +412,15 @@ def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Pat
     file.write_text(json.dumps({**document, "version": 1}))
     with pytest.raises(ValueError, match=r"version 1.*Measure the profile again with head_profile"):
         HeadProfile.load(file)
-    file.write_text(json.dumps({**document, "version": 3}))
-    with pytest.raises(ValueError, match=r"version 3.*A newer levattn made it, so update levattn"):
+    file.write_text(json.dumps({**document, "version": 4}))
+    with pytest.raises(ValueError, match=r"version 4.*A newer levattn made it, so update levattn"):
         HeadProfile.load(file)
+    old = {name: value for name, value in document.items() if name != "way"}
+    file.write_text(json.dumps({**old, "version": 2}))
+    assert HeadProfile.load(file).way == "cache"
+    for way in ("no", 3):
+        file.write_text(json.dumps({**document, "way": way}))
+        with pytest.raises(ValueError, match=r"heads\.json"):
+            HeadProfile.load(file)
     with pytest.raises(TypeError, match="fingerprint is of type str"):
         HeadProfile(measured.table(), "LlamaForCausalLM", 0.5, "mine")  # type: ignore[arg-type]

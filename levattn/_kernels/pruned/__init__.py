@@ -52,9 +52,9 @@ class PrunedArguments:
     `power`: None for a softmax, else p: weights are abs(x)^p.
     `narrow`: the dtype of 16 bits of the given arrays, and the scale of the queries, if products of this dtype are
     precise enough; or None.
-    `chunks`: how many chunks of as many positions q has, one after the other; n is then the rows of all. Each chunk has
-    m, `first` and `last` of its own, from its first near key on, and its own slots: these arrays have an item for each
-    chunk of each sequence, sequences within chunks. More than one only if `renewed` takes renewals in turn.
+    `chunks`: how many chunks of as many positions q has, one after the other; n is then the rows of all. Each chunk
+    has m, `first` and `last` of its own, from its first near key on, and its own slots: these arrays have an item for
+    each chunk of each sequence, sequences within chunks. More than one only if `renewed` takes renewals in turn.
     """
 
     q: Any
@@ -209,7 +209,7 @@ class PrunedKernels(PrunedOperators, Protocol):
 
     def renewed(
         self, x: RenewalArguments, room: dict[str, Any] | None = None, /
-    ) -> tuple[Any, Any, Any, Summaries, Any] | None:
+    ) -> tuple[Any, Any, Any, Summaries | None, Any] | None:
         """Return kept keys, values and places, summaries, and radii or None; or None if the caller must take steps.
 
         If in turn, the results have an item for each sequence before the first renewal and after each, sequences

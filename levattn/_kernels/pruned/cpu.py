@@ -255,7 +255,9 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
         )
 
 
-def renewed(x: RenewalArguments, room: dict[str, Any] | None = None) -> tuple[Any, Any, Any, Summaries, Any] | None:
+def renewed(
+    x: RenewalArguments, room: dict[str, Any] | None = None
+) -> tuple[Any, Any, Any, Summaries | None, Any] | None:
     """Return kept keys and summaries after a selection, or None for non-finite numbers, which the caller reports."""
     room = {} if room is None else room
     room["side"] = not room.get("side")  # alternates, so that the previous results stay valid

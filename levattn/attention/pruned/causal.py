@@ -101,8 +101,8 @@ def _renewed_at_once(
 ) -> PrunedPart | None:
     """Return the part after a selection by one kernel; None without one, or for numbers that need an error.
 
-    `sums`: over queries, their numbers, and the mean key; if `in_turn`, of several selections. Then the arrays of slots
-    have an item for each sequence before the first selection and after each.
+    `sums`: over queries, their numbers, and the mean key; if `in_turn`, of several selections. Then the arrays of
+    slots have an item for each sequence before the first selection and after each.
     """
     xp = namespace_of(part.recent)
     total, second, counts, mean = sums
@@ -416,9 +416,9 @@ def _run(
     length, near = T // count, rows[0].shape[1] - T
     queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
     if count > 1 and isinstance(q, np.ndarray):
-        found = _run_in_turn(walk, part, q, rows, (queries, keys), last, room, into)
-        if found is not None:
-            return found
+        whole = _run_in_turn(walk, part, q, rows, (queries, keys), last, room, into)
+        if whole is not None:
+            return whole
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
@@ -475,7 +475,8 @@ def _run_in_turn(
         return None
     names = "kept", "kept_values", "kept_places", "summaries", "radius"
     slots = {name: mapped(vars(each)[name], lambda array: array[: count * b]) for name in names}
-    x = _arguments(walk, replace(part, **slots), q[:, :, :length, :], rows[0][:, : rows[0].shape[1] - T + length], rows[1])
+    one = rows[0][:, : rows[0].shape[1] - T + length, :]
+    x = _arguments(walk, replace(part, **slots), q[:, :, :length, :], one, rows[1])
     Y, _ = PRUNING.mixture(replace(x, q=q, keys=rows[0], chunks=count), room, into)
     slots = {name: mapped(vars(each)[name], lambda array: array[-b:]) for name in names}
     return (Y,), replace(each, **slots)

@@ -131,12 +131,6 @@ def add(app: typer.Typer) -> None:
     app.command("evaluate", cls=Command, help=_EVALUATE, epilog=_EVALUATE_EPILOG)(_evaluate)
 
 
-def _share(value: float) -> float:
-    if not 0 < value < 1:
-        raise typer.BadParameter(f"--share is {value}, expected a share of the bytes in (0, 1)")
-    return value
-
-
 def _bits(value: int | None) -> int | None:
     if value not in (None, 4, 8, 16):
         raise typer.BadParameter(f"--bits is {value}, expected 4, 8 or 16")
@@ -156,7 +150,10 @@ def _profile(
             min=1, help="Rounds over all heads. 1 with --tasks 1 gives a first split in a tenth of the time."
         ),
     ] = 3,
-    share: Annotated[float, typer.Option(callback=_share, help="Share of its bytes that a cut head keeps.")] = 1 / 16,
+    way: Annotated[
+        Literal["cache", "reading"],
+        typer.Option(help="How heads are cut: cache for `compress`, reading for the function `prune`."),
+    ] = "cache",
     refine: Annotated[
         Path | None,
         typer.Option(help="Profile of this model, such as a quick one, to go on from: costs are means over both."),
@@ -172,7 +169,7 @@ def _profile(
     ] = None,
     html: WebPage = None,
 ) -> None:
-    contexts.profile(contexts.Measurement(model, output, tasks, positions, rounds, share, refine, as_json, plot, html))
+    contexts.profile(contexts.Measurement(model, output, tasks, positions, rounds, way, refine, as_json, plot, html))
 
 
 def _compress(

@@ -16,7 +16,7 @@ from levattn._core.threads import reported
 from levattn.attention import Selection
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
-from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile, profile_for
+from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for
 from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
@@ -165,7 +165,7 @@ def calibrate(
     batches = _batches(inputs)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call model.eval()")
-    profile = profile_for(model, heads, None) if isinstance(heads, HeadProfile | str) else None
+    profile = profile_for(model, heads, None, READING) if isinstance(heads, HeadProfile | str) else None
     if profile and layers is not None:
         raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers with a profile")
     choosing, testing = (batches, []) if risk is None else dealt(model, batches, risk, confidence)
@@ -175,7 +175,7 @@ def calibrate(
     with reported(progress, passes) as advance, torch.no_grad():
         losses = Losses(model, metric, selection, advance)
         if profile:
-            ladder: _Ladder = [partial(profile.shares, share, WHILE_READING) for share in (1.0, *reversed(shares))]
+            ladder: _Ladder = [partial(profile.shares, share, way=READING) for share in (1.0, *reversed(shares))]
         else:
             ladder = _by_errors(losses.of_heads(choosing, shares, layers, heads))
         if risk is None:

@@ -154,8 +154,12 @@ def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any
 
 
 def _taken(array: Any, places: Any, axis: int) -> Any:
+    """Return an array at some places of an axis: a view, where these are adjacent."""
     if array is None:
         return None
+    places = np.asarray(places)
+    if len(places) and (np.diff(places) == 1).all():
+        return array.narrow(axis, int(places[0]), len(places))
     return array.index_select(axis, torch.as_tensor(places, device=array.device))
 
 
@@ -271,7 +275,18 @@ def _of_groups(
         pieces.append(Y)
         states.append(after)
     each = arrays.q.shape[1] // arrays.k.shape[1]
-    return concatenated(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states)
+    return _side_by_side(pieces, [group.of_queries(each) for group in part.groups]), tuple(states)
+
+
+def _side_by_side(pieces: Sequence[Any], places: Sequence[Any]) -> Any:
+    """Return the outputs (B, H, m, D) of groups of heads at their places, in memory as (B, m, H, D)."""
+    if len(pieces) == 1:
+        return pieces[0]
+    B, _, m, D = pieces[0].shape
+    whole = pieces[0].new_empty((B, m, sum(map(len, places)), D)).transpose(1, 2)
+    for piece, of in zip(pieces, places, strict=True):
+        whole.index_copy_(1, torch.as_tensor(of, device=whole.device), piece)
+    return whole
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
-from levattn.integrations.transformers.compression.profile import WHILE_READING, HeadProfile, profile_for
+from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning
@@ -148,7 +148,7 @@ def prune(
         )
     alike = layers is None and heads is None and not isinstance(selection, Mapping)
     if isinstance(heads, HeadProfile | str):
-        profile, heads = profile_for(model, heads, selection), None
+        profile, heads = profile_for(model, heads, selection, READING), None
         selection = selection if profile is None else _split_by(profile, selection, layers)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
@@ -184,7 +184,7 @@ def _split_by(profile: Any, selection: Any, layers: Any) -> dict[tuple[int, int]
             f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
             "keys as budget, and no layers"
         )
-    return with_budgets(found, profile.shares(found.budget, WHILE_READING))
+    return with_budgets(found, profile.shares(found.budget, way=READING))
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from levattn._core.checks import check_type, fraction, whole_number
+from levattn._core.checks import check_type, whole_number
 from levattn._core.threads import reported
-from levattn.integrations.transformers.calls import as_cache_of, inputs_device
-from levattn.integrations.transformers.compression.cache import CompressedCache
+from levattn.integrations.transformers.calls import inputs_device
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint
-from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.profile import DOUBT, HeadProfile, curves
-from levattn.integrations.transformers.discovery import attention_modules
+from levattn.integrations.transformers.compression.profile import CACHE, DOUBT, READING, HeadProfile
+from levattn.integrations.transformers.compression.trials import CacheTrial, ReadingTrial
 from levattn.integrations.transformers.interface import check_model
 
 _log = logging.getLogger("levattn")
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
+_SHARE = 1 / 16  # of its bytes that a cut head keeps
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
-_DTYPE = 16  # bits that stand for the dtype of the model: costs are of positions, whatever bits hold them later
 _OTHER_TEXTS = 1_000_003  # times the trials of an earlier profile: what its seed is moved by
 _PIECE = 256  # tokens that a model writes at once
+TRIALS = {CACHE: CacheTrial, READING: ReadingTrial}
 _LENGTH = {"min_new_tokens": _PIECE, "max_new_tokens": _PIECE}
 _SAMPLED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
 
@@ -45,7 +41,7 @@ def head_profile(
     tasks: int = 4,
     positions: int = 1024,
     rounds: int = 3,
-    share: float = 1 / 16,
+    way: str = CACHE,
     seed: int = 0,
     earlier: HeadProfile | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
@@ -53,12 +49,18 @@ def head_profile(
     """Measure the loss of a decoder if each head of its keys is cut, alone and beside other cut heads.
 
     Contexts are texts with lines "key = value" of random words in them. After each context the model must answer with
-    the values, repeat passages of the context, and continue the text. The model reads the context densely. The first
-    round cuts one head to `share`, as `compress` with ``bits=16`` cuts it. It compares the losses of the answers and
-    of the text with the losses of the dense cache. In further rounds all heads share an eighth of the bytes, split by
-    the costs so far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean
-    over the rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
-    assumption.
+    the values, and repeat passages of the context. Heads are cut in one of two ways, and a profile serves this way
+    alone, because errors of layers add up while a model reads:
+
+    - "cache", for `compress`: the model reads the context densely, and then its cache is cut (with ``bits=16``). The
+      text is what follows the context;
+    - "reading", for `prune`: the model reads context and questions with pruned heads. The text is every fourth
+      position in the second half of the context.
+
+    The first round cuts one head to a sixteenth. It compares the losses of the answers and of the text with those of
+    the dense model. In further rounds all heads share an eighth of the bytes, split by the costs so far. A head that
+    is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the rounds, because
+    heads that stand in for one another cost nothing alone. The sum over several heads is an assumption.
 
     Parameters
     ----------
@@ -75,8 +77,8 @@ def head_profile(
     rounds : int, default 3
         The first round finds heads that recall alone. The second finds heads that stand in for others, and a third
         the remaining ones. For a first split in a tenth of the time take ``tasks=1, rounds=1``, and refine it later.
-    share : float in (0, 1), default 1/16
-        Share of its bytes that a cut head keeps.
+    way : {"cache", "reading"}, default "cache"
+        How heads are cut.
     seed : int, default 0
         Seed of the random words, and of the texts that the model writes.
     earlier : HeadProfile, optional
@@ -97,13 +99,15 @@ def head_profile(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of range, a text is too short, or `compress` refuses the model. Also if `earlier` is of
-        other weights or another share.
+        If an argument is out of range, a text is too short, or `compress` or `prune` refuses the model. Also if
+        `earlier` is of other weights, another share or another way.
 
     Notes
     -----
-    Time: each context is read five times. Each head of the keys takes six passes over about 100 positions, from its
-    layer on. Memory: a dense cache of `positions` and 95 rows of probabilities of the vocabulary for each task.
+    Time for caches: each context is read five times. Each head of the keys takes six passes over about 100 positions,
+    from its layer on. For reading, each head takes a pass over about ``positions + 100`` in each round, from its layer
+    on. Memory: a dense cache of `positions`, or the outputs of all layers, and 95 or about ``positions / 8`` rows of
+    probabilities of the vocabulary for each task.
 
     References
     ----------
@@ -117,40 +121,43 @@ def head_profile(
     >>> cache = compress(model, context, 0.25, heads=profile)  # doctest: +SKIP
     """
     tasks, positions = whole_number("tasks", tasks), whole_number("positions", positions, 256)
-    rounds, share, seed = whole_number("rounds", rounds), fraction("share", share), whole_number("seed", seed, 0)
+    rounds, seed = whole_number("rounds", rounds), whole_number("seed", seed, 0)
+    if way not in TRIALS:
+        raise ValueError(f"way is {way!r}; expected {' or '.join(map(repr, TRIALS))}")
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
     words, heads = _words(tokenizer), _heads_of(model)
     shares = dict.fromkeys(heads, 1.0)
     if earlier is not None:
-        shares = _split_of(earlier, model, heads, share)
+        shares = _split_of(earlier, model, heads, way)
         seed += _OTHER_TEXTS * earlier.trials
     rng = np.random.default_rng(seed)
     steps = tasks + rounds * tasks * len(heads) + (_PIECE if texts is None else 0)
     with torch.no_grad(), reported(progress, steps, "steps") as advance:
         given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed, advance)
-        trials: list[_Trial] = []
+        trials: list[Any] = []
         for text in given:
-            trials.append(_Trial(model, heads, share, *_task(tokenizer, text, positions, words, rng)))
+            trials.append(TRIALS[way](model, heads, _SHARE, *_task(tokenizer, text, positions, words, rng)))
             advance(1)
         found: list[Any] = []
         _tell_time(trials[0].step_seconds(), rounds * tasks * len(heads))
         for _ in range(rounds):
             found.append([trial.costs(shares, advance) for trial in trials])
-            profile = _profile(model, heads, np.mean(found, 0), share, len(found))
+            profile = _profile(model, heads, np.mean(found, 0), way, len(found))
             profile = profile if earlier is None else earlier.joined(profile)
             shares = _in_order(profile.shares(_COMPANY), heads)
     return profile
 
 
-def _split_of(earlier: Any, model: Any, heads: list[tuple[int, int]], share: float) -> dict[tuple[int, int], float]:
+def _split_of(earlier: Any, model: Any, heads: list[tuple[int, int]], way: str) -> dict[tuple[int, int], float]:
     """Return the split of the other heads by an earlier profile, or raise if it cannot be refined."""
     check_type("earlier", earlier, HeadProfile, "a HeadProfile to refine, or None")
-    if earlier.share != share or set(earlier) != set(heads) or not earlier.fits(model):
+    known = earlier.share == _SHARE and earlier.way == way
+    if not known or set(earlier) != set(heads) or not earlier.fits(model):
         raise ValueError(
-            f"earlier is {earlier!r}; expected a profile of this {type(model).__name__} with its {len(heads)} heads "
-            f"and share={share:.6g}. Measure a new one without earlier"
+            f"earlier is {earlier!r}, way={earlier.way!r}; expected a profile of this {type(model).__name__} with its "
+            f"{len(heads)} heads, cut to {_SHARE:.6g}, and way={way!r}. Measure a new one without earlier"
         )
     return _in_order(earlier.shares(_COMPANY), heads)
 
@@ -173,7 +180,7 @@ def _tell_time(step: float, steps: int) -> None:
         _log.info("measuring the heads takes about %.2g minutes: %d steps of %.2g seconds", minutes, steps, step)
 
 
-def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float, rounds: int) -> HeadProfile:
+def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, way: str, rounds: int) -> HeadProfile:
     """Return the profile from costs (tasks, heads, 2): means over tasks, and intervals."""
     errors = [[None, None]] * len(heads)
     if len(costs) > 1:
@@ -182,7 +189,7 @@ def _profile(model: Any, heads: list[tuple[int, int]], costs: Any, share: float,
     for (layer, head), mean, error in zip(heads, costs.mean(0).tolist(), errors, strict=True):
         figures = {"recall": mean[0], "recall_error": error[0], "text": mean[1], "text_error": error[1]}
         rows.append({"layer": layer, "head": head, **figures})
-    return HeadProfile(rows, type(model).__name__, share, Fingerprint.of(model), len(costs) * rounds)
+    return HeadProfile(rows, type(model).__name__, _SHARE, Fingerprint.of(model), len(costs) * rounds, way)
 
 
 def _texts(
@@ -269,109 +276,3 @@ def _task(tokenizer: Any, text: Any, positions: int, words: Any, rng: np.random.
     lengths = [length for question, answer in asked for length in (sum(map(len, question)), len(answer))]
     answers, after = np.repeat([False, True] * len(asked), lengths), text[room : room + _FOLLOWING]
     return np.concatenate([*context, last]), (questions, answers), (after, np.ones(len(after), bool))
-
-
-class _Trial:
-    """A task whose context a model has read, with all heads whole and with all heads cut to a share."""
-
-    def __init__(
-        self, model: Any, heads: list[tuple[int, int]], share: float, context: Any, *asked: tuple[Any, Any]
-    ) -> None:
-        self._model, self._share = model, share
-        device = inputs_device(model)
-        self._context = torch.tensor(context[None], device=device)
-        self._asked = [(torch.tensor(tokens, device=device), counted[1:]) for tokens, counted in asked]
-        self._whole = compress(model, self._context, 1.0)
-        self._likely = self._log_p(self._whole, self._asked[1][0]).exp()  # of tokens of the text after the context
-        self._light = compress(model, self._context, dict.fromkeys(heads, share), bits=_DTYPE)
-
-    def costs(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> list[Any]:
-        """Return the costs (2,) of cutting each head from whole to the share, where the others have `shares`.
-
-        A whole head is cut. A cut head is made whole, and the curves convert its gain into the cost of a cut.
-        """
-        low = compress(self._model, self._context, shares, bits=_DTYPE)
-        replays = [Replay(self._model) for _ in self._asked]
-        before, found = self._losses(low, [replay.recorded() for replay in replays]), []
-        for (layer, head), kept in shares.items():
-            changed = _exchanged(low, self._light if kept == 1 else self._whole, layer, head)
-            rise = self._losses(changed, [replay.begun_at(layer) for replay in replays]) - before
-            found.append(rise if kept == 1 else -rise * (curves(self._share) / curves(kept)))
-            advance(1)
-        return found
-
-    def step_seconds(self) -> float:
-        """Return about the time in which `costs` measures a head: half of the layers are computed in the mean."""
-        start = time.perf_counter()
-        self._losses(self._light, [nullcontext(), nullcontext()])
-        return (time.perf_counter() - start) / 2
-
-    def _losses(self, cache: CompressedCache, passes: list[Any]) -> Any:
-        """Return the mean losses of answers and of the text after the context, in nats a token, in such passes.
-
-        The loss of the text is its mean over all texts that the model could write there with the whole cache.
-        """
-        (asked, counted), (text, _) = self._asked
-        with passes[0]:
-            answers = -self._log_p(cache, asked).gather(1, asked[1:, None])[:, 0].double().cpu().numpy()
-        with passes[1]:
-            terms = torch.where(
-                self._likely > 0, self._likely * self._log_p(cache, text), 0
-            )  # no token of -inf counts
-            others = -terms.sum(1, dtype=torch.float64).cpu().numpy()
-        return np.array([answers[counted].mean(), others.mean()])
-
-    def _log_p(self, cache: CompressedCache, tokens: Any) -> Any:
-        """Return log-probabilities of the next token after each but the last of some tokens."""
-        logits = self._model(tokens[None], **as_cache_of(self._model, cache.copy())).logits[0, :-1]
-        return logits.float().log_softmax(-1)
-
-
-def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:
-    """Return a cache with one head taken from another cache of the same context."""
-    parts = [(group, set(group.heads) - {head}) for group in cache.layers[layer].groups]
-    parts += [(group, set(group.heads) & {head}) for group in other.layers[layer].groups]
-    groups = tuple(group.of_heads(tuple(sorted(heads))) for group, heads in parts if heads)
-    changed = cache.copy()
-    changed.layers[layer] = CompressedLayer(layer, groups, cache.layers[layer].present)
-    return changed
-
-
-class Replay:
-    """The recorded outputs of a decoder's layers for some tokens; a changed layer costs only the layers from it on."""
-
-    def __init__(self, model: Any) -> None:
-        self._layers = {
-            attention.layer_idx: layer
-            for stack in model.modules()
-            if isinstance(stack, torch.nn.ModuleList)
-            for layer in stack
-            for attention in attention_modules(layer)
-            if getattr(attention, "layer_idx", None) is not None
-        }
-        self._outputs: dict[int, Any] = {}
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the outputs of the layers in the pass made meanwhile."""
-
-        def note(number: int, _module: Any, _args: Any, output: Any) -> None:
-            self._outputs[number] = output
-
-        with ExitStack() as hooks:
-            for number, layer in self._layers.items():
-                hooks.enter_context(layer.register_forward_hook(partial(note, number)))
-            yield
-
-    @contextmanager
-    def begun_at(self, first: int) -> Iterator[None]:
-        """Let the layers before the given one return their recorded outputs instead of computing."""
-        with ExitStack() as changes:
-            for number, layer in self._layers.items():
-                if number < first:
-                    if "forward" in vars(layer):  # accelerate sets one
-                        changes.callback(setattr, layer, "forward", layer.forward)
-                    else:
-                        changes.callback(delattr, layer, "forward")
-                    layer.forward = lambda *_, output=self._outputs[number], **__: output
-            yield

@@ -38,7 +38,7 @@ from levattn.integrations.transformers.compression.coding import (
 from levattn.integrations.transformers.compression.files import Origin, changing_positions
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal, seen_by_layer
 from levattn.integrations.transformers.compression.observed import scores_of
-from levattn.integrations.transformers.compression.profile import HeadSelections, profile_for
+from levattn.integrations.transformers.compression.profile import CACHE, HeadSelections, profile_for
 from levattn.integrations.transformers.compression.references import References, counted
 from levattn.integrations.transformers.compression.rotation import FixedError, rotations
 from levattn.integrations.transformers.compression.stand_in import UnreadError
@@ -195,7 +195,7 @@ def compress(
     layers = _empty_layers(model)
     sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
     gain = positions_of_one(_width(model), bits)
-    profile = profile_for(model, heads, selection)
+    profile = profile_for(model, heads, selection, CACHE)
     of_heads = HeadSelections.of(selection, profile, set(range(len(layers))) - sliding, sliding, gain)
     of_heads.check_codes(bits)
     cache = CompressedCache(layers, tokens, present, Origin(model))

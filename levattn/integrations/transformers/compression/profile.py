@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from levattn._core.checks import check_type, fraction, real_number, whole_number
+from levattn._core.checks import check_type, fraction, whole_number
 from levattn.attention import Selection
 from levattn.attention.pruned.baselines import asks_queries
 from levattn.attention.pruned.selection import selection_for_models
@@ -25,7 +25,8 @@ from levattn.integrations.transformers.calibration import Calibration, with_budg
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint
 from levattn.integrations.transformers.heads_table import HeadsRecord, HeadsTable, by_head, is_number
 
-WHILE_READING = 1 / 16  # least share of a head that is pruned: its errors add up over the text that it reads
+CACHE, READING = "cache", "reading"  # the ways in which heads are cut: after a dense reading, or while reading
+_USERS = {CACHE: "compress", READING: "prune and calibrate"}
 _RECALL = 2.0  # factor of the cost of recall; at 1, SmolLM2 recalls less at 6 % of the bytes
 AUTO = "auto"  # stands for the profile of the model among those that are known
 _FOLDER = "LEVATTN_PROFILES"  # the variable of the environment that names a folder of profiles
@@ -65,11 +66,14 @@ class HeadProfile(HeadsRecord, HeadsTable):
         A few weights of the model, from `head_profile`. A profile without it is of any model.
     trials : int, default 1
         How often each head was measured: tasks times rounds.
+    way : {"cache", "reading"}, default "cache"
+        Whether heads were cut in the cache of a dense reading, as `compress` cuts them, or pruned while the model
+        read, as `prune` does it. Each way has its own costs, and its own split of a budget.
 
     Raises
     ------
     ValueError, TypeError
-        If `rows` has not one row for each head, or numbers that are not finite.
+        If `rows` has not one row for each head, or numbers that are not finite, or there is no such way.
 
     Examples
     --------
@@ -85,7 +89,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
     0.0625
     """
 
-    _format: ClassVar = ("head profile", 2)
+    _format: ClassVar = ("head profile", 3)
     _oldest: ClassVar = 2  # earlier files do not know their model
     _again: ClassVar = ". Measure the profile again with head_profile(model, tokenizer)"
     _labels: ClassVar = {
@@ -100,6 +104,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         share: float,
         fingerprint: Fingerprint | None = None,
         trials: int = 1,
+        way: str = CACHE,
     ) -> None:
         self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
         for (layer, head), row in self._table.items():
@@ -117,6 +122,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         check_type("fingerprint", fingerprint, Fingerprint | None, "that of another profile, or None")
         self.fingerprint = fingerprint
         self.trials = whole_number("trials", trials)
+        self.way = _way(way)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         row: dict[str, float] = self._table[key]
@@ -125,8 +131,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
     def __repr__(self) -> str:
         dearest = max(self, key=self.__getitem__)
         return (
-            f"<HeadProfile of {self.model}: {len(self)} heads cut to {self.share:.3g}, the dearest is head "
-            f"{dearest[1]} of layer {dearest[0]} ({self[dearest]:.3g} nats)>"
+            f"<HeadProfile of {self.model}: {len(self)} heads cut to {self.share:.3g} ({self.way}), the dearest is "
+            f"head {dearest[1]} of layer {dearest[0]} ({self[dearest]:.3g} nats)>"
         )
 
     @classmethod
@@ -157,7 +163,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         return sorted(_profiles(folder))
 
     @classmethod
-    def find(cls, model: Any, folder: str | os.PathLike[str] | None = None) -> Self:
+    def find(cls, model: Any, folder: str | os.PathLike[str] | None = None, *, way: str = CACHE) -> Self:
         """Return the profile of a model, from levattn or from a folder.
 
         Parameters
@@ -168,11 +174,14 @@ class HeadProfile(HeadsRecord, HeadsTable):
         folder : path-like, optional
             A folder with files of `save`, which go before profiles of levattn. By default the one that the variable
             LEVATTN_PROFILES of the environment names, if it is set.
+        way : {"cache", "reading"}, default "cache"
+            The way in which the heads were cut. The name of a file may end in it, as in "name.reading.json".
 
         Returns
         -------
         HeadProfile
-            The profile, by the order of names if several fit; files in the folder go first.
+            The profile, by the order of names if several fit; files in the folder go first. If there is none of this
+            way, one of the other way.
 
         Raises
         ------
@@ -190,8 +199,10 @@ class HeadProfile(HeadsRecord, HeadsTable):
         -----
         Time and memory: a few entries of each array of the weights.
         """
+        _way(way)
         if isinstance(model, str):
             there, name = _profiles(folder), model.rpartition("/")[2].lower()
+            name = next((own for own in (f"{name}.{way}", name) if own in there), name)
             if name not in there:
                 file = ". Open a file with HeadProfile.load" if name.endswith(".json") else ""
                 raise ValueError(
@@ -200,7 +211,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
                 )
             return cls._read(there[name])
         check_type("model", model, torch.nn.Module, "a model of transformers, or the name of a profile")
-        found, others = known_profile(model, folder)
+        found, others = known_profile(model, folder, way)
         if found is None:
             raise ValueError(
                 f"no profile fits this {type(model).__name__}: {', '.join(others)} {_where(folder)}; expected one of "
@@ -235,43 +246,59 @@ class HeadProfile(HeadsRecord, HeadsTable):
         check_type("model", model, torch.nn.Module, "a model of transformers")
         return self.fingerprint is None or self.fingerprint.fits(Fingerprint.of(model))
 
-    def shares(self, budget: float, least: float = 0.0) -> dict[tuple[int, int], float]:
-        """Return the share of the bytes that each head keeps, so that the sum of the costs is least.
+    def shares(self, budget: float, *, way: str | None = None, by: str = "positions") -> dict[tuple[int, int], float]:
+        """Return the share of the positions that each head keeps, so that the sum of the costs is least.
 
-        The method assumes that at a share s the cost of recall is proportional to 1 - s^(1/8), and the cost of plain
-        text to 1/s - 1. At `share` both equal the measured costs. With the first curve, heads that recall stay whole
-        when bytes are few, because a fact outside the remaining slots is lost. Recall counts twice, because users
-        notice a lost answer before slightly worse predictions of text. The second curve is the squared error of a
-        head's output, which falls in half where slots double.
+        The method assumes that at a share s the cost of recall is proportional to 1 - s^(1/8). The cost of plain text
+        is proportional to 1/s - 1, and to its power 3/2 while a model reads. At `share` both equal the measured costs.
+        With the first curve, heads that recall stay whole when bytes are few, because a fact outside the remaining
+        slots is lost. Recall counts twice, because users notice a lost answer before slightly worse predictions of
+        text. The second curve is the squared error of a head's output, which falls in half where slots double, and
+        faster where the errors of layers add up.
+
+        In a cache, each head has a share of its own. While a model reads, some heads stay whole and all others have
+        the same share: so no head has less than it needs for text nearby, and a layer has two calls at most. No head
+        stays whole where the least cost is without one.
 
         Parameters
         ----------
         budget : float in (0, 1]
-            The mean of the shares, at most.
-        least : float in [0, 1], default 0
-            The smallest share of a head. Shares are whole 192nds of few sizes, so it may be rounded up. If `budget` is
-            not above the smallest one, all heads have `budget`.
+            The mean of the shares, at most; or of the time.
+        way : {"cache", "reading"}, optional
+            The use of the shares, which is the way of the profile if None.
+        by : {"positions", "time"}, default "positions"
+            The unit of the budget. The time is the number of products of queries and keys, relative to dense
+            attention: with a share s of a long text, queries read ``s (2 - s)`` of the products. Only for reading.
 
         Returns
         -------
         dict
-            The share of each (layer, head).
+            The share of each (layer, head). `prune` takes it in the place of a selection.
 
         Raises
         ------
         ValueError, TypeError
-            If budget or least is out of range, or no number.
+            If an argument is out of range, or no number.
+
+        Examples
+        --------
+        >>> from levattn.integrations.transformers import HeadProfile
+        >>> profile = HeadProfile.find("SmolLM2-135M-Instruct", way="reading")
+        >>> shares = profile.shares(0.25)
+        >>> len(set(shares.values()))
+        2
         """
-        budget, least = share_of_bytes("budget", budget), real_number("least", least)
-        if not 0 <= least <= 1:
-            raise ValueError(f"least is {least!r}; expected a share of the bytes in [0, 1]")
+        budget, way = share_of_bytes("budget", budget), _way(self.way if way is None else way)
+        if by not in ("positions", "time") or (by == "time" and way == CACHE):
+            wish = '"positions"' if way == CACHE else '"positions" or "time"'
+            raise ValueError(f"by is {by!r}; expected {wish} for the way {way!r}")
         floor = 1e-4 * max(self.values()) + 1e-12  # so that no head costs nothing
-        recall, text = curves(self.share)
+        recall, text = curves(self.share, way)
         costs = {
             head: (_RECALL * max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + floor) / text)
             for head, row in self._table.items()
         }
-        return split_bytes(costs, budget, least)
+        return split_bytes(costs, budget) if way == CACHE else whole_and_others(costs, budget, by == "time")
 
     def joined(self, other: HeadProfile) -> HeadProfile:
         """Return the profile of all trials of two profiles of the same weights and share.
@@ -290,7 +317,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Raises
         ------
         TypeError, ValueError
-            If `other` is no profile, or of another share, of other heads or of other weights.
+            If `other` is no profile, or of another share or way, of other heads or of other weights.
 
         Examples
         --------
@@ -303,10 +330,10 @@ class HeadProfile(HeadsRecord, HeadsTable):
         (1.5, 0.25)
         """
         check_type("other", other, HeadProfile, "a HeadProfile")
-        if other.share != self.share or set(other) != set(self):
+        if (other.share, other.way, set(other)) != (self.share, self.way, set(self)):
             raise ValueError(
-                f"other cuts {len(other)} heads to {other.share:.6g}; expected the {len(self)} heads and the share "
-                f"{self.share:.6g} of this profile"
+                f"other cuts {len(other)} heads to {other.share:.6g} ({other.way}); expected the {len(self)} heads, "
+                f"the share {self.share:.6g} and the way {self.way!r} of this profile"
             )
         one, two = self.fingerprint, other.fingerprint
         if one is not None and two is not None and not one.fits(two):
@@ -323,7 +350,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
                 for name in means
             }
             rows.append({"layer": layer, "head": head, **means, **errors})
-        return HeadProfile(rows, self.model, self.share, one or two, total)
+        return HeadProfile(rows, self.model, self.share, one or two, total, self.way)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each head.
@@ -337,14 +364,15 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
     def _facts(self) -> dict[str, Any]:
         known = None if self.fingerprint is None else self.fingerprint.to_dict()
-        facts = {"model": self.model, "share": self.share, "trials": self.trials}
+        facts = {"model": self.model, "way": self.way, "share": self.share, "trials": self.trials}
         return {**facts, "fingerprint": known, "heads": self.table()}
 
     @classmethod
     def _of(cls, document: dict[str, Any]) -> Self:
         known = document["fingerprint"]
         fingerprint = None if known is None else Fingerprint.from_dict(known)
-        return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"])
+        way = document.get("way", CACHE)  # earlier files have none
+        return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"], way)
 
 
 def _joined_error(one: tuple[float, float | None], two: tuple[float, float | None], apart: float) -> float:
@@ -376,14 +404,17 @@ def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
     return found
 
 
-def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> tuple[Any, list[str]]:
-    """Return the profile of a model or None; and its name, or the names of all with the reasons."""
+def known_profile(model: Any, folder: str | os.PathLike[str] | None = None, way: str = CACHE) -> tuple[Any, list[str]]:
+    """Return the profile of a model or None; and its name, or the names of all with the reasons.
+
+    A profile of another way stands in where there is none of this one.
+    """
     own, config, others = Fingerprint.of(model), model.config.get_text_config(decoder=True), []
     layers, each, most = (
         getattr(config, f"num_{of}", None) or 0 for of in ("hidden_layers", "key_value_heads", "attention_heads")
     )
     heads = {(layer, head) for layer in range(layers) for head in range(each or most)}
-    unread = []
+    unread, stands_in = [], None
     for name, file in _profiles(folder).items():
         try:
             profile = HeadProfile._read(file)
@@ -396,16 +427,20 @@ def known_profile(model: Any, folder: str | os.PathLike[str] | None = None) -> t
             others.append(f"{name} (does not know its model, so give it by name)")
             continue
         if known.fits(own):
-            if unread:
-                warnings.warn(
-                    f"files in the folder of profiles were left out: {'; '.join(unread)}. Take them out of the folder",
-                    ProfileWarning,
-                    stacklevel=3,
-                )
-            return profile, [name]
+            stands_in = stands_in or (profile, [name])
+            if profile.way == way:
+                stands_in = profile, [name]
+                break
+            continue
         alike = known.alike(own) and set(profile) <= heads
         others.append(f"{name} ({'has other weights' if alike else 'is of another model'})")
-    return None, others
+    if stands_in is not None and unread:
+        warnings.warn(
+            f"files in the folder of profiles were left out: {'; '.join(unread)}. Take them out of the folder",
+            ProfileWarning,
+            stacklevel=3,
+        )
+    return stands_in or (None, others)
 
 
 def _where(folder: Any) -> str:
@@ -414,8 +449,8 @@ def _where(folder: Any) -> str:
     return f"among those of levattn{f', and {_FOLDER} is not set' if named is None else f' and in {named}'}"
 
 
-def profile_for(model: Any, heads: Any, selection: Any) -> HeadProfile | None:
-    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights.
+def profile_for(model: Any, heads: Any, selection: Any, way: str) -> HeadProfile | None:
+    """Return the profile that the argument `heads` stands for, or None; warn if it is of other weights or another way.
 
     None stands for "auto" where the selection keeps everything.
     """
@@ -423,9 +458,7 @@ def profile_for(model: Any, heads: Any, selection: Any) -> HeadProfile | None:
     if heads is None or (isinstance(heads, str) and heads == AUTO and isinstance(budget, float) and budget == 1):
         return None
     if isinstance(heads, str):
-        if heads == AUTO:
-            return HeadProfile.find(model)
-        heads = HeadProfile.find(heads)
+        heads = HeadProfile.find(model if heads == AUTO else heads, way=way)
     wanted = f'a HeadProfile, the name of one, "{AUTO}", or None. A mapping as selection names heads'
     check_type("heads", heads, HeadProfile, wanted)
     if not heads.fits(model):
@@ -436,7 +469,22 @@ def profile_for(model: Any, heads: Any, selection: Any) -> HeadProfile | None:
             stacklevel=3,
         )
     found: HeadProfile = heads
+    if found.way != way:
+        warnings.warn(
+            f"the heads of the profile were cut in another way ({found.way}) than by {_USERS[way]}; its split keeps "
+            "heads that recall, but is not the best. Measure one with "
+            f"head_profile(model, tokenizer, way={way!r})",
+            ProfileWarning,
+            stacklevel=3,
+        )
     return found
+
+
+def _way(way: Any) -> str:
+    """Return a way of cutting heads, or raise."""
+    if way not in _USERS:
+        raise ValueError(f"way is {way!r}; expected {' or '.join(map(repr, _USERS))}")
+    return str(way)
 
 
 @dataclass(frozen=True)
@@ -485,7 +533,7 @@ class HeadSelections:
                     "the profile splits"
                 )
             gain = 1.0 if whole.budget == 1.0 else gain
-            shares = profile.shares(min(1.0, whole.budget * gain))  # of the positions
+            shares = profile.shares(min(1.0, whole.budget * gain), way=CACHE)  # of the positions
             coded = frozenset(head for head, share in shares.items() if share == 1.0)
             budgets = {head: share / gain for head, share in shares.items()}
             found = cls(with_budgets(whole, budgets), None, "heads", coded)
@@ -546,14 +594,12 @@ class HeadSelections:
                 )
 
 
-def curves(share: float) -> Any:
+def curves(share: Any, way: str = CACHE) -> Any:
     """Return the costs of recall and of plain text at a share of a head's bytes, (2,), up to factors of the head."""
-    return np.array([1 - share**0.125, 1 / share - 1])
+    return np.array([1 - share**0.125, (1 / share - 1) ** (1.0 if way == CACHE else 1.5)])
 
 
-def split_bytes(
-    costs: Mapping[tuple[int, int], tuple[float, float]], budget: float, least: float = 0.0
-) -> dict[tuple[int, int], float]:
+def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: float) -> dict[tuple[int, int], float]:
     """Return a share for each head, their mean at most a budget, so that the sum of the costs is least.
 
     costs: (a, b) of each head, the factors of its `curves`.
@@ -562,24 +608,47 @@ def split_bytes(
     level come in the order in which the sum falls most for each byte. This is optimal but for the steps that the
     budget cuts off, because costs are convex. The remaining bytes go to the heads with the lowest share.
     """
-    levels = [level for level in _LEVELS if level >= least * _PARTS]
-    if budget * _PARTS <= levels[0]:
+    if budget * _PARTS <= _LEVELS[0]:
         return dict.fromkeys(costs, budget)
-    steps = [(high - low, *(curves(low / _PARTS) - curves(high / _PARTS))) for low, high in pairwise(levels)]
+    steps = [(high - low, *(curves(low / _PARTS) - curves(high / _PARTS))) for low, high in pairwise(_LEVELS)]
     order = sorted(
         (-(a * recall + b * text) / more, head, i)
         for head, (a, b) in costs.items()
         for i, (more, recall, text) in enumerate(steps)
     )
-    at, left = dict.fromkeys(costs, 0), (budget * _PARTS - levels[0]) * len(costs)
+    at, left = dict.fromkeys(costs, 0), (budget * _PARTS - _LEVELS[0]) * len(costs)
     for _, head, i in order:
         more = steps[i][0]
         if at[head] == i and more <= left * (1 + 1e-12):
             left, at[head] = left - more, i + 1
-    shares = {head: levels[i] / _PARTS for head, i in at.items()}
+    shares = {head: _LEVELS[i] / _PARTS for head, i in at.items()}
     low = min(shares.values())
     few = [head for head, share in shares.items() if share == low]
     return shares | dict.fromkeys(few, min(1.0, low + left / _PARTS / len(few)))
+
+
+def whole_and_others(
+    costs: Mapping[tuple[int, int], tuple[float, float]], budget: float, of_time: bool
+) -> dict[tuple[int, int], float]:
+    """Return 1 for some heads and one share for all others, so that the sum of the costs at the budget is least.
+
+    costs: as for `split_bytes`. of_time: whether the budget is of products of causal queries and keys.
+    """
+    names, factors, n = sorted(costs), np.array([costs[head] for head in sorted(costs)]), len(costs)
+    if budget == 1:
+        return dict.fromkeys(names, 1.0)
+    best, found = math.inf, dict.fromkeys(names, 1.0)
+    for count in range(n):
+        share = (budget * n - count) / (n - count)
+        if share <= 0:
+            break
+        share = 1 - math.sqrt(1 - share) if of_time else share
+        each = factors @ curves(share, READING)
+        order = np.argsort(-each, kind="stable")
+        if each[order[count:]].sum() < best:
+            best = each[order[count:]].sum()
+            found = dict.fromkeys(names, share) | {names[i]: 1.0 for i in order[:count]}
+    return found
 
 
 def share_of_bytes(name: str, value: Any) -> float:
