@@ -52,8 +52,8 @@ class PrunedArguments:
     `power`: None for a softmax, else p: weights are abs(x)^p.
     `narrow`: the dtype of 16 bits of the given arrays, and the scale of the queries, if products of this dtype are
     precise enough; or None.
-    `chunks`: how many chunks of as many positions q has, one after the other; n is then the rows of all. Each chunk
-    has m, `first` and `last` of its own, from its first near key on, and its own slots: these arrays have an item for
+    `chunks`: how many chunks of as many positions q has, one after the other; n is then the number of rows of all.
+    `first` and `last` are the same for each chunk, and count from its first near key. Arrays of slots have an item for
     each chunk of each sequence, sequences within chunks. More than one only if `renewed` takes renewals in turn.
     """
 

@@ -134,7 +134,7 @@ def _place(like, item, given, origin, turned, item_rows, packed, X, sums, shut, 
 
 @helper
 def _keep(like, item, to, flags, places, kept, kept_values, views, new_kept, new_values, new_places):
-    """Write the flagged keys, their values and their places, as those of item `to`."""
+    """Write the flagged keys, their values and their places into item `to`."""
     d, D = kept.shape[2], kept_values.shape[2]
     at = 0
     for i in range(len(flags)):
@@ -151,9 +151,9 @@ def _keep(like, item, to, flags, places, kept, kept_values, views, new_kept, new
 
 @helper
 def _sum_up(like, item, to, given, labels, along, level, times, summed, summed_values, new_scalars):
-    """Write the summaries of items by labels, −1 for none; along: log mass at the mean query per unit of weight.
+    """Write the summaries of items by labels, −1 for none, into item `to`.
 
-    They become those of item `to`.
+    along: log mass at the mean query per unit of weight.
     """
     kept, kept_values, views, held, held_values, scalars = given
     d, D, before, R = kept.shape[2], kept_values.shape[2], held.shape[1], summed.shape[1]
@@ -247,7 +247,7 @@ def renewal_tasks(
     """Write the kept keys and the summaries after renewals in turn, and whether their numbers were finite.
 
     A task is a sequence. Arrays have an item for each chunk of each of b sequences: see `panels`. The results of item
-    i are those of item i + `ahead`, so they go into the next chunk if this is b.
+    i go into item i + `ahead`: into the next chunk if `ahead` is b.
 
     `views`: of the leaving keys and values. `sizes`: their number, the position of the first, sinks, whether scores
     are residuals, and `ahead`. `queries`: their number at each renewal. `scalars`, `new_scalars`: (items, R, 3),
