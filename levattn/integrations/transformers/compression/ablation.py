@@ -52,13 +52,13 @@ def head_profile(
     the values, and repeat passages of the context. Heads are cut in one of two ways, and a profile serves this way
     alone, because errors of layers add up while a model reads:
 
-    - "cache", for `compress`: the model reads the context densely, and then its cache is cut (with ``bits=16``). The
-      text is what follows the context;
-    - "reading", for `prune`: the model reads context and questions with pruned heads. The text is every fourth
+    - "cache", for `compress`: the model reads the context densely, and then its cache is cut, with ``bits=16``. Plain
+      text is text after the context;
+    - "reading", for `prune`: the model reads context and questions with pruned heads. Plain text is every fourth
       position in the second half of the context.
 
-    The first round cuts one head to a sixteenth. It compares the losses of the answers and of the text with those of
-    the dense model. In further rounds all heads share an eighth of the bytes, split by the costs so far. A head that
+    The first round cuts one head to a sixteenth. It compares the losses of the answers and of plain text with the losses
+    of the dense model. In further rounds all heads share an eighth of the bytes, split by the costs so far. A head that
     is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the rounds, because
     heads that stand in for one another cost nothing alone. The sum over several heads is an assumption.
 

@@ -253,12 +253,12 @@ class HeadProfile(HeadsRecord, HeadsTable):
         is proportional to 1/s - 1, and to its power 3/2 while a model reads. At `share` both equal the measured costs.
         With the first curve, heads that recall stay whole when bytes are few, because a fact outside the remaining
         slots is lost. Recall counts twice, because users notice a lost answer before slightly worse predictions of
-        text. The second curve is the squared error of a head's output, which falls in half where slots double, and
-        faster where the errors of layers add up.
+        text. The second curve is the squared error of a head's output, which falls in half where slots double. It
+        falls faster where the errors of layers add up.
 
-        In a cache, each head has a share of its own. While a model reads, some heads stay whole and all others have
-        the same share: so no head has less than it needs for text nearby, and a layer has two calls at most. No head
-        stays whole where the least cost is without one.
+        In a cache, each head has a share of its own. While a model reads, some heads stay whole, or none, and all
+        others have the same share. So no head has less than it needs for text nearby, and a layer has two calls at
+        most.
 
         Parameters
         ----------
@@ -267,8 +267,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         way : {"cache", "reading"}, optional
             The use of the shares, which is the way of the profile if None.
         by : {"positions", "time"}, default "positions"
-            The unit of the budget. The time is the number of products of queries and keys, relative to dense
-            attention: with a share s of a long text, queries read ``s (2 - s)`` of the products. Only for reading.
+            The unit of the budget. Time is the number of products of queries and keys, relative to dense attention.
+            With a share s of a long text, it is ``s (2 - s)``. Only for reading.
 
         Returns
         -------

@@ -94,7 +94,7 @@ def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head:
 class ReadingTrial:
     """A task that a model reads with pruned heads: the context, the questions, and the answers.
 
-    The loss of text is that of some positions in the second half of the context.
+    Some positions in the second half of the context tell the loss of text.
     """
 
     def __init__(
