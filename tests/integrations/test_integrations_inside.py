@@ -39,7 +39,7 @@ from levattn.integrations.transformers.compression.profile import split_bytes  #
 from levattn.integrations.transformers.compression.rotation import rotations  # noqa: E402
 from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
 from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
-from levattn.integrations.transformers.measuring import Sampler, Sums  # noqa: E402
+from levattn.integrations.transformers.measuring import FigureSums, Sampler  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
 
@@ -267,10 +267,10 @@ def test_margins_cover_the_figures_of_all_units_as_often_as_they_say() -> None:
         captured = np.clip(0.7 + 0.1 * rng.standard_normal(n), 0, 1) * weight
         error = 0.01 * rng.gamma(3.0, size=n) / 3 * norm
         rows = dict.fromkeys(FIGURES, weight) | {"captured": captured, "error": error, "norm": norm}
-        sums = Sums()
+        sums = FigureSums()
         for part in np.split(np.stack([rows[name] for name in FIGURES], 1), 4):
             sums.add(part)
-        found = Sums.of([sums, Sums()]).figures()
+        found = FigureSums.of([sums, FigureSums()]).figures()
         covered += [
             abs(found["captured"] - 0.7) <= found["captured_margin"],
             abs(found["error"] - 0.1) <= found["error_margin"],

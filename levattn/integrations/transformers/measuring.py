@@ -1,4 +1,4 @@
-"""Measurements of a pruned model: which calls of its layers are measured, and what their figures tell."""
+"""Measurements of a pruned model: the choice of the measured calls of its layers, and the sums of their figures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Sampler:
     """The choice of the calls of layers that are measured, and of their sequences.
 
     By default each layer has its turn once in 64 of its calls of more than one token. The turns of layers are spread
-    over these calls, and one is in the first. A layer is measured with all its pruned heads, because pruned attention
-    of one head takes nearly as long as of several: the share of the time is then the same on all machines.
+    over these calls, and one is in the first. A layer is measured with all its pruned heads. Where the time of a call
+    hardly depends on the number of heads, one head would cost as much as all.
 
     Each layer counts its calls by itself, because threads may call the model at the same time.
     """
@@ -39,7 +39,7 @@ class Sampler:
         self._calls = dict.fromkeys(self._turns, 0)
 
     def sample(self, layer: int, sequences: int, queries: int, keys: int) -> Sample | None:
-        """Return what is measured of a call, and count it; `keys` are those of earlier positions too."""
+        """Count a call, and return its sample, or None; `keys` is the number of all positions so far."""
         few = min(sequences, _SEQUENCES)
         each = _QUERIES // few
         if self.measure:
@@ -60,7 +60,7 @@ def _spread(sequences: int, few: int, first: int) -> Any:
     return np.sort((first + np.arange(few) * sequences // few) % sequences)
 
 
-class Sums:
+class FigureSums:
     """The number of units of a sample, the sums of their figures, and the sums of products of figures."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Sums:
         self.products += rows.T @ rows
 
     @classmethod
-    def of(cls, several: Iterable[Sums]) -> Sums:
+    def of(cls, several: Iterable[FigureSums]) -> FigureSums:
         """Return the sums over all units of several samples."""
         found = cls()
         for one in several:
@@ -118,8 +118,8 @@ class Sums:
         return r, float(stdtrit(n - 1, (1 + _CONFIDENCE) / 2)) * math.sqrt(spread * n / (n - 1)) / w
 
 
-class Measurement:
-    """What a measured call of a layer found: of each group its heads, its time, and figures."""
+class MeasuredCall:
+    """The groups of a layer in a measured call, with the time and the figures of each."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
@@ -133,8 +133,11 @@ class Measurement:
 class Tally:
     """Measurements of a layer.
 
-    of_heads: of each pruned key head; their units are sequences of calls. of_layer: the same units, with all heads
-    together. of_calls: units are calls, with all sequences and heads together.
+    of_heads: of each pruned key head, where a unit is a sequence of a call.
+
+    of_layer: of these units with all heads together.
+
+    of_calls: of calls, with all sequences and heads.
     """
 
     def __init__(self, layer: int, heads: Iterable[int], sampler: Sampler) -> None:
@@ -142,8 +145,8 @@ class Tally:
         self.calls = 0
         self.sequences = 0  # of these calls
         self.seconds = 0.0
-        self.of_heads = {head: Sums() for head in heads}
-        self.of_layer, self.of_calls = Sums(), Sums()
+        self.of_heads = {head: FigureSums() for head in heads}
+        self.of_layer, self.of_calls = FigureSums(), FigureSums()
         self.measured = 0  # calls
 
     @property
@@ -151,13 +154,13 @@ class Tally:
         """The mean time of a measured call in pruned attention."""
         return self.seconds / self.measured if self.measured else None
 
-    def begin(self, sequences: int, queries: int, keys: int) -> Measurement | None:
+    def begin(self, sequences: int, queries: int, keys: int) -> MeasuredCall | None:
         """Return the measurement of a call, or None."""
         sample = self.sampler.sample(self.layer, sequences, queries, keys)
-        return None if sample is None else Measurement(sample)
+        return None if sample is None else MeasuredCall(sample)
 
-    def end(self, sequences: int, measurement: Measurement | None) -> None:
-        """Count a call, and add what was found if it was measured."""
+    def end(self, sequences: int, measurement: MeasuredCall | None) -> None:
+        """Count a call, and add its figures if it was measured."""
         with _LOCK:
             self.calls += 1
             self.sequences += sequences

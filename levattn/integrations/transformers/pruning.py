@@ -84,12 +84,11 @@ def prune(
         `HeadProfile` splits the budget, a share, over all heads by their costs. "auto" is the one of this model, as
         in `compress`, and another text the name of one.
     measure : bool, optional
-        What the report compares with dense attention, and times. With None, by default, it is a sample: of 64 calls
-        in a row, each layer is measured in one, and some layer in the first. This costs about 2 % of the time. True
-        measures every layer in each call, which costs one or two times as much as the call, or O(n) for a decoding
-        step. Either way a measured layer is compared at 64 positions of up to 8 sequences, and all its pruned heads.
-        The sample leaves out calls of one token, and of fewer tokens than a 64th of the positions so far. With False,
-        the report only counts calls.
+        Whether the report compares a sample of calls with dense attention (None), all calls (True) or none (False).
+        In the sample, each layer is measured in one of 64 calls in a row, and some layer in the first. This costs
+        about 2 % of the time. The sample leaves out calls of one token, and of fewer tokens than a 64th of the
+        positions so far. True costs one or two times as much as the call, or O(n) for a decoding step. A measured
+        layer is compared at 64 positions in up to 8 sequences, with all its pruned heads, and is timed.
     example : mapping of str to array, optional
         Inputs for a trial call of the model; by default three tokens, or an image of zeros.
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.interface import Changes
-from levattn.integrations.transformers.measuring import Sums, Tally
+from levattn.integrations.transformers.measuring import FigureSums, Tally
 from levattn.io import replace_file
 
 _FORMATS = ("slots:.1f", "selected:.1f", "captured", "error", "seconds:.3g")
@@ -33,13 +33,13 @@ class PruneReport(HeadsTable):
     8 sequences, are compared with dense attention at 64 positions in total. By default each layer is measured in one
     of 64 calls, by turns, and with ``measure=True`` in each call.
 
-    **Intervals.** ``captured`` and ``error`` come with margins, half of a 95 % interval. If the measured items were an
-    independent random sample of all items, the figure over all of them would lie within the margin about 95 times in
-    100. The items are a head's units in `table`, the sequences of a layer's calls in the text, and in `summary` the
-    calls of layers, with all heads and sequences together. The margin is None for fewer than two items. This is no
-    guarantee: Student's t and the delta method, which give the margin, are approximations that are best for many
-    items. A margin tells nothing of other texts. It is too narrow where items are alike, such as the decoding steps of
-    one text.
+    **Intervals.** ``captured`` and ``error`` have margins, half of a 95 % interval. Suppose that the measured items
+    are an independent random sample of all items. Then the figure of all items lies within the margin about 95 times
+    in 100. In `table` the items of a head are its units. In the printed table the items of a layer are sequences of
+    calls, with all heads. In `summary` the items are calls of layers, with all heads and sequences. The margin is None
+    for fewer than two items. It is no guarantee: it comes from Student's t and the delta method, which are
+    approximations, best for many items. It tells nothing of other texts. It is too narrow if items are alike, such as
+    the decoding steps of one text.
 
     Attributes
     ----------
@@ -129,11 +129,11 @@ class PruneReport(HeadsTable):
         Returns
         -------
         dict
-            ``heads`` counts the pruned key heads, ``units`` these heads in all sequences of all calls, and
-            ``measured`` the units that were measured; ``share`` is their share, or None before a call.
-            ``measured_calls`` counts calls of layers, the items of the margins. ``queries``, ``slots``, ``selected``,
-            ``captured``, ``error``, ``captured_margin`` and ``error_margin`` are as in `table`, over all measured
-            units.
+            ``heads`` counts the pruned key heads, and ``units`` these heads in the sequences of all calls.
+            ``measured`` counts the measured units. ``share`` is their share, or None before a call.
+            ``measured_calls`` counts the measured calls of layers, which are the items of the margins. The other
+            figures are as in `table`, over all measured units: ``queries``, ``slots``, ``selected``, ``captured``,
+            ``captured_margin``, ``error`` and ``error_margin``.
         """
         tallies = list(self._tallies.values())
         units = sum(tally.sequences * len(tally.of_heads) for tally in tallies)
@@ -144,7 +144,7 @@ class PruneReport(HeadsTable):
             "measured": measured,
             "share": measured / units if units else None,
             "measured_calls": sum(tally.measured for tally in tallies),
-            **Sums.of(tally.of_calls for tally in tallies).figures(),
+            **FigureSums.of(tally.of_calls for tally in tallies).figures(),
         }
 
     def to_dict(self) -> dict[str, Any]:
