@@ -537,7 +537,7 @@ def test_pruning_takes_the_profile_and_warns_without_one() -> None:
     with pytest.warns(levattn.RecallWarning, match="all heads of a decoder are pruned alike"):
         prune(model, 0.5).remove()
     prune(base("Gemma"), 1.0).remove()
-    with torch.no_grad(), prune(model, 0.5, heads=profile()) as report:
+    with torch.no_grad(), prune(model, 0.5, heads=profile(), measure=True) as report:
         model(context())
     shares = profile().shares(0.5, 1 / 16)
     slots = {(row["layer"], row["head"]): row["slots"] for row in report.table()}
