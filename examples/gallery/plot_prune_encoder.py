@@ -66,11 +66,11 @@ dense = embedding()
 # One budget
 # ----------
 #
-# :py:func:`~levattn.integrations.transformers.prune` changes the model in place until the block ends. Meanwhile the
-# report compares some queries of every head with dense attention. ``captured`` is the share of the dense softmax on
-# exactly attended keys, and ``error`` is the relative error of a head's output, with the summaries.
+# :py:func:`~levattn.integrations.transformers.prune` changes the model in place until the block ends. With
+# ``measure=True`` the report compares some queries of every head with dense attention. ``captured`` is the share of the
+# dense softmax on exactly attended keys, and ``error`` is the relative error of a head's output, with the summaries.
 
-with prune(model, 0.2) as report:
+with prune(model, 0.2, measure=True) as report:
     pruned = embedding()
 
 cosine = (dense * pruned).sum().item()

@@ -141,7 +141,7 @@ def test_what_a_rule_brings_gives_way_to_options_and_small_budgets() -> None:
     Q = np.random.default_rng(0).standard_normal((30, 8))
     for count in (2, 3, 4, 5):
         assert fit_slots(Q, Q, Q, Selection(count, scores="streaming")).keys.shape[-2] == count
-    with prune(own, few) as report:
+    with prune(own, few, measure=True) as report:
         output(own, tokens(1, 24))
     assert all(0 < row["slots"] <= 4 for row in report.table())
     with pytest.raises(ValueError, match=r"window=30,.* take 35"):
@@ -325,7 +325,7 @@ def test_pruning_takes_rules_of_keys_alone(name: str, causal: bool) -> None:
     own, ids = (model() if causal else base("Esm", vocab_size=256)), tokens(2, 20)
     few = Selection(10, scores=name)
     dense = output(own, ids)
-    with prune(own, few, layers=[0, 1]) as report:
+    with prune(own, few, layers=[0, 1], measure=True) as report:
         found = output(own, ids)
         if causal:
             cache = transformers.DynamicCache(config=own.config)

@@ -538,7 +538,7 @@ def test_pruning_takes_the_profile_and_warns_without_one() -> None:
         prune(model, 0.5).remove()
     prune(base("Gemma"), 1.0).remove()
     of_reading = profile(way="reading")
-    with torch.no_grad(), prune(model, 0.5, heads=of_reading) as report:
+    with torch.no_grad(), prune(model, 0.5, heads=of_reading, measure=True) as report:
         model(context())
     shares = of_reading.shares(0.5)
     slots = {(row["layer"], row["head"]): row["slots"] for row in report.table()}

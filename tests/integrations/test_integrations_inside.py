@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, prune, remove  # noqa: E402
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
+from levattn.integrations.transformers.comparison import FIGURES  # noqa: E402
 from levattn.integrations.transformers.compression import observed as rules  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.compress import _empty_layers  # noqa: E402
@@ -39,6 +40,7 @@ from levattn.integrations.transformers.compression.rotation import rotations  # 
 from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
 from levattn.integrations.transformers.compression.trials import ReadingTrial, Replay  # noqa: E402
 from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
+from levattn.integrations.transformers.measuring import FigureSums, Sampler  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
 
@@ -214,11 +216,67 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
     def measured(measure: bool | None) -> float:
         with prune(model, Selection(12, renew_every=4), measure=measure) as report:
             model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
-        (tally, _), *_ = report._tallies.values()
-        assert [(row["calls"], row["measured"]) for row in report.table()] == [(3, 3 if measure else 1)] * 4
-        return float(tally.sums["queries"].sum())
+        first, *_ = report.table()
+        assert (first["calls"], first["measured"]) == (3, 3 if measure else 1)
+        return int(first["queries"])
 
     assert 0 < measured(None) < measured(True)
+
+
+@pytest.mark.parametrize("layers", [range(1), range(3, 5), [0, 2, 5, 7, 11], range(64), range(200)])
+def test_turns_of_layers_are_spread_over_a_lap(layers: Any) -> None:
+    sampler = Sampler(layers, None)
+    for _ in range(2):
+        calls = [[layer for layer in layers if sampler.sample(layer, 2, 8, 8) is not None] for _ in range(64)]
+        assert sorted(layer for call in calls for layer in call) == list(layers)
+        assert layers[0] in calls[0]
+        assert {len(call) for call in calls} <= {len(layers) // 64, -(-len(layers) // 64)}
+
+
+def test_laps_reach_each_sequence_of_a_large_batch() -> None:
+    for sequences in (1, 8, 9, 24, 50):
+        sampler, seen = Sampler([0, 3], None), set[int]()
+        for call in range(64 * 8):
+            for layer in (0, 3):
+                sample = sampler.sample(layer, sequences, 32, 32)
+                assert (sample is None) == (call % 64 != (32 if layer else 0))
+                if sample is not None and not layer:
+                    assert len(set(sample.rows)) == len(sample.rows) == min(8, sequences)
+                    assert len(sample.rows) * sample.queries <= 64
+                    seen.update(sample.rows.tolist())
+        assert seen == set(range(sequences))
+
+
+def test_a_query_is_compared_with_few_keys_for_each_new_position() -> None:
+    assert [Sampler([0], None).sample(0, 1, *of) is None for of in ((1, 1), (2, 128), (2, 129))] == [True, False, True]
+    for queries, keys, most in ((2, 128, 1), (5, 64, 5), (64, 64, 64), (64, 128, 32)):
+        sample = Sampler([0], None).sample(0, 1, queries, keys)
+        assert sample is not None
+        assert sample.queries == most
+    whole = Sampler([0], True).sample(0, 3, 1, 4096)
+    assert whole is not None
+    assert (whole.rows.tolist(), whole.queries) == ([0, 1, 2], 21)
+    assert Sampler([0], False).sample(0, 3, 64, 64) is None
+
+
+def test_margins_cover_the_figures_of_all_units_as_often_as_they_say() -> None:
+    rng, draws, n = np.random.default_rng(0), 2000, 40
+    covered = np.zeros(2)
+    for _ in range(draws):
+        weight = rng.integers(1, 65, n)
+        norm = rng.gamma(4.0, size=n) * weight
+        captured = np.clip(0.7 + 0.1 * rng.standard_normal(n), 0, 1) * weight
+        error = 0.01 * rng.gamma(3.0, size=n) / 3 * norm
+        rows = dict.fromkeys(FIGURES, weight) | {"captured": captured, "error": error, "norm": norm}
+        sums = FigureSums()
+        for part in np.split(np.stack([rows[name] for name in FIGURES], 1), 4):
+            sums.add(part)
+        found = FigureSums.of([sums, FigureSums()]).figures()
+        covered += [
+            abs(found["captured"] - 0.7) <= found["captured_margin"],
+            abs(found["error"] - 0.1) <= found["error_margin"],
+        ]
+    assert (np.abs(covered / draws - 0.95) < 0.02).all()
 
 
 def test_a_budget_that_no_model_can_have_is_refused_before_the_trial_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,14 +309,16 @@ def test_weights_on_what_a_cache_has_summarized_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Esm"])
-def test_the_report_is_what_dense_attention_says(family: str) -> None:
+@pytest.mark.parametrize("function", [None, lambda K, V: V[..., -1] + K[..., 0]])
+def test_the_report_is_what_dense_attention_says(family: str, function: Any) -> None:
     model, length = base(family), 16
     ids = tokens(length=length)
     q, k, v = first_attention(model, ids)
     causal, scale = (True, 8**-0.5) if family == "Llama" else (False, 1.0)
     options = {"size": 3, "window": 2, "sinks": 1} | ({"renew_every": 4} if causal else {})
-    with prune(model, Selection(**options), layers=[0]) as report:
+    with prune(model, Selection(**options, scores=function), layers=[0]) as report:
         output(model, ids)
+    options["scores"] = None if function is None else function(k, v)
     group = q.shape[1] // k.shape[1]
     eye = torch.eye(length).expand(*k.shape[:2], -1, -1)
     exact = attend(q, k, eye, causal=causal, scale=scale, **options) > 0  # no summaries: what is attended
@@ -353,24 +355,25 @@ def test_the_report_of_decoding_and_padding() -> None:
 def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model = base(num_hidden_layers=3)
-    with prune(model, Selection(16, renew_every=4), layers=[0, 2], heads=[1]) as report:
+    with prune(model, Selection(16, renew_every=4), layers=[0, 2], heads=[1], measure=True) as report:
         assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
         assert report.table()[0] == dict.fromkeys(report.table()[0]) | {
             "layer": 0,
             "head": 1,
             "calls": 0,
             "measured": 0,
+            "queries": 0,
         }
         assert str(report).splitlines()[1].split() == ["0", "1", "0", "0", "-", "-", "-", "-", "-"]
         output(model)
     assert repr(report).endswith("removed>")
     lines = str(report).splitlines()
-    assert [line.split()[:4] for line in lines[:-1]] == [
+    assert [line.split()[:4] for line in lines[:3]] == [
         ["layer", "heads", "calls", "measured"],
         ["0", "1", "1", "1"],
         ["2", "1", "1", "1"],
     ]
-    assert len({len(line) for line in lines[:-1]}) == 1
+    assert len({len(line) for line in lines[:3]}) == 1
     assert "selected: keys attended exactly; captured: softmax mass on them" in lines[-1]
     report.save_json(tmp_path / "report.json")
     loaded = json.loads((tmp_path / "report.json").read_text())
@@ -406,7 +409,8 @@ def test_measuring_can_be_left_out() -> None:
     model = base()
     with prune(model, Selection(12, renew_every=4), measure=False) as report:
         output(model)
-    assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1, "measured": 0}
+    row = report.table()[0]
+    assert row == dict.fromkeys(row) | {"layer": 0, "head": 0, "calls": 1, "measured": 0, "queries": 0}
 
 
 def test_a_report_without_figures_says_why() -> None:
@@ -415,7 +419,7 @@ def test_a_report_without_figures_says_why() -> None:
         assert str(report).endswith("-: the model was not called yet")
         output(model)
     assert str(report).endswith("-: not measured; give measure=True")
-    with prune(model, Selection(12, renew_every=4)) as report:
+    with prune(model, Selection(12, renew_every=4), measure=True) as report:
         output(model)
     assert "-:" not in str(report)
     with prune(model, 1.0) as report:

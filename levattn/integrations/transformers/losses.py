@@ -64,7 +64,8 @@ class Losses:
             layers = list(discovered(PRUNED, self.model, None))
         found: Errors = {}
         for share in shares:
-            with prune(self.model, replace(self.selection, budget=share), layers=layers, heads=heads) as report:
+            few = replace(self.selection, budget=share)
+            with prune(self.model, few, layers=layers, heads=heads, measure=True) as report:
                 for batch in batches:
                     self.model(**batch)
                     self.advance(1)

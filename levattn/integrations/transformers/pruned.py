@@ -168,8 +168,7 @@ class LayerPruning:
     """The pruning of an attention module."""
 
     groups: tuple[Group, ...]
-    tally: Any  # of `levattn.integrations.transformers.report`
-    measure: bool | None = False  # None: calls of more than one token
+    tally: Any  # of `levattn.integrations.transformers.measuring`, or None
     seen: list[Arrays] | None = None  # a list that takes the arrays of each call
     pruning: int = field(default_factory=lambda: next(_prunings))
 
@@ -215,20 +214,20 @@ def _attention(
             f"output_attentions is True and {layer} continues from a cache; expected all positions in one call, as "
             "a state cannot split a summary's weight over keys. Call the model without a cache"
         )
-    measured = rows > 1 if part.measure is None else part.measure
+    measurement = None if part.tally is None else part.tally.begin(len(query), rows, seen)
     dense = partial(_dense, module, attention_mask, is_causal)
     before = () if held is None else held.states
-    Y, states = _of_groups(part, arrays, before, dense, keep=held is not None, measured=measured)
+    Y, states = _of_groups(part, arrays, before, dense, keep=held is not None, measurement=measurement)
     shares = None
     if output_attentions:  # the weight of a summary is spread over its members
         each = torch.eye(seen, dtype=value.dtype, device=value.device).expand(*value.shape[:2], seen, seen)
-        shares, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False, measured=False)
+        shares, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False)
         shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
     if held is not None:
         held.states, held.positions = states, seen
         held.counts = None if present is None else present.sum(1)
-    part.tally.calls += 1
-    part.tally.measured += measured
+    if part.tally is not None:
+        part.tally.end(len(query), measurement)
     return Y.transpose(1, 2).contiguous(), shares
 
 
@@ -257,9 +256,18 @@ def _dense(module: Any, mask: Any, is_causal: bool | None, arrays: Arrays) -> An
 
 
 def _of_groups(
-    part: LayerPruning, arrays: Arrays, before: States, dense: Callable[[Arrays], Any], *, keep: bool, measured: bool
+    part: LayerPruning,
+    arrays: Arrays,
+    before: States,
+    dense: Callable[[Arrays], Any],
+    *,
+    keep: bool,
+    measurement: Any = None,
 ) -> tuple[Any, States]:
-    """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`."""
+    """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`.
+
+    measurement: compares each group with dense attention, unless it is None.
+    """
     pieces, states = [], []
     for number, group in enumerate(part.groups):
         mine = arrays.of_heads(group)
@@ -268,10 +276,10 @@ def _of_groups(
             Y = dense(mine)
         else:
             plan = before[number] if before else plans(mine, group.selection)
-            start = time_on(mine.q.device) if measured else 0.0
+            start = time_on(mine.q.device) if measurement else 0.0
             Y, after = outputs(mine, plan, keep=keep)
-            if measured:
-                part.tally.add(group.heads, time_on(mine.q.device) - start, mine, plan, Y)
+            if measurement:
+                measurement.add(group, time_on(mine.q.device) - start, mine, plan, Y)
         pieces.append(Y)
         states.append(after)
     each = arrays.q.shape[1] // arrays.k.shape[1]

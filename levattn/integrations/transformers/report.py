@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
-
-from levattn.attention import PrunedState
 from levattn.integrations.transformers.heads_table import HeadsTable, in_columns
 from levattn.integrations.transformers.interface import Changes
-from levattn.integrations.transformers.pruned import Arrays
-from levattn.integrations.transformers.states import Held
+from levattn.integrations.transformers.measuring import FigureSums, Tally
 from levattn.io import replace_file
 
-_QUERIES = 64  # of a call
-_SEQUENCES = 8  # at most, with these queries
-_RUNS = 8  # of consecutive queries, where attention is causal
-
-# Figures summed over queries, for each key head.
-_SUMS = ("queries", "captured", "selected", "slots", "error", "norm")
-
-_FORMATS = ("slots:.1f", "selected:.1f", "captured:.4f", "error:.2e", "seconds:.3g")
+_FORMATS = ("slots:.1f", "selected:.1f", "captured", "error", "seconds:.3g")
 _OF_LAYERS = {form.partition(":")[0]: form for form in ("layer", "heads", "calls", "measured", *_FORMATS)}
 _LEGEND = (
     "measured: calls compared with dense attention; selected: keys attended exactly; captured: softmax mass on them; "
-    "error: of the output"
+    "error: of the output; ±: 95 % intervals by the spread of what was measured"
 )
+_UNMEASURED = {
+    None: "not measured; by default layers take turns in calls of more than one token. Give measure=True for all",
+    False: "not measured; give measure=True",
+    True: "nothing to measure: all positions are padding",
+}
 
 
 class PruneReport(HeadsTable):
     """A pruning of a model, and its measurements.
 
     It is a context manager that removes the pruning at its end, as `remove` does. The measurements stay.
+
+    A unit is a pruned key head, with its query heads, in a sequence of a call. The units of a measured layer, of up to
+    8 sequences, are compared with dense attention at 64 positions in total. By default each layer is measured in one
+    of 64 calls, by turns, and with ``measure=True`` in each call.
+
+    **Intervals.** ``captured`` and ``error`` have margins, half of a 95 % interval. Suppose that the measured items
+    are an independent random sample of all items. Then the figure of all items lies within the margin about 95 times
+    in 100. In `table` the items of a head are its units. In the printed table the items of a layer are sequences of
+    calls, with all heads. In `summary` the items are calls of layers, with all heads and sequences. The margin is None
+    for fewer than two items. It is no guarantee: it comes from Student's t and the delta method, which are
+    approximations, best for many items. It tells nothing of other texts. It is too narrow if items are alike, such as
+    the decoding steps of one text.
 
     Attributes
     ----------
@@ -73,7 +76,7 @@ class PruneReport(HeadsTable):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
         self.options = options
-        self._tallies: dict[int, tuple[Tally, list[int]]] = {}  # of each layer, with the heads that are pruned
+        self._tallies: dict[int, Tally] = {}  # of each layer
         self._changes = Changes()
 
     @property
@@ -100,31 +103,59 @@ class PruneReport(HeadsTable):
         -------
         list of dict
             Each row has ``layer``, ``head`` (a key head, with its query heads) and ``calls`` of the layer.
-            ``measured`` counts the calls that were measured. Four figures are over the sampled queries, and None where
-            nothing was measured:
+            ``measured`` counts the units of the head that were measured, and ``queries`` their queries. The figures
+            are over these queries, and None where nothing was measured:
 
             - ``slots``, the mean number of slots that a query reads;
             - ``selected``, the mean number of keys attended exactly, including keys near the query;
             - ``captured``, the mean mass of these keys under dense attention;
-            - ``error``, of the output relative to dense attention (root of the sums of squares).
+            - ``error``, of the output relative to dense attention (root of the sums of squares);
+            - ``captured_margin`` and ``error_margin``, half of their 95 % intervals.
 
-            ``seconds`` is the time in pruned attention, divided among the layer's pruned heads, or None.
+            ``seconds`` is the mean time of pruned attention in the measured calls of the layer, divided among its
+            pruned heads, or None. The first call may compile. Measuring is not part of it.
         """
         rows: list[dict[str, Any]] = []
-        for layer, (tally, heads) in self._tallies.items():
-            seconds = tally.seconds / len(heads) if tally.seconds else None
-            rows += [{"layer": layer, "head": head, **tally.figures([head]), "seconds": seconds} for head in heads]
+        for layer, tally in self._tallies.items():
+            seconds = None if tally.seconds_of_call is None else tally.seconds_of_call / len(tally.of_heads)
+            for head, sums in tally.of_heads.items():
+                counts = {"calls": tally.calls, "measured": sums.units}
+                rows.append({"layer": layer, "head": head, **counts, **sums.figures(), "seconds": seconds})
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the model, the options and the rows of `table` as plain numbers, strings and lists.
+    def summary(self) -> dict[str, Any]:
+        """Return the measurements of the whole model.
 
         Returns
         -------
         dict
-            ``model``, ``options`` and ``heads``, the rows.
+            ``heads`` counts the pruned key heads, and ``units`` these heads in the sequences of all calls.
+            ``measured`` counts the measured units. ``share`` is their share, or None before a call.
+            ``measured_calls`` counts the measured calls of layers, which are the items of the margins. The other
+            figures are as in `table`, over all measured units: ``queries``, ``slots``, ``selected``, ``captured``,
+            ``captured_margin``, ``error`` and ``error_margin``.
         """
-        return {"model": self.model, "options": self.options, "heads": self.table()}
+        tallies = list(self._tallies.values())
+        units = sum(tally.sequences * len(tally.of_heads) for tally in tallies)
+        measured = sum(sums.units for tally in tallies for sums in tally.of_heads.values())
+        return {
+            "heads": sum(len(tally.of_heads) for tally in tallies),
+            "units": units,
+            "measured": measured,
+            "share": measured / units if units else None,
+            "measured_calls": sum(tally.measured for tally in tallies),
+            **FigureSums.of(tally.of_calls for tally in tallies).figures(),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the model, the options, the summary and the rows of `table` as plain numbers, strings and lists.
+
+        Returns
+        -------
+        dict
+            ``model``, ``options``, ``summary`` and ``heads``, the rows.
+        """
+        return {"model": self.model, "options": self.options, "summary": self.summary(), "heads": self.table()}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to a file, atomically.
@@ -138,17 +169,25 @@ class PruneReport(HeadsTable):
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
 
     def __str__(self) -> str:
-        """Return a table in plain text, with a line for each layer; `table` has a row for each head."""
+        """Return a table in plain text: a line for each layer, and one for all. `table` has a row for each head."""
         rows: list[dict[str, Any]] = []
-        for layer, (tally, heads) in self._tallies.items():
-            figures = {**tally.figures(heads), "seconds": tally.seconds or None}
-            rows.append({"layer": layer, "heads": len(heads), **figures})
+        for layer, tally in self._tallies.items():
+            counts = {"heads": len(tally.of_heads), "calls": tally.calls, "measured": tally.measured}
+            figures = {**_shown(tally.of_layer.figures()), "seconds": tally.seconds_of_call}
+            rows.append({"layer": layer, **counts, **figures})
         if not rows:
             return "all heads are dense"
-        notes = [_LEGEND] if any(row["measured"] for row in rows) else []
-        if any(value is None for row in rows for value in row.values()):
+        notes, found = [], self.summary()
+        if found["measured"]:
+            shown = _shown(found)
+            notes += [
+                f"all layers: captured {shown['captured']}, error {shown['error']}; measured {found['share']:.1%} of "
+                f"{found['units']} units (heads in sequences of calls), with {found['queries']} queries",
+                _LEGEND,
+            ]
+        if any(row["slots"] is None for row in rows):
             called = any(row["calls"] for row in rows)
-            notes.append(f"-: {'not measured; give measure=True' if called else 'the model was not called yet'}")
+            notes.append(f"-: {_UNMEASURED[self.options['measure']] if called else 'the model was not called yet'}")
         return "\n".join([in_columns(rows, _OF_LAYERS), *notes])
 
     def __repr__(self) -> str:
@@ -156,137 +195,11 @@ class PruneReport(HeadsTable):
         return f"<PruneReport of {self.model}, {len(self._tallies)} layers, {state}>"
 
 
-class Tally:
-    """Measurements of a layer: sums over sampled queries, for each key head."""
-
-    def __init__(self, heads: int) -> None:
-        self.calls = 0
-        self.measured = 0  # of these calls
-        self.seconds = 0.0
-        self.sums = {name: np.zeros(heads) for name in _SUMS}
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def add(self, heads: tuple[int, ...], seconds: float, arrays: Arrays, plan: Sequence[Held], Y: Any) -> None:
-        """Add the time of a call of some heads, and figures of some of its queries, given its output (B, H, m, D).
-
-        The queries are spread evenly over sequences and positions, so a repeated call is measured at the same queries.
-        """
-        self.seconds += seconds
-        few = np.unique(np.linspace(0, arrays.k.shape[0] - 1, _SEQUENCES).round().astype(np.int64))
-        for held in plan:
-            mine = held.of_sequences(few)
-            of = few if mine.rows is None else few[mine.rows]
-            if not len(of):
-                continue
-            part, result = arrays.of_sequences(of), Y[torch.as_tensor(of, device=Y.device)]
-            exact = _exact_of_causal if arrays.causal else _exact_of_all
-            for places, keys, counted in exact(part, mine, _QUERIES // len(few)):
-                found = _compared(part, result, places, keys, int(held.selection.summaries or 0))
-                for name, values in found.items():
-                    self.sums[name][list(heads)] += (values * counted).sum((0, 2)).double().cpu().numpy()
-
-    def figures(self, heads: list[int]) -> dict[str, float | None]:
-        """Return the numbers of calls, means over the queries of some heads, and their relative error.
-
-        Means and the error are None without measurements.
-        """
-        sums = {name: float(values[heads].sum()) for name, values in self.sums.items()}
-        count = sums["queries"]
-        means = {name: sums[name] / count if count else None for name in ("slots", "selected", "captured")}
-        error = (sums["error"] / sums["norm"]) ** 0.5 if sums["norm"] else None
-        return {"calls": self.calls, "measured": self.measured, **means, "error": error}
-
-
-def _compared(arrays: Arrays, Y: Any, places: Any, exact: Any, R: int) -> dict[str, Any]:
-    """Return figures (B, G, s) of the queries at some places, summed over the query heads of a key head.
-
-    exact: (B, G, s, n), the keys that each query attends exactly. R: the largest number of summaries.
-    """
-    groups = arrays.k.shape[1]
-    P = arrays.dense_weights(places).unflatten(1, (groups, -1))  # (B, G, r, s, n)
-    dense = P @ arrays.v[:, :, None].to(P.dtype)
-    off = Y.index_select(2, torch.as_tensor(places, device=Y.device)).to(P.dtype).unflatten(1, (groups, -1)) - dense
-    heads = P.shape[2]
-    near = exact.sum(-1)
-    return {
-        "queries": torch.full_like(near, heads),
-        "captured": (P * exact[:, :, None]).sum((2, 4)),
-        "selected": near * heads,
-        "slots": (near + (arrays.visible(places).sum(-1)[:, None] - near).clamp(max=R)) * heads,
-        "error": (off * off).sum((2, 4)),
-        "norm": (dense * dense).sum((2, 4)),
-    }
-
-
-def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield places of queries, the keys that each attends exactly, (B, G, s, n), and flags to count it, (B, G, s)."""
-    there = _there(arrays)
-    rank = there.cumsum(1) - 1
-    m, state, low = arrays.q.shape[2], held.state, 0
-    for start, stop in _runs(m, each):
-        if state is None or start > low:
-            _, state = arrays.attended(state or held.selection, low, start, return_state=True)
-            low = start
-        places = np.arange(start, stop)
-        here = slice(there.shape[1] - m + start, there.shape[1] - m + stop)
-        kept, count = _kept_by(state, rank)
-        rule = state.rule
-        selections = (  # before each query, and before the state
-            (ranks - rule.first).div(rule.slots.chunk, rounding_mode="floor").clamp(min=-1)
-            for ranks in (rank[:, None, here], count[..., None])
-        )
-        counted = there[:, None, here] & torch.eq(*selections)
-        yield places, kept[:, :, None] & arrays.visible(places)[:, None], counted
-
-
-def _exact_of_all(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield places, keys and flags where attention is not causal: then each query reads all selected keys."""
-    there = _there(arrays)
-    rank = there.cumsum(1) - 1
-    places = np.unique(np.linspace(0, arrays.q.shape[2] - 1, each).round().astype(np.int64))
-    short = replace(arrays, v=arrays.v[..., :1])
-    _, certificate = short.attended(held.selection, 0, arrays.q.shape[2], return_certificate=True)
-    exact = certificate.kept[:, :, None].expand(-1, -1, len(places), -1)
-    if held.selection.window:
-        exact = exact | ((rank[:, places, None] - rank[:, None]).abs() <= held.selection.window)[:, None]
-    counted = there[:, None, places].expand(-1, exact.shape[1], -1)
-    yield places, exact & arrays.visible(places)[:, None], counted
-
-
-def _there(arrays: Arrays) -> Any:
-    """Return which keys are present, (B, n)."""
-    if arrays.present is not None:
-        return arrays.present
-    return torch.ones((arrays.k.shape[0], arrays.k.shape[2]), dtype=torch.bool, device=arrays.k.device)
-
-
-def _runs(m: int, each: int) -> list[tuple[int, int]]:
-    """Return runs of consecutive queries, spread over m, with `each` queries in total; the last ends at m."""
-    count = min(_RUNS, m, each)
-    length = max(1, each // count)
-    ends = [(i + 1) * m // count for i in range(count)]
-    return [(max(end - length, ends[i - 1] if i else 0), end) for i, end in enumerate(ends)]
-
-
-def _kept_by(state: PrunedState, rank: Any) -> tuple[Any, Any]:
-    """Return the keys that a query after a state attends exactly, (B, G, n) bool, and how many precede it, (B, G).
-
-    rank: (B, n) int64, the rank of each key among the present keys of its sequence. All keys from the first recent key
-    on are flagged, including later ones.
-    """
-    sequences, heads = state.batch
-    flags = torch.zeros((sequences * heads, rank.shape[1]), dtype=torch.bool, device=rank.device)
-    counts = torch.zeros(sequences * heads, dtype=torch.int64, device=rank.device)
-    for part in state.parts:
-        ranks, places = rank[torch.as_tensor(part.rows // heads, device=rank.device)], part.kept_places
-        there = places >= 0
-        if part.kept_count is not None:
-            there = there & (torch.arange(places.shape[1], device=rank.device) < part.kept_count[:, None])
-        chosen = torch.zeros((len(ranks), part.positions + 1), dtype=torch.bool, device=rank.device)
-        chosen.scatter_(1, places.where(there, torch.full_like(places, part.positions)), True)
-        chosen[:, -1] = False
-        rows = torch.as_tensor(part.rows, device=rank.device)
-        recent = ranks >= part.positions - part.recent.shape[1]
-        flags[rows] = recent | chosen.gather(1, ranks.clamp(0, part.positions))
-        counts[rows] = part.positions
-    return flags.unflatten(0, (sequences, heads)), counts.unflatten(0, (sequences, heads))
+def _shown(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return figures with captured mass and error as text, with their margins."""
+    shown = dict(figures)
+    for name, form in (("captured", ".4f"), ("error", ".2e")):
+        value, margin = figures[name], figures[f"{name}_margin"]
+        if value is not None:
+            shown[name] = format(value, form) + ("" if margin is None else f" ± {margin:{form}}")
+    return shown
