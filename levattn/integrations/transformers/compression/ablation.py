@@ -57,10 +57,10 @@ def head_profile(
     - "reading", for `prune`: the model reads context and questions with pruned heads. Plain text is every fourth
       position in the second half of the context.
 
-    The first round cuts one head to a sixteenth. It compares the losses of the answers and of plain text with the losses
-    of the dense model. In further rounds all heads share an eighth of the bytes, split by the costs so far. A head that
-    is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the rounds, because
-    heads that stand in for one another cost nothing alone. The sum over several heads is an assumption.
+    The first round cuts one head to a sixteenth. It compares the losses of the answers and of plain text with the
+    losses of the dense model. In further rounds all heads share an eighth of the bytes, split by the costs so far. A
+    head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the rounds,
+    because heads that stand in for one another cost nothing alone. The sum over several heads is an assumption.
 
     Parameters
     ----------
