@@ -294,7 +294,7 @@ def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> 
         raise ValueError(f"state holds {held}, and K and V are {came}; expected the same")
     for rows, places, _ in call.groups():
         for part in map(call.as_computed, state.parts):
-            which = np.flatnonzero(np.isin(part.rows, np.arange(b) if rows is None else rows))
+            which = np.arange(len(part.rows)) if rows is None else np.flatnonzero(np.isin(part.rows, rows))
             if len(which) == len(part.rows):
                 found.append((part, part.rows if len(part.rows) < b else None, places))
             elif len(which):
