@@ -5,6 +5,8 @@ Inside: clusters, choices and schedules are parts of results, and no result show
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from test_pruned_schedule import BUDGET, arrays
@@ -13,8 +15,11 @@ import naive_attention
 import strategies
 from levattn import thread_limit
 from levattn._kernels import kernels_for, tasks
+from levattn._kernels.pruned import cpu
+from levattn.attention import causal_pruned_attention
 from levattn.attention.pruned.choice import chosen
 from levattn.attention.pruned.selection import Checks
+from levattn.exceptions import NonFiniteError
 from pruned_calls import attend, walk
 
 
@@ -65,3 +70,29 @@ def test_a_threshold_chooses_infinite_scores_first_and_of_equal_ones_the_first()
     assert count.tolist() == [7, 2]
     assert places[1, :2].tolist() == [6, 11]
     assert flags.sum(axis=1).tolist() == [7, 2]
+
+
+@pytest.mark.parametrize(("size", "factor"), [(1.0, 1.0), (1e15, 1e6), (1e19, 1.0)])
+def test_many_chunks_in_one_call_are_those_of_one_at_a_time(
+    size: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside: a long sequence takes several calls of many chunks; here they are made short.
+
+    Their numbers are the same, and so is the error where squares overflow once the queries grow: then the second call
+    begins again from the state after the first, whose memory it has used.
+    """
+    rng = np.random.default_rng(1)
+
+    def attended(at: int, limit: int) -> Any:
+        monkeypatch.setattr(cpu, "_AT_ONCE", limit)
+        Q, K, V = given.copy()
+        K[:, at] *= np.float32(size)
+        Q[:, 130:] *= np.float32(factor)
+        try:
+            return causal_pruned_attention(Q, K, V, 32)
+        except NonFiniteError as error:
+            return str(error)
+
+    for at in range(70, 84):  # the last keys that the first call may keep are among these
+        given = rng.standard_normal((3, 2, 300, 8)).astype(np.float32)
+        np.testing.assert_array_equal(attended(at, 40000), attended(at, 0))

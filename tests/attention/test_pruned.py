@@ -417,6 +417,20 @@ def test_budgets_hold_for_what_comes_later() -> None:
         np.testing.assert_allclose(np.concatenate([head, tail], axis=1), expected, atol=1e-10)
 
 
+@over_storages
+@pytest.mark.parametrize("summaries", [None, 0])
+@pytest.mark.parametrize("first", [30, 57])
+def test_a_state_goes_on_alike_whether_or_not_it_is_asked_for_again(
+    first: int, summaries: int | None, storage: str
+) -> None:
+    arrays = [stored(X, storage) for X in heads(19, 90)]
+    selection = Selection(20, summaries=summaries)
+    _, state = causal_pruned_attention(*(X[:, :first, :] for X in arrays), selection, return_state=True)
+    rest = [X[:, first:, :] for X in arrays]
+    Y, _ = causal_pruned_attention(*rest, state, return_state=True)
+    np.testing.assert_array_equal(causal_pruned_attention(*rest, state), Y)
+
+
 def test_causal_thresholds_keep_the_universal_set_of_the_keys_so_far() -> None:
     Q, K, V = heads(20, 60, d=4)
     for T in (14, 35, 56):

@@ -139,6 +139,22 @@ def test_costs_of_reading_are_those_of_a_model_that_prunes_the_head(read: HeadPr
         head_profile(model(), Letters(), tasks=1, positions=256, earlier=read)
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "Mistral"])
+def test_models_that_cannot_be_cut_are_refused_before_they_write(family: str) -> None:
+    """One has logits that `prune` refuses. All layers of the other slide."""
+    steps: list[int] = []
+    with pytest.raises(ValueError, match=r"softcap|all layers of MistralForCausalLM slide"):
+        head_profile(
+            model(family=family),
+            Letters(),
+            tasks=1,
+            positions=256,
+            way="reading",
+            progress=lambda made, _: steps.append(made),
+        )
+    assert not steps
+
+
 @pytest.mark.parametrize("by", ["positions", "time"])
 def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
     """No other choice of whole heads at this budget costs less, by the costs that `shares` tells."""
@@ -170,8 +186,12 @@ def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
     assert set(found.shares(1.0, by=by).values()) == {1.0}
     with pytest.raises(ValueError, match="by is 'time'; expected \"positions\" for the way 'cache'"):
         found.shares(0.5, way="cache", by="time")
-    with pytest.raises(ValueError, match="way is 'other'"):
-        found.shares(0.5, way="other")
+    for way in ("other", ["reading"]):
+        with pytest.raises(ValueError, match=r"way is .*; expected 'cache' or 'reading'"):
+            found.shares(0.5, way=way)
+    for budget in (1e-18, 1e-300):  # the costs of such shares are beyond all numbers
+        least = np.array(list(found.shares(budget, by=by).values()))
+        np.testing.assert_allclose(least, budget if by == "positions" else budget / 2, rtol=1e-14)
 
 
 def test_auto_needs_no_profile_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +377,9 @@ def test_a_folder_may_be_named_and_goes_before_what_comes_with_the_library(
     assert len(HeadProfile.find("HuggingFaceTB/SmolLM2-135M-Instruct")) == 90
     measured.save(tmp_path / "SmolLM2-135M-Instruct.json")
     assert len(HeadProfile.find("smollm2-135m-instruct", tmp_path)) == 4
+    measured.save(tmp_path / "alone.cache.json")
+    for way in ("cache", "reading"):  # a profile of the other way stands in by name as well
+        assert dict(HeadProfile.find("of/alone", tmp_path, way=way)) == dict(measured)
     with pytest.raises(ValueError, match=r"Open a file with HeadProfile\.load"):
         HeadProfile.find(str(tmp_path / "heads.json"))
     with pytest.raises(TypeError, match="heads is of type int"):

@@ -279,7 +279,9 @@ def _held_before(x: RenewalArguments) -> list[Any]:
     # a stream without summaries needs no other compiled kernel
     held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     scalars = np.stack([held.weight, held.offset, held.count], axis=2)
-    radius = np.zeros((b, 0)) if x.radius is None else x.radius
+    radius = np.zeros((b, 0))
+    if x.bounded:
+        radius = np.full(held.weight.shape, np.inf) if x.radius is None else x.radius
     given = x.kept, x.kept_values, x.kept_places, held.keys, held.values, scalars, radius
     return list(map(np.ascontiguousarray, given))
 

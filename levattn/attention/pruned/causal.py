@@ -416,9 +416,7 @@ def _run(
     length, near = T // count, rows[0].shape[1] - T
     queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
     if count > 1 and isinstance(q, np.ndarray):
-        whole = _run_in_turn(walk, part, q, rows, (queries, keys), last, room, into)
-        if whole is not None:
-            return whole
+        return _run_in_turn(walk, part, q, rows, (queries, keys), last, checks, room, into)
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
@@ -453,15 +451,24 @@ def _run(
 
 
 def _run_in_turn(
-    walk: _Walk, part: PrunedPart, q: Any, rows: list[Any], sums: Any, last: bool, room: Any, into: Any
-) -> tuple[tuple[Any, ...], PrunedPart] | None:
-    """Return the result of `_run` by one kernel for all selections and one for all chunks, or None if it cannot.
+    walk: _Walk,
+    part: PrunedPart,
+    q: Any,
+    rows: list[Any],
+    sums: Any,
+    last: bool,
+    checks: Checks,
+    room: Any,
+    into: Any,
+) -> tuple[tuple[Any, ...], PrunedPart]:
+    """Return the result of `_run` by one kernel for all selections and one for all chunks.
 
-    `sums`: over queries and keys after each chunk.
+    Numbers that need an error go chunk by chunk. `sums`: over queries and keys after each chunk.
     """
     (queries, keys), (b, _, T, _) = sums, q.shape
     count = len(queries)
-    length, followed = T // count, count - last
+    length, followed, before = T // count, count - last, part
+    near = rows[0].shape[1] - T
     of_queries = (
         np.concatenate([x.total for x in queries[:followed]]),
         np.concatenate([x.second for x in queries[:followed]]),
@@ -472,13 +479,18 @@ def _run_in_turn(
     part = replace(part, **held, keys=keys[-1], queries=queries[-1], positions=part.positions + T)
     each = _renewed_at_once(walk.rule, part, followed * length, of_queries, room, walk.goes_on, in_turn=True)
     if each is None:
-        return None
+        for i in range(count):
+            here, last_one = slice(i * length, (i + 1) * length), last and i == count - 1
+            own = [None if array is None else array[:, here.start : here.stop + near, ...] for array in rows]
+            _, before = _run(walk, before, q[:, :, here, :], own, 1, last_one, checks, room, into[:, :, here, :])
+        return (into,), before
     names = "kept", "kept_values", "kept_places", "summaries", "radius"
     slots = {name: mapped(vars(each)[name], lambda array: array[: count * b]) for name in names}
-    one = rows[0][:, : rows[0].shape[1] - T + length, :]
+    one = rows[0][:, : near + length, :]
     x = _arguments(walk, replace(part, **slots), q[:, :, :length, :], one, rows[1])
     Y, _ = PRUNING.mixture(replace(x, q=q, keys=rows[0], chunks=count), room, into)
-    slots = {name: mapped(vars(each)[name], lambda array: array[-b:]) for name in names}
+    # copies, because the next call in turn writes to this memory, and may then have to begin again
+    slots = {name: mapped(vars(each)[name], lambda array: _alone(array[-b:])) for name in names}
     return (Y,), replace(each, **slots)
 
 

@@ -15,9 +15,10 @@ from levattn._core.threads import reported
 from levattn.integrations.transformers.calls import inputs_device
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint
-from levattn.integrations.transformers.compression.profile import CACHE, DOUBT, READING, HeadProfile
+from levattn.integrations.transformers.compression.profile import CACHE, DOUBT, READING, HeadProfile, way_of
 from levattn.integrations.transformers.compression.trials import CacheTrial, ReadingTrial
 from levattn.integrations.transformers.interface import check_model
+from levattn.integrations.transformers.pruning import prune
 
 _log = logging.getLogger("levattn")
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
@@ -121,13 +122,11 @@ def head_profile(
     >>> cache = compress(model, context, 0.25, heads=profile)  # doctest: +SKIP
     """
     tasks, positions = whole_number("tasks", tasks), whole_number("positions", positions, 256)
-    rounds, seed = whole_number("rounds", rounds), whole_number("seed", seed, 0)
-    if way not in TRIALS:
-        raise ValueError(f"way is {way!r}; expected {' or '.join(map(repr, TRIALS))}")
+    rounds, seed, way = whole_number("rounds", rounds), whole_number("seed", seed, 0), way_of(way)
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
-    words, heads = _words(tokenizer), _heads_of(model)
+    words, heads = _words(tokenizer), _heads_of(model, way)
     shares = dict.fromkeys(heads, 1.0)
     if earlier is not None:
         shares = _split_of(earlier, model, heads, way)
@@ -167,10 +166,18 @@ def _in_order(shares: dict[tuple[int, int], float], heads: list[tuple[int, int]]
     return {head: shares[head] for head in heads}
 
 
-def _heads_of(model: Any) -> list[tuple[int, int]]:
-    """Return the layer and head of the keys in layers that do not slide."""
+def _heads_of(model: Any, way: str) -> list[tuple[int, int]]:
+    """Return the layer and head of the keys in layers that do not slide, or raise for a model that cannot be cut."""
     cache = compress(model, torch.zeros((1, 1), dtype=torch.long, device=inputs_device(model)), 1.0)
-    return [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
+    heads = [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
+    if not heads:
+        raise ValueError(
+            f"all layers of {type(model).__name__} slide, whose heads keep their windows; expected a model with a "
+            "layer that attends to all positions. Use this one without a profile"
+        )
+    if way == READING:
+        prune(model, dict.fromkeys(heads, _SHARE)).remove()
+    return heads
 
 
 def _tell_time(step: float, steps: int) -> None:

@@ -37,6 +37,7 @@ _MEASURE = (
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
+_LEAST = 2.0**-64  # a share that leaves one slot, whatever the context; costs of smaller ones are beyond numbers
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
 
 
@@ -122,7 +123,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         check_type("fingerprint", fingerprint, Fingerprint | None, "that of another profile, or None")
         self.fingerprint = fingerprint
         self.trials = whole_number("trials", trials)
-        self.way = _way(way)
+        self.way = way_of(way)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         row: dict[str, float] = self._table[key]
@@ -199,10 +200,11 @@ class HeadProfile(HeadsRecord, HeadsTable):
         -----
         Time and memory: a few entries of each array of the weights.
         """
-        _way(way)
+        way_of(way)
         if isinstance(model, str):
             there, name = _profiles(folder), model.rpartition("/")[2].lower()
-            name = next((own for own in (f"{name}.{way}", name) if own in there), name)
+            endings = f".{way}", "", *(f".{other}" for other in _USERS if other != way)
+            name = next((name + ending for ending in endings if name + ending in there), name)
             if name not in there:
                 file = ". Open a file with HeadProfile.load" if name.endswith(".json") else ""
                 raise ValueError(
@@ -288,7 +290,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         >>> len(set(shares.values()))
         2
         """
-        budget, way = share_of_bytes("budget", budget), _way(self.way if way is None else way)
+        budget, way = share_of_bytes("budget", budget), way_of(self.way if way is None else way)
         if by not in ("positions", "time") or (by == "time" and way == CACHE):
             wish = '"positions"' if way == CACHE else '"positions" or "time"'
             raise ValueError(f"by is {by!r}; expected {wish} for the way {way!r}")
@@ -480,11 +482,11 @@ def profile_for(model: Any, heads: Any, selection: Any, way: str) -> HeadProfile
     return found
 
 
-def _way(way: Any) -> str:
+def way_of(way: Any) -> str:
     """Return a way of cutting heads, or raise."""
-    if way not in _USERS:
+    if not isinstance(way, str) or way not in _USERS:
         raise ValueError(f"way is {way!r}; expected {' or '.join(map(repr, _USERS))}")
-    return str(way)
+    return way
 
 
 @dataclass(frozen=True)
@@ -642,8 +644,8 @@ def whole_and_others(
         share = (budget * n - count) / (n - count)
         if share <= 0:
             break
-        share = 1 - math.sqrt(1 - share) if of_time else share
-        each = factors @ curves(share, READING)
+        share = share / (1 + math.sqrt(1 - share)) if of_time else share
+        each = factors @ curves(max(share, _LEAST), READING)
         order = np.argsort(-each, kind="stable")
         if each[order[count:]].sum() < best:
             best = each[order[count:]].sum()
