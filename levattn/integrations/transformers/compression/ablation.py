@@ -23,7 +23,7 @@ from levattn.integrations.transformers.pruning import prune
 _log = logging.getLogger("levattn")
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _SHARE = 1 / 16  # of its bytes that a cut head keeps
-_COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
+_COMPANY = {CACHE: 1 / 8, READING: 1 / 4}  # the budget of the others, in all rounds but the first
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
@@ -59,9 +59,10 @@ def head_profile(
       position in the second half of the context.
 
     The first round cuts one head to a sixteenth. It compares the losses of the answers and of plain text with the
-    losses of the dense model. In further rounds all heads share an eighth of the bytes, split by the costs so far. A
-    head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean over the rounds,
-    because heads that stand in for one another cost nothing alone. The sum over several heads is an assumption.
+    losses of the dense model. In further rounds all heads share an eighth of the bytes, a quarter for reading, split by
+    the costs so far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean
+    over the rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
+    assumption.
 
     Parameters
     ----------
@@ -145,7 +146,7 @@ def head_profile(
             found.append([trial.costs(shares, advance) for trial in trials])
             profile = _profile(model, heads, np.mean(found, 0), way, len(found))
             profile = profile if earlier is None else earlier.joined(profile)
-            shares = _in_order(profile.shares(_COMPANY), heads)
+            shares = _in_order(profile.shares(_COMPANY[way]), heads)
     return profile
 
 
@@ -158,7 +159,7 @@ def _split_of(earlier: Any, model: Any, heads: list[tuple[int, int]], way: str) 
             f"earlier is {earlier!r}, way={earlier.way!r}; expected a profile of this {type(model).__name__} with its "
             f"{len(heads)} heads, cut to {_SHARE:.6g}, and way={way!r}. Measure a new one without earlier"
         )
-    return _in_order(earlier.shares(_COMPANY), heads)
+    return _in_order(earlier.shares(_COMPANY[earlier.way]), heads)
 
 
 def _in_order(shares: dict[tuple[int, int], float], heads: list[tuple[int, int]]) -> dict[tuple[int, int], float]:

@@ -36,6 +36,7 @@ _MEASURE = (
 )
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
+_OTHERS = 2 / 3  # of a budget, at least: what heads have that are pruned while a model reads
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
 _LEAST = 2.0**-64  # a share that leaves one slot, whatever the context; costs of smaller ones are beyond numbers
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
@@ -259,8 +260,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
         falls faster where the errors of layers add up.
 
         In a cache, each head has a share of its own. While a model reads, some heads stay whole, or none, and all
-        others have the same share. So no head has less than it needs for text nearby, and a layer has two calls at
-        most.
+        others have the same share, at least two thirds of the budget. So no head has less than it needs for text
+        nearby, and a layer has two calls at most.
 
         Parameters
         ----------
@@ -285,10 +286,10 @@ class HeadProfile(HeadsRecord, HeadsTable):
         Examples
         --------
         >>> from levattn.integrations.transformers import HeadProfile
-        >>> profile = HeadProfile.find("SmolLM2-135M-Instruct", way="reading")
-        >>> shares = profile.shares(0.25)
-        >>> len(set(shares.values()))
-        2
+        >>> profile = HeadProfile.find("SmolLM2-135M-Instruct")
+        >>> shares = profile.shares(0.25, way="reading")
+        >>> sorted(set(shares.values()))
+        [0.16666666666666666, 1.0]
         """
         budget, way = share_of_bytes("budget", budget), way_of(self.way if way is None else way)
         if by not in ("positions", "time") or (by == "time" and way == CACHE):
@@ -474,7 +475,7 @@ def profile_for(model: Any, heads: Any, selection: Any, way: str) -> HeadProfile
     if found.way != way:
         warnings.warn(
             f"the heads of the profile were cut in another way ({found.way}) than by {_USERS[way]}; its split keeps "
-            "heads that recall, but is not the best. Measure one with "
+            "heads that recall, but their costs are others. Measure one with "
             f"head_profile(model, tokenizer, way={way!r})",
             ProfileWarning,
             stacklevel=3,
@@ -634,6 +635,9 @@ def whole_and_others(
 ) -> dict[tuple[int, int], float]:
     """Return 1 for some heads and one share for all others, so that the sum of the costs at the budget is least.
 
+    The others have at least `_OTHERS` of the budget. With less, a model lost more of plain text than without any whole
+    head. Costs of single heads do not tell that.
+
     costs: as for `split_bytes`. of_time: whether the budget is of products of causal queries and keys.
     """
     names, factors, n = sorted(costs), np.array([costs[head] for head in sorted(costs)]), len(costs)
@@ -642,7 +646,7 @@ def whole_and_others(
     best, found = math.inf, dict.fromkeys(names, 1.0)
     for count in range(n):
         share = (budget * n - count) / (n - count)
-        if share <= 0:
+        if share < _OTHERS * budget * (1 - 1e-12):
             break
         share = share / (1 + math.sqrt(1 - share)) if of_time else share
         each = factors @ curves(max(share, _LEAST), READING)
