@@ -37,7 +37,7 @@ from smollm2 import CACHE, kept_tasks, opened, row, with_answers
 from tasks import Context, contexts, docstrings, reference
 from transformers import DynamicCache
 
-from levattn import RecallWarning
+from levattn import ProfileWarning, RecallWarning
 from levattn.attention import Selection, causal_pruned_attention, fit_slots
 from levattn.integrations.transformers import compress, prune
 from levattn.integrations.transformers.pruning import observed
@@ -244,7 +244,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, default=2, help="of each task in the second table; 0 leaves it out")
     parser.add_argument("--fits", action="store_true", help="the third table")
     options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore", RecallWarning)
+    for kind in (RecallWarning, ProfileWarning):  # all heads alike, and a profile of a cache
+        warnings.simplefilter("ignore", kind)
     torch.set_grad_enabled(False)
     model, tokenizer = opened()
     print(f"\n{torch.get_num_threads()} threads, {model.dtype}\n")

@@ -59,10 +59,10 @@ def head_profile(
       position in the second half of the context.
 
     The first round cuts one head to a sixteenth. It compares the losses of the answers and of plain text with the
-    losses of the dense model. In further rounds all heads share an eighth of the bytes, a quarter for reading, split by
-    the costs so far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the mean
-    over the rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is an
-    assumption.
+    losses of the dense model. In further rounds all heads share an eighth of the bytes, for reading a quarter, split
+    by the costs so far. A head that is whole is cut, and a head that is cut is made whole. The cost of a head is the
+    mean over the rounds, because heads that stand in for one another cost nothing alone. The sum over several heads is
+    an assumption.
 
     Parameters
     ----------
