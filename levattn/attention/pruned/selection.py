@@ -25,7 +25,6 @@ _OF_KEYS = [name for name, rule in BASELINES.items() if rule.function is not Non
 BY_ATTENTION = "attention"  # the scores that need the attention of given queries
 
 _CHUNK = 64  # positions between two selections of causal attention by default
-_SHORT = 16  # positions between two selections, up to which a budget gives them a quarter
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 SINKS, LAST = 4, 0.25  # of a cache: sinks, and the share of the others that the last keys get
 FITTED_SINKS = 1  # of fitted slots, which are chosen by attention: it finds further sinks where there are any
@@ -263,9 +262,9 @@ class Selection:
         go to the keys near a query, and four fifths of the rest to summaries. Scores select keys for the remaining
         slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
         examples/pruning.) If causal, sinks are 4 at most. Of the other slots, half goes to the keys before the last
-        selection, and an eighth to summaries. The positions since the selection get an eighth too, or a quarter if
-        these are at most 16 (examples/decoders). In a compressed cache the last positions get a quarter of the slots,
-        and summaries half. `fit_slots` selects keys in place of these.
+        selection, a quarter to the positions since then, and a sixteenth to summaries (examples/decoders). In a
+        compressed cache the last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in
+        place of these.
 
         Parameters
         ----------
@@ -289,7 +288,7 @@ class Selection:
         --------
         >>> from levattn.attention import Selection
         >>> Selection(64).slots(1000, causal=True)
-        Slots(selected=8, summaries=7, window=30, sinks=4, chunk=15)
+        Slots(selected=12, summaries=3, window=30, sinks=4, chunk=15)
         """
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
@@ -454,8 +453,8 @@ def _split(total: int, causal: bool) -> Slots:
     if causal:
         sinks = min(SINKS, total // 16)
         left = total - sinks
-        chunk, window = max(1, left // 8, min(_SHORT, left // 4)), left // 2
-        summaries = min(left // 8, left - window - chunk)
+        chunk, window = max(1, left // 4), left // 2
+        summaries = min(max(1, left // 16), left - window - chunk)
         return Slots(left - window - chunk - summaries, summaries, window, sinks, chunk)
     window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
     near = 2 * window + 1 if window else 0
