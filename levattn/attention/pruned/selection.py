@@ -262,7 +262,7 @@ class Selection:
         go to the keys near a query, and four fifths of the rest to summaries. Scores select keys for the remaining
         slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
         examples/pruning.) If causal, sinks are 4 at most. Of the other slots, half goes to the keys before the last
-        selection, a quarter to the positions since then, and a sixteenth to summaries (examples/decoders). In a
+        selection, and a quarter to the positions since then. A sixteenth goes to summaries (examples/decoders). In a
         compressed cache the last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in
         place of these.
 
