@@ -144,7 +144,7 @@ def test_what_a_rule_brings_gives_way_to_options_and_small_budgets() -> None:
     with prune(own, few, measure=True) as report:
         output(own, tokens(1, 24))
     assert all(0 < row["slots"] <= 4 for row in report.table())
-    with pytest.raises(ValueError, match=r"window=30,.* take 35"):
+    with pytest.raises(ValueError, match=r"window=30,.* take 34"):
         Selection(20, scores="streaming", window=30).slots(90, causal=True)
 
 
