@@ -260,11 +260,11 @@ def renewed(
 ) -> tuple[Any, Any, Any, Summaries | None, Any] | None:
     """Return kept keys and summaries after a selection, or None for non-finite numbers, which the caller reports."""
     room = {} if room is None else room
-    room["side"] = not room.get("side")  # alternates, so that the previous results stay valid
     b, n, s = x.keys.shape[0], x.keys.shape[1] // len(x.queries), x.kept.shape[1]
     size = min(s + n, x.size + min(x.sinks, x.oldest + n))
     given = _held_before(x)
     if not x.in_turn:
+        room["side"] = not room.get("side")  # alternates, so that the previous results stay valid
         arrays = _room_for_renewal(x, size, b, partial(_taken, room), room["side"])
         return _as_renewed(x, arrays) if _renewal(x, given, arrays, n, 0) else None
     arrays = _room_for_renewal(x, size, b * (len(x.queries) + 1), partial(_taken, room), "in turn")
@@ -310,7 +310,7 @@ def _renewal(x: RenewalArguments, given: list[Any], new: list[Any], n: int, ahea
         *new,
         sound,
     )
-    share(body, b, float(len(sound)) * (given[3].shape[1] + s + n) * x.R * x.keys.shape[2])
+    share(body, b, float(len(sound)) * (given[3].shape[1] + s + n) * (x.R + x.keys.shape[2]) * x.keys.shape[2])
     return bool(sound.all())
 
 

@@ -142,15 +142,20 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
             Y, state = Y
             after.append(replace(held, state=state))
         pieces.append(Y)
-    return concatenated(pieces, [held.rows for held in plan], 0), tuple(after)
+    return _placed(pieces, [held.rows for held in plan], 0), tuple(after)
 
 
-def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
-    """Join parts of an array, given the places of each along an axis; None stands for all places."""
+def _placed(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
+    """Join outputs (B, H, m, D) of sequences (axis 0) or heads (axis 1) at their places, in memory as (B, m, H, D)."""
     if len(pieces) == 1:
         return pieces[0]
-    order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
-    return _taken(torch.cat(list(pieces), axis), order, axis)
+    shape = list(pieces[0].shape)
+    shape[axis] = sum(map(len, places))
+    B, H, m, D = shape
+    whole = pieces[0].new_empty((B, m, H, D)).transpose(1, 2)
+    for piece, of in zip(pieces, places, strict=True):
+        whole.index_copy_(axis, torch.as_tensor(of, device=whole.device), piece)
+    return whole
 
 
 def _taken(array: Any, places: Any, axis: int) -> Any:
@@ -283,18 +288,7 @@ def _of_groups(
         pieces.append(Y)
         states.append(after)
     each = arrays.q.shape[1] // arrays.k.shape[1]
-    return _side_by_side(pieces, [group.of_queries(each) for group in part.groups]), tuple(states)
-
-
-def _side_by_side(pieces: Sequence[Any], places: Sequence[Any]) -> Any:
-    """Return the outputs (B, H, m, D) of groups of heads at their places, in memory as (B, m, H, D)."""
-    if len(pieces) == 1:
-        return pieces[0]
-    B, _, m, D = pieces[0].shape
-    whole = pieces[0].new_empty((B, m, sum(map(len, places)), D)).transpose(1, 2)
-    for piece, of in zip(pieces, places, strict=True):
-        whole.index_copy_(1, torch.as_tensor(of, device=whole.device), piece)
-    return whole
+    return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states)
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from levattn.integrations.transformers.calls import as_cache_of, inputs_device, 
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.profile import READING, curves
+from levattn.integrations.transformers.compression.profile import CACHE, READING, curves
 from levattn.integrations.transformers.discovery import attention_modules
 from levattn.integrations.transformers.pruning import prune
 
@@ -50,7 +50,7 @@ class CacheTrial:
         for (layer, head), kept in shares.items():
             changed = _exchanged(low, self._light if kept == 1 else self._whole, layer, head)
             rise = self._losses(changed, [replay.begun_at(layer) for replay in replays]) - before
-            found.append(rise if kept == 1 else -rise * (curves(self._share) / curves(kept)))
+            found.append(_cost_of_cut(rise, kept, self._share, CACHE))
             advance(1)
         return found
 
@@ -79,6 +79,11 @@ class CacheTrial:
         """Return log-probabilities of the next token after each but the last of some tokens."""
         logits = self._model(tokens[None], **as_cache_of(self._model, cache.copy())).logits[0, :-1]
         return logits.float().log_softmax(-1)
+
+
+def _cost_of_cut(rise: Any, kept: float, share: float, way: str) -> Any:
+    """Return the cost of a cut to a share, from the rise of the losses as a head that has `kept` is changed."""
+    return rise if kept == 1 else -rise * (curves(share, way) / curves(kept, way))
 
 
 def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:
@@ -117,7 +122,7 @@ class ReadingTrial:
         for (layer, head), kept in shares.items():
             changed = shares | {(layer, head): self._share if kept == 1 else 1.0}
             rise = self._losses(changed, replay.begun_at(layer)) - before
-            found.append(rise if kept == 1 else -rise * (curves(self._share, READING) / curves(kept, READING)))
+            found.append(_cost_of_cut(rise, kept, self._share, READING))
             advance(1)
         return found
 
