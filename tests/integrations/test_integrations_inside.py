@@ -29,6 +29,7 @@ from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, prune, remove  # noqa: E402
 from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.comparison import FIGURES  # noqa: E402
+from levattn.integrations.transformers.compression import compress as compression  # noqa: E402
 from levattn.integrations.transformers.compression import observed as rules  # noqa: E402
 from levattn.integrations.transformers.compression import slots as attended_module  # noqa: E402
 from levattn.integrations.transformers.compression.compress import _empty_layers  # noqa: E402
@@ -330,6 +331,48 @@ def test_slots_go_where_each_layer_computes(family: str, tmp_path: Path, monkeyp
         for group in () if layer.is_sliding else layer.groups:
             arrays += [group.keys, group.values, group.places]
         assert {array.device.type for array in arrays} == {"meta" if number == 1 else "cpu"}
+
+
+def _on_one_thread(body: Any, n: int, *, threads: int | None = None) -> None:
+    assert threads == 1
+    for i in range(n):
+        body(i)
+
+
+def _numbers(array: Any) -> Any:
+    return np.zeros(0) if array is None else (array.opened() if hasattr(array, "opened") else array).double().numpy()
+
+
+@pytest.mark.parametrize(
+    ("selection", "options"),
+    [
+        (0.3, {}),
+        ({(0, 0): 9, (0, 1): 9, (1, 1): 0.4}, {"bits": 4}),
+        (Selection(0.4, summaries=0.2), {"references": "none", "bits": 8}),
+        (Selection(12, scores=lambda K, _: K.abs().sum(-1)), {"chunk": 30}),
+    ],
+    ids=["share", "heads of two layers", "summaries", "scores and chunks"],
+)
+def test_heads_in_one_batch_keep_what_they_keep_apart(
+    selection: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device keeps heads that are alike in one batch, on one thread; main memory keeps them side by side."""
+    model, ids = base().double(), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    apart = compress(model, given, selection, **options)
+    monkeypatch.setattr(compression, "_in_batches", lambda _: True)
+    monkeypatch.setattr(compression, "parallel_for", _on_one_thread)
+    together = compress(model, given, selection, **options)
+    for one, other in zip(apart.layers, together.layers, strict=True):
+        for first, second in zip(one.groups, other.groups, strict=True):
+            assert torch.equal(first.places, second.places)
+            assert first.heads == second.heads
+            for name in ("keys", "values", "log_weight"):
+                np.testing.assert_allclose(_numbers(getattr(first, name)), _numbers(getattr(second, name)), atol=1e-9)
+    for one, other in zip(apart.table(), together.table(), strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
 
 
 @both

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from levattn._core.types import Int64
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.pruned import (
     PrunedArguments,
@@ -320,8 +321,8 @@ def _on_device(X: Any) -> bool:
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
-    (b, _, m, _), first, last = x.q.shape, list(map(int, x.first)), list(map(int, x.last))
-    near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
+    (b, _, m, _), first, last = x.q.shape, np.array(x.first, np.int64), np.array(x.last, np.int64)
+    near = int(np.max(last - first, initial=0))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
     fused = is_fused(x.q, x.keys, x.values)
     if x.power is None and not fused and slots + near and is_read(x):
@@ -337,7 +338,7 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     if not near or _is_causal(x, first, last):
         keys, values, weight = held.keys, held.values, held.log_weight
         if near:
-            low = first[0]
+            low = int(first[0])
             recent = pad(x.values[:, low:].to(q.dtype), (0, 1))
             keys = torch.cat([keys, x.keys[:, low:].to(q.dtype)], 1)
             values = torch.cat([values, recent], 1)
@@ -348,10 +349,11 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     return _with_near(x, q, scale, held, first, last)
 
 
-def _is_causal(x: PrunedArguments, first: list[int], last: list[int]) -> bool:
+def _is_causal(x: PrunedArguments, first: Int64, last: Int64) -> bool:
     """Tell whether each query is near all keys up to one that advances with it and ends at the last key."""
     end = x.keys.shape[1] - len(last) + 1
-    return x.role is None and first == [first[0]] * len(first) and last == list(range(end, end + len(last)))
+    rising = np.arange(end, end + len(last))
+    return x.role is None and bool(np.all(first == first[0])) and np.array_equal(last, rising)
 
 
 def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
@@ -375,9 +377,7 @@ def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
     return _Slots(keys.to(dtype), values.to(dtype), weight, s)
 
 
-def _with_near(
-    x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
-) -> tuple[Any, Any]:
+def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, last: Int64) -> tuple[Any, Any]:
     """Return outputs and rest masses where members of summaries are near queries: fused sums less these members.
 
     All slots have the mass M and the mean value y. A query also reads near keys, and summaries without them, of mass A
@@ -399,15 +399,13 @@ def _with_near(
     return found[..., :D], found[..., D].clamp(min=0)
 
 
-def _near(
-    x: PrunedArguments, q: Any, scale: float, held: _Slots, first: list[int], last: list[int]
-) -> tuple[Any, Any, Any]:
+def _near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, last: Int64) -> tuple[Any, Any, Any]:
     """Return log A and C / A (b, g, m), and (A a - C c) / A with its share of summaries (b, g, m, D + 1).
 
     Positions are cut into blocks; a block takes the keys near any of its positions.
     """
     b, g, m, _ = q.shape
-    step = max(_LEAST, *(high - low for low, high in zip(first, last, strict=True)))
+    step = max(_LEAST, int(np.max(last - first)))
     blocks = -(-m // step)
     edges = np.zeros((3, blocks * step), np.int64)
     edges[:2, :m] = first, last

@@ -344,6 +344,15 @@ def _width(model: Any) -> int:
     return max(1, int(width))
 
 
+def _in_batches(k: Any) -> bool:
+    """Return whether heads that are alike are kept in one batch, which a device needs, or side by side on threads.
+
+    In main memory one head's matrices fill the cores. On a device torch's linear algebra fails where threads begin it
+    together (pytorch issue 90613).
+    """
+    return bool(k.device.type != "cpu")
+
+
 def _without_keys(model: Any, number: int) -> ValueError:
     return ValueError(
         f"layer {number} of {type(model).__name__} keeps no keys and values of its own; expected layers that "
@@ -417,25 +426,34 @@ class _Keeper:
         """Return the slots of all heads of a layer, in a group for each selection."""
         (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
         own = self.of_heads.of_layer(number, G)
-        order = sorted(range(G), key=lambda head: (own[head].budget or 0.0) % 1, reverse=True)  # slow heads first
+        alike = {same: tuple(head for head in range(G) if own[head] == same) for same in dict.fromkeys(own)}
+        ranked = sorted(alike, key=lambda same: (same.budget or 0.0) % 1, reverse=True)  # slow heads first
+        batched = _in_batches(k)
+        together = (
+            [alike[same] for same in ranked] if batched else [(head,) for same in ranked for head in alike[same]]
+        )
+        jobs = [(b, heads) for heads in together for b in range(B)]
         found: dict[tuple[int, int], slots.SlotArrays] = {}
         errors = torch.zeros((B, G))
         scores = [self._scores(b, own, q[b], k[b], v[b], softcap) for b in range(B)]
 
         def keep(i: int) -> None:
-            b, head = i % B, order[i // B]
-            arrays = (array[b, head : head + 1] for array in (q, k, v))
-            found[b, head], errors[b, head] = self._of_sequence(number, b, own[head], scores[b].get(head), *arrays)
-            if not slots.any_weight(found[b, head]) and bool(self.cache.present[b, self.first : self.last].any()):
-                raise ValueError(
-                    f"scores of head {head} of layer {number} are -inf for all keys of row {b}; expected a number "
-                    "for one key at least"
-                )
+            b, heads = jobs[i]
+            given = [scores[b][head] for head in heads if head in scores[b]]
+            arrays = (array[b, list(heads)] if batched else array[b, heads[0] : heads[0] + 1] for array in (q, k, v))
+            kept, error = self._of_sequence(number, b, own[heads[0]], torch.cat(given) if given else None, *arrays)
+            for j, head in enumerate(heads):
+                found[b, head] = slots.of_head(kept, j)
+                errors[b, head] = error[j]
+                if not slots.any_weight(found[b, head]) and bool(self.cache.present[b, self.first : self.last].any()):
+                    raise ValueError(
+                        f"scores of head {head} of layer {number} are -inf for all keys of row {b}; expected a number "
+                        "for one key at least"
+                    )
 
-        parallel_for(keep, B * G)
+        parallel_for(keep, len(jobs), threads=1 if batched else None)
         groups = []
-        for same in dict.fromkeys(own):
-            heads = tuple(head for head in range(G) if own[head] == same)
+        for heads in alike.values():
             parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
             group = slots.padded_together(heads, parts)
             if self.fit is not None:
@@ -465,10 +483,10 @@ class _Keeper:
 
     def _of_sequence(
         self, number: int, b: int, selection: Selection, scores: Any, Q: Any, K: Any, V: Any
-    ) -> tuple[slots.SlotArrays, float]:
-        """Return keys, values, log-weights and places that a head of a sequence keeps, and the residual of its fit.
+    ) -> tuple[slots.SlotArrays, Any]:
+        """Return keys, values, log-weights and places that heads of a sequence keep, and the residuals of their fits.
 
-        `scores`: (1, n) of a function or a published rule, or None.
+        `Q`: (h, g, n, d). `K`, `V`: (h, n, ·). `scores`: (h, n) of a function or a published rule, or None.
         """
         here = self.cache.present[b, self.first : self.last].to(K.device)
         before = int(self.cache.present[b, : self.first].sum())
@@ -492,7 +510,7 @@ class _Keeper:
         count = n if whole else split.slots(selection, chunk, of, factor)
         if count == n and (fit is None or self.bits == 16 or budget == 1.0):
             places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
-            return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), 0.0
+            return (K.clone(), V.clone(), None, places.expand(K.shape[:2])), torch.zeros(len(K))
         if fit is not None:
             how = counted(selection, split, count, scores)
             (*kept, where), error = fit.slots_of(number, b, (Q, K, V), later, how, self.bits)
@@ -500,4 +518,4 @@ class _Keeper:
             return (keys, values, None if count == n else weight, torch.where(where < 0, where, where + before)), error
         step = max(1, Q.shape[1] * n // _ASKING)
         seen = slots.Seen.of(Q[:, :, ::step].flatten(1, 2), K)
-        return slots.slots_of(seen, K, V, count, split, before, given=scores), math.nan
+        return slots.slots_of(seen, K, V, count, split, before, given=scores), torch.full((len(K),), math.nan)

@@ -49,10 +49,10 @@ class References:
 
     def slots_of(
         self, number: int, b: int, arrays: tuple[Any, Any, Any], later: tuple[Any, Any], how: Selection, bits: int
-    ) -> tuple[SlotArrays, float]:
-        """Return the slots of a head of a sequence, and the error of its outputs on queries that were left out.
+    ) -> tuple[SlotArrays, Any]:
+        """Return the slots of heads of a sequence, and the errors of their outputs on queries that were left out.
 
-        `arrays`: queries (1, g, n, d) times their scale, keys and values (1, n, ·) of the context. `later`: queries
+        `arrays`: queries (h, g, n, d) times their scale, keys and values (h, n, ·) of the context. `later`: queries
         and keys of the tokens after it. `bits`: in which the slots will be held.
         """
         Q, K, _ = arrays
@@ -63,17 +63,19 @@ class References:
         return _fitted(asked, weights, *arrays[1:], how, bits)
 
 
-def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> tuple[SlotArrays, float]:
-    """Return the slots of a head, and the error of its outputs on queries that were left out.
+def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> tuple[SlotArrays, Any]:
+    """Return the slots of heads, and the errors of their outputs on queries that were left out.
 
-    `Q`: (1, g, m, d), times their scale, and `weights`: (1, g, m, 1). `K`, `V`: (1, n, ·).
+    `Q`: (h, g, m, d), times their scale, and `weights`: (h, g, m, 1). `K`, `V`: (h, n, ·).
     """
 
     def rounded(rows: Any, *, columns: bool) -> Any:
         return Coded.of(rows, bits, columns=columns).opened()
 
     roundings = None if bits == 16 else (partial(rounded, columns=True), partial(rounded, columns=False))
-    found = fit_slots(Q[0], wide(K), wide(V), how, weights=weights[0, :, :, 0], scale=1.0, rounded=roundings)
+    found = fit_slots(
+        Q.flatten(0, 1), wide(K), wide(V), how, weights=weights.flatten(0, 1)[..., 0], scale=1.0, rounded=roundings
+    )
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
     largest = torch.finfo(V.dtype).max
     held = (
@@ -82,13 +84,13 @@ def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> 
         found.log_weights.to(torch.float32),
         places,
     )
-    return held, float(found.output_residual[0])
+    return held, torch.from_numpy(found.output_residual)
 
 
 def _own_queries(rotation: Rotation, Q: Any) -> tuple[Any, Any]:
-    """Return queries (1, g, m, d) of the second half of n positions, moved behind them, and their weights.
+    """Return queries (h, g, m, d) of the second half of n positions, moved behind them, and their weights.
 
-    `Q`: (1, g, n, d).
+    `Q`: (h, g, n, d).
     """
     n = Q.shape[2]
     places = _spread(torch.arange(n // 2, n, device=Q.device), Q)
@@ -97,9 +99,9 @@ def _own_queries(rotation: Rotation, Q: Any) -> tuple[Any, Any]:
 
 
 def _following(Q: Any, later: Any, K: Any, there: Any) -> tuple[Any, Any]:
-    """Return queries (1, g, m, d) of the tokens after a context, and their weights.
+    """Return queries (h, g, m, d) of the tokens after a context, and their weights.
 
-    `Q`: (1, g, R, d). `later`: (1, R, d), the keys of these tokens, and `there`: (R,) which are no padding.
+    `Q`: (h, g, R, d). `later`: (h, R, d), the keys of these tokens, and `there`: (R,) which are no padding.
     """
     rows = _spread(there.nonzero()[:, 0], Q)
     asked, place = wide(Q[:, :, rows]), torch.arange(len(there), device=Q.device)

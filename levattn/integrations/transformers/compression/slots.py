@@ -299,6 +299,12 @@ def any_weight(slots: SlotArrays) -> bool:
     return bool((_weighted(slots)[2] > -torch.inf).any())
 
 
+def of_head(slots: SlotArrays, j: int) -> SlotArrays:
+    """Return the slots of one of several heads."""
+    keys, values, weight, places = (None if array is None else array[j : j + 1] for array in slots)
+    return keys, values, weight, places
+
+
 def together(parts: list[SlotArrays]) -> SlotArrays:
     """Join the slots of several heads; heads with fewer slots get some without weight."""
     arrays = zip(*_alike(parts), strict=True)
