@@ -367,7 +367,7 @@ def pruned(
 ):
     """Attention of queries (g, m, d) to kept keys, near keys and summaries; causal if there is a chunk.
 
-    Causal attention chooses when as many keys as there are slots have come, or by thresholds a chunk, and after each
+    Causal attention chooses when twice as many keys as there are slots have come, or by thresholds a chunk, and after each
     chunk from then on.
 
     queries: rows (s, d) that keys are chosen by, in place of Q.
@@ -377,7 +377,7 @@ def pruned(
     q = Q * (1 / math.sqrt(d) if scale is None else scale)
     options = {"size": size, "R": R, "sinks": sinks, "kind": kind, "power": power}
     options |= {"epsilon": epsilon, "center": center, "scores": scores, "rounds": 1 if chunk is None else 0}
-    begin = 0 if chunk is None else chunk if epsilon is not None else size + R + window + sinks + chunk
+    begin = 0 if chunk is None else chunk if epsilon is not None else 2 * (size + R + window + sinks + chunk)
     single = [Cluster([1.0], [k], [v], [j]) for j, (k, v) in enumerate(zip(K, V, strict=True))]
     Y, share, seen = np.zeros((g, m, V.shape[1])), np.zeros((g, m)), []
     kept, clusters, recent = [], [], []

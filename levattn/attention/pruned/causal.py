@@ -270,7 +270,7 @@ def causal_attention(
         answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after)))
     if certified:
         ends = np.arange(call.q.shape[2]) + 1 + before
-        most = ends if rule.epsilon is not None else np.minimum(ends, rule.slots.total)
+        most = ends if rule.epsilon is not None else np.where(ends <= rule.first, ends, rule.slots.total)
         lower, upper, error = bounds
         answer.append(PrunedCertificate(lower, upper, error, None, most))
     return answer[0] if len(answer) == 1 else tuple(answer)

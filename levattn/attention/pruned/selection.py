@@ -552,8 +552,11 @@ class SelectionRule:
 
     @property
     def first(self) -> int:
-        """Causal: the number of positions before the first selection: the slots, or a chunk with a threshold."""
-        return self.slots.chunk if self.epsilon is not None else self.slots.total
+        """Causal: the number of positions before the first selection: twice the slots, or a chunk with a threshold.
+
+        The mean query of these positions reads as many keys as there are slots.
+        """
+        return self.slots.chunk if self.epsilon is not None else 2 * self.slots.total
 
     def until_selection(self, positions: int) -> int:
         """Return how many positions come before the next selection, at least one."""
