@@ -316,7 +316,7 @@ def _spread(
     q, _, V, _ = arrays
     walk = _Walk(rule, factor, narrow, certified, goes_on)
     (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
-    Y = np.empty((b, g, T, V.shape[2]), q.dtype) if numpy else None
+    Y = np.empty_like(q, shape=(b, g, T, V.shape[2])) if numpy else None  # laid out in memory as the queries
 
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
@@ -366,7 +366,7 @@ def _stepped(
             rows.append(None if scores is None else xp.concat([part.recent_scores, scores[:, low:high]], axis=1))
         to = None if into is None else into[:, :, low:high, :]
         last = high == T and not walk.goes_on
-        piece, part = _run(walk, part, queries * walk.factor, rows, count, last, checks, room, to)
+        piece, part = _run(walk, part, _scaled(walk, queries, to), rows, count, last, checks, room, to)
         pieces.append(piece)
         low = high
     checks.settle()
@@ -381,6 +381,13 @@ def _stepped(
         None if into is not None and not i else list(arrays) for i, arrays in enumerate(zip(*pieces, strict=True))
     ]
     return tuple(into if arrays is None else xp.concat(arrays, axis=2) for arrays in whole), part
+
+
+def _scaled(walk: _Walk, q: Any, into: Any) -> Any:
+    """Return queries times their factor, in the memory of their outputs if there is any: a kernel reads rows first."""
+    if into is None or walk.certified or q.shape != into.shape:
+        return q * walk.factor
+    return np.multiply(q, q.dtype.type(walk.factor), out=into)
 
 
 def _cut(rule: SelectionRule, begin: int, arrays: tuple[Any, ...]) -> list[Any]:
@@ -414,7 +421,9 @@ def _run(
     """
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
-    queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
+    queries, keys = [part.queries], [part.keys]
+    if count > 1 or not last:
+        queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
     if count > 1 and isinstance(q, np.ndarray):
         return _run_in_turn(walk, part, q, rows, (queries, keys), last, checks, room, into)
     ends = [part.positions + (i + 1) * length for i in range(count)]
