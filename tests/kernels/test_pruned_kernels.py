@@ -305,11 +305,16 @@ def test_moments_and_places_are_their_definition(n: int, d: int, dtype: str) -> 
     rng = np.random.default_rng(4)
     X, root = rng.standard_normal((2, n, d)).astype(dtype), rng.standard_normal((2, d, d)).astype(dtype)
     origin, query = rng.standard_normal((2, 2, d)).astype(dtype)
-    for found, expected in zip(pruned_cpu.row_moments(X, True), definition.row_moments(strict(X), True), strict=True):
-        close(found, expected, 1e-11)
-    total, none = pruned_cpu.row_moments(X, False)
-    close(total, definition.row_moments(strict(X), False)[0], 1e-11)
-    assert none is None
+    of_heads = np.stack([X, -2 * X, X + 1], axis=2).transpose(0, 2, 1, 3)  # heads of a row side by side
+    for rows, chunks in ((X[:, None], 1), (of_heads, 1), (of_heads, 7 if n % 7 == 0 else 1)):
+        pair = pruned_cpu.row_moments(rows, True, chunks), definition.row_moments(strict(rows), True, chunks)
+        for found, expected in zip(*pair, strict=True):
+            close(found, expected, 1e-11)
+        total, none = pruned_cpu.row_moments(rows, False, chunks)
+        close(total, pair[1][0], 1e-11)
+        assert none is None
+    wide = X.astype(np.float64)
+    close(definition.row_moments(X[:, None], True)[1], np.einsum("bnd,bne->bde", wide, wide), 1e-11)
     given = X, origin, root, query
     for found, expected in zip(pruned_cpu.places(*given), definition.places(*map(strict, given)), strict=True):
         close(found, expected, 5 * TOLERANCE[dtype])

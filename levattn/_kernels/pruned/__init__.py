@@ -52,6 +52,7 @@ class PrunedArguments:
     `power`: None for a softmax, else p: weights are abs(x)^p.
     `narrow`: the dtype of 16 bits of the given arrays, and the scale of the queries, if products of this dtype are
     precise enough; or None.
+    `factor`: by which queries are yet to be multiplied; for gradients it is 1.
     `chunks`: how many chunks of as many positions q has, one after the other; n is then the number of rows of all.
     `first` and `last` are the same for each chunk, and count from its first near key. Arrays of slots have an item for
     each chunk of each sequence, sequences within chunks. More than one only if `renewed` takes renewals in turn.
@@ -71,6 +72,7 @@ class PrunedArguments:
     power: float | None
     narrow: tuple[Any, float] | None = None
     chunks: int = 1
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +199,8 @@ class PrunedOperators(ClusterKernels, Protocol):
     def radii(self, labels: Any, items: Summaries, item_radii: Any, summaries: Summaries, /) -> Any:
         """Return bounds (b, R) of the distances of members of summaries from their means."""
 
-    def row_moments(self, X: Any, squares: bool, /) -> tuple[Any, Any]:
-        """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64."""
+    def row_moments(self, X: Any, squares: bool, chunks: int = 1, /) -> tuple[Any, Any]:
+        """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64, for each chunk."""
 
     def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:
         """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""

@@ -20,8 +20,12 @@ from levattn._kernels.scratch import clear, empty, filled, zeros
 
 
 @jit
-def moments_of_rows(like, view, n, total, second, first, last):
-    """Write ``Σ x`` over n rows to (b, d), and ``Σ x xᵀ`` to (b, d, d) unless that has no rows, in float64."""
+def moments_of_rows(like, view, sizes, total, second, first, last):
+    """Write ``Σ x`` over rows to (b, d), and ``Σ x xᵀ`` to (b, d, d) unless that has no rows, in float64.
+
+    `sizes`: heads, and rows of each.
+    """
+    heads, n = sizes
     d, squares = total.shape[1], second.shape[1] > 0
     width = SCORE_VECTORS * (VECTOR_BYTES // total.itemsize)
     panels = (d + width - 1) // width if squares else 0
@@ -31,11 +35,14 @@ def moments_of_rows(like, view, n, total, second, first, last):
     for item in range(first, last):
         clear(total, item * d, d)
         clear(sums, 0, sums.size)
-        for low in range(0, n, TILE_ROWS):
+        stretches = (n + TILE_ROWS - 1) // TILE_ROWS
+        for block in range(heads * stretches):
+            head, low = block // stretches, block % stretches * TILE_ROWS
             count = smaller(TILE_ROWS, n - low)
             for r in range(count):
-                source = as_pointer(row_at_view(view, item, 0, low + r), like)
-                accumulate(like, row_at_view(view, item, 0, low + r), address(one), d, address(total) + item * d * 8)
+                at = row_at_view(view, item, head, low + r)
+                source = as_pointer(at, like)
+                accumulate(like, at, address(one), d, address(total) + item * d * 8)
                 if squares:
                     pack_row(source, unit, d, rows, r)
             for i in range(0, panels * width, lanes):

@@ -20,6 +20,7 @@ from levattn._kernels.tasks import share
 
 _FEW = 64  # rows whose moments need no kernel
 _AT_ONCE = 1 << 22  # numbers of chunks that are attended at once
+_MOVED = 16.0  # multiply-adds in the time that a number takes to be moved to a panel
 _STRETCHES = 8  # blocks of TILE_ROWS positions that are worth sums of gradients of their own
 _MOST_PARTS = 8  # of an item, with such sums
 
@@ -45,6 +46,7 @@ def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = 
         call.like,
         views,
         (x.kept_keys.shape[1], call.tall, call.many, call.widest),
+        kind.type(x.factor),
         0.0 if x.power is None else float(x.power),
         key_panels,
         value_panels,
@@ -176,7 +178,7 @@ class _Call:
         kept = map(np.ascontiguousarray, (columns, rows))
         sums = held.weight, *means, held.offset, held.count
         packed = partial(pack_slots, *kept, count, *sums, x.power is not None, panels, row_panels, bias)
-        share(packed, b, float(b) * slots * (d + D))
+        share(packed, b, _MOVED * b * slots * (d + D))
         return panels, row_panels, bias
 
     def near_panels(self, room: dict[str, Any], views: Any, *, turned: bool = False) -> tuple[Any, Any]:
@@ -193,7 +195,7 @@ class _Call:
             room, "near values", (b, _panels(D, size), panels.shape[1] * _width(size), _width(size)), kind
         )
         packed = partial(pack_near, self.like, views, (n, D), self.figures[2], panels, row_panels)
-        share(packed, b * panels.shape[1], float(b) * n * (d + D))
+        share(packed, b * panels.shape[1], _MOVED * b * n * (d + D))
         return panels, row_panels
 
     def work(self, bias: Any) -> float:
@@ -328,14 +330,18 @@ def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -
     return held[:size].reshape(shape)
 
 
-def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
-    """Return the sum (b, d) of the rows x of X and, if `squares`, the sum (b, d, d) of x xᵀ, in float64."""
-    b, n, d = X.shape
-    if n < _FEW:
-        return definition.row_moments(X, squares)
-    X, total, second = _readable(X), np.empty((b, d)), np.empty((b, d, d) if squares else (0, 0, 0))
-    work = float(X.size) * (d if squares else 1)
-    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _views(X)[0], n, total, second), b, work)
+def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
+    """Return the sums (b, d) of rows x of X (b, g, n, d) and, if `squares`, the sums (b, d, d) of x xᵀ, in float64.
+
+    `chunks`: into how many chunks the n rows are cut. Then there are sums for each, items within chunks.
+    """
+    (b, g, n, d), X = X.shape, _readable(X)
+    n, items = n // chunks, chunks * b
+    if g * n < _FEW:
+        return definition.row_moments(X, squares, chunks)
+    total, second = np.empty((items, d)), np.empty((items, d, d) if squares else (0, 0, 0))
+    view, work = _views(X, length=n)[0], float(X.size) * (d if squares else 1)
+    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), view, (g, n), total, second), items, work)
     return total, second if squares else None
 
 

@@ -6,6 +6,7 @@ In torch, autograd differentiates these definitions, so there is no backward her
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import array_api_compat
@@ -30,9 +31,14 @@ def sample_step(n: int, R: int) -> int:
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
-def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
-    """Return the sum (b, d) of the rows x of X and, if `squares`, the sum (b, d, d) of x xᵀ, in float64."""
-    xp = array_namespace(X)
+def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
+    """Return the sums (b, d) of rows x of X (b, g, n, d) and, if `squares`, the sums (b, d, d) of x xᵀ, in float64.
+
+    `chunks`: into how many chunks the n rows are cut. Then there are sums for each, items within chunks.
+    """
+    xp, (b, g, n, d) = array_namespace(X), X.shape
+    X = xp.permute_dims(xp.reshape(X, (b, g, chunks, n // chunks, d)), (2, 0, 1, 3, 4))
+    X = xp.reshape(X, (chunks * b, g * (n // chunks), d))
     X = xp.astype(X, xp.float64)
     return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X) if squares else None
 
@@ -210,9 +216,14 @@ def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
     """Return None, so that the caller renews in steps."""
 
 
+def scaled(x: PrunedArguments) -> PrunedArguments:
+    """Return arguments whose queries are multiplied by their factor."""
+    return x if x.factor == 1 else replace(x, q=x.q * x.factor, factor=1.0)
+
+
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
-    xp = array_namespace(x.q)
+    x, xp = scaled(x), array_namespace(x.q)
     b, g, m = x.q.shape[:3]
     first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])

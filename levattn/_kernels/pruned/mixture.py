@@ -238,6 +238,7 @@ def mixture_tasks(
     like,
     views,
     sizes,
+    factor,
     power,
     key_panels,
     value_panels,
@@ -256,8 +257,9 @@ def mixture_tasks(
     """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
 
     `views`: of queries, keys, values and outputs, D numbers each. `sizes`: number of kept keys, positions and heads of
-    a block, and the most near keys of a block. `near_keys`, `near_values`: from `pack_near`. `sums`: (b, 3, R).
-    `edges`: first and last of the near keys. `role`, `log_weight`: (b, n), or without rows.
+    a block, and the most near keys of a block. `factor`: of queries, in their dtype. `near_keys`, `near_values`: from
+    `pack_near`. `sums`: (b, 3, R). `edges`: first and last of the near keys. `role`, `log_weight`: (b, n), or without
+    rows.
     """
     size = like.itemsize
     kept, tall, many, widest = sizes
@@ -290,7 +292,7 @@ def mixture_tasks(
         for i in range(rows):
             source = as_pointer(row_at_view(q_view, item, head + i // positions, low + i % positions), like)
             for k in range(d):
-                rows_q[i, k] = source[k]
+                rows_q[i, k] = source[k] * factor
         roles, log_weights = role[item if len(role) else 0], log_weight[item if len(log_weight) else 0]
         fill_block(bias[item], near, start, end, padded, roles, log_weights, nothing, shift, names, weight, logs)
         whole = whole_tiles(rows)

@@ -51,9 +51,9 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
     return on_memory("radii", labels, items, item_radii, summaries)
 
 
-def row_moments(X: Any, squares: bool) -> tuple[Any, Any]:
-    """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64."""
-    return cast(tuple[Any, Any], on_memory("row_moments", X, squares))
+def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
+    """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64, for each chunk."""
+    return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
@@ -321,6 +321,7 @@ def _on_device(X: Any) -> bool:
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
+    x = definition.scaled(x)
     (b, _, m, _), first, last = x.q.shape, np.array(x.first, np.int64), np.array(x.last, np.int64)
     near = int(np.max(last - first, initial=0))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])

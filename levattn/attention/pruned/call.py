@@ -158,7 +158,7 @@ class PrunedCall:
 
     def as_given(self, array: Any) -> Any:
         """Convert an array of the kernels to the library of the arguments."""
-        return self.torch.tensor_of(array) if self.in_memory else array
+        return self.torch.laid_out(array) if self.in_memory else array
 
     def with_arrays_of_caller(self, rule: SelectionRule) -> SelectionRule:
         """Return a rule whose function of a user's own sees the library of the arguments, and is checked."""

@@ -222,6 +222,10 @@ class _Walk:
         """The narrow dtype of products and the factor of queries, or None."""
         return None if self.kind is None else (self.kind, self.factor)
 
+    def unscaled(self, q: Any) -> bool:
+        """Tell whether the kernel that reads queries is to multiply them by their factor."""
+        return isinstance(q, np.ndarray) and self.rule.power is None and not self.certified
+
     def together(self, part: PrunedPart, q: Any, V: Any, length: int, left: int) -> int:
         """Return how many chunks of `length` positions are attended at once; `left`: positions not read yet.
 
@@ -366,7 +370,8 @@ def _stepped(
             rows.append(None if scores is None else xp.concat([part.recent_scores, scores[:, low:high]], axis=1))
         to = None if into is None else into[:, :, low:high, :]
         last = high == T and not walk.goes_on
-        piece, part = _run(walk, part, _scaled(walk, queries, to), rows, count, last, checks, room, to)
+        queries = queries if walk.unscaled(q) else queries * walk.factor
+        piece, part = _run(walk, part, queries, rows, count, last, checks, room, to)
         pieces.append(piece)
         low = high
     checks.settle()
@@ -381,13 +386,6 @@ def _stepped(
         None if into is not None and not i else list(arrays) for i, arrays in enumerate(zip(*pieces, strict=True))
     ]
     return tuple(into if arrays is None else xp.concat(arrays, axis=2) for arrays in whole), part
-
-
-def _scaled(walk: _Walk, q: Any, into: Any) -> Any:
-    """Return queries times their factor, in the memory of their outputs if there is any: a kernel reads rows first."""
-    if into is None or walk.certified or q.shape != into.shape:
-        return q * walk.factor
-    return np.multiply(q, q.dtype.type(walk.factor), out=into)
 
 
 def _cut(rule: SelectionRule, begin: int, arrays: tuple[Any, ...]) -> list[Any]:
@@ -423,7 +421,8 @@ def _run(
     length, near = T // count, rows[0].shape[1] - T
     queries, keys = [part.queries], [part.keys]
     if count > 1 or not last:
-        queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count)
+        factor = walk.factor if walk.unscaled(q) else 1.0
+        queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count, factor)
     if count > 1 and isinstance(q, np.ndarray):
         return _run_in_turn(walk, part, q, rows, (queries, keys), last, checks, room, into)
     ends = [part.positions + (i + 1) * length for i in range(count)]
@@ -503,33 +502,15 @@ def _run_in_turn(
     return (Y,), replace(each, **slots)
 
 
-def _sums_after(part: PrunedPart, q: Any, K: Any, count: int) -> tuple[list[choice.Sums], list[choice.Sums]]:
-    """Return the sums over all queries, and over all keys, after each of `count` chunks."""
-    xp = namespace_of(q)
-    b, g, T, d = q.shape
-    length = T // count
-    q = xp.permute_dims(xp.reshape(q, (b, g, count, length, d)), (0, 2, 1, 3, 4))
-    q, K = xp.reshape(q, (b * count, g * length, d)), xp.reshape(K, (b * count, length, d))
-    queries = accumulate(_sums_of_each(q, count, part.queries), choice.Sums.plus, initial=part.queries)
-    keys = accumulate(_sums_of_each(K, count, part.keys), choice.Sums.plus, initial=part.keys)
+def _sums_after(
+    part: PrunedPart, q: Any, K: Any, count: int, factor: float
+) -> tuple[list[choice.Sums], list[choice.Sums]]:
+    """Return the sums over all queries times a factor, and over all keys, after each of `count` chunks."""
+    of_queries = [sums.times(factor) for sums in choice.Sums.of_chunks(q, count, like=part.queries)]
+    of_keys = choice.Sums.of_chunks(K[:, None, :, :], count, like=part.keys)
+    queries = accumulate(of_queries, choice.Sums.plus, initial=part.queries)
+    keys = accumulate(of_keys, choice.Sums.plus, initial=part.keys)
     return list(queries)[1:], list(keys)[1:]
-
-
-def _sums_of_each(rows: Any, count: int, like: choice.Sums) -> list[choice.Sums]:
-    """Return sums like others over the rows of each chunk (b · count, n, d); the chunks of an item are adjacent."""
-    sums = choice.Sums.of(rows, second=like.second is not None, centered=like.origin is not None)
-    if count == 1:
-        return [sums]
-    xp = namespace_of(rows)
-
-    def each(array: Any) -> list[Any]:
-        if array is None:
-            return [None] * count
-        array = xp.reshape(array, (rows.shape[0] // count, count, *array.shape[1:]))
-        return [array[:, i, ...] for i in range(count)]
-
-    parts = zip(each(sums.total), each(sums.second), each(sums.origin), strict=True)
-    return [choice.Sums(total, squares, sums.count, origin) for total, squares, origin in parts]
 
 
 def _arguments(walk: _Walk, part: PrunedPart, q: Any, keys: Any, values: Any) -> PrunedArguments:
@@ -550,6 +531,7 @@ def _arguments(walk: _Walk, part: PrunedPart, q: Any, keys: Any, values: Any) ->
         log_weight=None,
         power=walk.rule.power,
         narrow=walk.narrow,
+        factor=walk.factor if walk.unscaled(q) else 1.0,
     )
 
 

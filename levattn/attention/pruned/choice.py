@@ -16,6 +16,12 @@ from levattn.attention.arguments import device_of, namespace_of, without_gradien
 from levattn.attention.pruned.selection import Checks, SelectionRule
 
 
+def _parts(array: Any, count: int) -> list[Any]:
+    """Return the equal parts of an array along its first axis."""
+    size = len(array) // count
+    return [array[i * size : (i + 1) * size] for i in range(count)]
+
+
 @dataclass(frozen=True, eq=False)
 class Sums:
     """First and second moments of rows in float64: total (b, d), second (b, d, d) or None, and their number.
@@ -33,13 +39,39 @@ class Sums:
     def of(cls, X: Any, *, second: bool = True, centered: bool = False) -> Sums:
         """Return the sums over the rows of X (b, n, d), with second moments only if `second`."""
         if not centered:
-            return cls(*PRUNING.row_moments(X, second), X.shape[1])
+            return cls(*PRUNING.row_moments(X[:, None, :, :], second), X.shape[1])
         xp, count = namespace_of(X), X.shape[1]
         X = xp.astype(X, xp.float64)
         origin = X[:, 0, :] if count else xp.sum(X, axis=1)
         total = xp.sum(X - origin[:, None, :], axis=1)
-        _, squares = PRUNING.row_moments(X - origin[:, None, :] - total[:, None, :] / max(count, 1), True)
+        rows = X - origin[:, None, :] - total[:, None, :] / max(count, 1)
+        _, squares = PRUNING.row_moments(rows[:, None, :, :], True)
         return cls(total, squares, count, origin)
+
+    @classmethod
+    def of_chunks(cls, X: Any, chunks: int, *, like: Sums) -> list[Sums]:
+        """Return sums like others over the rows of each chunk of X (b, g, n, d), of all g together."""
+        xp, (b, g, n, d) = namespace_of(X), X.shape
+        if like.origin is None:
+            sums = cls(*PRUNING.row_moments(X, like.second is not None, chunks), g * (n // chunks))
+        else:
+            X = xp.permute_dims(xp.reshape(X, (b, g, chunks, n // chunks, d)), (2, 0, 1, 3, 4))
+            sums = cls.of(xp.reshape(X, (chunks * b, g * (n // chunks), d)), centered=True)
+        each = (
+            [None] * chunks if part is None else _parts(part, chunks)
+            for part in (sums.total, sums.second, sums.origin)
+        )
+        return [cls(total, second, sums.count, origin) for total, second, origin in zip(*each, strict=True)]
+
+    def times(self, factor: float) -> Sums:
+        """Return the sums over the rows times a factor."""
+        if factor == 1:
+            return self
+        second, origin = (
+            None if array is None else array * number
+            for array, number in ((self.second, factor**2), (self.origin, factor))
+        )
+        return Sums(self.total * factor, second, self.count, origin)
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the rows of both."""
