@@ -234,8 +234,8 @@ def causal_pruned_attention(
     alone, because the chunks of such tensors are one batch.
 
     Time O(T s (d + D) + T R (s + R) d / c) for s slots a query, R summaries and renewals every c positions. Memory
-    O(T D + s (d + D)), and a state of O(s (d + D) + d²): its keys are as many as the positions, up to 2s before the
-    first selection, and fewer than s after it.
+    O(T D + s (d + D)), and a state of O(s (d + D) + d²). Before the first selection the state has all keys, up to 2s.
+    After it, it has fewer than s.
 
     References
     ----------
