@@ -3,8 +3,8 @@
 A decoder of Llama's kind (3 layers of 4 heads, 2 of keys, rotary positions) learns the sources of Python's standard
 library, byte by byte, and to find needles in them: lines ``key 4821 = 7730``, whose value is asked for at the end of
 the context. Then each query attends to a fixed number of slots instead of all earlier positions, in all layers, and
-nothing is trained again. A budget is a share of the context. The first positions, twice as many as slots, read all keys
-before them. So the last table tells what budgets are of the keys that dense attention reads on average.
+nothing is trained again. A budget is a share of the context. The first positions, twice as many as slots, read all
+keys before them. So the last table tells what budgets are of the keys that dense attention reads on average.
 
 Methods: levattn's default and its other scores; two scores that know less of keys, with the same summaries and window;
 and what is left without some of the parts, whose slots the others take. A window is what all have.

@@ -41,6 +41,36 @@ def test_positions_up_to_twice_the_slots_are_dense(name: str) -> None:
     assert np.all(np.abs(Y - expected)[:, FIRST:].max(axis=(1, 2)) > 1e-3)
 
 
+# roundings of means, which are computed in single precision for formats of 16 bits
+ROUNDINGS = {"float64": 2.0**-46, "float32": 2.0**-17, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+KINDS = [name for name in strategies.ALL_STORAGE if not name.startswith("cupy")]  # emulated, it has no Cholesky factor
+
+
+@strategies.stores(*KINDS)
+@pytest.mark.parametrize("f", ["softmax", 2])
+def test_twice_the_slots_are_dense_and_decoding_is_the_whole_there_and_beyond(f: Any, storage: str) -> None:
+    """By every kind of arrays. For n = 2 · slots positions, and for more."""
+    slots = Selection(12).slots(99, causal=True)
+    first = 2 * slots.total
+    n = first + 4 * slots.chunk + 1
+    Q, K, V = (strategies.STORAGE[storage](X) for X in arrays(7, n))
+    exact = [strategies.as_float64(X) for X in (Q, K, V)]
+    room = ROUNDINGS[storage.rpartition("-")[2]] * np.abs(exact[2]).max()
+    dense, _ = naive_attention.dense(*exact, None if f == "softmax" else f, True)
+    alone = causal_pruned_attention(*(X[:, :first, :] for X in (Q, K, V)), Selection(12), f=f)
+    np.testing.assert_allclose(strategies.as_float64(alone), dense[:, :first], rtol=0, atol=room)
+    whole, _ = causal_pruned_attention(Q, K, V, Selection(12), f=f, return_state=True)
+    whole = strategies.as_float64(whole)
+    np.testing.assert_allclose(whole[:, :first], dense[:, :first], rtol=0, atol=room)
+    assert np.abs(whole - dense)[:, first:].max() > 0.1
+    held: Any = Selection(12)
+    for i in range(n):
+        row, held = causal_pruned_attention(*(X[:, i : i + 1, :] for X in (Q, K, V)), held, f=f, return_state=True)
+        np.testing.assert_allclose(strategies.as_float64(row)[:, 0], whole[:, i], rtol=0, atol=room)
+
+
 def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() -> None:
     Y, _, certificate = causal_pruned_attention(*arrays(1), BUDGET, return_certificate=True, return_state=True)
     np.testing.assert_array_equal(certificate.captured_lower[:, :FIRST], 1)

@@ -188,9 +188,10 @@ def causal_pruned_attention(
         Values.
     selection : Selection, number or PrunedState
         The keys to read; a number is a budget. A share refers to the T positions of the call, also if the mask leaves
-        fewer; from one half on, all rows are dense. Or the state after the earlier positions, which holds the selection: give `f` and `scale` again. To
-        rounding, rows equal the rows of one call for all positions, if the budget is a number of slots. A state of a
-        selection by given scores takes the scores of the next positions by `PrunedState.with_scores`.
+        fewer; from one half on, all rows are dense. Or the state after the earlier positions, which holds the
+        selection: give `f` and `scale` again. To rounding, rows equal the rows of one call for all positions, if the
+        budget is a number of slots. A state of a selection by given scores takes the scores of the next positions by
+        `PrunedState.with_scores`.
     f : "softmax", float or Power
         The attention function, as for `pruned_attention`.
     scale : float, optional
