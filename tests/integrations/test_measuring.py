@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, ENCODERS, LEFT, base, output, tokens  # noqa: E402
 
-from levattn.attention import Selection  # noqa: E402
+from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
 from levattn.integrations.transformers import prune  # noqa: E402
 
 LAP = 64  # calls
@@ -107,6 +107,17 @@ def test_the_part_of_a_text_that_continues_a_cache_is_measured_with_all_its_keys
         for name in ("slots", "selected", "captured"):
             sums = after[name] * after["queries"] - old[name] * old["queries"]
             assert row[name] == pytest.approx(sums / row["queries"], rel=1e-5)
+
+
+@pytest.mark.parametrize("padded", [0, 6])
+def test_queries_before_the_first_selection_stand_for_none_after_it(padded: int) -> None:
+    """Those read up to twice the slots. No head reads more keys than the certificate of its positions counts."""
+    model, X = base(), np.random.default_rng(0).standard_normal((1, 50, 2))
+    _, certificate = causal_pruned_attention(X, X, X, 16, return_certificate=True)
+    mask = (torch.arange(50 + padded) >= padded)[None].long()
+    with prune(model, 16, measure=True) as report:
+        output(model, tokens(1, 50 + padded), attention_mask=mask)
+    assert all(row["slots"] <= certificate.slots.mean() for row in report.table())
 
 
 def test_calls_that_add_little_to_a_cache_are_left_out_by_default() -> None:
