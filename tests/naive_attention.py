@@ -367,8 +367,8 @@ def pruned(
 ):
     """Attention of queries (g, m, d) to kept keys, near keys and summaries; causal if there is a chunk.
 
-    Causal attention chooses when twice as many keys as there are slots have come, or by thresholds a chunk, and after each
-    chunk from then on.
+    Causal attention chooses when twice as many keys as there are slots have come, or by thresholds a chunk, and after
+    each chunk from then on.
 
     queries: rows (s, d) that keys are chosen by, in place of Q.
     Also the share of the keys attended exactly, (g, m), their places for each of m rows, and the clusters at the end.

@@ -148,7 +148,7 @@ def _pruned(Q: Any, K: Any, V: Any, selection: Any, **options: Any) -> Any:
 
 
 def _pruned_causal(Q: Any, K: Any, V: Any, **options: Any) -> Any:
-    return causal_pruned_attention(Q, K, V, Selection(8, renew_every=4), **options)
+    return causal_pruned_attention(Q, K, V, Selection(4, renew_every=2), **options)
 
 
 def _dense() -> Any:
@@ -236,7 +236,7 @@ def _layers() -> dict[str, Row]:
         "nn.TokenStatistics(output='tied')": of(TokenStatistics, causal=True, output="tied"),
         "nn.TokenStatistics('leverage')": of(TokenStatistics, cached=False, form="leverage"),
         "nn.LevAttention": of(LevAttention, cached=False, selection=8),
-        "nn.LevAttention(causal=True)": of(LevAttention, causal=True, selection=Selection(8, renew_every=4)),
+        "nn.LevAttention(causal=True)": of(LevAttention, causal=True, selection=Selection(4, renew_every=2)),
         "set_dense(nn.LevAttention)": Row(_dense, own=True),
         "nn.CausalConv": Row(lambda: First(CausalConv(C)), own=True),
         "nn.RGLRU": Row(lambda: First(RGLRU(C)), own=True),

@@ -65,8 +65,9 @@ def set_dense(model: Any, dense: bool = True) -> None:
 class LevAttentionCache:
     """The decoding cache of a `LevAttention` layer, as returned by its ``new_cache()``.
 
-    For each sequence and key head it has as many keys and values as a query has slots, and O(d²) numbers for the
-    selection. So its size does not grow with the number of positions. Gradients do not pass through it.
+    For each sequence and key head it has keys and values, and O(d²) numbers for the selection. Before the first
+    selection it has all keys, fewer than twice as many as a query has slots. After it, it has at most as many as
+    slots. So its size does not grow with the number of positions. Gradients do not pass through it.
 
     Attributes
     ----------

@@ -133,7 +133,8 @@ def products(K: Any, V: Any) -> Any:
     return K[:, :, 0] * (V[:, :, 0] - V[:, :, 1])
 
 
-# every form of pruned_attention, by its options
+# every form of pruned_attention, by its options; if causal, with renewals every 5 positions, none selects first after
+# more than 32 positions
 PRUNED_FORMS: dict[str, dict[str, Any]] = {
     "default": {"size": 5, "summaries": 4, "window": 2},
     "no-window": {"size": 4, "summaries": 5},
@@ -169,7 +170,7 @@ def _pruned_causal(
 ) -> Any:
     if own:
         form, state = form | {"scores": own[0]}, None if state is None else state.with_scores(own[0])
-    found = walk(Q, K, V, state=state, **{"renew_every": 7} | form | options)
+    found = walk(Q, K, V, state=state, **{"renew_every": 5} | form | options)
     return found if return_state else (found[0], *found[2:]) if found[2:] else found[0]
 
 

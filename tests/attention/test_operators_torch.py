@@ -117,8 +117,8 @@ def test_padding_has_no_gradient_whatever_it_holds(name: str) -> None:
 
 FORMS: dict[str, Operator] = {**of_forms(causal=True), **of_forms(causal=False)}
 REFILLED: dict[str, Callable[[], Any]] = {
-    "mask": lambda: np.arange(23) % 5 != 3,
-    "offsets": lambda: np.array([0, 9, 23]),
+    "mask": lambda: np.arange(45) % 5 != 3,
+    "offsets": lambda: np.array([0, 9, 45]),
 }
 
 
@@ -132,7 +132,7 @@ WITH_OPTION: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("name", "option"), WITH_OPTION)
 def test_an_array_of_numpy_may_be_refilled_before_backward(name: str, option: str) -> None:
     operator = (ALL | FORMS)[name]
-    arrays = operator.leaves(23)
+    arrays = operator.leaves(45)
 
     def gradients(refill: bool) -> Any:
         given = REFILLED[option]()

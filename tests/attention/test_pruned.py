@@ -30,7 +30,8 @@ if HAS_TORCH:
 
 SETTINGS = strategies.examples(15)
 ROOM = {"float64": 1e-11, "float32": 2e-5}
-CHUNK = 7
+CHUNK = 5
+KEYS = {False: 24, True: 40}  # causal: each form selects several times, first after 32 at most
 
 OF_ORACLE = {"summaries": "R", "scores": "kind", "f": "power"}
 
@@ -83,7 +84,7 @@ def power_of(options: dict[str, Any]) -> float | None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_the_loop_over_queries(form: str, causal: bool, storage: str) -> None:
-    Q, K, V = heads(0)
+    Q, K, V = heads(0, KEYS[causal])
     options = options_of(form, K, causal)
     found = by_loops(form, Q, K, V, causal)
     expected = np.concatenate([Y for Y, *_ in found])
@@ -127,7 +128,7 @@ def captured(P: Float, found: list[Any]) -> Float:
 @pytest.mark.parametrize("form", ["default", "no-window", "expected", "squares", "cubes"])
 def test_arrays_of_another_device_stay_there(form: str, causal: bool) -> None:
     options, device = options_of(form, np.empty(0), causal), array_api_strict.Device("device1")
-    arrays = heads(0)
+    arrays = heads(0, KEYS[causal])
     given = [array_api_strict.asarray(X, device=device) for X in arrays]
     Y, certificate = attend(*given, **options, return_certificate=True)
     assert Y.device == certificate.error_bound.device == device
@@ -176,7 +177,7 @@ def test_a_budget_that_covers_all_keys_is_dense_attention(f: Any, causal: bool, 
 def hostile(draw: st.DrawFn) -> tuple[Float, Float, Float]:
     """Huge, tiny, repeated, missing: one head of keys, two of queries, at the same places."""
     rng = np.random.default_rng(draw(strategies.seeds()))
-    d, n = draw(st.sampled_from([1, 2, 5])), draw(st.integers(1, 14))
+    d, n = draw(st.sampled_from([1, 2, 5])), draw(st.integers(1, 28))
     K = draw(st.sampled_from([0.0, 1.0, 30.0])) * rng.standard_normal(d) + rng.standard_normal((1, n, d))
     Q = draw(st.sampled_from([0.0, 1.0, 30.0])) * rng.standard_normal(d) + rng.standard_normal((2, n, d))
     V = draw(st.sampled_from([0.0, 100.0])) + rng.standard_normal((1, n, 3))
@@ -305,7 +306,7 @@ def test_the_order_of_keys_does_not_matter(form: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_and_queries_may_be_scaled_against_each_other(form: str, causal: bool) -> None:
-    Q, K, V = heads(6)
+    Q, K, V = heads(6, KEYS[causal])
     options = options_of(form, K, causal)
     Y = attend(Q, K, V, **options)
     np.testing.assert_allclose(attend(Q / 3, K * 3, V, **options), Y, atol=1e-12)
@@ -321,10 +322,11 @@ def test_keys_and_queries_may_be_scaled_against_each_other(form: str, causal: bo
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool, storage: str) -> None:
-    Q, K, V = heads(10, batch=(4,))
-    mask = np.random.default_rng(11).random((4, 24)) > 0.3
-    mask[0, :9], mask[0, 9:] = False, True  # padded on the left
-    mask[1, 15:], mask[1, :15] = False, True
+    n = 60 if causal else 24
+    Q, K, V = heads(10, n, batch=(4,))
+    mask = np.random.default_rng(11).random((4, n)) > 0.3
+    mask[0, : n // 3], mask[0, n // 3 :] = False, True  # padded on the left
+    mask[1, -n // 3 :], mask[1, : -n // 3] = False, True
     mask[2] = False
     options = options_of(form, K, causal)
     tied = causal or options.get("window")
@@ -339,7 +341,7 @@ def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool,
     Y = as_float64(Y)
     for i in range(4):
         there = mask[i]
-        rows = there if tied else np.ones(24, bool)
+        rows = there if tied else np.ones(n, bool)
         alone = options | ({"scores": stored(options["scores"][i][:, there], storage)} if own else {})
         arrays = [stored(X, storage) for X in (Q[i][:, rows], K[i][:, there], V[i][:, there])]
         expected = attend(*arrays, **alone, return_certificate=certified)
@@ -392,24 +394,30 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
 
 @over_storages
 def test_states_do_not_grow(storage: str) -> None:
-    arrays = [stored(X, storage) for X in heads(18, 93, H=2)]
-    states = [causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (66, 93)]
+    """They hold the keys of at most twice the slots before the first selection, and of at most the slots after it."""
+    arrays = [stored(X, storage) for X in heads(18, 115, H=2)]
+    early, *states = (
+        causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (79, 88, 115)
+    )
     assert states[0].nbytes == states[1].nbytes
     slots = states[1].slots
     kept = slots.selected + slots.sinks
-    rows = kept + slots.window + (93 - slots.total) % slots.chunk
+    rows = kept + slots.window + (115 - 2 * slots.total) % slots.chunk
+    assert rows + slots.summaries <= slots.total
     d, D, R = 5, 3, slots.summaries
-    floats = rows * (d + D) + R * (d + D + 4) + 2 * d + d * d + 1
+    sums = 2 * d + d * d + 1
+    floats = rows * (d + D) + R * (d + D + 4) + sums
     assert states[1].nbytes == 2 * 8 * (floats + kept + 1)  # and the places of keys, and of the item
     assert (slots.total, states[1].batch) == (40, (2,))
+    assert early.nbytes == 2 * 8 * (79 * (d + D) + sums + 1)
     _, state = causal_pruned_attention(*arrays, Selection(size=4, window=3, renew_every=5), return_state=True)
-    assert state.nbytes == 2 * 8 * ((7 + (93 - 12) % 5) * (d + D) + 2 * d + d * d + 1 + 4 + 1)
+    assert state.nbytes == 2 * 8 * ((7 + (115 - 24) % 5) * (d + D) + sums + 4 + 1)
 
 
 def test_budgets_hold_for_what_comes_later() -> None:
     Q, K, V = heads(18, 60)
     expected, whole = causal_pruned_attention(Q, K, V, 20, return_state=True)
-    for first in (1, 12):  # which the budget would cover
+    for first in (1, 12, 30):  # which the budget, or twice the budget, would cover
         head, state = causal_pruned_attention(*(X[:, :first] for X in (Q, K, V)), 20, return_state=True)
         rest = [X[:, first:] for X in (Q, K, V)]
         tail, state = causal_pruned_attention(*rest, state, return_state=True)
@@ -477,8 +485,9 @@ def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_function_selects_as_the_array_of_its_values(causal: bool, f: Any, storage: str) -> None:
     """For heads that share keys, and keys that are masked; no key of score −∞ is selected."""
-    Q, K, V = heads(40, batch=(2,))
-    mask = np.random.default_rng(41).random((2, 2, 24)) > 0.3
+    n = 48 if causal else 24
+    Q, K, V = heads(40, n, batch=(2,))
+    mask = np.random.default_rng(41).random((2, 2, n)) > 0.3
     Q, K, V, mask = (stored(X, storage) for X in (Q, K, V, mask))
 
     def half(K: Any, V: Any) -> Any:
@@ -488,7 +497,7 @@ def test_a_function_selects_as_the_array_of_its_values(causal: bool, f: Any, sto
     for size in (0, 3, 20):
         for function in (products, half):
             found = {}
-            own = function(as_float64(K).reshape(4, 24, 5), as_float64(V).reshape(4, 24, 3)).reshape(2, 2, 24)
+            own = function(as_float64(K).reshape(4, n, 5), as_float64(V).reshape(4, n, 3)).reshape(2, 2, n)
             for name, scores in (("function", function), ("array", stored(own, storage))):
                 options: dict[str, Any] = {"size": size, "summaries": 3, "window": 1, "sinks": 1, "scores": scores}
                 options |= {"f": f, "mask": mask, "return_certificate": True}
@@ -502,21 +511,21 @@ def test_a_function_selects_as_the_array_of_its_values(causal: bool, f: Any, sto
 
 def test_a_function_gets_the_keys_and_values_that_are_there() -> None:
     """Causal: at each selection those that are kept and those that came, but for the window."""
-    Q, K, V = heads(42, 24, H=1, G=1)
+    Q, K, V = heads(42, 37, H=1, G=1)
     seen: list[tuple[Float, Float]] = []
 
     def scores(K: Float, V: Float) -> Float:
         seen.append((K, V))
         return products(K, V)
 
-    there = np.arange(24) % 3 > 0
+    there = np.arange(37) % 3 > 0
     attend(Q, K, V, size=4, summaries=2, scores=scores, mask=there)
     for found, expected in zip(seen.pop(), (K, V), strict=True):
         np.testing.assert_array_equal(found, expected[:, there])
     for f in ("softmax", 2):
         walk(Q, K, V, size=4, summaries=2, window=2, scores=scores, renew_every=5, f=f)
         kept, low, ranks = list[int](), 0, products(K, V)[0]
-        for end in (13, 18, 23):  # the first where as many have come as there are slots
+        for end in (26, 31, 36):  # the first where twice as many have come as there are slots
             candidates = [*kept, *range(low, end - 2)]
             for found, expected in zip(seen.pop(0), (K, V), strict=True):
                 np.testing.assert_array_equal(found[0], expected[0, candidates])
@@ -667,13 +676,13 @@ def test_budgets_are_kept() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_those_of_the_mixture_with_constant_weights(form: str, causal: bool) -> None:
     """The oracle tells the keys and the weights; torch goes back through the definition."""
-    arrays = heads(24, 15, H=2, G=1)
+    n = 40 if causal else 15
+    arrays = heads(24, n, H=2, G=1)
     options, power = options_of(form, arrays[1], causal), power_of(FORMS[form])
-    cut = 14 if causal else 15  # a renewal ends the oracle's clusters for rows before it
     leaves = [torch.from_numpy(X).requires_grad_() for X in arrays]
     own = {"scores": torch.from_numpy(options["scores"])} if form == "own" else {}
     Y = attend(*leaves, **options | own)
-    rows = range(cut, 15) if causal else range(15)
+    rows = range(n - 1, n) if causal else range(n)  # a renewal ends the oracle's clusters for rows before it
     direction = torch.from_numpy(np.random.default_rng(25).standard_normal((2, len(rows), 3)))
     grads = torch.autograd.grad((Y[:, rows] * direction).sum(), leaves)
     _, _, seen, clusters = by_loops(form, *arrays, causal)[0]
@@ -716,9 +725,11 @@ def mixture(arrays: Any, t: int, exact: list[int], clusters: Any, power: float |
 @needs_torch
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_are_differentiated_again_and_come_in_batches(causal: bool) -> None:
-    leaves = [torch.from_numpy(X).requires_grad_() for X in heads(31, 24, batch=(2,))]
+    n = 32 if causal else 24
+    leaves = [torch.from_numpy(X).requires_grad_() for X in heads(31, n, batch=(2,))]
     options: dict[str, Any] = {"size": 5, "summaries": 4, "window": 2, "causal": causal}
-    direction = torch.from_numpy(np.random.default_rng(31).standard_normal((2, 4, 24, 3)))
+    options |= {"renew_every": 3} if causal else {}
+    direction = torch.from_numpy(np.random.default_rng(31).standard_normal((2, 4, n, 3)))
 
     @torch.enable_grad()  # type: ignore[untyped-decorator]
     def gradients(q: Any, k: Any, V: Any, again: bool = True) -> Any:
@@ -778,9 +789,10 @@ def test_empty_and_single_rows(f: Any, storage: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries_that_are_all_alike(causal: bool) -> None:
     """Their moment about the mean is rounding alone."""
-    Q, K, V = heads(32)
+    Q, K, V = heads(32, KEYS[causal])
     Q[:] = [1e5 / 3, 7e4 / 9, 1.1, 3e6 / 7, 1e-3]
-    Y, certificate = attend(Q, K, V, size=4, summaries=4, causal=causal, scale=1e-6, return_certificate=True)
+    options = {"size": 4, "summaries": 4, "scale": 1e-6} | ({"causal": True, "renew_every": CHUNK} if causal else {})
+    Y, certificate = attend(Q, K, V, **options, return_certificate=True)
     expected = naive_attention.dense(Q, K, V, None, causal, 1e-6)[0]
     assert np.all(np.linalg.norm(Y - expected, axis=-1) <= certificate.error_bound + 1e-12)
     # The summaries are tangent where all queries are.
@@ -789,7 +801,7 @@ def test_queries_that_are_all_alike(causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_not_finite_is_refused_and_not_computed_with(causal: bool) -> None:
-    Q, K, V = heads(33)
+    Q, K, V = heads(33, 30)
     for i, value in ((0, np.nan), (0, np.inf), (0, 1e200), (1, np.nan), (1, np.inf)):
         arrays = [Q.copy(), K.copy(), V]
         arrays[i][:, 3] = value
@@ -909,7 +921,7 @@ def test_causal_bounds_hold_for_values_that_grow() -> None:
     Q, K, V = heads(36, 200, 8, 8)
     V *= np.where(np.arange(200) < 128, 1e-3, 1.0)[:, None]
     V[:, 128:] += 100
-    options = {"size": 8, "summaries": 4, "causal": True, "renew_every": 64}
+    options = {"size": 8, "summaries": 4, "causal": True, "renew_every": 32}
     Y, certificate = attend(Q, K, V, return_certificate=True, **options)
     off = np.linalg.norm(Y - naive_attention.dense(Q, K, V, causal=True)[0], axis=-1)
     assert (off <= certificate.error_bound + 1e-9).all()

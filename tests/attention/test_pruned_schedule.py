@@ -1,4 +1,4 @@
-"""When causal pruned attention selects: first when its slots are full, then after each chunk, in whatever calls."""
+"""When causal pruned attention selects: first after twice its slots, then after each chunk, in whatever calls."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from levattn.attention import Selection, causal_pruned_attention
 from pruned_calls import attend, walk
 
 T, BUDGET = 150, 40
+FIRST = 2 * BUDGET  # positions before the first selection
 OPTIONS: dict[str, dict[str, Any]] = {  # of as many slots
     "budget": {"budget": BUDGET},
     "expected": {"budget": BUDGET, "scores": "expected", "sinks": 2},
@@ -32,20 +33,50 @@ def arrays(seed: int, n: int = T, heads: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_positions_that_fit_into_the_slots_are_dense(name: str) -> None:
+def test_positions_up_to_twice_the_slots_are_dense(name: str) -> None:
     Q, K, V = arrays(0)
     Y = attend(Q, K, V, causal=True, **OPTIONS[name])
     expected, _ = naive_attention.dense(Q, K, V, OPTIONS[name].get("f"), True)
-    np.testing.assert_allclose(Y[:, :BUDGET], expected[:, :BUDGET], atol=1e-12)
-    assert np.all(np.abs(Y - expected)[:, BUDGET:].max(axis=(1, 2)) > 1e-3)
+    np.testing.assert_allclose(Y[:, :FIRST], expected[:, :FIRST], atol=1e-12)
+    assert np.all(np.abs(Y - expected)[:, FIRST:].max(axis=(1, 2)) > 1e-3)
+
+
+# roundings of means, which are computed in single precision for formats of 16 bits
+ROUNDINGS = {"float64": 2.0**-46, "float32": 2.0**-17, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+KINDS = [name for name in strategies.ALL_STORAGE if not name.startswith("cupy")]  # emulated, it has no Cholesky factor
+
+
+@strategies.stores(*KINDS)
+@pytest.mark.parametrize("f", ["softmax", 2])
+def test_twice_the_slots_are_dense_and_decoding_is_the_whole_there_and_beyond(f: Any, storage: str) -> None:
+    """By every kind of arrays. For n = 2 · slots positions, and for more."""
+    slots = Selection(12).slots(99, causal=True)
+    first = 2 * slots.total
+    n = first + 4 * slots.chunk + 1
+    Q, K, V = (strategies.STORAGE[storage](X) for X in arrays(7, n))
+    exact = [strategies.as_float64(X) for X in (Q, K, V)]
+    room = ROUNDINGS[storage.rpartition("-")[2]] * np.abs(exact[2]).max()
+    dense, _ = naive_attention.dense(*exact, None if f == "softmax" else f, True)
+    alone = causal_pruned_attention(*(X[:, :first, :] for X in (Q, K, V)), Selection(12), f=f)
+    np.testing.assert_allclose(strategies.as_float64(alone), dense[:, :first], rtol=0, atol=room)
+    whole, _ = causal_pruned_attention(Q, K, V, Selection(12), f=f, return_state=True)
+    whole = strategies.as_float64(whole)
+    np.testing.assert_allclose(whole[:, :first], dense[:, :first], rtol=0, atol=room)
+    assert np.abs(whole - dense)[:, first:].max() > 0.1
+    held: Any = Selection(12)
+    for i in range(n):
+        row, held = causal_pruned_attention(*(X[:, i : i + 1, :] for X in (Q, K, V)), held, f=f, return_state=True)
+        np.testing.assert_allclose(strategies.as_float64(row)[:, 0], whole[:, i], rtol=0, atol=room)
 
 
 def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() -> None:
     Y, _, certificate = causal_pruned_attention(*arrays(1), BUDGET, return_certificate=True, return_state=True)
-    np.testing.assert_array_equal(certificate.captured_lower[:, :BUDGET], 1)
-    np.testing.assert_array_equal(certificate.error_bound[:, :BUDGET], 0)
-    assert np.all(certificate.error_bound[:, BUDGET:] > 0)
-    assert certificate.slots.tolist() == [*range(1, BUDGET), *[BUDGET] * (T - BUDGET + 1)]
+    np.testing.assert_array_equal(certificate.captured_lower[:, :FIRST], 1)
+    np.testing.assert_array_equal(certificate.error_bound[:, :FIRST], 0)
+    assert np.all(certificate.error_bound[:, FIRST:] > 0)
+    assert certificate.slots.tolist() == [*range(1, FIRST + 1), *[BUDGET] * (T - FIRST)]
     assert Y.shape == (4, T, 6)
 
 
@@ -53,7 +84,7 @@ def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() ->
 @given(
     name=st.sampled_from([*OPTIONS]),
     cuts=st.sets(st.integers(1, T - 1), max_size=6),
-    around=st.sets(st.sampled_from([BUDGET - 1, BUDGET, BUDGET + 1, BUDGET + 9, BUDGET + 10, BUDGET + 11])),
+    around=st.sets(st.sampled_from([BUDGET, FIRST - 1, FIRST, FIRST + 1, FIRST + 9, FIRST + 10, FIRST + 11])),
     seed=strategies.seeds(),
 )
 def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set[int], seed: int) -> None:
@@ -63,7 +94,7 @@ def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set
     for low, high in pairwise([0, *sorted(cuts | around), T]):
         piece, held = walk(*(x[:, low:high] for x in X), state=held, **OPTIONS[name])
         rows = held.parts[0].kept.shape[1] + held.parts[0].recent.shape[1]
-        assert rows <= held.slots.total
+        assert rows <= held.slots.total if held.positions >= FIRST else rows == held.positions
         pieces.append(piece)
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-10)
     assert held is not None
@@ -82,14 +113,15 @@ def test_steps_of_decoding_are_the_whole() -> None:
     np.testing.assert_allclose(np.concatenate(rows, axis=1), whole, atol=1e-5)
 
 
-def test_states_hold_no_more_rows_than_slots_and_share_no_memory_with_the_arguments() -> None:
+def test_states_hold_no_more_rows_than_they_need_and_share_no_memory_with_the_arguments() -> None:
     X = arrays(3, 400)
     slots = Selection(BUDGET).slots(400, causal=True)
     sizes = []
-    for n in range(BUDGET, 400, 23):
+    for n in (*range(BUDGET, 400, 23), FIRST - 1, FIRST):
         _, state = causal_pruned_attention(*(x[:, :n] for x in X), BUDGET, return_state=True)
         (part,) = state.parts
-        assert part.recent.shape[1] == BUDGET or part.recent.shape[1] < slots.window + slots.chunk
+        rows = part.recent.shape[1]
+        assert rows == n if n < FIRST else rows < slots.window + slots.chunk
         assert part.recent.base is None or part.recent.base.nbytes == part.recent.nbytes
         assert not any(np.shares_memory(part.recent, x) for x in X)
         sizes.append(state.nbytes)

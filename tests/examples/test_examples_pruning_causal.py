@@ -98,7 +98,9 @@ def test_slots_are_counted_as_keys_are_read(example):
     Q, K = np.random.default_rng(0).standard_normal((2, n, 4))
     read, _ = causal_pruned_attention(Q, K, np.eye(n), causal.parts(slots), return_state=True)
     assert causal.slots_read(slots, n) == pytest.approx((read > 0).sum(axis=1).mean())
-    assert (read > 0).sum(axis=1).max() == slots.total
+    count = (read > 0).sum(axis=1)
+    assert count[: 2 * slots.total].tolist() == [*range(1, 2 * slots.total + 1)]
+    assert count[2 * slots.total :].max() == slots.total
     given = Selection(0.25).slots(512, causal=True)
     for use in causal.METHODS.values():
         assert use(given).slots(512, causal=True).total == given.total

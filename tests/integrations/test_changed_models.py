@@ -23,7 +23,7 @@ from levattn.integrations.transformers import (  # noqa: E402
     remove,
 )
 
-SPLIT = Selection(size=4, summaries=3, window=3, sinks=1, renew_every=5)  # fewer slots than keys
+SPLIT = Selection(size=1, summaries=1, window=1, sinks=1, renew_every=2)  # selects first after 12 keys
 LATENTS = {"window": 6, "latents": 3}
 FORMS: dict[str, dict[str, Any]] = {
     "extended": LATENTS,
@@ -34,7 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "pruned": {"selection": SPLIT},
     "pruned, all keys": {"selection": 200},
     "pruned, one head": {"selection": SPLIT, "heads": [0]},
-    "pruned, share": {"selection": Selection(0.7, renew_every=3)},
+    "pruned, share": {"selection": Selection(0.34, renew_every=2)},
 }
 CASES = [
     *((form, "Llama") for form in FORMS),

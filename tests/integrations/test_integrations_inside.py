@@ -215,7 +215,7 @@ def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
     model, prompt = base(), torch.arange(T)[None]
 
     def measured(measure: bool | None) -> float:
-        with prune(model, Selection(12, renew_every=4), measure=measure) as report:
+        with prune(model, Selection(6, renew_every=2), measure=measure) as report:
             model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
         first, *_ = report.table()
         assert (first["calls"], first["measured"]) == (3, 3 if measure else 1)

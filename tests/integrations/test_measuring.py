@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, ENCODERS, LEFT, base, output, tokens  # noqa: E402
 
-from levattn.attention import Selection  # noqa: E402
+from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
 from levattn.integrations.transformers import prune  # noqa: E402
 
 LAP = 64  # calls
@@ -31,7 +31,9 @@ def seeded() -> None:
 
 
 def few(family: str = "Llama", **options: Any) -> Selection:
-    return Selection(size=3, summaries=2, window=1, sinks=1, **({} if family in ENCODERS else {"renew_every": 4}))
+    if family in ENCODERS:
+        return Selection(size=3, summaries=2, window=1, sinks=1)
+    return Selection(size=1, summaries=1, window=1, sinks=1, renew_every=2)  # selects first after 12 keys
 
 
 def measured(report: Any) -> list[tuple[int, int]]:
@@ -70,7 +72,7 @@ def test_each_unit_has_its_turn_in_a_lap_of_calls_and_some_in_the_first(family: 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_sampled_call_has_the_figures_of_a_whole_measurement(family: str, padded: bool) -> None:
     model, options = base(family), {"attention_mask": LEFT if padded else None}
-    selections = {(0, 0): few(family), (0, 1): 0.5, (1, 0): few(family)}  # two groups in a layer
+    selections = {(0, 0): few(family), (0, 1): 0.3, (1, 0): few(family)}  # two groups in a layer
     reports = []
     for measure in (None, True):
         with prune(model, selections, measure=measure) as report:
@@ -105,6 +107,17 @@ def test_the_part_of_a_text_that_continues_a_cache_is_measured_with_all_its_keys
         for name in ("slots", "selected", "captured"):
             sums = after[name] * after["queries"] - old[name] * old["queries"]
             assert row[name] == pytest.approx(sums / row["queries"], rel=1e-5)
+
+
+@pytest.mark.parametrize("padded", [0, 6])
+def test_queries_before_the_first_selection_stand_for_none_after_it(padded: int) -> None:
+    """Those read up to twice the slots. No head reads more keys than the certificate of its positions counts."""
+    model, X = base(), np.random.default_rng(0).standard_normal((1, 50, 2))
+    _, certificate = causal_pruned_attention(X, X, X, 16, return_certificate=True)
+    mask = (torch.arange(50 + padded) >= padded)[None].long()
+    with prune(model, 16, measure=True) as report:
+        output(model, tokens(1, 50 + padded), attention_mask=mask)
+    assert all(row["slots"] <= certificate.slots.mean() for row in report.table())
 
 
 def test_calls_that_add_little_to_a_cache_are_left_out_by_default() -> None:

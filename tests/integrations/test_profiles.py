@@ -20,7 +20,7 @@ from decoders import base, tokens  # noqa: E402
 from test_compress import Letters  # noqa: E402
 
 import levattn  # noqa: E402
-from levattn.attention import Selection  # noqa: E402
+from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
 from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 
 NAME = "of-tests"
@@ -174,14 +174,14 @@ def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
         values = np.array([shares[each] for each in head])
         others = set(values[values < 1])
         assert len(others) == 1
-        spent = values if by == "positions" else values * (2 - values)
+        spent = values if by == "positions" else np.minimum(2 * values, 1)
         assert abs(spent.mean() - budget) < 1e-12
         own = sum(cost(share)[h] for h, share in enumerate(values) if share < 1)
         for count in range(7):
             for whole in itertools.combinations(range(7), count):
                 rest = (7 * budget - count) / (7 - count)
                 if rest >= 2 / 3 * budget:
-                    share = rest if by == "positions" else 1 - (1 - rest) ** 0.5
+                    share = rest if by == "positions" else rest / 2
                     assert own <= sum(cost(share)[h] for h in range(7) if h not in whole) * (1 + 1e-12)
     assert set(found.shares(1.0, by=by).values()) == {1.0}
     with pytest.raises(ValueError, match="by is 'time'; expected \"positions\" for the way 'cache'"):
@@ -192,6 +192,13 @@ def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
     for budget in (1e-18, 1e-300):  # the costs of such shares are beyond all numbers
         least = np.array(list(found.shares(budget, by=by).values()))
         np.testing.assert_allclose(least, budget if by == "positions" else budget / 2, rtol=1e-14)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.45])
+def test_the_time_of_a_share_counts_the_keys_that_causal_queries_read(share: float) -> None:
+    X, n = np.random.default_rng(0).standard_normal((1, 1000, 2)), 1000
+    _, certificate = causal_pruned_attention(X, X, X, share, return_certificate=True)
+    assert certificate.slots.sum() == pytest.approx(2 * share * n * (n + 1) / 2)  # dense attention has n (n + 1) / 2
 
 
 def test_auto_needs_no_profile_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from levattn.integrations.transformers import calibrate, inspect_model, macchiat
 from tests.pruned_calls import attend  # noqa: E402
 
 DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
-SPLIT = Selection(size=4, summaries=3, window=3, sinks=1, renew_every=5)  # fewer slots than keys
-FULL = replace(SPLIT, renew_every=None)
+SPLIT = Selection(size=1, summaries=1, window=1, sinks=1, renew_every=2)  # selects first after 12 keys
+FULL = Selection(size=4, summaries=3, window=3, sinks=1)  # fewer slots than keys
 
 # Heads are pruned alike here, as nothing is recalled
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::levattn.RecallWarning")]
@@ -121,9 +121,9 @@ def test_named_layers_and_heads_are_pruned_and_the_others_dense(family: str, imp
 def test_budgets_of_layers_and_heads() -> None:
     model = base()
     dense = output(model)
-    with prune(model, Selection(14, renew_every=4), layers=[1], heads=[0], measure=False):
+    with prune(model, Selection(6, renew_every=2), layers=[1], heads=[0], measure=False):
         one = output(model)
-    few = Selection(14, renew_every=4)
+    few = Selection(6, renew_every=2)
     for selections in ({(1, 0): few}, {(1, 0): few, (0, 1): 1.0}, {1: few, (0, 0): 1.0}):
         with prune(model, selections) as report:
             found = output(model)
@@ -131,11 +131,11 @@ def test_budgets_of_layers_and_heads() -> None:
         assert (difference(found, one) < 1e-6) == same
         assert {row["head"] for row in report.table()} == ({0} if same else {0, 1})
     assert difference(one, dense) > 1e-2
-    budgets = {(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}
-    selections = {head: Selection(budget, renew_every=4) for head, budget in budgets.items()}
+    budgets = {(0, 0): 5, (0, 1): 0.3, (1, 0): 7, (1, 1): 7}
+    selections = {head: Selection(budget, renew_every=2) for head, budget in budgets.items()}
     with prune(model, selections, measure=False):
         mixed = output(model)
-    selections[0, 1] = Selection(T // 2, renew_every=4)
+    selections[0, 1] = Selection(int(0.3 * T), renew_every=2)
     other = written_out(copy.deepcopy(model), Explicit(torch.ones(2, T), selections))
     assert difference(mixed, output(other)) < 2e-5
 
@@ -176,10 +176,10 @@ def test_heads_with_functions_that_look_the_same_keep_their_own() -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Esm"])
-@pytest.mark.parametrize("budget", [12, 0.6, T - PADDED - 1, T - PADDED, T - PADDED + 2])
+@pytest.mark.parametrize("budget", [4, 0.3, T - PADDED - 1, T - PADDED, T - PADDED + 2])
 def test_a_padded_batch_is_what_its_sequences_are(family: str, budget: float) -> None:
     model, ids = base(family), tokens()
-    of_decoders = {} if family in ENCODERS else {"renew_every": 3}
+    of_decoders = {} if family in ENCODERS else {"renew_every": 2}
     right = torch.cat([ids[:, PADDED:], ids[:, :PADDED]], 1)
     for few in (Selection(budget, **of_decoders), Selection(size=budget, **of_decoders)):
         with prune(model, few):
@@ -311,11 +311,11 @@ def test_weights_on_what_a_cache_has_summarized_are_refused() -> None:
 @pytest.mark.parametrize("family", ["Llama", "Esm"])
 @pytest.mark.parametrize("function", [None, lambda K, V: V[..., -1] + K[..., 0]])
 def test_the_report_is_what_dense_attention_says(family: str, function: Any) -> None:
-    model, length = base(family), 16
+    model, length = base(family), 24  # 9 slots select after 18 and 21, where runs of measured queries begin
     ids = tokens(length=length)
     q, k, v = first_attention(model, ids)
     causal, scale = (True, 8**-0.5) if family == "Llama" else (False, 1.0)
-    options = {"size": 3, "window": 2, "sinks": 1} | ({"renew_every": 4} if causal else {})
+    options = {"size": 3, "window": 2, "sinks": 1} | ({"renew_every": 3} if causal else {})
     with prune(model, Selection(**options, scores=function), layers=[0]) as report:
         output(model, ids)
     options["scores"] = None if function is None else function(k, v)
@@ -355,7 +355,7 @@ def test_the_report_of_decoding_and_padding() -> None:
 def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model = base(num_hidden_layers=3)
-    with prune(model, Selection(16, renew_every=4), layers=[0, 2], heads=[1], measure=True) as report:
+    with prune(model, Selection(8, renew_every=2), layers=[0, 2], heads=[1], measure=True) as report:
         assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
         assert report.table()[0] == dict.fromkeys(report.table()[0]) | {
             "layer": 0,
@@ -378,7 +378,7 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
     report.save_json(tmp_path / "report.json")
     loaded = json.loads((tmp_path / "report.json").read_text())
     assert loaded == json.loads(json.dumps(report.to_dict()))
-    assert loaded["options"]["selection"]["budget"] == 16
+    assert loaded["options"]["selection"]["budget"] == 8
     assert loaded["heads"] == report.table()
     display = report.plot()
     assert display.values.shape == (2, 2)
@@ -392,22 +392,22 @@ def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
 def test_options_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     model = base()
     with prune(
-        model, Selection(np.float32(0.75), renew_every=np.int64(4)), layers=np.arange(1), heads=np.array([1])
+        model, Selection(np.float32(0.375), renew_every=np.int64(4)), layers=np.arange(1), heads=np.array([1])
     ) as report:
         output(model)
     report.save_json(tmp_path / "report.json")
     options = json.loads((tmp_path / "report.json").read_text())["options"]
     assert (options["layers"], options["heads"]) == ([0], [1])
-    assert Selection(**options["selection"]) == Selection(0.75, renew_every=4)
-    with prune(model, {np.int64(0): np.float64(1.0), (1, np.int64(1)): np.int64(16)}) as report:
+    assert Selection(**options["selection"]) == Selection(0.375, renew_every=4)
+    with prune(model, {np.int64(0): np.float64(1.0), (1, np.int64(1)): np.int64(8)}) as report:
         output(model)
     assert [(row["layer"], row["head"]) for row in report.table()] == [(1, 1)]
-    assert report.options["selection"] == [[0, vars(Selection(1.0))], [1, 1, vars(Selection(16))]]
+    assert report.options["selection"] == [[0, vars(Selection(1.0))], [1, 1, vars(Selection(8))]]
 
 
 def test_measuring_can_be_left_out() -> None:
     model = base()
-    with prune(model, Selection(12, renew_every=4), measure=False) as report:
+    with prune(model, Selection(6, renew_every=2), measure=False) as report:
         output(model)
     row = report.table()[0]
     assert row == dict.fromkeys(row) | {"layer": 0, "head": 0, "calls": 1, "measured": 0, "queries": 0}
@@ -415,11 +415,11 @@ def test_measuring_can_be_left_out() -> None:
 
 def test_a_report_without_figures_says_why() -> None:
     model = base()
-    with prune(model, Selection(12, renew_every=4), measure=False) as report:
+    with prune(model, Selection(6, renew_every=2), measure=False) as report:
         assert str(report).endswith("-: the model was not called yet")
         output(model)
     assert str(report).endswith("-: not measured; give measure=True")
-    with prune(model, Selection(12, renew_every=4), measure=True) as report:
+    with prune(model, Selection(6, renew_every=2), measure=True) as report:
         output(model)
     assert "-:" not in str(report)
     with prune(model, 1.0) as report:

@@ -38,7 +38,7 @@ over_forms = pytest.mark.parametrize("form", FORMS)
 both_orders = pytest.mark.parametrize("causal", [False, True])
 
 
-def layer_and_input(form: str, causal: bool, *, B: int = 2, T: int = 17, **options: Any) -> Any:
+def layer_and_input(form: str, causal: bool, *, B: int = 2, T: int = 30, **options: Any) -> Any:
     torch.manual_seed(0)
     renewals = {"renew_every": 4} if causal else {}
     selection, others = selected(renewals | FORMS[form][0])
@@ -77,9 +77,9 @@ def test_a_layer_is_pruned_attention_of_its_projections(form: str, causal: bool)
 @both_orders
 @pytest.mark.parametrize("dense", [False, True])
 def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool, dense: bool) -> None:
-    layer, X = layer_and_input(form, causal)
+    layer, X = layer_and_input(form, causal, T=45)
     set_dense(layer, dense)
-    mask = torch.from_numpy(np.random.default_rng(1).random((2, 17)) > 0.3)
+    mask = torch.from_numpy(np.random.default_rng(1).random((2, 45)) > 0.3)
     mask[0, :5] = False
     X[~mask] = float("nan")
     Y = layer(X, mask=mask).detach()
@@ -90,22 +90,22 @@ def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool,
 
 @over_forms
 def test_decoding_in_steps_and_chunks_is_the_whole(form: str) -> None:
-    layer, X = layer_and_input(form, True, T=23)
-    mask = torch.from_numpy(np.random.default_rng(2).random((2, 23)) > 0.2)
+    layer, X = layer_and_input(form, True, T=38)
+    mask = torch.from_numpy(np.random.default_rng(2).random((2, 38)) > 0.2)
     for given in (None, mask):
         Y = layer(X, mask=given).detach()
-        for sizes in ([1] * 23, [9, 1, 13]):
+        for sizes in ([1] * 38, [9, 1, 28]):
             cache, parts = layer.new_cache(), []
             assert (cache.position, cache.nbytes) == (0, 0)
             for x, flags in zip(X.split(sizes, 1), mask.split(sizes, 1), strict=True):
                 parts.append(layer(x, mask=None if given is None else flags, cache=cache))
             np.testing.assert_allclose(torch.cat(parts, 1).detach(), Y, atol=1e-10)
-            assert cache.position == 23
+            assert cache.position == 38
     part = cache.state.parts[0]
     assert not part.kept.requires_grad
     assert not part.keys.total.requires_grad
     sizes = []
-    for T in (20, 40):  # as many positions of a chunk begun
+    for T in (28, 48):  # as many positions of a chunk begun
         cache = layer.new_cache()
         layer(torch.randn(1, T, 12, dtype=torch.float64), cache=cache)
         sizes.append(cache.nbytes)

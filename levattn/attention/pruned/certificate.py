@@ -32,7 +32,8 @@ class PrunedCertificate:
     kept : array of bool, shape (..., G, n), or None
         The selected keys and the first keys. None for causal attention, where the set depends on the position.
     slots : array of int64, shape (m,)
-        Upper bound of the number of slots that each query read.
+        Upper bound of the number of slots that each query read. Causal: before the first selection the number of keys
+        so far, up to twice the slots.
 
     Examples
     --------

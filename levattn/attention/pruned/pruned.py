@@ -172,8 +172,9 @@ def causal_pruned_attention(
 ) -> Any:
     r"""Attention of each row to a few keys up to its own, and to summaries of the earlier others.
 
-    Row i reads keys 0 to i only. It reads all of them as long as the slots hold them (with a threshold, within the
-    first chunk). After that, past keys and queries renew the selection and the summaries every ``renew_every``
+    Row i reads keys 0 to i only. The first rows, twice as many as there are slots, read all of these keys, as dense
+    attention does. The mean row among them reads as many keys as there are slots. (With a threshold they are the rows
+    of the first chunk.) After that, past keys and queries renew the selection and the summaries every ``renew_every``
     positions. A row also reads all keys since the last renewal, up to its own. `pruned_attention` defines slots and
     summaries.
 
@@ -187,9 +188,10 @@ def causal_pruned_attention(
         Values.
     selection : Selection, number or PrunedState
         The keys to read; a number is a budget. A share refers to the T positions of the call, also if the mask leaves
-        fewer. Or the state after the earlier positions, which holds the selection: give `f` and `scale` again. To
-        rounding, rows equal the rows of one call for all positions, if the budget is a number of slots. A state of a
-        selection by given scores takes the scores of the next positions by `PrunedState.with_scores`.
+        fewer; from one half on, all rows are dense. Or the state after the earlier positions, which holds the
+        selection: give `f` and `scale` again. To rounding, rows equal the rows of one call for all positions, if the
+        budget is a number of slots. A state of a selection by given scores takes the scores of the next positions by
+        `PrunedState.with_scores`.
     f : "softmax", float or Power
         The attention function, as for `pruned_attention`.
     scale : float, optional
@@ -233,7 +235,8 @@ def causal_pruned_attention(
     alone, because the chunks of such tensors are one batch.
 
     Time O(T s (d + D) + T R (s + R) d / c) for s slots a query, R summaries and renewals every c positions. Memory
-    O(T D + s (d + D)), and a state of O(s (d + D) + d²).
+    O(T D + s (d + D)), and a state of O(s (d + D) + d²). Before the first selection the state has all keys, up to 2s.
+    After it, it has fewer than s.
 
     References
     ----------

@@ -65,7 +65,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """The largest number of slots of a query, which the last query before a selection has."""
+        """The largest number of slots of a query; causal: of a query after the first selection."""
         near = self.window + self.chunk if self.chunk else (2 * self.window + 1 if self.window else 0)
         return self.selected + self.summaries + self.sinks + near
 

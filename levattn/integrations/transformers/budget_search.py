@@ -91,8 +91,9 @@ def calibrate(
     metric : {"embedding", "logits", "perplexity"}, default "embedding"
         The loss.
     budgets : sequence of float or Selection, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
-        Shares of the keys to choose from, each above 0 and below 1; dense is always included. With a profile they
-        are means over all heads. Selections have such budgets, and the same other options.
+        Shares of the keys to choose from, each above 0 and below 1; dense is always included. In a causal model a head
+        with half of the keys or more is dense. With a profile shares are means over all heads. Selections have such
+        budgets, and the same other options.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
     heads : HeadProfile or str, in the place of numbers

@@ -84,9 +84,13 @@ def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[An
     there = _there(arrays)
     rank = there.cumsum(1) - 1
     m, state, low = arrays.q.shape[2], held.state, 0
-    for start, stop in _runs(m, each):
-        if state is None or start > low:
-            _, state = arrays.attended(state or held.selection, low, start, return_state=True)
+    if state is None:
+        _, state = arrays.attended(held.selection, 0, 0, return_state=True)
+    # queries before the first selection read all keys, and stand for none after it
+    begins = (there & (rank == state.rule.first))[:, there.shape[1] - m :].any(0).nonzero()[:, 0].tolist()
+    for start, stop in _parted(_runs(m, each), begins):
+        if start > low:
+            _, state = arrays.attended(state, low, start, return_state=True)
             low = start
         places = np.arange(start, stop)
         here = slice(there.shape[1] - m + start, there.shape[1] - m + stop)
@@ -131,6 +135,12 @@ def _runs(m: int, each: int) -> list[tuple[int, int]]:
         start = (low + high - length) // 2
         found.append((start, start + length))
     return found
+
+
+def _parted(runs: list[tuple[int, int]], places: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the parts of runs between places."""
+    for start, stop in runs:
+        yield from pairwise([start, *(place for place in places if start < place < stop), stop])
 
 
 def _kept_by(state: PrunedState, rank: Any) -> tuple[Any, Any]:

@@ -64,10 +64,11 @@ def prune(
     and values, in place of dense attention. Pruning needs no training. It lasts until ``report.remove()``, or to the
     end of a block: ``with prune(model, 0.25) as report: ...``.
 
-    **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys are dense up to
-    rounding. A sequence has the same output in a padded batch as alone. Decoding with a cache gives the same output as
-    one call over the same positions, for budgets in numbers of slots. (A share refers to the positions of the first
-    call.) The pruning honors each argument that a layer passes to its attention, or refuses it by name.
+    **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys, or half of the
+    keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone.
+    Decoding with a cache gives the same output as one call over the same positions, for budgets in numbers of slots.
+    (A share refers to the positions of the first call.) The pruning honors each argument that a layer passes to its
+    attention, or refuses it by name.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ class PruneReport(HeadsTable):
     >>> report.active, len(report.table())
     (False, 4)
     >>> row = report.table()[0]
-    >>> row["layer"], row["head"], row["calls"], row["slots"] <= 16, 0 < row["captured"] < 1
+    >>> row["layer"], row["head"], row["calls"], row["slots"] < 17, 0 < row["captured"] < 1
     (0, 0, 1, True, True)
     """
 

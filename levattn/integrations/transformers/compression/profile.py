@@ -271,7 +271,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
             The use of the shares, which is the way of the profile if None.
         by : {"positions", "time"}, default "positions"
             The unit of the budget. Time is the number of products of queries and keys, relative to dense attention.
-            With a share s of a long text, it is ``s (2 - s)``. Only for reading.
+            With a share s of a long text, it is ``2 s``, as the mean causal query reads half of the text densely. Only
+            for reading.
 
         Returns
         -------
@@ -648,7 +649,7 @@ def whole_and_others(
         share = (budget * n - count) / (n - count)
         if share < _OTHERS * budget * (1 - 1e-12):
             break
-        share = share / (1 + math.sqrt(1 - share)) if of_time else share
+        share = share / 2 if of_time else share
         each = factors @ curves(max(share, _LEAST), READING)
         order = np.argsort(-each, kind="stable")
         if each[order[count:]].sum() < best:
