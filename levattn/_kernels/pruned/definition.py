@@ -32,9 +32,9 @@ def sample_step(n: int, R: int) -> int:
 
 
 def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
-    """Return the sums (b, d) of rows x of X (b, g, n, d) and, if `squares`, the sums (b, d, d) of x xᵀ, in float64.
+    """Return the sums (b, d) of rows x and, if `squares`, the sums (b, d, d) of x xᵀ, in float64.
 
-    `chunks`: into how many chunks the n rows are cut. Then there are sums for each, items within chunks.
+    `X`: (b, g, n, d). `chunks`: into how many chunks the n rows are cut. Then there are sums for each, items within chunks.
     """
     xp, (b, g, n, d) = array_namespace(X), X.shape
     X = xp.permute_dims(xp.reshape(X, (b, g, chunks, n // chunks, d)), (2, 0, 1, 3, 4))
@@ -217,7 +217,7 @@ def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
 
 
 def scaled(x: PrunedArguments) -> PrunedArguments:
-    """Return arguments whose queries are multiplied by their factor."""
+    """Return arguments with queries times their factor."""
     return x if x.factor == 1 else replace(x, q=x.q * x.factor, factor=1.0)
 
 
