@@ -333,7 +333,7 @@ def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -
 def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     """Return the sums (b, d) of rows x and, if `squares`, the sums (b, d, d) of x xᵀ, in float64.
 
-    `X`: (b, g, n, d). `chunks`: into how many chunks the n rows are cut. Then there are sums for each, items within chunks.
+    `X`: (b, g, n, d). `chunks`: into how many chunks the n rows are cut. There are sums for each, items within chunks.
     """
     (b, g, n, d), X = X.shape, _readable(X)
     n, items = n // chunks, chunks * b

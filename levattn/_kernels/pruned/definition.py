@@ -34,7 +34,7 @@ def sample_step(n: int, R: int) -> int:
 def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     """Return the sums (b, d) of rows x and, if `squares`, the sums (b, d, d) of x xᵀ, in float64.
 
-    `X`: (b, g, n, d). `chunks`: into how many chunks the n rows are cut. Then there are sums for each, items within chunks.
+    `X`: (b, g, n, d). `chunks`: into how many chunks the n rows are cut. There are sums for each, items within chunks.
     """
     xp, (b, g, n, d) = array_namespace(X), X.shape
     X = xp.permute_dims(xp.reshape(X, (b, g, chunks, n // chunks, d)), (2, 0, 1, 3, 4))
