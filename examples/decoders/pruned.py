@@ -59,6 +59,7 @@ READINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 WAYS: dict[str, tuple[Any, Any]] = {  # how to read, and how to make a cache of tokens, or None for a cache of all keys
     "dense": (lambda _: nullcontext(), None),
     "prune 25 %": (lambda model: prune(model, 0.25, heads="auto"), None),
+    "prune 25 %, all alike, answer densely": (lambda model: prune(model, 0.25), None),
     "prune 12 %": (lambda model: prune(model, 0.12, heads="auto"), None),
     "prune 12 %, answer densely": (lambda model: prune(model, 0.12, heads="auto"), None),
     "prune 512 slots, all heads alike": (lambda model: prune(model, 512), None),

@@ -54,6 +54,19 @@ def test_slots_for_all_keys_are_dense_attention(family: str) -> None:
         assert min(far) > 1e-2 if few == split(family) else max(far) < 2e-5  # of about 10
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
+def test_a_call_that_ends_before_its_first_selection_is_the_dense_call(family: str) -> None:
+    """To the last bit without a cache, and to rounding with one; one position more is pruned."""
+    model = base(family)
+    wanted = output(model, use_cache=False)
+    for slots, far in ((T // 2, False), (T // 2 - 1, True)):
+        with prune(model, slots, measure=False):
+            found, kept = (output(model, use_cache=cached) for cached in (False, True))
+        assert torch.equal(found, wanted) != far
+        assert (difference(kept, wanted) > 1e-3) == far
+        assert difference(found, kept) < 1e-4
+
+
 def test_images_are_pruned_too() -> None:
     sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.ViTConfig(num_attention_heads=4, image_size=16, patch_size=4, initializer_range=0.3, **sizes)

@@ -72,7 +72,7 @@ def _figures(arrays: Arrays, Y: Any, places: Any, exact: Any, R: int) -> Any:
         "weight": torch.full_like(near, heads),
         "slots": (near + (arrays.visible(places).sum(-1)[:, None] - near).clamp(max=R)) * heads,
         "selected": near * heads,
-        "captured": (P * exact[:, :, None]).sum((2, 4)),
+        "captured": (P.sum(2) * exact).sum(-1),
         "error": (off * off).sum((2, 4)),
         "norm": (dense * dense).sum((2, 4)),
     }
@@ -89,7 +89,8 @@ def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[An
     # queries before the first selection read all keys, and stand for none after it
     begins = (there & (rank == state.rule.first))[:, there.shape[1] - m :].any(0).nonzero()[:, 0].tolist()
     for start, stop in _parted(_runs(m, each), begins):
-        if start > low:
+        selected = rank[:, there.shape[1] - m + start] >= state.rule.first
+        if start > low and bool(selected.any()):  # else the state tells the same of these queries
             _, state = arrays.attended(state, low, start, return_state=True)
             low = start
         places = np.arange(start, stop)

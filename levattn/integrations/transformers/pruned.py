@@ -96,8 +96,8 @@ class Arrays:
         q, k = (array.to(torch.promote_types(array.dtype, torch.float32)) for array in (self.q, self.k))
         q = _taken(q, places, 2).unflatten(1, (k.shape[1], -1))
         logits = (q @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * self.scale
-        logits = logits.masked_fill(~self.visible(places)[:, None], -torch.inf)
-        return torch.softmax(logits, -1).nan_to_num()  # of rows that see nothing
+        weights = torch.softmax(logits.masked_fill_(~self.visible(places)[:, None], -torch.inf), -1)
+        return weights if self.present is None else weights.nan_to_num()  # of rows that see nothing
 
     def attended(self, selection: Any, first: int, last: int, **more: Any) -> Any:
         """Return the pruned attention of the queries first to last, with the keys that are new to the state.
@@ -128,6 +128,17 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
         own = selection_of_call(selection, int(length), causal=arrays.causal)
         found.append(Held(None if len(rows) == len(lengths) else rows, own))
     return found
+
+
+def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
+    """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
+    if not arrays.causal or arrays.present is not None:
+        return False
+    rules = [held.selection for held in plan]
+    return all(
+        rule.epsilon is None and arrays.k.shape[2] <= 2 * slots_for(rule, 1, causal=True, endless=True).total
+        for rule in rules
+    )
 
 
 def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
@@ -277,10 +288,12 @@ def _of_groups(
     for number, group in enumerate(part.groups):
         mine = arrays.of_heads(group)
         after: tuple[Held, ...] = ()
-        if group.selection is None:
+        plan: Sequence[Held] = ()
+        if group.selection is not None:
+            plan = before[number] if before else plans(mine, group.selection)
+        if not plan or not (keep or measurement or before or not _reads_all(mine, plan)):
             Y = dense(mine)
         else:
-            plan = before[number] if before else plans(mine, group.selection)
             start = time_on(mine.q.device) if measurement else 0.0
             Y, after = outputs(mine, plan, keep=keep)
             if measurement:
