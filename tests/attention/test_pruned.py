@@ -392,6 +392,24 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
 # -- causal attention ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layout", ["F", "strided", "heads side by side", "backward"])
+def test_arrays_of_any_layout_have_the_bits_of_contiguous_ones(layout: str) -> None:
+    rng = np.random.default_rng(3)
+    given = [rng.standard_normal((2, 300, width)) for width in (8, 8, 5)]
+    change = {
+        "F": np.asfortranarray,
+        "strided": lambda X: np.repeat(X, 2, axis=-1)[..., ::2],
+        "heads side by side": lambda X: np.ascontiguousarray(X.transpose(1, 0, 2)).transpose(1, 0, 2),
+        "backward": lambda X: np.ascontiguousarray(X[::-1, :, ::-1])[::-1, :, ::-1],
+    }[layout]
+    for call in (pruned_attention, causal_pruned_attention):
+        found = call(*map(change, given), 40)
+        assert np.array_equal(found, call(*given, 40))
+    one, state = causal_pruned_attention(*(change(X[:, :200]) for X in given), 40, return_state=True)
+    other, _ = causal_pruned_attention(*(change(X[:, 200:]) for X in given), state, return_state=True)
+    np.testing.assert_allclose(np.concatenate([one, other], axis=1), found, atol=1e-12)
+
+
 @over_storages
 def test_states_do_not_grow(storage: str) -> None:
     """They hold the keys of at most twice the slots before the first selection, and of at most the slots after it."""

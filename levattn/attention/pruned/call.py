@@ -151,14 +151,15 @@ class PrunedCall:
 
     def results(self, pieces: list[Piece]) -> list[Any]:
         """Return outputs (..., H, m, D) in the caller's dtype, and the bounds (..., H, m) that follow them, if any."""
-        Y, *figures = map(self.as_given, self.combined(pieces))
+        Y, *figures = self.combined(pieces)
+        Y, figures = self.torch.laid_out(Y) if self.in_memory else Y, list(map(self.as_given, figures))
         batch = self.given.batch
         figures = [self.heads.joined(reshaped(figure, (*batch, *figure.shape[1:])), 1) for figure in figures]
         return [self.heads.joined(self.given.give_back(Y)), *figures]
 
     def as_given(self, array: Any) -> Any:
         """Convert an array of the kernels to the library of the arguments."""
-        return self.torch.laid_out(array) if self.in_memory else array
+        return self.torch.tensor_of(array) if self.in_memory else array
 
     def with_arrays_of_caller(self, rule: SelectionRule) -> SelectionRule:
         """Return a rule whose function of a user's own sees the library of the arguments, and is checked."""

@@ -319,8 +319,8 @@ def _spread(
     """Return the result of `_stepped`, on several threads if each has items of its own."""
     q, _, V, _ = arrays
     walk = _Walk(rule, factor, narrow, certified, goes_on)
-    (b, g, T, _), numpy = q.shape, isinstance(q, np.ndarray)
-    Y = np.empty_like(q, shape=(b, g, T, V.shape[2])) if numpy else None  # laid out in memory as the queries
+    (b, _, T, _), numpy = q.shape, isinstance(q, np.ndarray)
+    Y = _room_for_outputs(q, V.shape[2]) if numpy else None
 
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
@@ -335,6 +335,14 @@ def _spread(
     bounds = [pieces[1:] for pieces, _ in found]
     part = all_of([part for _, part in found]) if goes_on else part
     return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
+
+
+def _room_for_outputs(q: Any, D: int) -> Any:
+    """Return an array (b, g, T, D), with the heads of a position side by side in memory if queries have them so."""
+    b, g, T, _ = q.shape
+    if T > 1 and q.strides[2] > max(q.strides[:2]):
+        return np.empty((T, b, g, D), q.dtype).transpose(1, 2, 0, 3)
+    return np.empty((b, g, T, D), q.dtype)
 
 
 def _stepped(

@@ -18,8 +18,8 @@ from levattn.attention.pruned.selection import Checks, SelectionRule
 
 def _parts(array: Any, count: int) -> list[Any]:
     """Return the equal parts of an array along its first axis."""
-    size = len(array) // count
-    return [array[i * size : (i + 1) * size] for i in range(count)]
+    size = array.shape[0] // count
+    return [array[i * size : (i + 1) * size, ...] for i in range(count)]
 
 
 @dataclass(frozen=True, eq=False)
