@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
-from levattn.attention.pruned.selection import slots_for
+from levattn.attention.pruned.selection import rule_of, slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind, time_on
 from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
@@ -134,11 +134,8 @@ def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
     """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
     if not arrays.causal or arrays.present is not None:
         return False
-    rules = [held.selection for held in plan]
-    return all(
-        rule.epsilon is None and arrays.k.shape[2] <= 2 * slots_for(rule, 1, causal=True, endless=True).total
-        for rule in rules
-    )
+    rules = (rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True) for held in plan)
+    return all(arrays.k.shape[2] <= rule.first for rule in rules)
 
 
 def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
