@@ -67,6 +67,35 @@ def test_a_call_that_ends_before_its_first_selection_is_the_dense_call(family: s
         assert difference(found, kept) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scores": "leverage"},
+        {"scores": "leverage", "center": False},
+        {"scores": lambda K, V: K[..., 0] - V[..., 0]},
+    ],
+    ids=["residual", "leverage", "uncentered", "own"],
+)
+def test_pieces_of_a_text_are_one_call_across_the_first_selection(options: Any) -> None:
+    """Pieces that end before it are the dense model's to the last bit, and leave what later pieces need."""
+    model, few = base(), Selection(size=4, summaries=2, window=1, sinks=1, renew_every=2, **options)
+    first, ids = 2 * (4 + 2 + 1 + 1 + 2), tokens(length=2 * T)
+    with prune(model, few, measure=False):
+        wanted = output(model, ids, use_cache=False)
+    for pieces in ((first - 1,), (5, 6, first - 1), range(1, 2 * T), (3, first, first + 1), (2, first + 3)):
+        ends = list(zip((0, *pieces), (*pieces, 2 * T), strict=True))
+        dense, cache = (transformers.DynamicCache(config=model.config) for _ in range(2))
+        exact = [output(model, ids[:, low:high], **{CACHE: dense}) for low, high in ends]
+        with prune(model, few, measure=True) as report:
+            found = [output(model, ids[:, low:high], **{CACHE: cache}) for low, high in ends]
+        early = [torch.equal(*pair) for (_, high), *pair in zip(ends, found, exact, strict=True) if high < first]
+        assert early == [True] * len(early) != []
+        assert difference(torch.cat(found, 1), wanted) < 2e-5
+        assert 0 < report.table()[0]["error"] < 1
+    assert difference(torch.cat(exact, 1), wanted) > 1e-3
+
+
 def test_images_are_pruned_too() -> None:
     sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.ViTConfig(num_attention_heads=4, image_size=16, patch_size=4, initializer_range=0.3, **sizes)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+from levattn.attention.pruned.pruned import state_before_selection
 from levattn.attention.pruned.selection import rule_of, slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind, time_on
 from levattn.integrations.transformers.discovery import ModelLayer
@@ -130,12 +131,20 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
     return found
 
 
-def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
-    """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
+def _reads_all(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> bool:
+    """Tell whether a call ends before its first selection, so that the model's own attention gives its output.
+
+    keep: whether a state is wanted, which selects at the end of a call.
+    """
     if not arrays.causal or arrays.present is not None:
         return False
-    rules = (rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True) for held in plan)
-    return all(arrays.k.shape[2] <= rule.first for rule in rules)
+    rules = (
+        rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True)
+        if held.state is None
+        else held.state.rule
+        for held in plan
+    )
+    return all(arrays.k.shape[2] <= rule.first - keep for rule in rules)
 
 
 def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
@@ -151,6 +160,17 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
             after.append(replace(held, state=state))
         pieces.append(Y)
     return _placed(pieces, [held.rows for held in plan], 0), tuple(after)
+
+
+def _states_alone(arrays: Arrays, plan: Sequence[Held]) -> tuple[Held, ...]:
+    """Return the plan with the states after a call that ends before its first selection."""
+    after = []
+    for held in plan:
+        part, before = arrays.of_sequences(held.rows), held.state or held.selection
+        new = slice(part.k.shape[2] - part.q.shape[2], None)
+        state = state_before_selection(part.q, part.k[:, :, new], part.v[:, :, new], before, scale=part.scale)
+        after.append(replace(held, state=state))
+    return tuple(after)
 
 
 def _placed(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
@@ -288,13 +308,15 @@ def _of_groups(
         plan: Sequence[Held] = ()
         if group.selection is not None:
             plan = before[number] if before else plans(mine, group.selection)
-        if not plan or not (keep or measurement or before or not _reads_all(mine, plan)):
+        start = time_on(mine.q.device) if measurement else 0.0
+        if not plan:
             Y = dense(mine)
+        elif _reads_all(mine, plan, keep=keep):
+            Y, after = dense(mine), _states_alone(mine, plan) if keep else ()
         else:
-            start = time_on(mine.q.device) if measurement else 0.0
             Y, after = outputs(mine, plan, keep=keep)
-            if measurement:
-                measurement.add(group, time_on(mine.q.device) - start, mine, plan, Y)
+        if plan and measurement:
+            measurement.add(group, time_on(mine.q.device) - start, mine, plan, Y)
         pieces.append(Y)
         states.append(after)
     each = arrays.q.shape[1] // arrays.k.shape[1]
