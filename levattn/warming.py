@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +19,7 @@ from levattn.sets.streaming import StreamingUniversalSet
 from levattn.sets.universal import universal_set
 
 
-def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None) -> None:
+def warmup(*uses: str, progress: bool | Callable[[int, int | None], object] | None = None) -> None:
     """Compile the kernels for this processor, so that no later call has to.
 
     Numba compiles a kernel at its first call with each dtype, and keeps the code on disk. So first calls of a new
@@ -29,6 +29,8 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
 
     Parameters
     ----------
+    *uses : {"scores", "sets", "heavy", "streams", "sketches", "latte", "tssa", "pruned"}
+        The parts of the library that you are going to use. Without any, all kernels are compiled.
     progress : bool or callable, optional
         True shows a bar on standard error. A function is called with the number of calls done, and the total.
 
@@ -36,6 +38,8 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
     ------
     TypeError
         If `progress` is neither a bool nor a callable.
+    ValueError
+        If there is no such use.
     ImportError
         If `progress` is True and rich is not installed (the extra ``cli``).
 
@@ -47,28 +51,28 @@ def warmup(*, progress: bool | Callable[[int, int | None], object] | None = None
     Notes
     -----
     The command ``levattn warmup`` does the same. It does not compile CUDA kernels: each is compiled at its first call.
-    Compiling takes some minutes on one core, loading a few seconds. When a process begins to compile, the logger
-    ``levattn`` reports it once, at level INFO.
+    Compiling all takes some minutes on one core, compiling for one use up to a minute, loading a few seconds. When a
+    process begins to compile, the logger ``levattn`` reports it once, at level INFO.
 
     Examples
     --------
     >>> import levattn
-    >>> levattn.warmup()  # doctest: +SKIP
+    >>> levattn.warmup("sets", "heavy")  # doctest: +SKIP
     """
-    work = calls()
+    work = calls(uses or tuple(USES))
     with reported(progress, len(work), "compiling") as advance:
         for call in work:
             call()
             advance(1)
 
 
-def calls() -> list[Callable[[], Any]]:
-    """Return the calls, on arrays of float32 and of float64."""
+def calls(uses: Sequence[str]) -> list[Callable[[], Any]]:
+    """Return the calls for some uses, on arrays of float32 and of float64, or raise."""
+    for use in uses:
+        if use not in USES:
+            raise ValueError(f"there is no use {use!r}; expected {', '.join(map(repr, USES))}, or nothing for all")
     kinds = (np.float32, np.float64)
-    groups = [_of_scores, _of_sets, _of_others]
-    if find_spec("torch") is not None:
-        groups.append(_of_gradients)
-    return [call for kind in kinds for group in groups for call in group(kind)]
+    return [call for kind in kinds for use in dict.fromkeys(uses) for call in USES[use](kind)]
 
 
 def _keys(kind: Any) -> Any:
@@ -90,57 +94,101 @@ def _of_scores(kind: Any) -> list[Callable[[], Any]]:
         lambda: score(wide),
         lambda: score(np.tile(K[:, :4], 16)),
         lambda: score(csr_array(K[:, :8])),
-        *(lambda m=m: score(K, method=m) for m in ("countsketch", "osnap", "srht", "jl")),
+    ]
+
+
+def _of_sets(kind: Any) -> list[Callable[[], Any]]:
+    K, find = _keys(kind), universal_set
+    return [
+        lambda: find(K, 0.1),
+        lambda: find(K, size=9),
+        lambda: find(K[None, :600], 0.1),
+        lambda: find(K, 0.1, f=Huber()),
+        lambda: find(K, 0.1, f=1),
+        lambda: find(K[:600], 0.1, f=Softmax(1.0)),
+    ]
+
+
+def _of_heavy(kind: Any) -> list[Callable[[], Any]]:
+    K, heavy = _keys(kind), heavy_attention
+    return [
+        lambda: heavy(K[:300], K, 0.1).apply(K),
+        lambda: heavy(K[:300], K, 1e-4),
+        lambda: heavy(K[:300], K, 0.1, f=4),
+        lambda: causal_heavy_attention(K[:500], K[:500], 0.1).apply(K[:500]),
+        lambda: CausalUniversalSet(0.1).update(K).heavy(K[:10]),
+    ]
+
+
+def _of_streams(kind: Any) -> list[Callable[[], Any]]:
+    K = _keys(kind)
+    return [
+        lambda: StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result(),
+        lambda: universal_set(lambda: iter([K[:700], K[700:]]), 0.1),
         lambda: online_leverage_scores(K[:900]),
         lambda: states.Moments(64).update(K).factor(),
     ]
 
 
-def _of_sets(kind: Any) -> list[Callable[[], Any]]:
-    K, find, heavy = _keys(kind), universal_set, heavy_attention
+def _of_sketches(kind: Any) -> list[Callable[[], Any]]:
+    K = _keys(kind)
     return [
-        *(lambda m=m: find(K, 0.1, method=m) for m in ("auto", "countsketch", "srht")),
-        lambda: find(K, size=9),
-        lambda: find(K[None, :600], 0.1),
-        lambda: find(lambda: iter([K[:700], K[700:]]), 0.1),
-        lambda: find(K, 0.1, f=Huber()),
-        lambda: find(K, 0.1, f=1),
-        lambda: find(K[:600], 0.1, f=Softmax(1.0)),
-        lambda: heavy(K[:300], K, 0.1).apply(K),
-        lambda: heavy(K[:300], K, 1e-4),
-        lambda: heavy(K[:300], K, 0.1, f=4),
-        lambda: causal_heavy_attention(K[:500], K[:500], 0.1).apply(K[:500]),
-        lambda: StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result(),
-        lambda: CausalUniversalSet(0.1).update(K).heavy(K[:10]),
+        *(lambda m=m: leverage_scores(K, method=m) for m in ("countsketch", "osnap", "srht", "jl")),
+        *(lambda m=m: universal_set(K, 0.1, method=m) for m in ("countsketch", "srht")),
     ]
 
 
-def _of_others(kind: Any) -> list[Callable[[], Any]]:
-    X, few = _keys(kind)[None, :600], attention.Selection(size=64, summaries=8)
+def _of_latte(kind: Any) -> list[Callable[[], Any]]:
+    X = _keys(kind)[None, :600]
     x = X[:, :1]
     return [
         lambda: attention.latte(X, X, X),
         lambda: attention.latte(X, X, X, causal=True),
         lambda: attention.latte(x, x, x, causal=True, state=states.SoftmaxState(64, 64, (1,)), return_state=True),
-        lambda: attention.tssa(X[None]),
-        lambda: attention.tssa(X[None], causal=True),
-        lambda: attention.tssa(x[None], causal=True, state=_tokens_of(x), return_state=True),
-        lambda: attention.pruned_attention(X, X, X, few),
-        lambda: attention.causal_pruned_attention(X, X, X, few, return_state=True),
         lambda: attention.macchiato(X, X, X, (X, X, X[..., 0]), 64),
+        *_with_gradients(
+            lambda: _followed(attention.latte, X, X, X),
+            lambda: _followed(attention.latte, X, X, X, causal=True),
+            lambda: _followed(attention.rg_lru, X, X, X, X[0, 0]),
+        ),
     ]
 
 
-def _of_gradients(kind: Any) -> list[Callable[[], Any]]:
+def _of_tssa(kind: Any) -> list[Callable[[], Any]]:
+    X = _keys(kind)[None, None, :600]
+    x = X[:, :, :1]
+    return [
+        lambda: attention.tssa(X),
+        lambda: attention.tssa(X, causal=True),
+        lambda: attention.tssa(x, causal=True, state=_tokens_of(x), return_state=True),
+        *_with_gradients(lambda: _followed(attention.tssa, X), lambda: _followed(attention.tssa, X, causal=False)),
+    ]
+
+
+def _of_pruned(kind: Any) -> list[Callable[[], Any]]:
     X, few = _keys(kind)[None, :600], attention.Selection(size=64, summaries=8)
     return [
-        lambda: _followed(attention.latte, X, X, X),
-        lambda: _followed(attention.latte, X, X, X, causal=True),
-        lambda: _followed(attention.rg_lru, X, X, X, X[0, 0]),
-        lambda: _followed(attention.tssa, X[None]),
-        lambda: _followed(attention.tssa, X[None], causal=False),
-        lambda: _followed(partial(attention.pruned_attention, selection=few), X, X, X),
+        lambda: attention.pruned_attention(X, X, X, few),
+        lambda: attention.causal_pruned_attention(X, X, X, few, return_state=True),
+        *_with_gradients(lambda: _followed(partial(attention.pruned_attention, selection=few), X, X, X)),
     ]
+
+
+USES: dict[str, Callable[[Any], list[Callable[[], Any]]]] = {
+    "scores": _of_scores,
+    "sets": _of_sets,
+    "heavy": _of_heavy,
+    "streams": _of_streams,
+    "sketches": _of_sketches,
+    "latte": _of_latte,
+    "tssa": _of_tssa,
+    "pruned": _of_pruned,
+}
+
+
+def _with_gradients(*work: Callable[[], Any]) -> tuple[Callable[[], Any], ...]:
+    """Return calls that need torch, or nothing without it."""
+    return work if find_spec("torch") is not None else ()
 
 
 def _followed(operator: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
@@ -152,4 +200,4 @@ def _followed(operator: Callable[..., Any], *arrays: Any, **options: Any) -> Any
 
 
 def _tokens_of(x: Any) -> Any:
-    return attention.tssa(x[None], causal=True, return_state=True)[1]
+    return attention.tssa(x, causal=True, return_state=True)[1]

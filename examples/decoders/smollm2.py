@@ -136,6 +136,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.03, 0.06, 0.12, 0.25])
     parser.add_argument("--contexts", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="another number takes other stretches of the texts")
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *DAILY), help="all by default")
     parser.add_argument("--methods", nargs="+", choices=("levattn", "matching", "rivals"), default=["levattn"])
     parser.add_argument("--daily", action="store_true", help="other texts and tasks, never used to choose anything")
     parser.add_argument("--profile", type=Path, help="another profile than the one that comes with levattn")
@@ -165,7 +167,8 @@ def main() -> None:
         every = [
             (n, with_answers(model, each))
             for n in range(options.contexts)
-            for each in contexts(tokenizer, length, 1000 * n + length, daily=options.daily)
+            for each in contexts(tokenizer, length, 1000 * n + length + options.seed, daily=options.daily)
+            if each.task in (options.tasks or (*TASKS, *DAILY))
         ]
         new = [
             row(context, number, "dense", 1.0, measured(model, dense(model, torch.tensor([context.tokens])), context))

@@ -9,7 +9,6 @@ import logging
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 
 import levattn
@@ -29,27 +28,44 @@ SAY = cache._say_that_it_compiles  # before the fixture of all tests replaces it
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the calls that were made, in place of those that compile."""
     numbers: list[int] = []
-    monkeypatch.setattr(warming, "calls", lambda: [lambda i=i: numbers.append(i) for i in range(3)])
+    of = {"sets": (0, 1), "heavy": (2,)}
+    uses = {use: lambda _, own=own: [lambda i=i: numbers.append(i) for i in own] for use, own in of.items()}
+    monkeypatch.setattr(warming, "USES", uses)
     return numbers
 
 
 def test_all_calls_are_made_and_counted(made: list[int]) -> None:
     seen: list[tuple[int, int | None]] = []
     levattn.warmup(progress=lambda done, total: seen.append((done, total)))
-    assert made == [0, 1, 2]
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert made == [0, 1, 2, 0, 1, 2]  # with both dtypes
+    assert seen == [(done, 6) for done in range(1, 7)]
     with pytest.raises(TypeError, match="progress is 'yes'"):
         levattn.warmup(progress="yes")  # type: ignore[arg-type]
 
 
-def test_the_program_makes_them_too(made: list[int]) -> None:
-    result = CliRunner().invoke(cli.build_app(), ["warmup"])
+def test_the_calls_of_a_use_are_made_once(made: list[int]) -> None:
+    levattn.warmup("heavy", "heavy")
+    assert made == [2, 2]
+    with pytest.raises(ValueError, match="there is no use 'set'; expected 'sets', 'heavy', or nothing for all"):
+        levattn.warmup("set")
+
+
+@pytest.mark.parametrize("uses", [(), ("heavy",), ("heavy", "sets")])
+def test_the_program_makes_them_too(made: list[int], uses: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli.build_app(), ["warmup", *uses])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "levattn: the kernels are compiled\n")
-    assert made == [0, 1, 2]
+    assert made == {(): [0, 1, 2] * 2, ("heavy",): [2, 2], ("heavy", "sets"): [2, 0, 1] * 2}[uses]
+
+
+def test_the_program_refuses_an_unknown_use() -> None:
+    result = CliRunner().invoke(cli.build_app(), ["warmup", "set"])
+    assert result.exit_code == 1
+    for use in warming.USES:
+        assert f"'{use}'" in result.stderr
 
 
 def test_each_call_is_of_the_public_library() -> None:
-    found = warming.calls()
+    found = warming.calls(tuple(warming.USES))
     half = len(found) // 2
     assert [call.__code__ for call in found[:half]] == [call.__code__ for call in found[half:]]
     assert [found[i]().dtype for i in (0, half)] == ["float32", "float64"]
@@ -62,11 +78,12 @@ def test_the_calls_compile_the_kernels_of_gradients(monkeypatch: pytest.MonkeyPa
         for name in ("latent.backward", "latent.decay_compiled", "tokens.backward", "pruned.backward")
     ]
     found = {kernel for module in kernels for name, kernel in vars(module).items() if name.endswith("_tasks")}
-    for call in warming._of_gradients(np.float32):
-        assert call().isfinite().all()
+    for call in warming.calls(("latte", "tssa", "pruned")):
+        if "_followed" in call.__code__.co_names:
+            assert call().isfinite().all()
     assert [kernel for kernel in found if not kernel.overloads] == []
     monkeypatch.setattr(warming, "find_spec", lambda _: None)
-    names = {name for call in warming.calls() for name in call.__code__.co_names}
+    names = {name for call in warming.calls(tuple(warming.USES)) for name in call.__code__.co_names}
     assert "_followed" not in names
 
 

@@ -103,11 +103,13 @@ Compile all kernels now, so that no later call does.
 
 Use it once after installation, or while you build an image. Without it, the first call of each kernel compiles it,
 which takes seconds. The code stays on disk, for this Python, this processor and this version: see NUMBA_CACHE_DIR in
-the documentation of the program. The command takes some minutes, or some seconds if all code is there.
+the documentation of the program. The command takes some minutes, up to a minute for one use, or some seconds if all
+code is there. The uses are scores, sets, heavy, streams, sketches, latte, tssa and pruned.
 
 \b
 Examples:
   levattn warmup
+  levattn warmup sets heavy
 """
 
 
@@ -115,6 +117,11 @@ def add_warmup(app: typer.Typer) -> None:
     """Add the command to the program."""
 
     @app.command(cls=Command, help=_WARMUP_HELP)
-    def warmup() -> None:
-        levattn.warmup(progress=sys.stderr.isatty())
+    def warmup(
+        uses: Annotated[
+            list[str] | None,
+            typer.Argument(metavar="[USE]...", help="What you are going to use; all if left out.", show_default=False),
+        ] = None,
+    ) -> None:
+        levattn.warmup(*(uses or ()), progress=sys.stderr.isatty())
         report("the kernels are compiled")
