@@ -283,8 +283,8 @@ def causal_attention(
 def state_without_outputs(
     call: PrunedCall, rule: SelectionRule, factor: float, state: PrunedState | None
 ) -> PrunedState:
-    """Return the state of `causal_attention` after positions that all come before the first selection."""
-    walk, after = _Walk(rule, factor, call.narrow, False, True), []
+    """Return the state of `causal_attention` after positions that no selection precedes; one may follow them."""
+    walk, after, checks = _Walk(call.with_arrays_of_caller(rule), factor, call.narrow, False, True), [], Checks()
     for part, rows, places in _parts(call, rule, state):
         q, *came = call.taken(rows, places, places)
         xp, still = namespace_of(q), without_gradient(q if walk.unscaled(q) else q * factor)
@@ -305,7 +305,10 @@ def state_without_outputs(
             largest=largest,
             positions=part.positions + q.shape[2],
         )
+        if rule.selects_at(part.positions):
+            part = converted(selected_anew(walk.rule, part, None, {}, True, checks), _alone)
         after.append(converted(part, call.as_given))
+    checks.settle()
     return PrunedState(rule.slots, call.given.batch, rule, tuple(after))
 
 

@@ -261,7 +261,7 @@ def causal_pruned_attention(
 
 @where_arrays_are
 def state_before_selection(Q: Any, K: Any, V: Any, selection: Any, *, scale: float) -> PrunedState:
-    """Return the state of `causal_pruned_attention` after positions that precede the first selection.
+    """Return the state of `causal_pruned_attention` after positions that no selection precedes.
 
     The state costs less than the outputs, which equal the outputs of dense attention.
     """

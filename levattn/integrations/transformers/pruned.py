@@ -131,11 +131,8 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
     return found
 
 
-def _reads_all(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> bool:
-    """Tell whether a call ends before its first selection, so that the model's own attention gives its output.
-
-    keep: whether a state is wanted, which selects at the end of a call.
-    """
+def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
+    """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
     if not arrays.causal or arrays.present is not None:
         return False
     rules = (
@@ -144,7 +141,7 @@ def _reads_all(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> bool:
         else held.state.rule
         for held in plan
     )
-    return all(arrays.k.shape[2] <= rule.first - keep for rule in rules)
+    return all(arrays.k.shape[2] <= rule.first for rule in rules)
 
 
 def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
@@ -311,7 +308,7 @@ def _of_groups(
         start = time_on(mine.q.device) if measurement else 0.0
         if not plan:
             Y = dense(mine)
-        elif _reads_all(mine, plan, keep=keep):
+        elif _reads_all(mine, plan):
             Y, after = dense(mine), _states_alone(mine, plan) if keep else ()
         else:
             Y, after = outputs(mine, plan, keep=keep)
