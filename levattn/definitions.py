@@ -694,7 +694,7 @@ def pruned_attention(Q: Float64, K: Float64, V: Float64, kept: Int64, labels: In
 
 
 def fit_slots(
-    Q: Float64, K: Float64, V: Float64, size: int, sinks: int, window: int, weights: Float64, rows: int | None = None
+    Q: Float64, K: Float64, V: Float64, size: int, sinks: int, window: int, weights: Float64
 ) -> tuple[Int64, Float64, Float64]:
     r"""Return slots, their log-weights and values, fitted to the attention P of queries and to their outputs P V.
 
@@ -718,8 +718,6 @@ def fit_slots(
         Number of last keys; the three are fewer than n together.
     weights : array of shape (m,)
         The weights w of the queries.
-    rows : int, optional
-        The number of queries, at most, that are fitted, at equal distances with the last one; the others only select.
 
     Returns
     -------
@@ -757,12 +755,10 @@ def fit_slots(
     P, n, w = softmax(Q @ K.T / math.sqrt(K.shape[1])), len(K), np.sqrt(weights)[:, None]
     order = np.argsort(-(w * P).max(axis=0)[sinks : n - window], kind="stable")
     places = np.sort(np.concatenate([np.arange(sinks), sinks + order[:size], np.arange(n - window, n)]))
-    every = -(-len(Q) // rows) if rows else 1
-    Q, P, w = (X[(len(X) - 1) % every :: every] for X in (Q, P, w))
     F, s = w * P[:, places], len(places)
     root = math.sqrt(1e-2 * np.mean((F**2).sum(axis=0))) * np.eye(s)
-    A, target = np.vstack([F, root]), np.concatenate([w[:, 0], root.sum(axis=1)])
-    B = lsq_linear(A, target, (math.exp(-3), math.exp(3)), method="bvls", tol=1e-15).x
+    rows, target = np.vstack([F, root]), np.concatenate([w[:, 0], root.sum(axis=1)])
+    B = lsq_linear(rows, target, (math.exp(-3), math.exp(3)), method="bvls", tol=1e-15).x
     X = w * softmax(Q @ K[places].T / math.sqrt(K.shape[1]) + np.log(B))
     ridge = np.full(s, 3e-3 * np.mean((X**2).sum(axis=0)))
     middle = (V.min(axis=0) + V.max(axis=0)) / 2

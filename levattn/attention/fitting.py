@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
-from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.types import Float64, Int64, dtype_name
@@ -153,7 +152,6 @@ def fit_slots(
     unseen: Any = None,
     scale: float | None = None,
     mask: Any = None,
-    rows: int | None = None,
     rounded: tuple[Rounding, Rounding] | None = None,
 ) -> FittedSlots:
     r"""Few keys with weights and values by which reference queries attend as by all keys.
@@ -190,7 +188,7 @@ def fit_slots(
     Q : array of shape (..., H, m, d)
         Reference queries: float64, float32, float16 or bfloat16 of numpy, torch, CuPy or another library of the
         array-API standard. Every eighth row (the last one, of 2 to 7 rows) is not fitted but unseen, unless `unseen`
-        is given. Unseen rows select no slots either.
+        is given.
     K : array of shape (..., G, n, d)
         Keys as they enter the attention; H is a multiple of G, as for `pruned_attention`.
     V : array of shape (..., G, n, D)
@@ -209,9 +207,6 @@ def fit_slots(
         Factor of the products; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
         True for a key that takes part; leading axes are broadcast. The result is the same as without the others.
-    rows : int, optional
-        The number of rows of Q, at most, that are fitted: at equal distances, with the last one. By "attention" the
-        other rows select slots all the same, which costs less than to fit them. All rows are fitted by default.
     rounded : pair of functions, optional
         How keys and values will be held, in fewer bits for example. The first function takes the keys (b, s, d) of the
         slots of some heads and returns them rounded. The second one takes their values (b, s, D). Log-weights and
@@ -270,7 +265,6 @@ def fit_slots(
     True
     """
     selection = as_selection(selection, fitted=True)
-    rows = None if rows is None else whole_number("rows", rows)
     Q, K, V, heads = sized(Q, K, V)
     _rule(selection, K.shape[-2])
     if weights is not None:
@@ -289,9 +283,9 @@ def fit_slots(
     )
     if rounded is not None:
         rounded = _with_arrays_of_caller(call, rounded)
-    fitted = partial(_fitted, call, selection, factor, rounded, rows)
+    fitted = partial(_fitted, call, selection, factor, rounded)
     with call.full_precision(), np.errstate(all="ignore"):
-        parts = [part for items, keys, _ in call.groups() for part in fitted(items, keys)]
+        parts = [part for rows, keys, _ in call.groups() for part in fitted(rows, keys)]
         return _joined(call, parts, K, V, factor)
 
 
@@ -351,32 +345,29 @@ def _with_arrays_of_caller(call: PrunedCall, rounded: Any) -> tuple[Rounding, Ro
     return partial(of_call, pair[0]), partial(of_call, pair[1])
 
 
-def _fitted(
-    call: PrunedCall, selection: Selection, factor: float, rounded: Any, rows: int | None, of: Any, keys: Any
-) -> list[_Part]:
+def _fitted(call: PrunedCall, selection: Selection, factor: float, rounded: Any, rows: Any, keys: Any) -> list[_Part]:
     """Return the slots of some items, which have the same keys: None stands for all, of items and of keys."""
-    q, K, V, scores = call.taken(of, keys, None)
-    w, checks, (b, n, _) = call.weights_of(of), Checks(), K.shape
-    sample = None if call.sample is None else call.sampled(of, q)
+    q, K, V, scores = call.taken(rows, keys, None)
+    w, checks, (b, n, _) = call.weights_of(rows), Checks(), K.shape
+    sample = None if call.sample is None else call.sampled(rows, q)
     _expect_numbers(checks, Q=q, K=K, V=V, weights=w, unseen=sample)
     if w is not None:
         xp = namespace_of(w)
         checks.expect(xp.all(w >= 0), "weights has a number below 0; expected at least 0", ValueError)
     checks.settle()
-    items = np.arange(b) if of is None else of
+    items = np.arange(b) if rows is None else rows
     if not n:
         return [(items, keys, _no_slots(K, V))]
     rule = call.with_arrays_of_caller(_rule(selection, n))
-    fit, unseen, asking = _split(q * factor, w, None if sample is None else sample * factor, rows)
+    fit, unseen = _split(q * factor, w, None if sample is None else sample * factor)
     slots = rule.slots.selected + rule.slots.window + rule.slots.sinks
     largest = _LARGEST[dtype_name(call.given.dtype)]
-    step = heads_at_once(max(side.q.shape[1] for side in (fit, unseen, asking)), n, min(slots, n), K)
+    step = heads_at_once(max(fit.q.shape[1], unseen.q.shape[1]), n, min(slots, n), K)
     found: list[_Part] = []
     for first in range(0, max(b, 1), step):
         some = slice(first, min(first + step, b))
         arrays = K[some, ...], V[some, ...], None if scores is None else scores[some, ...]
-        sides = fit.of(some), fit.of(some) if asking is fit else asking.of(some), unseen.of(some)
-        heads = fitted_heads(rule, sides, arrays, largest, rounded, checks)
+        heads = fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, rounded, checks)
         found.append((items[some], keys, heads))
     return found
 
@@ -389,27 +380,19 @@ def _expect_numbers(checks: Checks, **arrays: Any) -> None:
             checks.expect(xp.all(xp.isfinite(array)), f"{name} holds NaN or infinity; give finite numbers")
 
 
-def _split(q: Any, w: Any, unseen: Any, rows: int | None) -> tuple[Weighted, Weighted, Weighted]:
-    """Return rows to fit, unseen rows, and rows that select slots, of all query heads that share keys together.
-
-    `rows`: so many of each query head are fitted or unseen, or None for all.
-    """
+def _split(q: Any, w: Any, unseen: Any) -> tuple[Weighted, Weighted]:
+    """Return the rows to fit and the unseen rows, of all query heads that share keys together."""
     xp, (b, g, m, _) = namespace_of(q), q.shape
     w = xp.ones((b, g, m), dtype=q.dtype, device=device_of(q)) if w is None else xp.broadcast_to(w, (b, g, m))
-
-    def taken(which: Any) -> Weighted:
-        at = xp.asarray(which, device=device_of(q))
-        return _weighted(xp.take(q, at, axis=2), xp.take(w, at, axis=2))
-
-    few = np.arange(m)[:: -1 if rows is None else -max(1, -(-m // rows))][::-1]
-    place, out = np.arange(len(few)), np.zeros(len(few), np.bool_)
-    if unseen is None:
-        out = place % _EVERY == _EVERY - 1 if len(few) >= _EVERY else (place == len(few) - 1) & (len(few) > 1)
-    fit = taken(few[~out])
-    asking = fit if len(few) == m else taken(np.setdiff1d(np.arange(m), few[out]))
     if unseen is not None:
-        return fit, _weighted(unseen, xp.ones_like(unseen[..., 0])), asking
-    return fit, taken(few[out]), asking
+        return _weighted(q, w), _weighted(unseen, xp.ones_like(unseen[..., 0]))
+    place = np.arange(m)
+    out = place % _EVERY == _EVERY - 1 if m >= _EVERY else (place == m - 1) & (m > 1)
+    sides = []
+    for which in (~out, out):
+        at = xp.asarray(np.flatnonzero(which), device=device_of(q))
+        sides.append(_weighted(xp.take(q, at, axis=2), xp.take(w, at, axis=2)))
+    return sides[0], sides[1]
 
 
 def _weighted(q: Any, w: Any) -> Weighted:

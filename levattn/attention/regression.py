@@ -79,7 +79,8 @@ def heads_at_once(rows: int, n: int, s: int, like: Any) -> int:
 
 def fitted_heads(
     rule: SelectionRule,
-    sides: tuple[Weighted, Weighted, Weighted],
+    fit: Weighted,
+    unseen: Weighted,
     arrays: tuple[Any, Any, Any],
     largest: float,
     rounded: tuple[Rounding, Rounding] | None,
@@ -87,24 +88,19 @@ def fitted_heads(
 ) -> HeadFit:
     """Return the slots of heads with keys K (b, n, d) and values V (b, n, D), as `levattn.attention.fit_slots` does.
 
-    sides: rows to fit, rows that select slots by their attention, and unseen rows.
-
     arrays: K, V, and given scores (b, n) or None; n is at least 1.
 
     largest: the largest number that a value can be.
 
     rounded: functions that return keys, and values, as they will be held; or None.
     """
-    (fit, asking, unseen), (K, V, scores) = sides, arrays
+    K, V, scores = arrays
     xp, n, slots = namespace_of(K), K.shape[1], rule.slots
     middle, unit, v = _centered(V)
     everything = slots.selected >= n
     sums = outputs = columns = None
     if not everything:
-        by_attention = rule.kind == BY_ATTENTION
-        sums, outputs, columns = _attended(fit, K, v, checks, columns=by_attention and asking is fit)
-        if by_attention and asking is not fit:
-            *_, columns = _attended(asking, K, None, checks, columns=True)
+        sums, outputs, columns = _attended(fit, K, v, checks, columns=rule.kind == BY_ATTENTION)
     order, there = _chosen(rule, fit.q, K, V, scores, columns, checks)
     checks.settle()
     c, own = choice.rows_of_each((K, v), order)
@@ -154,10 +150,7 @@ def _radius(v: Any) -> Any:
 
 
 def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool = False) -> tuple[Any, Any, Any]:
-    """Return dense attention: logarithms of sums (b, r), outputs (b, r, D), and max w P² (b, n) if `columns`.
-
-    Without values v there are no outputs.
-    """
+    """Return dense attention: logarithms of sums (b, r), outputs (b, r, D), and max w P² (b, n) if `columns`."""
     xp, (b, n, _), r = namespace_of(K), K.shape, rows.q.shape[1]
     step, keys = max(1, _limit(K) // n), xp.matrix_transpose(K)
     raised = 2.0 ** (int(math.log2(xp.finfo(K.dtype).max)) // 2 - 13)  # so that squares of small shares are numbers
@@ -169,7 +162,7 @@ def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool =
         z -= top
         E = xp.exp(z)
         size = xp.sum(E, axis=2, keepdims=True)
-        found.append(((top + xp.log(size))[:, :, 0], None if v is None else xp.matmul(E, v) / size))
+        found.append(((top + xp.log(size))[:, :, 0], xp.matmul(E, v) / size))
         checks.expect(
             xp.all(xp.isfinite(found[-1][0]) & xp.isfinite(least)),
             f"products of queries and K are beyond {K.dtype}; give queries and keys of smaller entries, or of float64",
@@ -178,9 +171,7 @@ def _attended(rows: Weighted, K: Any, v: Any, checks: Checks, *, columns: bool =
             E *= xp.astype(xp.sqrt(rows.weights[:, part]), K.dtype)[:, :, None] * (raised / size)
             E *= E
             total = xp.maximum(total, xp.astype(xp.max(E, axis=1), xp.float64))
-    sums, outputs = (
-        each[0] if len(each) == 1 or each[0] is None else xp.concat(each, axis=1) for each in zip(*found, strict=True)
-    )
+    sums, outputs = found[0] if len(found) == 1 else (xp.concat(each, axis=1) for each in zip(*found, strict=True))
     return sums, outputs, total
 
 

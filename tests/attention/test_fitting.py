@@ -95,35 +95,6 @@ def test_equals_the_definition(form: str, weighted: bool, storage: str) -> None:
         assert slots.bounded[g] == at_bound.sum()
 
 
-@over_storages
-@pytest.mark.parametrize("rows", [1, 7, 20, 39, 40, 50])
-def test_few_rows_are_fitted_and_all_select(rows: int, storage: str) -> None:
-    Q, K, V = heads(6)
-    w, form = np.random.default_rng(7).random((4, 40)), {"size": 6, "sinks": 1, "window": 2}
-    given = [stored(X, storage) for X in (Q, np.repeat(K, 2, 0), np.repeat(V, 2, 0), w)]
-    slots = fit_slots(*given[:3], Selection(**form), weights=given[3], unseen=given[0][:, :3, :], rows=rows)
-    room = 1e-9 if storage != "jax" else 1e-4
-    for head in range(4):
-        wanted = definitions.fit_slots(Q[head], K[head // 2], V[head // 2], **form, weights=w[head], rows=rows)
-        assert slots.indices[head].tolist() == wanted[0].tolist()
-        np.testing.assert_allclose(as_float64(slots.log_weights)[head], wanted[1], atol=max(room, 1e-9))
-        np.testing.assert_allclose(as_float64(slots.values)[head], wanted[2], atol=room)
-
-
-def test_unseen_rows_are_among_the_few_and_select_nothing() -> None:
-    Q, K, V = heads(8, m=64)
-    slots = fit_slots(Q, K, V, Selection(size=6), rows=16)
-    unseen = np.zeros(64, bool)
-    unseen[[31, 63]] = True  # of the rows 3, 7, ..., 63
-    P = np.array([softmax(Q[2 * g : 2 * g + 2, ~unseen] @ K[g].T / math.sqrt(5)) for g in range(2)])
-    few = np.setdiff1d(np.arange(3, 64, 4), [31, 63])
-    by = Selection(size=6, scores=(P**2).max(axis=(1, 2)))
-    same = fit_slots(Q[:, few], K, V, by, unseen=Q[:, unseen])
-    assert slots.indices.tolist() == same.indices.tolist()
-    for name in ("values", "log_weights", "mass_residual", "output_residual"):
-        np.testing.assert_allclose(getattr(slots, name), getattr(same, name), rtol=1e-9, atol=1e-12)
-
-
 def test_residuals_are_of_the_unseen_queries() -> None:
     Q, K, V = heads(3)
     w = np.random.default_rng(4).random((4, 40))
@@ -745,8 +716,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "n": ({"V": np.ones((2, 29, 3))}, ValueError, r"V has shape .*; expected n = 30"),
     "scale": ({"scale": np.inf}, ValueError, "scale is inf"),
     "mask": ({"mask": np.ones((2, 29), bool)}, ValueError, "mask has shape"),
-    "rows": ({"rows": 0}, ValueError, "rows is 0; expected"),
-    "part of a row": ({"rows": 1.5}, TypeError, "rows is 1.5|rows"),
     "library": ({"K": array_api_strict.ones((2, 30, 5))}, TypeError, "expected one library"),
 }
 

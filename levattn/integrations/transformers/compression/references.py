@@ -19,7 +19,6 @@ from levattn.integrations.transformers.compression.slots import SlotArrays, Spli
 
 _ROWS = 480  # queries of a context that a head of keys is fitted to, about, and as many of the tokens after it
 _FEWEST = 96  # of each head of queries
-_ASKING = 4  # times as many select its slots: what repeats in a text is read by few queries each
 _OWN = 0.25  # weight of a query of the context; another's is the square of its share of attention
 
 
@@ -57,31 +56,26 @@ class References:
         and keys of the tokens after it. `bits`: in which the slots will be held.
         """
         Q, K, _ = arrays
-        fitted, alone = _fewest(Q), not self.tokens.shape[1]
-        own = fitted * _ASKING if alone else fitted
-        rows = [] if self.rotations is None else [_own_queries(self.rotations[number], Q, own)]
-        if not alone:
+        rows = [] if self.rotations is None else [_own_queries(self.rotations[number], Q)]
+        if self.tokens.shape[1]:
             rows.append(_following(*later, K, self.present[b].to(K.device)))
         asked, weights = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
-        return _fitted(asked, weights, *arrays[1:], how, bits, fitted if alone else None)
+        return _fitted(asked, weights, *arrays[1:], how, bits)
 
 
-def _fitted(
-    Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int, rows: int | None
-) -> tuple[SlotArrays, Any]:
+def _fitted(Q: Any, weights: Any, K: Any, V: Any, how: Selection, bits: int) -> tuple[SlotArrays, Any]:
     """Return the slots of heads, and the errors of their outputs on queries that were left out.
 
-    `Q`: (h, g, m, d), times their scale, and `weights`: (h, g, m, 1). `K`, `V`: (h, n, ·). `rows`: so many queries of
-    each head are fitted, and all select slots.
+    `Q`: (h, g, m, d), times their scale, and `weights`: (h, g, m, 1). `K`, `V`: (h, n, ·).
     """
 
     def rounded(rows: Any, *, columns: bool) -> Any:
         return Coded.of(rows, bits, columns=columns).opened()
 
     roundings = None if bits == 16 else (partial(rounded, columns=True), partial(rounded, columns=False))
-    weights = weights.flatten(0, 1)[..., 0]
-    options: dict[str, Any] = {"scale": 1.0, "rows": rows, "rounded": roundings}
-    found = fit_slots(Q.flatten(0, 1), wide(K), wide(V), how, weights=weights, **options)
+    found = fit_slots(
+        Q.flatten(0, 1), wide(K), wide(V), how, weights=weights.flatten(0, 1)[..., 0], scale=1.0, rounded=roundings
+    )
     places = torch.from_numpy(found.indices).to(K.device, torch.int32)
     largest = torch.finfo(V.dtype).max
     held = (
@@ -93,13 +87,13 @@ def _fitted(
     return held, torch.from_numpy(found.output_residual)
 
 
-def _own_queries(rotation: Rotation, Q: Any, most: int) -> tuple[Any, Any]:
+def _own_queries(rotation: Rotation, Q: Any) -> tuple[Any, Any]:
     """Return queries (h, g, m, d) of the second half of n positions, moved behind them, and their weights.
 
     `Q`: (h, g, n, d).
     """
     n = Q.shape[2]
-    places = _spread(torch.arange(n // 2, n, device=Q.device), most)
+    places = _spread(torch.arange(n // 2, n, device=Q.device), Q)
     moved = rotation.moved(wide(Q[:, :, places]), n - places)
     return moved, torch.full_like(moved[..., :1], _OWN)
 
@@ -109,7 +103,7 @@ def _following(Q: Any, later: Any, K: Any, there: Any) -> tuple[Any, Any]:
 
     `Q`: (h, g, R, d). `later`: (h, R, d), the keys of these tokens, and `there`: (R,) which are no padding.
     """
-    rows = _spread(there.nonzero()[:, 0], _fewest(Q))
+    rows = _spread(there.nonzero()[:, 0], Q)
     asked, place = wide(Q[:, :, rows]), torch.arange(len(there), device=Q.device)
     context = (asked @ wide(K)[:, None].mT).logsumexp(-1, keepdim=True)
     hidden = (place > rows[:, None]) | ~there
@@ -117,14 +111,9 @@ def _following(Q: Any, later: Any, K: Any, there: Any) -> tuple[Any, Any]:
     return asked, torch.sigmoid(context - after) ** 2
 
 
-def _fewest(Q: Any) -> int:
-    """Return how many queries of each head (1, g, ...) need to be fitted."""
-    return max(_FEWEST, _ROWS // int(Q.shape[1]))
-
-
-def _spread(places: Any, most: int) -> Any:
-    """Return places at equal distances, with the last, not more than `most`."""
-    step = max(1, -(-len(places) // most))
+def _spread(places: Any, Q: Any) -> Any:
+    """Return places at equal distances, with the last: not more than queries (1, g, ...) need to be fitted to."""
+    step = max(1, -(-len(places) // max(_FEWEST, _ROWS // Q.shape[1])))
     return places.flip(0)[::step].flip(0)
 
 
