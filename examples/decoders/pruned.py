@@ -149,9 +149,9 @@ def size(cache: Any) -> float:
     """Return the bytes of a cache; those of all keys and values for a cache of transformers, with states if pruned."""
     if not isinstance(cache, DynamicCache):
         return float(cache.nbytes)
-    states = [held.state for layer in cache.layers for group in getattr(layer, "states", ()) for held in group]
+    held = [each for layer in cache.layers for group in getattr(layer, "states", ()) for each in group]
     rows = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return float(rows + sum(state.nbytes for state in states if state is not None))
+    return float(rows + sum(each.nbytes for each in held))
 
 
 def show_decision(model: Any, tokenizer: Any, lengths: list[int], count: int, tasks: list[str]) -> None:

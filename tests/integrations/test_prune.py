@@ -96,6 +96,23 @@ def test_pieces_of_a_text_are_one_call_across_the_first_selection(options: Any) 
     assert difference(torch.cat(exact, 1), wanted) > 1e-3
 
 
+def test_sequences_change_places_before_the_first_selection() -> None:
+    """Beam search takes sequences while layers hold queries in place of states."""
+    model, few = base(), Selection(size=4, summaries=2, window=1, sinks=1, renew_every=2)
+    ids, rows = tokens(length=2 * T), torch.tensor([1, 1, 0])
+    with prune(model, few, measure=False):
+        wanted = output(model, ids[rows], use_cache=False)
+        cache = transformers.DynamicCache(config=model.config)
+        found = [output(model, ids[:, :3], **{CACHE: cache})[rows]]
+        cache.batch_select_indices(rows)
+        copied = copy.deepcopy(cache)
+        for low, high in ((3, 4), (4, 5), (5, 9), (9, 2 * T)):
+            found.append(output(model, ids[rows, low:high], **{CACHE: cache}))
+        again = output(model, ids[rows, 3:], **{CACHE: copied})
+    assert difference(torch.cat(found, 1), wanted) < 2e-5
+    assert difference(again, wanted[:, 3:]) < 2e-5
+
+
 def test_images_are_pruned_too() -> None:
     sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.ViTConfig(num_attention_heads=4, image_size=16, patch_size=4, initializer_range=0.3, **sizes)

@@ -133,15 +133,24 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
 
 def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
     """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
-    if not arrays.causal or arrays.present is not None:
+    if not arrays.causal or arrays.present is not None or any(held.state is not None for held in plan):
         return False
-    rules = (
-        rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True)
-        if held.state is None
-        else held.state.rule
-        for held in plan
-    )
+    rules = (rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True) for held in plan)
     return all(arrays.k.shape[2] <= rule.first for rule in rules)
+
+
+def _begun(arrays: Arrays, plan: Sequence[Held]) -> list[Held]:
+    """Return a plan with the states of positions before the call, of which there are only queries so far."""
+    before, found = arrays.k.shape[2] - arrays.q.shape[2], []
+    for held in plan:
+        if held.asked:
+            part = arrays.of_sequences(held.rows)
+            K, V = part.k[:, :, :before], part.v[:, :, :before]
+            state = state_before_selection(torch.cat(held.asked, 2), K, V, held.selection, scale=part.scale)
+            found.append(replace(held, state=state, asked=()))
+        else:
+            found.append(held)
+    return found
 
 
 def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
@@ -157,17 +166,6 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
             after.append(replace(held, state=state))
         pieces.append(Y)
     return _placed(pieces, [held.rows for held in plan], 0), tuple(after)
-
-
-def _states_alone(arrays: Arrays, plan: Sequence[Held]) -> tuple[Held, ...]:
-    """Return the plan with the states after a call that ends before its first selection."""
-    after = []
-    for held in plan:
-        part, before = arrays.of_sequences(held.rows), held.state or held.selection
-        new = slice(part.k.shape[2] - part.q.shape[2], None)
-        state = state_before_selection(part.q, part.k[:, :, new], part.v[:, :, new], before, scale=part.scale)
-        after.append(replace(held, state=state))
-    return tuple(after)
 
 
 def _placed(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
@@ -309,8 +307,10 @@ def _of_groups(
         if not plan:
             Y = dense(mine)
         elif _reads_all(mine, plan):
-            Y, after = dense(mine), _states_alone(mine, plan) if keep else ()
+            Y = dense(mine)
+            after = tuple(held.with_queries(mine.q) for held in plan) if keep else ()
         else:
+            plan = _begun(mine, plan)
             Y, after = outputs(mine, plan, keep=keep)
         if plan and measurement:
             measurement.add(group, time_on(mine.q.device) - start, mine, plan, Y)

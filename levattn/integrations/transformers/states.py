@@ -100,11 +100,23 @@ class Held:
     """Some sequences of a group of heads, the selection of their first call, and their state after it.
 
     rows: (b,) numbers of the sequences, a numpy array, or None for all.
+
+    asked: before the first selection, the queries so far in place of a state, tensors (b, heads, positions, d). Keys
+    and values are in the layer.
     """
 
     rows: Any
     selection: Selection
     state: PrunedState | None = None
+    asked: tuple[Any, ...] = ()
+
+    def with_queries(self, q: Any) -> Held:
+        """Return these after further queries; each tensor has more of them than the next one."""
+        q = q.detach()
+        asked = [*self.asked, q if q.untyped_storage().nbytes() <= 2 * q.nbytes else q.clone()]
+        while len(asked) > 1 and asked[-2].shape[2] <= asked[-1].shape[2]:
+            asked[-2:] = [torch.cat(asked[-2:], 2)]
+        return replace(self, asked=tuple(asked))
 
     def of_sequences(self, chosen: Any) -> Held:
         """Return the part of the chosen sequences, a numpy array, that is among these, under their new numbers."""
@@ -112,7 +124,15 @@ class Held:
         if self.rows is not None:
             rows = np.flatnonzero(np.isin(chosen, self.rows))
             places = np.searchsorted(self.rows, chosen[rows])
-        return replace(self, rows=rows, state=None if self.state is None else _pruned_state(self.state, places))
+        asked = tuple(q[torch.as_tensor(places, device=q.device)] for q in self.asked)
+        return replace(
+            self, rows=rows, state=None if self.state is None else _pruned_state(self.state, places), asked=asked
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, or of the queries in its place."""
+        return sum(int(q.nbytes) for q in self.asked) + (0 if self.state is None else self.state.nbytes)
 
 
 States = tuple[tuple[Held, ...], ...]  # of each group of heads
