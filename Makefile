@@ -109,12 +109,12 @@ demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
 
 test: .venv-test/.ready
-	$(call lint-with,.venv-test/bin)
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED)
+	$(call style-with,.venv-test/bin)
+	$(call tests-and-types)
 
 test-all: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
-	$(call lint-with,.venv-test/bin)
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
+	$(call style-with,.venv-test/bin)
+	$(call tests-and-types,-m "" --hypothesis-profile=thorough)
 	$(MAKE) adversary ADVERSARY=1200
 	$(MAKE) peers
 
@@ -210,11 +210,24 @@ define try-wheel
 	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py $(2)
 endef
 
-define lint-with
+define style-with
 	$(1)/ruff check
 	$(1)/ruff format --check
-	$(1)/mypy
 	$(1)/python -m tests.prose
+endef
+
+define lint-with
+	$(call style-with,$(1))
+	$(1)/mypy
+endef
+
+# The types, which take half a minute of one core, are checked beside the tests; the verdict on them comes last, where it
+# is seen.
+define tests-and-types
+	@mkdir -p build
+	.venv-test/bin/mypy > build/types.txt 2>&1 & types=$$!; status=0; \
+	    OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) $(1) || status=$$?; \
+	    wait $$types || status=$$?; echo "mypy:"; cat build/types.txt; exit $$status
 endef
 
 # The stamp comes last: an interrupted installation starts afresh.

@@ -81,6 +81,7 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # looking for cycles as often as by default takes a twentieth of the tests
     gc.enable()
 
 

@@ -1,5 +1,7 @@
 """How many specializations of kernels the suite compiles or loads: each takes a user some tenth of a second.
 
+Importing the tests must need none: each process imports all of them, and would compile what one of them needs.
+
 A plugin of pytest, which conftest registers. Processes of pytest-xdist tell theirs to the one that started them.
 """
 
@@ -13,6 +15,7 @@ import pytest
 MOST = 250
 
 _others: set[str] = set()
+_imported: set[str] = set()  # those that were there when the last file had been imported
 
 
 def here() -> set[str]:
@@ -31,15 +34,22 @@ class Counter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        _others.update(getattr(node, "workeroutput", {}).get("specializations", ()))
+        output = getattr(node, "workeroutput", {})
+        _others.update(output.get("specializations", ()))
+        _imported.update(output.get("imported", ()))
+
+    def pytest_collection_finish(self) -> None:
+        _imported.update(here())
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["specializations"] = sorted(here())
-        elif len(_others | here()) > MOST and session.exitstatus == pytest.ExitCode.OK:
+            output.update(specializations=sorted(here()), imported=sorted(_imported))
+        elif (len(_others | here()) > MOST or _imported) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         count = len(_others | here())
         terminalreporter.write_line(f"{count} specializations of kernels were compiled or loaded; {MOST} may be.")
+        if _imported:
+            terminalreporter.write_line(f"Importing the tests took {len(_imported)}; none may be: {sorted(_imported)}")

@@ -41,7 +41,8 @@ FIRST = (
     *("test_routes", "test_tssa_torch", "test_transformers", "test_prune", "test_pruned", "test_cli", "test_plots"),
     *("test_streaming", "test_contract", "test_exact", "test_sparse", "test_sensitivity", "test_decoding"),
     *("test_passes", "test_sketch", "test_undecided", "test_state_bytes", "test_linalg", "test_accuracy"),
-    *("test_misses", "test_causality", "test_compiled", "test_latte", "test_approximate", "test_wide", "test_io"),
+    *("test_misses", "test_causality", "test_operators", "test_compiled", "test_latte", "test_latent_torch"),
+    *("test_found", "test_approximate", "test_wide", "test_io", "test_cli_inside", "test_cli_contexts"),
     *("test_cuda_sketch", "test_emulator", "test_cuda_library", "test_cuda", "test_cuda_latent", "test_cuda_tokens"),
 )
 

@@ -186,7 +186,8 @@ class UniversalSet(ListedKeys):
             If there is a batch of matrices.
         """
         refuse_batch(self.batch, "indices are")
-        return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0]).astype(np.int64, copy=False)
+        mask = _read(self.mask)
+        return to_numpy(array_namespace(mask).nonzero(mask)[0]).astype(np.int64, copy=False)
 
     @where_arrays_are
     def scores_of(self, X: Any, /) -> Any:
@@ -276,18 +277,20 @@ class UniversalSet(ListedKeys):
 
     @property
     def _left(self) -> Any:
-        """The keys that took part and are not in the set, in the kind of the mask."""
-        xp = array_namespace(self.mask)
-        left = xp.logical_not(self.mask)
-        return left if self._present is None else xp.logical_and(left, self._present)
+        """The keys that took part and are not in the set, in the kind of the mask, or numpy's for JAX's."""
+        mask, present = _read(self.mask), _read(self._present)
+        xp = array_namespace(mask)
+        left = xp.logical_not(mask)
+        return left if present is None else xp.logical_and(left, present)
 
     @property
     def _largest_left(self) -> float:
         """The most attention that a key of `_left` can get, for one matrix; 1 where scores bound nothing."""
-        xp = array_namespace(self.mask)
+        left, scores = self._left, _read(self.scores)
+        xp = array_namespace(left)
         if self.coverage is not None:
-            return float(xp.any(self._left))
-        scores = xp.where(self._left, self.scores, xp.zeros_like(self.scores))
+            return float(xp.any(left))
+        scores = xp.where(left, scores, xp.zeros_like(scores))
         return float(xp.max(scores)) if scores.shape[0] else 0.0
 
     @property
@@ -572,9 +575,14 @@ def _wrapped(array: Any, matrices: Matrices) -> Any:
     return None if array is None else matrices.wrap(array)
 
 
+def _read(array: Any) -> Any:
+    """Return an array of JAX as one of numpy, and others as they are: JAX compiles each operation for each shape."""
+    return np.asarray(array) if is_jax(array) else array
+
+
 def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
     """Return the number of set flags along the last axis, for any namespace."""
-    flags = np.asarray(flags) if is_jax(flags) else flags  # JAX may have no int64
+    flags = _read(flags)  # JAX may have no int64
     xp = array_namespace(flags)
     return np.asarray(to_numpy(xp.sum(xp.astype(flags, xp.uint8), axis=-1, dtype=xp.int64)))
 
@@ -641,7 +649,7 @@ def _require_item_of(keys: Matrices, universal: UniversalSet, name: str) -> None
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
     sample = known_by(universal.indices, universal._present, keys.n)
-    scores = to_numpy(take_entries(universal._leverage, sample)).astype(np.float64)
+    scores = to_numpy(take_entries(_read(universal._leverage), sample)).astype(np.float64)
     rows = to_float64(take_rows(keys.data, sample), keys.format)[0]
     bad = sample[~np.isfinite(rows).all(axis=1)]
     if len(bad):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import array_api_strict
@@ -664,7 +665,7 @@ def test_a_number_is_a_budget_and_nothing_else_is_a_selection(call: Any) -> None
         found, expected = (call(*arrays, given) for given in (budget, Selection(budget)))
         np.testing.assert_array_equal(found, expected)
     wrong: list[Any] = ["8", None, True, {"budget": 8}, [8]]
-    for selection in wrong if call is causal_pruned_attention else [*wrong, STATE]:
+    for selection in wrong if call is causal_pruned_attention else [*wrong, small_state()]:
         name = type(selection).__name__
         with pytest.raises(TypeError, match=f"selection is of type {name}; expected a Selection, or a number"):
             call(*arrays, selection)
@@ -828,8 +829,13 @@ def test_what_is_not_finite_is_refused_and_not_computed_with(causal: bool) -> No
 
 
 SMALL = heads(34, 10)
-STATE = causal_pruned_attention(*SMALL, Selection(size=2), return_state=True)[1]
 NOTHING_KNOWN = "return_certificate is True and summaries is 0"
+
+
+@cache  # made by the first test that needs it: every process imports this file, and would compile kernels to do so
+def small_state() -> Any:
+    return causal_pruned_attention(*SMALL, Selection(size=2), return_state=True)[1]
+
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing": ({}, ValueError, "budget=None, size=None and epsilon=None were given; expected one of the three"),
@@ -887,7 +893,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale": ({"size": 2, "scale": math.inf}, ValueError, "scale is inf"),
     "query-mask": ({"size": 2, "query_mask": np.ones(9, bool)}, ValueError, r"query_mask has shape \(9,\)"),
     "query-mask-kind": ({"size": 2, "query_mask": np.ones(10)}, TypeError, "query_mask has dtype float64"),
-    "state-f": ({"state": STATE, "f": 2, "causal": True}, ValueError, "f is not the function of the state"),
+    "state-f": ({"state": small_state, "f": 2, "causal": True}, ValueError, "f is not the function of the state"),
     "certificate": ({"size": 2, "causal": True, "return_certificate": True}, ValueError, NOTHING_KNOWN),
     "certificate-threshold": ({"epsilon": 0.0, "causal": True, "return_certificate": True}, ValueError, NOTHING_KNOWN),
 }
@@ -896,6 +902,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_options_are_named(name: str) -> None:
     options, error, message = BAD[name]
+    if "state" in options:
+        options = options | {"state": options["state"]()}
     with pytest.raises(error, match=message):
         attend(*SMALL, **options)
 
@@ -923,16 +931,16 @@ def test_states_of_other_arrays_are_named() -> None:
     Q, K, V = SMALL
     for arrays in ((Q[..., :4], K[..., :4], V), (Q, K, V[..., :2]), [X.astype(np.float32) for X in SMALL]):
         with pytest.raises(ValueError, match="state holds float64 of numpy with d = 5 and D = 3, and K and V are"):
-            causal_pruned_attention(*arrays, STATE, return_state=True)
+            causal_pruned_attention(*arrays, small_state(), return_state=True)
     with pytest.raises(ValueError, match=r"state has batch \(2,\); expected \(1,\)"):
-        causal_pruned_attention(Q, K[:1], V[:1], STATE, return_state=True)
+        causal_pruned_attention(Q, K[:1], V[:1], small_state(), return_state=True)
     with pytest.raises(ValueError, match=NOTHING_KNOWN):  # keys dropped before
-        causal_pruned_attention(*(X[:, :1] for X in SMALL), STATE, return_certificate=True, return_state=True)
+        causal_pruned_attention(*(X[:, :1] for X in SMALL), small_state(), return_certificate=True, return_state=True)
     own = causal_pruned_attention(*SMALL, Selection(size=2, scores=np.ones(10)), return_state=True)[1]
     with pytest.raises(ValueError, match=r"selection is the state .* give state.with_scores\(scores\)"):
         causal_pruned_attention(*SMALL, own, return_state=True)
     with pytest.raises(ValueError, match="scores were given, and the state selects by 'residual'; expected none"):
-        STATE.with_scores(np.ones(10))
+        small_state().with_scores(np.ones(10))
 
 
 def test_causal_bounds_hold_for_values_that_grow() -> None:

@@ -124,11 +124,16 @@ def declared(code: str) -> Iterator[Declared]:
         yield Declared(match["name"], (match["template"] or "").strip(), bound.strip())
 
 
+@cache  # read once for all launches; a test has a folder of its own
+def _code_of(folder: Path, source: str) -> str:
+    return cuda_source.text(f"{source}.cu")
+
+
 def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
     """A kernel of the table `KERNELS`, on the card if there is one."""
     if tuple(types) not in cuda_source.KERNELS[source][name]:
         raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not in the table KERNELS")
-    code = cuda_source.text(f"{source}.cu")
+    code = _code_of(cuda_source.FOLDER, source)
     kernel = compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)]
     return kernel if isinstance(place, MainMemory) else _on_card(kernel, place, source, name, tuple(types))
 

@@ -129,25 +129,32 @@ def fitting(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("K", "universal", "options", "error", "message"),
     [
-        (KEYS, 3, {}, TypeError, "universal is of type int; expected the result of covering_set"),
-        (KEYS, levattn.universal_set(KEYS, 0.2), {}, ValueError, "guarantee='exact'.*expected the set with coverage"),
-        (KEYS, fitting(epsilon=None, size=3), {}, ValueError, "expected the set with coverage of one matrix"),
-        (KEYS, fitting(K=KEYS[None]), {}, ValueError, "expected the set with coverage of one matrix"),
-        (KEYS[None], fitting(), {}, ValueError, r"K has leading axes \(1,\); expected one matrix"),
-        (KEYS[:, :3], fitting(), {}, ValueError, "d = 4; K has d = 3"),
-        (KEYS[:5], fitting(), {}, ValueError, r"keys of shape \(12,\); expected the set of K, \(5,\)"),
-        (KEYS[::-1], fitting(), {}, ValueError, "of other keys than K"),
-        (KEYS * np.nan, fitting(), {}, NonFiniteError, "K holds NaN"),
-        (KEYS, fitting(), {"rate": 0}, ValueError, "rate is 0; expected a number above 0 and below 1"),
-        (KEYS, fitting(), {"rate": 1.0}, ValueError, "rate is 1.0; expected"),
-        (KEYS, fitting(), {"rate": "1"}, TypeError, "rate is '1'; expected"),
+        (KEYS, lambda: 3, {}, TypeError, "universal is of type int; expected the result of covering_set"),
+        (
+            KEYS,
+            lambda: levattn.universal_set(KEYS, 0.2),
+            {},
+            ValueError,
+            "guarantee='exact'.*expected the set with coverage",
+        ),
+        (KEYS, lambda: fitting(epsilon=None, size=3), {}, ValueError, "expected the set with coverage of one matrix"),
+        (KEYS, lambda: fitting(K=KEYS[None]), {}, ValueError, "expected the set with coverage of one matrix"),
+        (KEYS[None], fitting, {}, ValueError, r"K has leading axes \(1,\); expected one matrix"),
+        (KEYS[:, :3], fitting, {}, ValueError, "d = 4; K has d = 3"),
+        (KEYS[:5], fitting, {}, ValueError, r"keys of shape \(12,\); expected the set of K, \(5,\)"),
+        (KEYS[::-1], fitting, {}, ValueError, "of other keys than K"),
+        (KEYS * np.nan, fitting, {}, NonFiniteError, "K holds NaN"),
+        (KEYS, fitting, {"rate": 0}, ValueError, "rate is 0; expected a number above 0 and below 1"),
+        (KEYS, fitting, {"rate": 1.0}, ValueError, "rate is 1.0; expected"),
+        (KEYS, fitting, {"rate": "1"}, TypeError, "rate is '1'; expected"),
     ],
 )
 def test_bad_input_is_refused(
     K: Any, universal: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
+    found = universal()  # here, because every process imports this file, and would compile kernels to make it
     with pytest.raises(error, match=message):
-        levattn.AdaptiveCoverage(K, universal, **options)
+        levattn.AdaptiveCoverage(K, found, **options)
 
 
 def test_bad_queries_are_refused_and_change_nothing() -> None:

@@ -200,10 +200,9 @@ def test_the_table_and_the_file_of_a_stream(tmp_path: Path, batch: tuple[int, ..
         found.save(tmp_path / "set.txt")
 
 
-@pytest.mark.parametrize(
-    "found", [levattn.universal_set(keys(2, 3), 0.2), streamed(2, 3)], ids=lambda x: type(x).__name__
-)
-def test_uses_of_one_matrix_name_the_index(found: Any) -> None:
+@pytest.mark.parametrize("make", [lambda *batch: levattn.universal_set(keys(*batch), 0.2), streamed])
+def test_uses_of_one_matrix_name_the_index(make: Any) -> None:
+    found = make(2, 3)
     rest = r"of one matrix, but this set has batch \(2, 3\); take one by universal\[layer, head\]"
     uses = {
         "indices": lambda: found.indices,

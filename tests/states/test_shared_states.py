@@ -337,9 +337,11 @@ def take_in(one: Any, other: Any) -> None:
             one.merge(copy.copy(other) if turn % 2 else other)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if hasattr(KINDS[name].new(), "merge")])
+@pytest.mark.parametrize("name", KINDS)
 def test_states_that_take_in_one_another_do_not_wait_for_ever(name: str) -> None:
     kind = KINDS[name]
+    if not hasattr(kind.new(), "merge"):
+        return
     one, other = with_chunks(kind, 1), with_chunks(kind, 2)
     with hasty():
         threads = [Aside(partial(take_in, *pair)) for pair in ((one, other), (other, one))]
