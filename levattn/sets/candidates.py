@@ -333,7 +333,7 @@ class RunningCandidates:
 
             self.held.keep(rows.keys, score, least)
         else:
-            by = self.running.reference(rows.between(0, 0), None)
+            by = self.running.reference(rows.between(0, 0), None, frozen=frozen and not on_cuda(rows.keys))
             parts = self.held.parts()
             self.held.forget()
             for item in full:  # each part by itself, of which nothing else has a hold, as both take more memory
