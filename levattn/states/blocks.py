@@ -259,7 +259,7 @@ class BlockBuffer:
 def _copied_finite(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> bool:
     """Copy rows, and tell whether all numbers are surely finite."""
     if source.size >= _FEW:
-        from levattn._kernels.rows.copying import copied_finite  # loads Numba
+        from levattn._kernels.rows.cpu import copied_finite  # loads Numba
 
         if copied_finite(source, target):
             return True
