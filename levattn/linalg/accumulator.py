@@ -203,6 +203,7 @@ def spans_of(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> 
 
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and the rounding errors of their sums, are sound
 _LEVEL = 6  # of the longest run that is summed together; a run that must be split costs its time again
+_PIECE_LEVEL = 2  # of the longest part of a run for one thread: it should still be in the cache when it is scored
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _TOGETHER = 1 << 28  # at most this many bytes of the moments of several runs that a device finds at once
 _FEW = 4  # sums of runs, whose room a part of them may keep
@@ -273,7 +274,8 @@ class GramAccumulator:
         b, n, d = rows.shape
         first, turn = self.blocks.count, 1 << _LEVEL  # blocks after which the lengths of runs repeat
         first = min(first, turn + first % turn)
-        runs, pieces = _runs_of(first, n // BLOCK, cpu.longest_run(rows, b), cpu.shares_blocks(rows, b))
+        longest = min(cpu.longest_run(rows, b), _PIECE_LEVEL)
+        runs, pieces = _runs_of(first, n // BLOCK, longest, cpu.shares_blocks(rows, b))
         listed: Pieces = np.empty((b, len(pieces), 4), np.int64)
         listed[:, :, :2] = np.arange(b)[:, None, None]
         listed[:, :, 2:] = pieces

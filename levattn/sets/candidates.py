@@ -333,7 +333,7 @@ class RunningCandidates:
 
             self.held.keep(rows.keys, score, least)
         else:
-            by = self.running.reference(rows.between(0, 0), None)
+            by = self.running.reference(rows.between(0, 0), None, frozen=frozen and not on_cuda(rows.keys))
             parts = self.held.parts()
             self.held.forget()
             for item in full:  # each part by itself, of which nothing else has a hold, as both take more memory
@@ -437,6 +437,9 @@ class CandidateStore:
         self._candidates = RunningCandidates(epsilon, self._bounds, format, held)
         self._coming: Background[RunningCandidates] | None = None
         self.form = ChunkForm.of(self, self.payload)
+        simple = isinstance(self._bounds, RunningSquares) and self._bounds.m == 1 and not self.form.payload
+        # the dtype of keys that may come by `with_chunk`
+        self._plain = np.dtype(format) if simple and format in ("float64", "float32") else None
 
     @property
     def _held_array(self) -> Any:
@@ -465,6 +468,23 @@ class CandidateStore:
                 rows = rows_in_memory(rows)
             self._bounds.require_range(rows)
         self.tail.push(rows, self._take, index, *payload, take_held=self._take_meanwhile)
+
+    def with_chunk(self, K: npt.NDArray[Any], first: int) -> CandidateStore | None:
+        """Return the state after a chunk of plain numpy keys, numbered from `first` on, that only wait.
+
+        Return None for a chunk that needs `push`; a stream of small chunks has few.
+        """
+        shape = K.shape
+        if self._plain is None or K.dtype != self._plain:
+            return None
+        if len(shape) < 2 or shape[:-2] != self.batch or shape[-1] != self.d or not shape[-2]:
+            return None
+        tail = self.tail.with_chunk(K.reshape(len(self.present), *shape[-2:]), first)
+        if tail is None:
+            return None
+        other = CandidateStore.__new__(CandidateStore)
+        other.__dict__.update(self.__dict__, tail=tail, present=self.present + shape[-2])
+        return other
 
     def _take(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
         self._candidates = self.candidates.after(rows, index, *payload)

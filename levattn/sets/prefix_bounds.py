@@ -62,11 +62,12 @@ class Screen:
         diagonal = moments.diagonal
         near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all(axis=1) & (epsilon > _NARROW)
         quick = simple & near & (single <= _SINGLE_ERROR) & (factor.error < PLAIN_ERROR)
+        self.own = factor  # with the arithmetic in which it came
         arithmetic: list[Arithmetic] = ["single" if q else a for q, a in zip(quick, factor.arithmetic, strict=True)]
         error, factor = np.where(quick, single, error), replace(factor, arithmetic=tuple(arithmetic))
         reached = bool((factor.rank == d).all())
         self.plain = bool(simple.all()) and reached and set(arithmetic) in ({"single"}, {"double"})
-        self.factor = factor
+        self.factor, self.raised = factor, raised
         least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
         both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
         self._least = both if raised is None else both / raised
@@ -214,8 +215,13 @@ class RunningSquares:
             self._screen = Screen(factor, self.frozen[0], raised, epsilon)
         return self._screen
 
-    def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
-        """Return the reference for `judge`: all keys so far, with the rows that wait."""
+    def reference(self, tail: Rows, _labels: Labels | None, *, frozen: bool = False) -> Reference:
+        """Return the reference for `judge`: all keys so far, with the rows that wait.
+
+        If the screen is `frozen` after all keys so far, and no row waits, it has the factor already.
+        """
+        if frozen and self._screen is not None:
+            return Reference(self._screen.own, raised=self._screen.raised)
         if self.m == 1:
             return Reference(factor_of(self.sums, tail))
         lifted = self.read(tail)
@@ -376,7 +382,7 @@ class RunningBlocks:
             total += array_namespace(total).where(own == group, mine, most)
         return total
 
-    def reference(self, tail: Rows, labels: Labels | None) -> Reference:
+    def reference(self, tail: Rows, labels: Labels | None, *, frozen: bool = False) -> Reference:  # noqa: ARG002
         """Return the reference for `judge`: all keys so far, with the rows that wait, fewer than a block."""
         groups = [sums.copy() for sums in self.groups]
         if labels is not None:

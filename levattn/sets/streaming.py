@@ -355,6 +355,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             If the axes of the first chunk look exchanged: 1 < m ≤ d, and more than d matrices (and at least 256) along
             the axis before.
         """
+        if type(K) is np.ndarray and mask is None and weights is None and payload is None and self._waits(K):
+            return self
         matrices, rows = readable(K, mask)
         if weights is not None:
             matrices, rows = chunk_times_roots(matrices, rows, weights)
@@ -373,10 +375,22 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             except FloatingPointError:
                 refuse_nonfinite(rows, before)
             stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
-            stop = self._next_row + matrices.n
-            spans = with_span(self._spans, (self._next_row, stop))
-            self._stream, self._spans, self._next_row = stream, spans, stop
+            self._go_on_with(stream, matrices.n)
         return self
+
+    def _waits(self, K: npt.NDArray[Any]) -> bool:
+        """Add a chunk of plain keys if it only has to wait, and tell so."""
+        with lock_of(self):
+            stream = None if self._stream is None else self._stream.with_chunk(K, self._next_row)
+            if stream is not None:
+                self._go_on_with(stream, K.shape[-2])
+        return stream is not None
+
+    def _go_on_with(self, stream: CandidateStore, n: int) -> None:
+        """Take the store after `n` further rows, or raise without a change."""
+        stop = self._next_row + n
+        spans = with_span(self._spans, (self._next_row, stop))
+        self._stream, self._spans, self._next_row = stream, spans, stop
 
     @locked_with
     def merge(self, other: StreamingUniversalSet) -> StreamingUniversalSet:

@@ -71,6 +71,7 @@ def same_decay(mine: Any, other: Any, batch: tuple[int, ...]) -> bool:
 
 _WAITING = 9 << 20  # at most this many bytes of rows and payload wait together; one block may take more
 _TOGETHER = 16  # at most this many blocks of them
+_FEW = 1 << 12  # numbers below which numpy copies and checks as fast as compiled code
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -173,7 +174,7 @@ class BlockBuffer:
         room = (together - self.blocks % together) * BLOCK
         if self.count >= room:
             self.flush(take_held or take)
-        large = n >= min(together, max(together // 2, 4)) * BLOCK
+        large = self._is_large(n, together)
         if not large and self.count + n < room:
             self._fill(rows, *payload)
             return
@@ -190,6 +191,28 @@ class BlockBuffer:
             take(rows.between(at, stop), *(array[:, at:stop] for array in payload))
             self.blocks += (stop - at) // BLOCK
         self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
+
+    def with_chunk(self, keys: npt.NDArray[Any], first: int) -> BlockBuffer | None:
+        """Return the buffer after a chunk of plain numpy rows (b, m, d), numbered from `first` on, that only wait.
+
+        The payload is row numbers. None if the chunk needs `push`: for an error, a conversion, or because rows are
+        given away or take new memory.
+        """
+        held, n, count = self._held.keys, keys.shape[1], self.count
+        stop, together = count + n, self._together
+        if stop > held.shape[1] or stop >= (together - self.blocks % together) * BLOCK or self._is_large(n, together):
+            return None
+        if not _copied_finite(keys, held[:, count:stop]):
+            return None
+        self._payload[0][0, count:stop] = np.arange(first, first + n)
+        other = self.copy()
+        other.count = stop
+        return other
+
+    @staticmethod
+    def _is_large(n: int, together: int) -> bool:
+        """Tell whether a chunk is worth the work on its blocks alone."""
+        return n >= min(together, max(together // 2, 4)) * BLOCK
 
     def flush(self, take: Callable[..., None]) -> None:
         """Give all whole blocks to `take`; after an error the buffer is void."""
@@ -223,13 +246,25 @@ class BlockBuffer:
             self._payload = [_longer(array, size) for array in self._payload]
         rows = rows_in_memory(rows)
         place = self._held.keys[:, self.count : stop]
-        place[...] = rows.keys
+        finite = _copied_finite(rows.keys, place)
         if rows.mask is not None:
             place[~rows.mask] = 0
-        _require_finite(Rows(place, rows.format))
+        if not finite:
+            _require_finite(Rows(place, rows.format))
         for there, array in zip(self._payload, payload, strict=True):
             there[:, self.count : stop] = to_numpy(array) if on_cuda(array) else array
         self.count = stop
+
+
+def _copied_finite(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> bool:
+    """Copy rows, and tell whether all numbers are surely finite."""
+    if source.size >= _FEW:
+        from levattn._kernels.rows.cpu import copied_finite  # loads Numba
+
+        if copied_finite(source, target):
+            return True
+    target[...] = source
+    return target.dtype.kind == "f" and math.isfinite(np.einsum("bij->", target))  # the fastest sum
 
 
 def _require_finite(rows: Rows) -> None:

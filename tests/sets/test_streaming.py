@@ -599,11 +599,46 @@ def test_a_result_is_not_changed_by_what_comes_after() -> None:
 
 
 @pytest.mark.parametrize("layout", strategies.LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_every_memory_layout_gives_the_same_bits(layout: str, dtype: str) -> None:
     K = np.clip(keys("heavy-tailed"), -6e3, 6e3).astype(dtype)
     laid_out = strategies.LAYOUTS[layout](K)
-    assert stream(laid_out, 0.05, [100]).to_bytes() == stream(K, 0.05).to_bytes()
+    for ends in ([100], [100, 110, 1500, 1501, 3000]):  # chunks that go to new memory and to memory that is there
+        assert stream(laid_out, 0.05, ends).to_bytes() == stream(K, 0.05).to_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("shape", [(517, 9), (3, 517, 9)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_small_chunk_with_a_bad_number_leaves_the_state_as_it_was(
+    bad: float, shape: tuple[int, ...], dtype: str
+) -> None:
+    rng = np.random.default_rng(0)
+    largest = np.finfo(dtype).max  # sums and squares of such keys are beyond the range
+    K = (rng.uniform(0.5, 1, shape) * (largest if dtype == "float32" else 1e150)).astype(dtype)
+    state = StreamingUniversalSet(0.05).update(K).update(K)
+    before = state.to_bytes()
+    flat = K.reshape(-1)
+    for place in (0, 1, 63, 64, 200, flat.size // 2, *range(flat.size - 66, flat.size)):
+        wrong = K.copy()
+        wrong.reshape(-1)[place] = bad
+        with pytest.raises(levattn.NonFiniteError):
+            state.update(wrong)
+        assert state.to_bytes() == before
+    assert state.update(K).n == 3 * shape[-2]
+
+
+def test_a_small_chunk_of_another_kind_leaves_the_state_as_it_was() -> None:
+    K = np.random.default_rng(0).standard_normal((2, 600, 8))
+    state = StreamingUniversalSet(0.05).update(K).update(K)
+    before = state.to_bytes()
+    others: list[Any] = [K[0], K[None], K[..., :7], K.astype(np.float32), K[0, 0], np.array(1.0), K.astype(int)]
+    for other in (*others, K.astype(np.uint16), K.astype(complex), np.float16(K).view(np.uint16)):
+        with pytest.raises((TypeError, ValueError)):
+            state.update(other)
+        assert state.to_bytes() == before
+    whole = StreamingUniversalSet(0.05).update(np.concatenate([K, K, K], 1))
+    assert state.update(K.astype(">f8")).to_bytes() == whole.to_bytes()
 
 
 # -- other attention functions -------------------------------------------------------------------

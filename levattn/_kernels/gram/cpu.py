@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from levattn._core.threads import num_threads
-from levattn._core.types import Float64
+from levattn._core.types import Float64, Int64
+from levattn._kernels.gram.beside import moment_and_sqnorm_tasks
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
@@ -18,7 +19,7 @@ from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.cpu import digested, scratch_like, stored_rows
-from levattn._kernels.tasks import runs, share, threads_for
+from levattn._kernels.tasks import runs, share, share_one_by_one, threads_for
 
 BLAS_COLUMNS = 2048
 LAPACK_COLUMNS = 512
@@ -198,12 +199,12 @@ def moments_and_sqnorms(
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
     panels, levels = _panels(W, Y), levels_of(pieces, unit)
 
-    def body(first: int, last: int) -> None:
-        for i in range(first, last):
-            moment_tasks(view, X, unit, levels, pieces, i, i + 1, sums)
-            sqnorm_tasks(view_scored, panels, Y, pieces, i, i + 1, math.inf, target)
+    summed, written = (view, X, unit, levels, sums), (view_scored, panels, Y, math.inf, target)
 
-    share(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
+    def body(place: Int64, most: int) -> None:
+        moment_and_sqnorm_tasks(*summed, *written, pieces, place, most)
+
+    share_one_by_one(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
     return sums[:, :d, :d]
 
 

@@ -111,8 +111,8 @@ def fold(stack, count, out, t):
             out[t, i, j] = out[t, j, i]
 
 
-@jit
-def moment_tasks(view, X, block, levels, tasks, first, last, out):
+@helper
+def sum_tasks(view, X, block, levels, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X, slab by
@@ -149,3 +149,9 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
             count += 1
         fold(stack, count, out, t)
         done(view, item, held)
+
+
+@jit
+def moment_tasks(view, X, block, levels, tasks, first, last, out):
+    """See `sum_tasks`."""
+    sum_tasks(view, X, block, levels, tasks, first, last, out)

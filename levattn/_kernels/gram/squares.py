@@ -72,8 +72,8 @@ def scores_at(out: Any) -> Any:
     return np.array([out.ctypes.data, *out.strides, out.itemsize], np.int64)
 
 
-@jit
-def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
+@helper
+def score_tasks(view, panels, X, tasks, first, last, ceiling, out):
     """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     `panels` holds the W of each slot, as `pack_panels` makes them. X gives the precision and the padded width. Norms
@@ -107,3 +107,9 @@ def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
             write_sums(X, squares, n, ceiling, out, item, r)
             r += n
         done(view, item, held)
+
+
+@jit
+def sqnorm_tasks(view, panels, X, tasks, first, last, ceiling, out):
+    """See `score_tasks`."""
+    score_tasks(view, panels, X, tasks, first, last, ceiling, out)

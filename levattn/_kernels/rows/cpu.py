@@ -13,8 +13,10 @@ from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.rows import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.compiled import DIGEST, view_of
 from levattn._kernels.rows.definition import summed_in_pairs
-from levattn._kernels.rows.scan import APART_WIDTH, apart_tasks, column_tasks, nonfinite_scan, read_rows
+from levattn._kernels.rows.scan import APART_WIDTH, apart_tasks, column_tasks, copy_items, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share
+
+_LIKE = {np.dtype(kind): np.zeros(1, kind) for kind in (np.float32, np.float64)}
 
 
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
@@ -81,3 +83,19 @@ def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     found = np.empty(limit, np.int64)
     count = nonfinite_scan(view_of(rows), rows.shape[1], item, found)
     return [int(r) for r in found[:count]]
+
+
+def copied_finite(source: Any, target: Any) -> bool:
+    """Copy rows (b, m, d), of the same float32 or float64 and without gaps in a matrix.
+
+    Return True if all numbers are finite; after False some may be, or nothing was copied.
+    """
+    like = _LIKE.get(target.dtype)
+    (step, row, column), (target_step, target_row, target_column) = source.strides, target.strides
+    b, m, d = target.shape
+    size = target.itemsize
+    if like is None or source.dtype != target.dtype or not source.flags.aligned:
+        return False
+    if not (row == target_row == d * size and column == target_column == size):
+        return False
+    return bool(copy_items(like, source.ctypes.data, step, target.ctypes.data, target_step, b, m * d))

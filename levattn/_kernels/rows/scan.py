@@ -1,4 +1,4 @@
-"""One pass over all entries: sums and maxima of columns, rows that are not finite, and the rows themselves."""
+"""One pass over all entries: sums and maxima of columns, rows that are not finite, the rows themselves, and copies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.jit import VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import address, as_pointer, repeated, smaller, store, vector_code
+from levattn._kernels.llvm import (
+    Vectors,
+    across,
+    address,
+    as_pointer,
+    fma,
+    integer,
+    prefetch,
+    repeated,
+    smaller,
+    store,
+    vector_code,
+)
 from levattn._kernels.rows.compiled import COLUMNS, MASK, copy_numbers, entry_address, load_rows
 from levattn._kernels.scratch import empty, zeros
 
 _SLAB = 128
 _VECTORS = 2  # of columns whose sums are in registers
+_COPIED = 4  # vectors that are copied at a time
+_AHEAD = 2048  # bytes from which lines are asked for before they are copied
 APART_WIDTH = _VECTORS * (VECTOR_BYTES // 8)
 
 
@@ -144,3 +158,43 @@ def nonfinite_scan(view, n, item, found):
         if count == found.size:
             break
     return count
+
+
+@vector_code(returns="flag")
+def _copied(v, like, source, target, n):
+    """Copy `n` numbers from one address to another, and tell whether all are finite."""
+    b, one = v.b, Vectors(v.b, like, 1)
+    run, size = _COPIED * v.count, integer(v.size)
+
+    def copy(source: Any, target: Any, *totals: Any) -> list[Any]:
+        for j in range(_COPIED):
+            prefetch(b, b.add(source, integer(_AHEAD + j * v.count * v.size)))
+        found = v.loaded(source, _COPIED)
+        for place, value in zip(v.row(target, _COPIED), found, strict=True):
+            store(b, value, place, v.size)
+        totals = tuple(fma(b, x, v.constant(0.0), total) for x, total in zip(found, totals, strict=True))
+        return [b.add(source, integer(run * v.size)), b.add(target, integer(run * v.size)), *totals]
+
+    def copy_one(source: Any, target: Any, total: Any) -> list[Any]:
+        value = one.load(source)
+        one.store(value, target)
+        return [b.add(source, size), b.add(target, size), b.fadd(total, b.fmul(value, one.constant(0.0)))]
+
+    source, target, *totals = repeated(
+        b, b.sdiv(n, integer(run)), [source, target, *[v.constant(0.0)] * _COPIED], copy
+    )
+    while len(totals) > 1:
+        totals = [b.fadd(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
+    rest = repeated(b, b.srem(n, integer(run)), [source, target, one.constant(0.0)], copy_one)[2]
+    total = b.fadd(across(b, totals[0], "sum"), across(b, rest, "sum"))  # NaN after any number that is not finite
+    return b.fcmp_ordered("==", total, total)
+
+
+@jit
+def copy_items(like, source, source_step, target, target_step, items, n):
+    """Copy `n` numbers for each of the items, which are so many bytes apart, and tell whether all are finite."""
+    finite = True
+    for _ in range(items):
+        finite &= _copied(like, source, target, n)
+        source, target = source + source_step, target + target_step
+    return finite
