@@ -58,6 +58,8 @@ def test_the_program_makes_them_too(made: list[int], uses: tuple[str, ...]) -> N
 
 
 def test_the_program_refuses_an_unknown_use() -> None:
+    told = CliRunner().invoke(cli.build_app(), ["warmup", "--help"]).stdout
+    assert all(use in told for use in warming.USES)
     result = CliRunner().invoke(cli.build_app(), ["warmup", "set"])
     assert result.exit_code == 1
     for use in warming.USES:

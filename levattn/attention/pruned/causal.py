@@ -280,38 +280,6 @@ def causal_attention(
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
-def state_without_outputs(
-    call: PrunedCall, rule: SelectionRule, factor: float, state: PrunedState | None
-) -> PrunedState:
-    """Return the state of `causal_attention` after positions that no selection precedes; one may follow them."""
-    walk, after, checks = _Walk(call.with_arrays_of_caller(rule), factor, call.narrow, False, True), [], Checks()
-    for part, rows, places in _parts(call, rule, state):
-        q, *came = call.taken(rows, places, places)
-        xp, still = namespace_of(q), without_gradient(q if walk.unscaled(q) else q * factor)
-        own = factor if walk.unscaled(q) else 1.0
-        (queries,), (keys,) = _sums_after(part, still, without_gradient(came[0]), 1, own)
-        held = part.recent, part.recent_values, part.recent_scores
-        recent, values, scores = (
-            None if new is None else xp.concat([old, new], axis=1) for old, new in zip(held, came, strict=True)
-        )
-        largest = xp.maximum(part.largest, longest_of(without_gradient(came[1])))
-        part = replace(
-            part,
-            recent=recent,
-            recent_values=values,
-            recent_scores=scores,
-            keys=keys,
-            queries=queries,
-            largest=largest,
-            positions=part.positions + q.shape[2],
-        )
-        if rule.selects_at(part.positions):
-            part = converted(selected_anew(walk.rule, part, None, {}, True, checks), _alone)
-        after.append(converted(part, call.as_given))
-    checks.settle()
-    return PrunedState(rule.slots, call.given.batch, rule, tuple(after))
-
-
 def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
     """Return the parts of the state, the items of the batch in each, and the places of their positions."""
     b = call.K.shape[0]

@@ -11,8 +11,8 @@ from levattn.attention.arguments import check_sizes, dense_array, reads_numbers
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall, given_scores, sized
-from levattn.attention.pruned.causal import causal_attention, state_without_outputs
-from levattn.attention.pruned.selection import SelectionRule, as_selection, exponent_of, rule_of
+from levattn.attention.pruned.causal import causal_attention
+from levattn.attention.pruned.selection import as_selection, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 
@@ -253,36 +253,9 @@ def causal_pruned_attention(
     >>> np.allclose(np.concatenate([first, second], axis=1), Y)
     True
     """
-    options = return_state, return_certificate
-    call, rule, factor, state = _causal_call((Q, K, V), selection, f, scale, mask, *options)
-    with call.full_precision():
-        return causal_attention(call, rule, factor, state, *options)
-
-
-@where_arrays_are
-def state_before_selection(Q: Any, K: Any, V: Any, selection: Any, *, scale: float) -> PrunedState:
-    """Return the state of `causal_pruned_attention` after positions that no selection precedes.
-
-    The state costs less than the outputs, which equal the outputs of dense attention.
-    """
-    call, rule, factor, state = _causal_call((Q, K, V), selection, "softmax", scale, None, True, False)
-    with call.full_precision():
-        return state_without_outputs(call, rule, factor, state)
-
-
-def _causal_call(
-    arrays: tuple[Any, Any, Any],
-    selection: Any,
-    f: Any,
-    scale: float | None,
-    mask: Any,
-    goes_on: bool,
-    certified: bool,
-) -> tuple[PrunedCall, SelectionRule, float, PrunedState | None]:
-    """Return the checked arguments of causal attention: the arrays, the rule, the factor and the state before."""
     state = selection if isinstance(selection, PrunedState) else None
     power = exponent_of(f)
-    Q, K, V, heads = sized(*arrays)
+    Q, K, V, heads = sized(Q, K, V)
     T = K.shape[-2]
     if Q.shape[-2] != T:
         raise ValueError(
@@ -292,12 +265,14 @@ def _causal_call(
     if state is None:
         selection = as_selection(selection)
         # if a state goes on, a number of slots does not depend on the positions of this call
-        endless = goes_on and isinstance(selection.budget, int)
+        endless = return_state and isinstance(selection.budget, int)
         rule = rule_of(selection, T, power=power, causal=True, aligned=True, endless=endless)
         given = selection.scores
     else:
         rule, given = continued_rule(state, power), state.next_scores
-    scores = given_scores(given, K) if rule.kind == "given" else None
+    arrays = Q, K, V, given_scores(given, K) if rule.kind == "given" else None, None
     held = () if state is None else state.parts
-    call = PrunedCall.of((Q, K, V, scores, None), heads, mask, None, tied=True, held=held, certified=certified)
-    return call, rule, check_scale(scale, Q.shape[-1]), state
+    call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=return_certificate)
+    factor = check_scale(scale, Q.shape[-1])
+    with call.full_precision():
+        return causal_attention(call, rule, factor, state, return_state, return_certificate)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
-from levattn.attention.pruned.pruned import state_before_selection
 from levattn.attention.pruned.selection import rule_of, slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind, time_on
 from levattn.integrations.transformers.discovery import ModelLayer
@@ -145,8 +144,8 @@ def _begun(arrays: Arrays, plan: Sequence[Held]) -> list[Held]:
     for held in plan:
         if held.asked:
             part = arrays.of_sequences(held.rows)
-            K, V = part.k[:, :, :before], part.v[:, :, :before]
-            state = state_before_selection(torch.cat(held.asked, 2), K, V, held.selection, scale=part.scale)
+            early = replace(part, q=torch.cat(held.asked, 2), k=part.k[:, :, :before], v=part.v[:, :, :before])
+            _, state = early.attended(held.selection, 0, before, return_state=True)
             found.append(replace(held, state=state, asked=()))
         else:
             found.append(held)
