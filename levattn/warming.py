@@ -51,7 +51,7 @@ def warmup(*uses: str, progress: bool | Callable[[int, int | None], object] | No
     Notes
     -----
     The command ``levattn warmup`` does the same. It does not compile CUDA kernels: each is compiled at its first call.
-    Compiling all takes some minutes on one core, compiling for one use up to a minute, loading a few seconds. When a
+    Compiling all takes some minutes on one core, compiling for one use 10 to 40 seconds, loading a few seconds. When a
     process begins to compile, the logger ``levattn`` reports it once, at level INFO.
 
     Examples

@@ -103,7 +103,7 @@ Compile all kernels now, so that no later call does.
 
 Use it once after installation, or while you build an image. Without it, the first call of each kernel compiles it,
 which takes seconds. The code stays on disk, for this Python, this processor and this version: see NUMBA_CACHE_DIR in
-the documentation of the program. The command takes some minutes, up to a minute for one use, or some seconds if all
+the documentation of the program. The command takes some minutes, 10 to 40 seconds for one use, or some seconds if all
 code is there. The uses are scores, sets, heavy, streams, sketches, latte, tssa and pruned.
 
 \b
