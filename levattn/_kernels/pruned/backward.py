@@ -11,7 +11,7 @@ import numpy as np
 
 from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.mixture import fill_block, forget, put_right, row_weights, take_out, whole_vectors
+from levattn._kernels.pruned.mixture import fill_block, forget, put_right, row_weights, take_out, top_of, whole_vectors
 from levattn._kernels.pruned.panels import TILE_ROWS, multiply_panels, pack_row, row_at_view, whole_tiles
 from levattn._kernels.pruned.simd import logit_gradients, mean_of, turned_tile
 from levattn._kernels.scratch import clear, empty, filled, zeros
@@ -130,7 +130,7 @@ def mixture_back_tasks(
                     touched = take_out(
                         row, shift, begin, near, one, other, names, weight, logs, sums[item], False, room
                     )
-                total, _ = row_weights(row, shift, begin, near, touched, room)
+                total, _ = row_weights(row, top_of(row, shift), begin, near, touched, room)
                 if touched:
                     _rest_of_values(products, begin, near, one, other, names, weight, sums[item], touched, room)
                 vectors = (near + padded) * size // VECTOR_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
+from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import (
     TILE_ROWS,
@@ -15,8 +15,10 @@ from levattn._kernels.pruned.panels import (
     row_at_view,
     whole_tiles,
 )
-from levattn._kernels.pruned.simd import accumulate, approach, length_squared, nearest, squared, turned_tile
+from levattn._kernels.pruned.simd import accumulate, approach, length_squared, matrix_tile, nearest, squared, turned_tile
 from levattn._kernels.scratch import clear, empty, filled, zeros
+
+GUESSES = 4  # far rows that `farthest` multiplies at once: about two of them are chosen
 
 
 @jit
@@ -88,7 +90,7 @@ def row_room(like, n):
     """Return scratch of `farthest` for n rows: squares, least, labels and shut, then products and rows."""
     deep = (n + SCORE_VECTORS * VECTOR_BYTES // like.itemsize - 1) // (SCORE_VECTORS * VECTOR_BYTES // like.itemsize)
     deep *= SCORE_VECTORS * VECTOR_BYTES // like.itemsize
-    return empty(like, (4, deep)), empty(like, (SCORE_ROWS, deep))
+    return empty(like, (4, deep)), empty(like, (GUESSES, deep))
 
 
 @helper
@@ -119,30 +121,34 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
         least[j] = np.inf
     for j in range(n, deep):
         least[j], shut[j] = np.inf, -np.inf
-    names = filled(0, SCORE_ROWS, -1)
+    names = filled(0, GUESSES, -1)
     for c in range(len(chosen)):
         found = -1
-        for i in range(SCORE_ROWS):
+        for i in range(GUESSES):
             if names[i] == place:
                 found = i
         if found < 0:
             names[0], count, found = place, 1, 0
             for j in range(n if c else 0):
                 value = least[j] + shut[j]
-                if j != place and (count < SCORE_ROWS or value > least[names[count - 1]]) and value > 0:
-                    at = smaller(count, SCORE_ROWS - 1)
+                if j != place and (count < GUESSES or value > least[names[count - 1]]) and value > 0:
+                    at = smaller(count, GUESSES - 1)
                     while at > 1 and value > least[names[at - 1]]:
                         names[at] = names[at - 1]
                         at -= 1
                     names[at] = j
-                    count = smaller(count + 1, SCORE_ROWS)
-            for i in range(SCORE_ROWS):
+                    count = smaller(count + 1, GUESSES)
+            for i in range(GUESSES):
                 if i >= count:
                     names[i] = -1
                 panel, lane = panels[larger(names[i], 0) // width], larger(names[i], 0) % width
                 for k in range(d):
                     rows[i, k] = panel[k, lane]
-            multiply_rows(False, rows, count, panels, d, products)
+            for p in range(deep // width):
+                to = address(products) + p * width * size
+                matrix_tile(
+                    like, GUESSES, SCORE_VECTORS, 0, address(rows), d * size, address(panels[p]), d, to, deep * size
+                )
         chosen[c] = place
         at = address(products) + found * deep * size
         place = approach(
@@ -174,7 +180,7 @@ def far_tasks(X, weight, step, centers, labels, distances, first, last):
     """
     _, n, d = X.shape
     count = (n + step - 1) // step
-    room, rows = row_room(X, count), zeros(X, (SCORE_ROWS, d))
+    room, rows = row_room(X, count), zeros(X, (GUESSES, d))
     width = SCORE_VECTORS * VECTOR_BYTES // X.itemsize
     panels = zeros(X, (room[0].shape[1] // width, d, width))
     sums, mean = empty(0.0, (d,)), empty(X, (d,))

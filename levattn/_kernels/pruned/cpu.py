@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.rooms import lent_room
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, clusters, definition
 from levattn._kernels.pruned.backward import mixture_back_tasks
@@ -32,7 +33,9 @@ def at_once(_: Any, power: float | None) -> int:
 
 def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
-    room = {} if room is None else room
+    if room is None:
+        with lent_room() as room:
+            return mixture(x, room, into)
     b, g, m, _ = x.q.shape
     D, kind = x.values.shape[2], x.q.dtype
     Y, rest = np.empty((b, g, m, D), kind) if into is None else into, np.empty((b * x.chunks, g, m // x.chunks), kind)
@@ -266,8 +269,9 @@ def renewed(
     size = min(s + n, x.size + min(x.sinks, x.oldest + n))
     given = _held_before(x)
     if not x.in_turn:
-        room["side"] = not room.get("side")  # alternates, so that the previous results stay valid
-        arrays = _room_for_renewal(x, size, b, partial(_taken, room), room["side"])
+        side = room.setdefault("side", np.zeros(1, np.int64))  # alternates, so that the previous results stay valid
+        side ^= 1
+        arrays = _room_for_renewal(x, size, b, partial(_taken, room), int(side[0]))
         return _as_renewed(x, arrays) if _renewal(x, given, arrays, n, 0) else None
     arrays = _room_for_renewal(x, size, b * (len(x.queries) + 1), partial(_taken, room), "in turn")
     for chain, first in zip(arrays, given, strict=True):

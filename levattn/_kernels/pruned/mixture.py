@@ -189,14 +189,19 @@ def fill_block(bias, near, start, end, padded, role, log_weight, nothing, shift,
 
 
 @helper
-def row_weights(row, shift, begin, near, touched, room):
-    """Replace logits of a row by exponentials relative to the largest; return their sum, and that over summaries."""
+def top_of(row, shift):
+    """Add the shifts to a row of logits, and return the largest, or 0 if all are −inf."""
+    at = address(row)
+    top = raised(row, at, address(shift), len(row) // (VECTOR_BYTES // row.itemsize))
+    return row.dtype.type(0) if top == -np.inf else top
+
+
+@helper
+def row_weights(row, top, begin, near, touched, room):
+    """Replace logits of a row by exponentials relative to `top`; return their sum, and that over summaries."""
     size = row.itemsize
     lanes = VECTOR_BYTES // size
     at = address(row)
-    top = raised(row, at, address(shift), len(row) // lanes)
-    if top == -np.inf:
-        top = row.dtype.type(0)
     total = exponentials(row, at, top, begin // lanes)
     share = exponentials(row, at + begin * size, top, (near - begin) // lanes)
     for t in range(touched):
@@ -274,7 +279,7 @@ def mixture_tasks(
     L, out = empty(like, (TILE_ROWS, full)), empty(like, (TILE_ROWS, deep))
     shift = zeros(like, (full,))
     names, weight, logs = filled(0, widest, -1), filled(0.0, widest, 1.0), zeros(0.0, (widest,))
-    inverse = empty(like, (TILE_ROWS,))
+    inverse, top = empty(like, (TILE_ROWS,)), empty(like, (TILE_ROWS,))
     room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
     q_view, y_view = views[0], views[3]
@@ -300,6 +305,7 @@ def mixture_tasks(
         for _ in range(2):  # in a loop, so that the call is compiled once
             multiply_panels(like, False, q_at, d * size, whole, panels_at, count, step, d, to_at, full * size)
             panels_at, count, to_at = address(near_keys[item]) + start * d * size, padded // width, l_at + near * size
+        apart = power == 0 and not (len(role) and R)  # then no row waits for the one before
         for i in range(rows):
             position = low + i % positions
             one, other = edges[0, position] - start, larger(edges[0, position], edges[1, position]) - start
@@ -308,7 +314,12 @@ def mixture_tasks(
                 row[near + j] = nothing
             for j in range(near + other, near + padded):
                 row[j] = nothing
-            touched = 0
+            if apart:
+                top[i] = top_of(row, shift)
+        for i in range(rows):
+            position = low + i % positions
+            one, other = edges[0, position] - start, larger(edges[0, position], edges[1, position]) - start
+            row, touched = L[i, : near + padded], 0
             if len(role) and R:
                 touched = take_out(
                     row, shift, begin, near, one, other, names, weight, logs, sums[item], power != 0, room
@@ -316,7 +327,8 @@ def mixture_tasks(
             if power:
                 total, share = _powers(row, shift, begin, near, power, sums[item], touched, room)
             else:
-                total, share = row_weights(row, shift, begin, near, touched, room)
+                highest = top[i] if apart else top_of(row, shift)
+                total, share = row_weights(row, highest, begin, near, touched, room)
             inverse[i] = 1 / total if total != 0 else 0.0
             rest[item, head + i // positions, position] = share * inverse[i]
             if touched:

@@ -7,7 +7,7 @@ import numpy as np
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller, subtract_rows
 from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT
-from levattn._kernels.pruned.clusters import far_of, farthest, row_room, square_columns, vector_row
+from levattn._kernels.pruned.clusters import GUESSES, far_of, farthest, row_room, square_columns, vector_row
 from levattn._kernels.pruned.panels import multiply_panels, pack_columns, row_at_view, whole_tiles
 from levattn._kernels.pruned.simd import accumulate
 from levattn._kernels.scratch import clear, empty, zeros
@@ -259,7 +259,7 @@ def renewal_tasks(
     before, R = held.shape[1], summed.shape[1]
     n = before + s + leaving
     candidates = n - before
-    room, rows = row_room(like, n), zeros(like, (SCORE_ROWS, d))
+    room, rows = row_room(like, n), zeros(like, (GUESSES, d))
     width = SCORE_VECTORS * VECTOR_BYTES // like.itemsize
     count, tall = room[0].shape[1] // width, whole_tiles(d + 1)
     packed, X = zeros(like, (count, d, width)), empty(like, (count, tall, width))

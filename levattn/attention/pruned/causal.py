@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch
+from levattn._core.rooms import lent_room
 from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, as_one_batch, mapped
 from levattn.attention.arguments import device_of, empty_output, namespace_of, without_gradient
@@ -325,7 +326,8 @@ def _spread(
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
         q, K, V, scores, into = (array if array is None else array[items, ...] for array in (*arrays, Y))
-        return _stepped(walk, own, q, K, V, scores, into)
+        with lent_room() as room:
+            return _stepped(walk, own, q, K, V, scores, into, room)
 
     alike = rule.epsilon is None and not rule.own  # items keep as many keys, and run no code of a user
     apart = certified or not rule.at_once  # else kernels take many chunks, on all threads
@@ -346,11 +348,12 @@ def _room_for_outputs(q: Any, D: int) -> Any:
 
 
 def _stepped(
-    walk: _Walk, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, into: Any
+    walk: _Walk, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, into: Any, room: dict[str, Any]
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the output (b, g, T, D) for the next T positions, its bounds if certified, and the part after them.
 
-    `q`: (b, g, T, d). `scores`: (b, T), if given. `into`: an array that may take the output.
+    `q`: (b, g, T, d). `scores`: (b, T), if given. `into`: an array that may take the output. `room`: memory that
+    nothing reads after the call.
     """
     xp, T, rule = namespace_of(q), K.shape[1], walk.rule
     read, cut = [K, V, scores], None
@@ -362,7 +365,6 @@ def _stepped(
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first recent row
     checks = Checks()
-    room: dict[str, Any] = {}
     pieces, low = [], 0
     while low < T:
         length = min(T - low, rule.until_selection(part.positions))

@@ -451,11 +451,10 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
 def _split(total: int, causal: bool) -> Slots:
     """Return the usual slots of a budget."""
     if causal:
-        sinks = min(SINKS, total // 16)
-        left = total - sinks
-        chunk, window = max(1, left // 4), left // 2
-        summaries = min(max(1, left // 16), left - window - chunk)
-        return Slots(left - window - chunk - summaries, summaries, window, sinks, chunk)
+        sinks, chunk, window = min(SINKS, total // 16), max(1, total // 4), total // 2
+        left = total - window - chunk  # slots that kernels take in whole vectors where the budget is a power of two
+        summaries = min(max(1, total // 16), max(0, left - sinks))
+        return Slots(left - sinks - summaries, summaries, window, sinks, chunk)
     window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
     near = 2 * window + 1 if window else 0
     summaries = (total - near) * 4 // 5
