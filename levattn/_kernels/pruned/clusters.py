@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES, helper, jit
+from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import (
     TILE_ROWS,
-    multiply_panels,
     multiply_rows,
     pack_columns,
-    pack_row,
     row_at_view,
     whole_tiles,
 )
-from levattn._kernels.pruned.simd import accumulate, approach, length_squared, matrix_tile, nearest, squared, turned_tile
+from levattn._kernels.pruned.simd import (
+    accumulate,
+    add_columns,
+    approach,
+    length_squared,
+    matrix_tile,
+    nearest,
+    square_tile,
+    squared,
+    widen,
+)
 from levattn._kernels.scratch import clear, empty, filled, zeros
 
 GUESSES = 4  # far rows that `farthest` multiplies at once: about two of them are chosen
@@ -30,34 +38,37 @@ def moments_of_rows(like, view, sizes, total, second, first, last):
     heads, n = sizes
     d, squares = total.shape[1], second.shape[1] > 0
     width = SCORE_VECTORS * (VECTOR_BYTES // total.itemsize)
-    panels = (d + width - 1) // width if squares else 0
-    in_columns = zeros(0.0, (larger(whole_tiles(d), panels * width), TILE_ROWS))
-    rows, lanes = zeros(0.0, (panels, TILE_ROWS, width)), VECTOR_BYTES // 8
-    sums, unit, one = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1), filled(0.0, 1, 1.0)
+    panels = (d + width - 1) // width
+    deep = larger(whole_tiles(d), panels * width)
+    rows, added = zeros(0.0, (TILE_ROWS, deep)), empty(0.0, (panels * width,))
+    sums = empty(0.0, (whole_tiles(d) if squares else 0, panels * width))
+    at, step = address(rows), deep * 8
     for item in range(first, last):
-        clear(total, item * d, d)
+        clear(added, 0, added.size)
         clear(sums, 0, sums.size)
         stretches = (n + TILE_ROWS - 1) // TILE_ROWS
         for block in range(heads * stretches):
             head, low = block // stretches, block % stretches * TILE_ROWS
             count = smaller(TILE_ROWS, n - low)
             for r in range(count):
-                at = row_at_view(view, item, head, low + r)
-                source = as_pointer(at, like)
-                accumulate(like, at, address(one), d, address(total) + item * d * 8)
-                if squares:
-                    pack_row(source, unit, d, rows, r)
-            for i in range(0, panels * width, lanes):
-                at, to = address(rows) + (i // width * TILE_ROWS * width + i % width) * 8, i * TILE_ROWS * 8
-                for r in range(0, TILE_ROWS, lanes):
-                    to_at = address(in_columns) + to + r * 8
-                    turned_tile(sums, at + r * width * 8, width * 8, to_at, TILE_ROWS * 8)
-            for p in range(panels):  # later rows are on the other side of the diagonal
-                at, to = address(rows) + p * TILE_ROWS * width * 8, address(sums) + p * width * 8
-                tall = whole_tiles(smaller(d, (p + 1) * width))
-                multiply_panels(
-                    sums, True, address(in_columns), TILE_ROWS * 8, tall, at, 1, 0, count, to, panels * width * 8
-                )
+                widen(like, row_at_view(view, item, head, low + r), d, at + r * step)
+            add_columns(rows, at, step, count, panels * SCORE_VECTORS, address(added))
+            for p in range(panels if squares else 0):  # later rows are on the other side of the diagonal
+                column, to = p * width * 8, address(sums) + p * width * 8
+                for i in range(0, smaller(d, (p + 1) * width), SCORE_ROWS):
+                    square_tile(
+                        rows,
+                        SCORE_ROWS,
+                        SCORE_VECTORS,
+                        at + i * 8,
+                        at + column,
+                        step,
+                        count,
+                        to + i * panels * width * 8,
+                        panels * width * 8,
+                    )
+        for i in range(d):
+            total[item, i] = added[i]
         for i in range(d if squares else 0):
             for j in range(i, d):
                 second[item, i, j] = sums[i, j]

@@ -56,6 +56,54 @@ def matrix_tile(v, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):
         store(b, result, place, v.size)
 
 
+@vector_code(literals="rows vectors")
+def square_tile(v, like, rows, vectors, x, other, step, n, to, to_step):
+    """Add ``Σ_k x[k, i] * other[k]`` to ``to[i]`` for `rows` columns i of x; `other` is `vectors` long.
+
+    The n rows k lie `step` bytes apart.
+    """
+    b = v.b
+    targets = [place for i in range(rows) for place in v.row(b.add(to, b.mul(to_step, integer(i))), vectors)]
+
+    def add(x: Value, other: Value, *held: Value) -> list[Value]:
+        values, sums = v.loaded(other, vectors), []
+        for i in range(rows):
+            factor = v.number(x, i)
+            sums += [fma(b, factor, values[j], held[i * vectors + j]) for j in range(vectors)]
+        return [b.add(x, step), b.add(other, step), *sums]
+
+    _, _, *results = repeated(b, n, (x, other, *(load(b, place, v.kind, v.size) for place in targets)), add)
+    for place, result in zip(targets, results, strict=True):
+        store(b, result, place, v.size)
+
+
+@vector_code()
+def add_columns(v, like, x, step, n, vectors, to):
+    """Add the sum of n rows x, `step` bytes apart, to the numbers `to`."""
+    b = v.b
+    with v.each(vectors) as at:
+
+        def add(x: Value, total: Value) -> list[Value]:
+            return [b.add(x, step), b.fadd(total, v.load(x))]
+
+        _, total = repeated(b, n, (b.add(x, at), v.load(to, at)), add)
+        v.store(total, to, at)
+
+
+@vector_code()
+def widen(v, like, source, n, target):
+    """Write `n` numbers at `source` to `target` as float64."""
+    b, double = v.b, ir.DoubleType()
+    from_, to = v.pointer(source), pointer(b, target, double)
+    wide = ir.VectorType(double, VECTOR_BYTES // 8).count
+    whole = b.and_(n, integer(-wide))
+    for lanes, first, last in ((wide, integer(0), whole), (1, whole, n)):
+        kind, float64 = (ir.VectorType(x, lanes) if lanes > 1 else x for x in (v.scalar, double))
+        with rolled(b, first, last, lanes) as i:
+            value = load(b, b.gep(from_, [i]), kind, v.size)
+            store(b, value if kind == float64 else b.fpext(value, float64), b.gep(to, [i]), 8)
+
+
 @vector_code()
 def accumulate(v, like, source, factor, n, target):
     """Add `n` numbers at `source`, times the float64 number at `factor`, to float64 numbers at `target`."""
