@@ -13,7 +13,7 @@ _waiting: list[dict[str, Any]] = []
 
 @contextmanager
 def lent_room() -> Iterator[dict[str, Any]]:
-    """Lend a record of arrays, in which a call may find those of an earlier call by their names.
+    """Give a record of arrays, which is empty or has the arrays of an earlier call.
 
     Nothing that outlives the call may read them. After an error they are freed.
     """

@@ -416,7 +416,7 @@ def test_states_do_not_grow(storage: str) -> None:
     """They hold the keys of at most twice the slots before the first selection, and of at most the slots after it."""
     arrays = [stored(X, storage) for X in heads(18, 115, H=2)]
     early, *states = (
-        causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (79, 88, 115)
+        causal_pruned_attention(*(X[:, :n, :] for X in arrays), 40, return_state=True)[1] for n in (79, 85, 115)
     )
     assert states[0].nbytes == states[1].nbytes
     slots = states[1].slots
@@ -647,8 +647,8 @@ def test_a_share_of_the_keys_selects_one_at_least(causal: bool) -> None:
 
 def test_open_kinds_of_slots_give_way() -> None:
     assert Selection(16, summaries=14).slots(100) == Slots(2, 14, 0)
-    assert Selection(40, sinks=10).slots(400, causal=True) == Slots(0, 2, 19, 10, 9)
-    assert Selection(40, sinks=30).slots(400, causal=True) == Slots(0, 0, 1, 30, 9)
+    assert Selection(40, sinks=10).slots(400, causal=True) == Slots(0, 0, 20, 10, 10)
+    assert Selection(40, sinks=30).slots(400, causal=True) == Slots(0, 0, 0, 30, 10)
     assert Selection(40, window=37).slots(400, causal=True) == Slots(0, 0, 37, 2, 1)
     assert Selection(40, window=39).slots(400, causal=True) == Slots(0, 0, 39, 0, 1)
     assert Selection(40, window=30, renew_every=9).slots(400, causal=True) == Slots(0, 0, 30, 1, 9)

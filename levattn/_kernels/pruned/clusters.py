@@ -115,7 +115,7 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
     width, deep = panels.shape[2], numbers.shape[1]
     squares, least, labels, shut = numbers[0], numbers[1], numbers[2], numbers[3]
     size = like.itemsize
-    vectors = deep * size // VECTOR_BYTES
+    lanes, vectors = VECTOR_BYTES // size, deep * size // VECTOR_BYTES
     place, farthest_of = 0, like.dtype.type(-np.inf)
     for p in range(deep // width):
         away = least[p * width : (p + 1) * width]
@@ -132,7 +132,7 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
         least[j] = np.inf
     for j in range(n, deep):
         least[j], shut[j] = np.inf, -np.inf
-    names = filled(0, GUESSES, -1)
+    names, far = filled(0, GUESSES, -1), empty(like, (2, lanes))
     for c in range(len(chosen)):
         found = -1
         for i in range(GUESSES):
@@ -140,9 +140,9 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
                 found = i
         if found < 0:
             names[0], count, found = place, 1, 0
-            for j in range(n if c else 0):
-                value = least[j] + shut[j]
-                if j != place and (count < GUESSES or value > least[names[count - 1]]) and value > 0:
+            for lane in range(lanes if c else 0):
+                value, j = far[0, lane], smaller(int(far[1, lane]), n - 1)
+                if j != place and value > 0 and (count < GUESSES or value > least[names[count - 1]]):
                     at = smaller(count, GUESSES - 1)
                     while at > 1 and value > least[names[at - 1]]:
                         names[at] = names[at - 1]
@@ -172,6 +172,7 @@ def farthest(like, panels, n, d, mean, room, rows, chosen):
             address(labels),
             address(shut),
             vectors,
+            address(far),
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.rooms import lent_room
+from levattn._core.threads import num_threads
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, clusters, definition
 from levattn._kernels.pruned.backward import mixture_back_tasks
@@ -20,15 +21,15 @@ from levattn._kernels.pruned.renewal import renewal_tasks
 from levattn._kernels.tasks import share
 
 _FEW = 64  # rows whose moments need no kernel
-_AT_ONCE = 1 << 22  # numbers of chunks that are attended at once
+_AT_ONCE = 1 << 21  # numbers, for each thread, of chunks that are attended at once: more leave the cache
 _MOVED = 16.0  # multiply-adds in the time that a number takes to be moved to a panel
 _STRETCHES = 8  # blocks of TILE_ROWS positions that are worth sums of gradients of their own
 _MOST_PARTS = 8  # of an item, with such sums
 
 
 def at_once(_: Any, power: float | None) -> int:
-    """Return how many numbers the chunks of a call of `mixture` may have, few enough that their memory is reused."""
-    return _AT_ONCE if power is None else 0
+    """Return how many numbers the chunks of a call of `mixture` may have, few enough that they stay in the cache."""
+    return _AT_ONCE * max(2, num_threads()) if power is None else 0
 
 
 def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:

@@ -259,7 +259,7 @@ def mixture_tasks(
     first,
     last,
 ):
-    """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
+    """Write outputs and the share of summaries of blocks of rows, from the last block of the last item on.
 
     `views`: of queries, keys, values and outputs, D numbers each. `sizes`: number of kept keys, positions and heads of
     a block, and the most near keys of a block. `factor`: of queries, in their dtype. `near_keys`, `near_values`: from
@@ -286,7 +286,8 @@ def mixture_tasks(
     q_at, l_at, y_at = address(rows_q), address(L), address(out)
     nothing = 0.0 if power else -np.inf
     for task in range(first, last):
-        item, at = task // (stretches * groups), task % (stretches * groups)
+        place = len(rest) * stretches * groups - 1 - task  # blocks of causal rows grow, and the smallest are best last
+        item, at = place // (stretches * groups), place % (stretches * groups)
         head, low = at // stretches * many, at % stretches * tall
         others, high = smaller(heads, head + many), smaller(m, low + tall)
         positions = high - low

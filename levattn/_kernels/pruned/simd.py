@@ -202,8 +202,10 @@ def nearest(v, like, x, bias, vectors, least):
 
 
 @vector_code(returns="integer", numbers="square center")
-def approach(v, like, products, square, squares, center, least, labels, shut, vectors):
+def approach(v, like, products, square, squares, center, least, labels, shut, vectors, farthest):
     """Assign the rows nearest to a new center to it; return the row farthest from all centers, on ties the first.
+
+    Write to `farthest` the distance of the farthest row of each lane, then the places of these rows.
 
     `products`: of the rows with the center, whose squared length is `square`. `squares`: of the rows. `least`,
     `labels`: squared distances and numbers of nearest centers, which change. `shut`: 0, or −inf for rows that must not
@@ -229,6 +231,8 @@ def approach(v, like, products, square, squares, center, least, labels, shut, ve
         b.store(b.select(more, value, best), far)
         b.store(b.select(more, places, b.load(where)), where)
         b.store(b.add(places, ir.Constant(indices, [v.count] * v.count)), here)
+    v.store(b.load(far), farthest)
+    v.store(b.sitofp(b.load(where), v.kind), farthest, integer(v.size * v.count))
     return _place_of_first(v, b.load(far), b.load(where), ">")[1]
 
 
