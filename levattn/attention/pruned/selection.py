@@ -261,8 +261,8 @@ class Selection:
         A budget that covers all keys selects all, and splits nothing. Else, where options are None, two fifths at most
         go to the keys near a query, and four fifths of the rest to summaries. Scores select keys for the remaining
         slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
-        examples/pruning.) If causal, sinks are 4 at most. Of the other slots, half goes to the keys before the last
-        selection, and a quarter to the positions since then. A sixteenth goes to summaries (examples/decoders). In a
+        examples/pruning.) If causal, half of the slots goes to the keys before the last selection, and a quarter to
+        the positions since then. A sixteenth goes to summaries (examples/decoders), and sinks are 4 at most. In a
         compressed cache the last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in
         place of these.
 
@@ -288,7 +288,7 @@ class Selection:
         --------
         >>> from levattn.attention import Selection
         >>> Selection(64).slots(1000, causal=True)
-        Slots(selected=12, summaries=3, window=30, sinks=4, chunk=15)
+        Slots(selected=8, summaries=4, window=32, sinks=4, chunk=16)
         """
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
