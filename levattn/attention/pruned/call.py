@@ -87,7 +87,7 @@ class PrunedCall:
             from levattn._kernels import tensors
 
             torch = tensors
-            in_memory = torch.in_memory((*stacks, *(array for part in held for array in arrays_of(part))))
+            in_memory = torch.in_memory((*stacks, *(X for part in held for X in arrays_of(part) if is_torch(X))))
             stacks = tuple(map(torch.memory_of, stacks)) if in_memory else stacks
             # a state may hold numbers of another dtype
             if Q.dtype == K.dtype == V.dtype and V.dtype.itemsize == 2 and not held and not certified:

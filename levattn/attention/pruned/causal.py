@@ -19,7 +19,16 @@ from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, by_items
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of, with_bounds
 from levattn.attention.pruned.selection import Checks, SelectionRule
-from levattn.attention.pruned.state import PrunedPart, PrunedState, all_of, converted, empty_part, picked, some_of
+from levattn.attention.pruned.state import (
+    PrunedPart,
+    PrunedState,
+    all_of,
+    by_identity,
+    converted,
+    empty_part,
+    picked,
+    some_of,
+)
 
 # The measure of the queries and keys so far, and the spectrum of the keys if it is needed
 Known = tuple[choice.Measure, Any]
@@ -264,15 +273,26 @@ def causal_attention(
     pieces: list[Piece] = []
     after = []
     own = call.with_arrays_of_caller(rule)
-    for part, rows, places in _parts(call, rule, state):
+    held, in_memory = ((), None) if state is None else (state.parts, state.in_memory if call.in_memory else None)
+    computed = in_memory or tuple(map(call.as_computed, held))
+    before_call = by_identity(computed, held)  # arrays that do not change need no conversion back
+    found: list[PrunedPart] = []
+    for part, rows, places in _parts(call, rule, state, computed):
         q, K, V, scores = call.taken(rows, places, places)
         arrays, part = _spread(own, part, factor, (q, K, V, scores), certified, goes_on, call.narrow)
         pieces.append((rows, places, arrays))
-        after.append(converted(part, call.as_given) if goes_on else part)
+        found.append(part)
+        if goes_on:
+            after.append(
+                converted(part, lambda X: before_call[id(X)][1] if id(X) in before_call else call.as_given(X))
+            )
     Y, *bounds = call.results(pieces)
     answer = [Y]
     if goes_on:
-        answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after)))
+        state = PrunedState(rule.slots, call.given.batch, rule, tuple(after))
+        if call.in_memory:
+            vars(state)["_in_memory"] = tuple(found)
+        answer.append(state)
     if certified:
         ends = np.arange(call.q.shape[2]) + 1 + before
         most = ends if rule.epsilon is not None else np.where(ends <= rule.first, ends, rule.slots.total)
@@ -281,8 +301,13 @@ def causal_attention(
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
-def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
-    """Return the parts of the state, the items of the batch in each, and the places of their positions."""
+def _parts(
+    call: PrunedCall, rule: SelectionRule, state: PrunedState | None, computed: tuple[PrunedPart, ...]
+) -> list[tuple[PrunedPart, Any, Any]]:
+    """Return the parts of the state, the items of the batch in each, and the places of their positions.
+
+    `computed`: its parts, as the kernels read them.
+    """
     b = call.K.shape[0]
     found = []
     if state is None:
@@ -298,7 +323,7 @@ def _parts(call: PrunedCall, rule: SelectionRule, state: PrunedState | None) -> 
     if held != came:
         raise ValueError(f"state holds {held}, and K and V are {came}; expected the same")
     for rows, places, _ in call.groups():
-        for part in map(call.as_computed, state.parts):
+        for part in computed:
             which = np.arange(len(part.rows)) if rows is None else np.flatnonzero(np.isin(part.rows, rows))
             if len(which) == len(part.rows):
                 found.append((part, part.rows if len(part.rows) < b else None, places))
@@ -364,7 +389,7 @@ def _stepped(
         held = part.recent, part.recent_values, part.recent_scores
         read = [None if b is None else xp.concat([a, b], axis=1) for a, b in zip(held, read, strict=True)]
     begin = part.positions - part.recent.shape[1]  # the position of the first recent row
-    checks = Checks()
+    checks, given = Checks(), part
     pieces, low = [], 0
     while low < T:
         length = min(T - low, rule.until_selection(part.positions))
@@ -387,7 +412,8 @@ def _stepped(
     checks.settle()
     if walk.goes_on:
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-        part = converted(replace(part, largest=largest), _alone)
+        own = by_identity([given], [given]) if given.positions else {}  # arrays of a state are no views
+        part = converted(replace(part, largest=largest), lambda array: array if id(array) in own else _alone(array))
     if not pieces:
         return (empty_output(q, K, V), *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
     if len(pieces) == 1:

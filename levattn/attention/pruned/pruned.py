@@ -271,7 +271,7 @@ def causal_pruned_attention(
     else:
         rule, given = continued_rule(state, power), state.next_scores
     arrays = Q, K, V, given_scores(given, K) if rule.kind == "given" else None, None
-    held = () if state is None else state.parts
+    held = () if state is None else state.in_memory or state.parts
     call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=return_certificate)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,15 @@ class PrunedState:
         return replace(self, next_scores=scores)
 
     @property
+    def in_memory(self) -> tuple[PrunedPart, ...] | None:
+        """The parts as arrays of numpy on the memory of the tensors, if the call that made the state knew them."""
+        return vars(self).get("_in_memory")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave these arrays out of copies and files, whose tensors have memory of their own."""
+        return {name: value for name, value in vars(self).items() if name != "_in_memory"}
+
+    @property
     def positions(self) -> int:
         """The number of positions that the longest sequence has had."""
         return max((part.positions for part in self.parts), default=0)
@@ -181,12 +190,27 @@ def all_of(parts: list[PrunedPart]) -> PrunedPart:
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
     """Apply a function to all arrays of a part except `rows`."""
-    found: PrunedPart = mapped(replace(part, rows=None), convert)
-    return replace(found, rows=part.rows)
+    rows = part.rows
+    found: PrunedPart = mapped(part, lambda array: array if array is rows else convert(array))
+    return found
+
+
+def by_identity(one: Iterable[PrunedPart], other: Iterable[PrunedPart]) -> dict[int, tuple[Any, Any]]:
+    """Return the arrays of two lists of parts side by side, by the identity of the first."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for parts in zip(one, other, strict=True):
+        for pair in zip(*map(arrays_of, parts), strict=True):
+            found[id(pair[0])] = pair
+    return found
 
 
 def arrays_of(part: PrunedPart) -> list[Any]:
     """Return the arrays of a part except `rows`."""
     found: list[Any] = []
-    converted(part, found.append)
+    for name, value in vars(part).items():
+        if hasattr(value, "shape"):
+            if name != "rows":
+                found.append(value)
+        elif isinstance(value, Sums | Summaries):
+            found += [array for array in vars(value).values() if hasattr(array, "shape")]
     return found
