@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +16,7 @@ import naive_attention
 import strategies
 from levattn import thread_limit
 from levattn.attention import Selection, causal_pruned_attention
+from libraries import needs_torch
 from pruned_calls import attend, walk
 
 T, BUDGET = 150, 40
@@ -133,3 +136,52 @@ def test_what_is_not_finite_is_named_from_a_thread_as_well() -> None:
     K[2, 20] = np.inf
     with np.errstate(all="ignore"), thread_limit(2), pytest.raises(ValueError, match="give finite"):
         causal_pruned_attention(Q, K, V, BUDGET, return_state=True)
+
+
+def numbers_of(state: Any) -> list[Any]:
+    """Return the arrays of a state."""
+    values = [value for part in state.parts for value in vars(part).values()]
+    values += [array for value in values if hasattr(value, "__dict__") for array in vars(value).values()]
+    return [array for array in values if hasattr(array, "shape")]
+
+
+def test_no_call_changes_a_result_or_a_state_of_another() -> None:
+    """Calls leave memory to later calls, and a state shares the arrays that a step does not change."""
+    pieces = [tuple(X[:, a:b] for X in arrays(3, 300)) for a, b in ((0, 130), (130, 131), (131, 220), (220, 300))]
+    alone, state = [], BUDGET
+    for piece in pieces:
+        Y, state = causal_pruned_attention(*piece, state, return_state=True)
+        alone.append(Y.copy())
+    results, state = [], BUDGET
+    for piece in pieces:
+        causal_pruned_attention(*arrays(4, 300, heads=6), BUDGET)
+        Y, state = causal_pruned_attention(*piece, state, return_state=True)
+        results.append((Y, state, copy.deepcopy(state)))
+    for (Y, state, as_it_was), expected in zip(results, alone, strict=True):
+        np.testing.assert_array_equal(Y, expected)
+        for one, other in zip(numbers_of(state), numbers_of(as_it_was), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@needs_torch
+@pytest.mark.parametrize("positions", [70, 90, 131])
+def test_copies_of_a_state_of_tensors_go_on_alike(positions: int) -> None:
+    import torch
+
+    whole = [torch.from_numpy(X) for X in arrays(5, positions + 20)]
+    first, step = ([X[:, part] for X in whole] for part in (slice(0, positions), slice(positions, None)))
+    _, state = causal_pruned_attention(*first, BUDGET, return_state=True)
+    expected, after = causal_pruned_attention(*step, state, return_state=True)
+    copies = [copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    for other in copies:
+        Y, later = causal_pruned_attention(*step, other, return_state=True)
+        torch.testing.assert_close(Y, expected, rtol=0, atol=0)
+        assert (other.nbytes, later.nbytes) == (state.nbytes, after.nbytes)
+        assert len(pickle.dumps(other)) < 2 * state.nbytes
+    for array in numbers_of(copies[1]):
+        array[...] = 0  # its memory is its own
+    followed = [X.clone().requires_grad_() for X in step]
+    Y, _ = causal_pruned_attention(*followed, state, return_state=True)
+    torch.testing.assert_close(Y.detach(), expected)
+    Y.sum().backward()
+    assert all(bool((X.grad != 0).any()) for X in followed[1:])
