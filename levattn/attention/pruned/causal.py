@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -455,12 +455,12 @@ def _run(
     """
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
+    if count > 1 and isinstance(q, np.ndarray):
+        return _run_in_turn(walk, part, q, rows, count, last, checks, room, into)
     queries, keys = [part.queries], [part.keys]
     if count > 1 or not last:
         factor = walk.factor if walk.unscaled(q) else 1.0
         queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count, factor)
-    if count > 1 and isinstance(q, np.ndarray):
-        return _run_in_turn(walk, part, q, rows, (queries, keys), last, checks, room, into)
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
@@ -499,7 +499,7 @@ def _run_in_turn(
     part: PrunedPart,
     q: Any,
     rows: list[Any],
-    sums: Any,
+    count: int,
     last: bool,
     checks: Checks,
     room: Any,
@@ -507,20 +507,31 @@ def _run_in_turn(
 ) -> tuple[tuple[Any, ...], PrunedPart]:
     """Return the result of `_run` by one kernel for all selections and one for all chunks.
 
-    Numbers that need an error go chunk by chunk. `sums`: over queries and keys after each chunk.
+    Numbers that need an error go chunk by chunk.
     """
-    (queries, keys), (b, _, T, _) = sums, q.shape
-    count = len(queries)
+    b, g, T, _ = q.shape
     length, followed, before = T // count, count - last, part
     near = rows[0].shape[1] - T
-    of_queries = (
-        np.concatenate([x.total for x in queries[:followed]]),
-        np.concatenate([x.second for x in queries[:followed]]),
-        tuple(x.count for x in queries[:followed]),
-        np.concatenate([x.mean for x in keys[:followed]]),
+    total, second = _running(q, count, part.queries, walk.factor if walk.unscaled(q) else 1.0)
+    of_keys, _ = _running(rows[0][:, None, near:, :], count, part.keys)
+    queries, keys = (
+        [sums.count + (i + 1) * n for i in range(count)]
+        for sums, n in ((part.queries, g * length), (part.keys, length))
     )
-    held = {"recent": rows[0], "recent_values": rows[1]}
-    part = replace(part, **held, keys=keys[-1], queries=queries[-1], positions=part.positions + T)
+    of_queries = (
+        total[:followed].reshape(-1, *total.shape[2:]),
+        second[:followed].reshape(-1, *second.shape[2:]),
+        tuple(queries[:followed]),
+        (of_keys[:followed] / np.array(keys[:followed], np.float64)[:, None, None]).reshape(-1, of_keys.shape[2]),
+    )
+    part = replace(
+        part,
+        recent=rows[0],
+        recent_values=rows[1],
+        keys=choice.Sums(of_keys[-1], None, keys[-1]),
+        queries=choice.Sums(total[-1], second[-1], queries[-1]),
+        positions=part.positions + T,
+    )
     each = _renewed_at_once(walk.rule, part, followed * length, of_queries, room, walk.goes_on, in_turn=True)
     if each is None:
         for i in range(count):
@@ -536,6 +547,21 @@ def _run_in_turn(
     # copies, because the next call in turn writes to this memory, and may then have to begin again
     slots = {name: mapped(vars(each)[name], lambda array: _alone(array[-b:])) for name in names}
     return (Y,), replace(each, **slots)
+
+
+def _running(X: Any, count: int, before: choice.Sums, factor: float = 1.0) -> list[Any]:
+    """Return the sums (count, b, ...) over rows times a factor after each of `count` chunks of X (b, g, n, d)."""
+    found = list(PRUNING.row_moments(X, before.second is not None, count))
+    for i, (begin, times) in enumerate(((before.total, factor), (before.second, factor**2))):
+        if begin is not None:
+            sums = found[i].reshape(count, *begin.shape)
+            if factor != 1:
+                sums *= times
+            sums[0] += begin
+            for one, after in pairwise(sums):  # `np.add.accumulate` is slow along this axis
+                after += one
+            found[i] = sums
+    return found
 
 
 def _sums_after(
