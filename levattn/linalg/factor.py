@@ -642,12 +642,9 @@ def _row_sizes(W: Float64) -> Float64:
 
 def upper_form(A: Float64) -> Float64:
     """Return an upper-triangular (d, d) matrix T with ``T Tᵀ = A Aᵀ``, zero columns first."""
-    from scipy.linalg import rq
-
     d, k = A.shape
     T = np.zeros((d, d))
-    if k:
-        T[:, d - k :] = rq(A, mode="r")
+    T[:, d - k :] = np.linalg.qr(A.T[:, ::-1], mode="r").T[::-1, ::-1]  # scipy's `rq` would be loaded for long
     return np.triu(T)
 
 
