@@ -4,7 +4,7 @@
 #   make test    lint, types, tests and the examples of README and documentation
 #   make test-all the same with the thorough tests, two hundred examples a property, and all peers (over an hour)
 #   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices (CUDA_ARCHITECTURES)
-#   make gpu     all that there is for a CUDA device, where there is one: kernels, contract, torch, compute-sanitizer, benchmarks (GPU)
+#   make gpu     all that there is for a CUDA device, where there is one: kernels, calls, tests, benchmarks, compute-sanitizer (GPU)
 #   make adversary two minutes of hostile keys over all routes (ADVERSARY: seconds)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries (transformers, kvpress, timm), and on a real decoder

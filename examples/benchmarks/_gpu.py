@@ -57,6 +57,7 @@ class Bench:
         told = {key: value for key, value in vars(self.options).items() if key != "json"}
         self._kept: dict[str, Any] = {"script": Path(script).name, "device": name, "torch": torch.__version__}
         self._kept |= {"options": told, "times": [], "bars": [], "notes": {}}
+        self._kept["counts"] = {"bars met": 0, "bars missed": 0}
         print(f"{name}; {', '.join(f'{key} {value}' for key, value in told.items() if key != 'device')}")
 
     def _save(self) -> None:
@@ -128,6 +129,7 @@ class Bench:
         met = figure >= bar if at_least else figure <= bar
         one = {"what": what, "figure": figure, "bar": bar, "at least": at_least, "met": met}
         self._kept["bars"].append(one)
+        self._kept["counts"]["bars met" if met else "bars missed"] += 1
         self._save()
 
     def note(self, what: str, told: object) -> None:
