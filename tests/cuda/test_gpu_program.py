@@ -318,12 +318,62 @@ def test_benchmarks_keep_their_figures(main: Any, tmp_path: Path) -> None:
     assert {"Gaussian", "like MiniLM's"} == {times["case"].rpartition(", ")[2] for times in figures["times"]}
     for times in figures["times"]:
         assert times["case"] in told
-        assert all(figure > 0 for figure in times["milliseconds"].values())
+        assert all(figure > 0 for each in times["milliseconds"].values() for figure in each.values())
+    assert figures["counts"] == {
+        "bars met": sum(bar["met"] for bar in figures["bars"]),
+        "bars missed": sum(not bar["met"] for bar in figures["bars"]),
+    }
     step = Step(
         "benchmarks", "benchmarks/one", (sys.executable, "-c", WRITE, str(path), json.dumps(figures), "0"), path
     )
     assert main([step]) == 0
     assert sum(held(tmp_path)["steps"]["benchmarks/one"]["counts"].values()) == 4
+
+
+SCRIPT = """
+from _gpu import Bench
+bench = Bench("some.py", "", rounds=2)
+times = bench.times("a case", {"ours": lambda: sum(range(999)), "rival": lambda: 1 / 0}, "ours")
+bench.bar("the rival", times["rival"] / times["ours"], 1.0)
+bench.bar("ours", times["ours"], 0.0)
+bench.note("no figure", times["rival"])
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 100])
+def test_benchmarks_go_on_without_rivals_and_leave_out_what_has_no_time(tmp_path: Path, seconds: int) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "figures.json"
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, "--device", "cpu", "--seconds", str(seconds), "--json", str(path)],
+        env=program.surroundings(program.ROOT / "examples/benchmarks"),
+        check=True,
+    )
+    figures = json.loads(path.read_text())
+    if seconds:
+        assert figures["counts"] == {"bars met": 1, "bars missed": 0}
+        assert [*figures["times"][0]["milliseconds"]] == ["ours"]
+        assert figures["notes"] == {"a case, rival is left out": "ZeroDivisionError: division by zero"}
+    else:
+        assert figures["left out"] == ["a case"]
+        assert figures["times"] == figures["bars"] == []
+
+
+FEW = ("scores", "decoder")  # of which the others have no more than sizes of their own
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in steps.BENCHMARKS]
+)
+def test_each_benchmark_begins_on_the_cpu_and_knows_its_cases(tmp_path: Path, name: str) -> None:
+    """Sizes and options are read, keys are made, and without time all cases are left out."""
+    pytest.importorskip("torch")
+    path = tmp_path / "figures.json"
+    told = benchmark(f"gpu_{name}.py", "--device", "cpu", "--seconds", "0", "--json", str(path))
+    if path.exists():
+        assert json.loads(path.read_text())["left out"]
+    else:
+        assert "not installed" in told
 
 
 def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ SANITIZED = (
     ("initcheck", "scores", "sets"),
 )
 # The order of their worth; each has so many seconds, and says which cases it leaves out
-BENCHMARKS = ("scores", "pruned", "latte", "tssa", "attention", "streaming", "sketches")
+BENCHMARKS = ("scores", "pruned", "latte", "tssa", "decoder", "attention", "streaming", "sketches")
 BENCHMARK_SECONDS = 14
 # What the CPU runs in place of whole parts
 SMALL = {
