@@ -96,8 +96,8 @@ def expected(case: Case, dtype: str) -> list[tuple[Any, float]]:
     return [(Y, float(np.max(np.abs(Y - other), initial=0))) for Y, other in pairs]
 
 
-def faults(found: list[Any], known: list[tuple[Any, float]], *, exact: bool) -> Iterator[str]:
-    """What is wrong with the results of a call."""
+def faults(found: list[Any], known: list[tuple[Any, float]], *, exact: bool, least: float = 0.0) -> Iterator[str]:
+    """What is wrong with the results of a call; `least`: the rounding of what it computes in."""
     if len(found) != len(known):
         yield f"{len(found)} arrays in place of {len(known)}"
     for (Y, rounding), (X, change) in zip(map(plain, found), known, strict=False):
@@ -110,7 +110,7 @@ def faults(found: list[Any], known: list[tuple[Any, float]], *, exact: bool) -> 
             yield "numbers that are not finite"
         else:
             error = float(np.max(np.abs(Y - X), initial=0))
-            bar = ROUNDINGS * (change + rounding * float(np.max(np.abs(X), initial=0)))
+            bar = ROUNDINGS * (change + max(rounding, least) * float(np.max(np.abs(X), initial=0)))
             if error > bar:
                 yield f"off by {error:.2e}, {error / bar if bar else np.inf:.2f} times what it may"
 
@@ -134,9 +134,10 @@ class Reference:
 def tried(case: Case, dtype: str, kind: str, device: str, reference: Reference | None) -> dict[str, Any]:
     """One call, twice, and what came of it; without a reference only that it runs."""
     known = None if reference is None else reference.of(kind)
+    least = 0.0 if dtype == "float64" else float(np.finfo(np.float32).eps)
     begun = time.monotonic()
     found = results(case, given(case.arrays(), dtype, kind, device))
-    wrong = [] if known is None else list(faults(found, known, exact=case.exact))
+    wrong = [] if known is None else list(faults(found, known, exact=case.exact, least=least))
     between = time.monotonic()
     if known is not None and not same(found, results(case, given(case.arrays(), dtype, kind, device))):
         wrong.append("the second call has other bits")
