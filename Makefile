@@ -4,7 +4,7 @@
 #   make test    lint, types, tests and the examples of README and documentation
 #   make test-all the same with the thorough tests, two hundred examples a property, and all peers (over an hour)
 #   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices (CUDA_ARCHITECTURES)
-#   make gpu     all that there is for a CUDA device, where there is one: kernels, contract, torch, compute-sanitizer, benchmarks (GPU)
+#   make gpu     all that there is for a CUDA device, where there is one: kernels, calls, tests, benchmarks, compute-sanitizer (GPU)
 #   make adversary two minutes of hostile keys over all routes (ADVERSARY: seconds)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries (transformers, kvpress, timm), and on a real decoder
@@ -36,7 +36,7 @@ SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 CUDA_ARCHITECTURES ?= 90
 
 # Older releases of NVRTC, by which it compiles as well. With NVRTC= what needs them is skipped.
-NVRTC ?= 12.0 12.4 12.9
+NVRTC ?= 12.0 12.4 12.9 13.0
 
 # For `make gpu`: the CUDA of the driver, 13 or 12 (CuPy is installed for it, with what it needs of the toolkit), packages
 # that the benchmarks compare with (flash-linear-attention, kvpress), and options: GPU="--only kernels contract".
@@ -126,7 +126,7 @@ build/nvrtc/%/.ready: | .venv-test/.ready
 	@echo "Installing NVRTC $* into build/nvrtc/$* ..."
 	@rm -rf build/nvrtc/$*
 	@.venv-test/bin/python -m pip -qq --disable-pip-version-check install --no-deps --target build/nvrtc/$* \
-	    'nvidia-cuda-nvrtc-cu12==$*.*'
+	    'nvidia-cuda-nvrtc$(if $(filter 12.%,$*),-cu12)==$*.*'
 	@touch $@
 
 gpu: $(if $(GPU_PYTHON),,.venv-gpu/.ready)

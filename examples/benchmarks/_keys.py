@@ -11,7 +11,7 @@ import numpy as np
 
 from levattn.datasets import minilm, resampled
 
-__all__ = ["KINDS", "REAL", "keys_of", "smollm2_keys"]
+__all__ = ["KINDS", "REAL", "beside", "keys_of", "smollm2_keys"]
 
 Array = Any
 REAL = "like MiniLM's"
@@ -24,7 +24,7 @@ def _gaussian(n: int, d: int, dtype: str) -> Array:
     return K
 
 
-def _beside(heads: Array, d: int) -> Array:
+def beside(heads: Array, d: int) -> Array:
     """Return so many columns of the keys of heads (heads, m, width) side by side, from the middle layer on."""
     width = heads.shape[-1]
     first = heads.shape[0] // 2
@@ -34,7 +34,7 @@ def _beside(heads: Array, d: int) -> Array:
 
 def _like_minilm(n: int, d: int, dtype: str) -> Array:
     heads = minilm().keys
-    return resampled(_beside(heads.reshape(-1, *heads.shape[2:]), d), n, dtype=dtype, rng=0)
+    return resampled(beside(heads.reshape(-1, *heads.shape[2:]), d), n, dtype=dtype, rng=0)
 
 
 @cache
@@ -64,7 +64,7 @@ def smollm2_keys() -> Array | None:
 
 def _like_smollm2(n: int, d: int, dtype: str) -> Array | None:
     heads = smollm2_keys()
-    return None if heads is None else resampled(_beside(heads, d), n, dtype=dtype, rng=0)
+    return None if heads is None else resampled(beside(heads, d), n, dtype=dtype, rng=0)
 
 
 KINDS: dict[str, Callable[[int, int, str], Array | None]] = {

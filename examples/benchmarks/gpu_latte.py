@@ -1,13 +1,13 @@
 """Latent attention on a CUDA device against softmax attention and against gated linear attention.
 
 Ours is `levattn.attention.latte` on tensors, in bfloat16 as the rivals take it and in float32. The rivals are causal
-`scaled_dot_product_attention` of torch with its flash kernel, and where flash-linear-attention is installed its
-`chunk_gla`, which computes the same sums from keys and decays that are normalized before: it gets them as a gift.
-As many latents as channels. A step of decoding is one row from a state of all positions before, against flash
-attention over the cache of their keys and values.
+`scaled_dot_product_attention` of torch by the kernel that it chooses, by its flash kernel and by cuDNN, and where
+flash-linear-attention is installed its `chunk_gla`, which computes the same sums from keys and decays that are
+normalized before: it gets them as a gift. As many latents as channels. A step of decoding is one row from a state of
+all positions before, against attention over the cache of their keys and values.
 
-Bars: forward at least 1.2 times as fast as chunk_gla, and faster than flash attention from T = 4096 on. Beside them
-the milliseconds that flash-linear-attention publishes for a GB200, forward.
+Bars: forward at least 1.2 times as fast as chunk_gla, and faster than the kernel that torch chooses from T = 4096 on.
+Beside them the milliseconds that flash-linear-attention publishes for a GB200, forward.
 
     python examples/benchmarks/gpu_latte.py [--rounds 11] [--decoding 16384] [--json FILE]
 """
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from _gpu import Bench, Calls, flash, forward_and_backward, has
+from _gpu import CUDNN, DEFAULT, FLASH, Bench, Calls, attended, dense, forward_and_backward, has
 
 from levattn.attention import latte
 
-OURS, WIDE, FLASH, GLA = "ours", "ours, float32", "flash attention", "chunk_gla"
+OURS, WIDE, GLA = "ours", "ours, float32", "chunk_gla"
 SHAPES = ((2, 16384, 16, 128), (4, 4096, 64, 128), (4, 2048, 16, 128), (8, 1024, 8, 64))  # B, T, H, D
 PUBLISHED = {  # ms on a GB200: chunk_gla, FlashAttention-2
     (2, 16384, 16, 128): (1.445, 5.035),
@@ -31,7 +31,7 @@ PUBLISHED = {  # ms on a GB200: chunk_gla, FlashAttention-2
     (8, 1024, 8, 64): (0.358, 0.157),
 }
 GLA_BAR = 1.2
-FLASH_BAR, FLASH_FROM = 1.0, 4096
+DENSE_BAR, DENSE_FROM = 1.0, 4096
 
 
 def normalized(torch: Any, Q: Any, K: Any, V: Any) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ def routes(bench: Bench, tensors: tuple[Any, ...], *, gla: bool) -> dict[str, tu
     found: dict[str, tuple[Callable[..., Any], Any]] = {
         OURS: (latte, tensors),
         WIDE: (latte, tuple(part.float() for part in tensors)),
-        FLASH: (partial(flash, bench.torch, causal=True), tensors),
+        **{which: (partial(attended, bench.torch, which, causal=True), tensors) for which in (DEFAULT, FLASH, CUDNN)},
     }
     if gla:
         from fla.ops.gla import chunk_gla
@@ -75,13 +75,13 @@ def prefill(bench: Bench) -> None:
         case = f"B = {B}, T = {T}, H = {H}, D = {D}"
         times = bench.times(case, calls, OURS)
         print("published for a GB200, ms: chunk_gla {}, flash attention {}".format(*PUBLISHED[shape]))
-        if gla:
+        if gla and GLA in times:
             bench.bar(f"{case}, chunk_gla / ours", times[GLA] / times[OURS], GLA_BAR)
             one, other = (route(*tensors) for route, tensors in (found[WIDE], found[GLA]))
             difference = (one - other.transpose(1, 2).float()).abs().max().item()
             bench.note(f"{case}, the largest difference between chunk_gla and ours in float32", difference)
-        if full >= FLASH_FROM:
-            bench.bar(f"{case}, flash attention / ours", times[FLASH] / times[OURS], FLASH_BAR)
+        if full >= DENSE_FROM:
+            bench.bar(f"{case}, {DEFAULT} / ours", times[DEFAULT] / times[OURS], DENSE_BAR)
 
 
 def decoding(bench: Bench, T: int) -> None:
@@ -91,7 +91,7 @@ def decoding(bench: Bench, T: int) -> None:
         one = tuple(part[..., -1:, :] for part in (Q, K, V))
         calls: Calls = {
             OURS: partial(latte, *one, state=state, return_state=True),
-            FLASH: partial(flash, bench.torch, one[0], K, V, causal=False),
+            **dense(bench.torch, one[0], K, V),
         }
         bench.times(f"one step after {T} positions, with the state after it, B = {B}, H = {H}, D = {D}", calls, OURS)
 

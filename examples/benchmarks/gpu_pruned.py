@@ -1,12 +1,13 @@
 """Pruned attention of torch tensors on a CUDA device, against attention over all keys.
 
 As many queries as keys, 32 heads, d = 128, bfloat16, an eighth of the keys as slots: selection and attention together,
-both ways and causal. The rival is `scaled_dot_product_attention` of torch with its flash kernel.
+both ways and causal. The rivals are `scaled_dot_product_attention` of torch by the kernel that it chooses, by its
+flash kernel and by cuDNN. Without summaries all slots are keys. Gradients are those of the shortest context.
 
 Then attention to such slots with log-weights alone, for all queries and for one, as a compressed cache has it at each
 step: by columns of the keys (ours), a mask, and FlexAttention, which is compiled for each shape first.
 
-Bars: at least as fast as dense from n = 4096 on, both ways.
+Bars: at least as fast as the kernel that torch chooses from n = 4096 on, both ways.
 
     python examples/benchmarks/gpu_pruned.py [--heads 32] [--columns 128] [--share 8] [--rounds 11] [--json FILE]
 """
@@ -16,28 +17,34 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from _gpu import Bench, Calls, flash, has
+from _gpu import DEFAULT, Bench, Calls, attended, dense, forward_and_backward, has
 
 from levattn._kernels.pruned.torch import attended_slots
-from levattn.attention import causal_pruned_attention, pruned_attention
+from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 
-SIZES = (4096, 8192, 16384, 32768, 65536)
-OURS, FLASH = "pruned", "flash attention over all keys"
+SIZES = (4096, 16384, 65536, 131072)
+OURS, WITHOUT = "pruned", "pruned, without summaries"
 COLUMNS, MASK, FLEX = "columns", "mask", "FlexAttention"
 
 
 def whole(bench: Bench, K: Any, slots: int, causal: bool) -> Calls:
     """Pruned attention and dense attention of heads (heads, n, d)."""
     Q, V = (bench.normal(*K.shape, dtype="bfloat16") for _ in range(2))
-    dense = flash if bench.device == "cuda" else plain
+    call = causal_pruned_attention if causal else pruned_attention
     return {
-        OURS: lambda: (causal_pruned_attention if causal else pruned_attention)(Q, K, V, slots),
-        FLASH: partial(dense, bench.torch, Q[None], K[None], V[None], causal=causal),
+        OURS: partial(call, Q, K, V, slots),
+        WITHOUT: partial(call, Q, K, V, Selection(slots, summaries=0)),
+        **dense(bench.torch, Q[None], K[None], V[None], causal=causal),
     }
 
 
-def plain(torch: Any, Q: Any, K: Any, V: Any, *, causal: bool) -> Any:
-    return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal)
+def gradients(bench: Bench, K: Any, slots: int) -> Calls:
+    """The gradients of pruned attention and of dense attention."""
+    torch = bench.torch
+    tensors = (bench.normal(1, *K.shape, dtype="bfloat16"), K[None], bench.normal(1, *K.shape, dtype="bfloat16"))
+    routes = {OURS: lambda Q, K, V: pruned_attention(Q, K, V, slots)}
+    routes |= {DEFAULT: partial(attended, torch, DEFAULT)}
+    return {name: partial(forward_and_backward, torch, route, tensors) for name, route in routes.items()}
 
 
 def ways(bench: Bench, K: Any, queries: int, slots: int) -> Calls:
@@ -76,7 +83,11 @@ def main() -> None:
                     case = f"{heads} heads of {n} keys, {kind}{', causal' if causal else ''}"
                     times = bench.times(case, whole(bench, K, slots, causal), OURS)
                     if not causal:
-                        bench.bar(f"{case}: {FLASH} / ours", times[FLASH] / times[OURS], 1.0)
+                        bench.bar(f"{case}: {DEFAULT} / ours", times[DEFAULT] / times[OURS], 1.0)
+                if full == SIZES[0]:
+                    with bench.torch.enable_grad():
+                        case = f"{heads} heads of {n} keys, {kind}, with gradients"
+                        bench.times(case, gradients(bench, K, slots), OURS)
             if bench.device == "cuda" or full == SIZES[0]:
                 for queries in (n, 1):
                     case = f"{heads} heads, queries {queries}, slots {slots}"

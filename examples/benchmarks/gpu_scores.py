@@ -8,7 +8,7 @@ Bars, on an H200:
   its defaults (48 random combinations of the centered columns, a ridge of 0.01), which is not exact.
 
 The rivals get the heads in parts, at the best of three sizes. Where kvpress is installed its own function is beside
-them.
+them. Before that come sets of a given size and scores of a few heads, beside torch's QR and singular values as well.
 
     python examples/benchmarks/gpu_scores.py [--rows 2000000] [--heads 1024] [--context 8192] [--json FILE]
 """
@@ -24,7 +24,9 @@ from _gpu import COPY, Bench, Calls, copy_bandwidth, has
 
 import levattn
 
+SOME_ROWS = 1 << 18  # up to which QR and singular values take less than seconds
 PARTS = (16, 64, 256)  # heads that a rival takes at a time
+SIZE = 64  # of sets
 OURS, TORCH, COMBINATIONS, KVPRESS = "levattn", "torch", "48 combinations", "kvpress"
 READS_BAR, BARS = 1.6, {TORCH: 5.0, COMBINATIONS: 3.0, KVPRESS: 3.0}
 
@@ -54,12 +56,41 @@ def in_parts(score: Callable[[Any, Any], Any], torch: Any, K: Any, size: int) ->
     return [score(torch, K[start : start + size]) for start in range(0, len(K), size)]
 
 
+def by_qr(torch: Any, K: Any) -> Any:
+    return torch.linalg.qr(K.float())[0].square().sum(-1)
+
+
+def by_svd(torch: Any, K: Any) -> Any:
+    return torch.linalg.svd(K.float(), full_matrices=False)[0].square().sum(-1)
+
+
+def of_a_size(torch: Any, K: Any) -> Any:
+    """The places of the largest scores by the Gram matrix."""
+    return by_torch(torch, K).topk(SIZE, dim=-1).indices
+
+
 def error(scores: Any, K: Any) -> float:
     """The largest relative error of the scores of some keys, against float64 in main memory."""
     X = K.double()
     some, inverse = X[:4096], X.new_tensor(np.linalg.inv((X.mT @ X).cpu().numpy()))
     exact = (some @ inverse).mul(some).sum(-1)
     return float(((scores[:4096].double() - exact).abs() / exact).max())
+
+
+def few_heads(bench: Bench) -> None:
+    """Scores and sets of heads as one layer has them."""
+    for heads, n, d, dtype in ((32, 4096, 64, "float32"), (256, 8192, 128, "bfloat16")):
+        n = bench.sized(n, 128)
+        for kind, flat in bench.keys(heads * n, d, dtype):
+            K = flat.view(heads, n, d)
+            case = f"heads ({heads}, {n}, {d}), {dtype}, {kind}"
+            calls: Calls = {OURS: partial(levattn.leverage_scores, K), TORCH: partial(by_torch, bench.torch, K)}
+            if heads * n <= SOME_ROWS:
+                calls |= {"qr": partial(by_qr, bench.torch, K), "svd": partial(by_svd, bench.torch, K)}
+            bench.times(case, calls, OURS)
+            sets: Calls = {OURS: lambda K=K: levattn.universal_set(K, size=SIZE).mask}
+            sets |= {f"{TORCH}, topk": partial(of_a_size, bench.torch, K)}
+            bench.times(f"sets of {SIZE} keys, {case}", sets, OURS)
 
 
 def one_matrix(bench: Bench, n: int) -> None:
@@ -73,8 +104,9 @@ def one_matrix(bench: Bench, n: int) -> None:
                 bench.note(f"{case}, a copy, TB/s", round(copy_bandwidth(nbytes, times[COPY]) / 1e12, 3))
                 # a copy reads and writes each byte once, which is as much as two reads
                 bench.bar(f"{case}, ours / two reads", times[OURS] / times[COPY], READS_BAR, at_least=False)
-                bench.note(f"{case}, error of ours", error(ours(), K))
-                bench.note(f"{case}, error of torch", error(theirs(), K))
+                if times:
+                    bench.note(f"{case}, error of ours", error(ours(), K))
+                    bench.note(f"{case}, error of torch", error(theirs(), K))
 
 
 def many_heads(bench: Bench, heads: int, context: int, *, kvpress: bool) -> None:
@@ -94,6 +126,7 @@ def many_heads(bench: Bench, heads: int, context: int, *, kvpress: bool) -> None
 def main() -> None:
     bench = Bench(__file__, __doc__, rounds=15, rows=2_000_000, heads=1024, context=8192)
     options = bench.options
+    few_heads(bench)
     one_matrix(bench, bench.sized(options.rows))
     many_heads(bench, bench.sized(options.heads, 4), bench.sized(options.context, 512), kvpress=has("kvpress"))
 

@@ -87,8 +87,8 @@ def main() -> None:
         case = f"n = {n}, d = {d}, {dtype} keys"
         times = bench.times(case, {COPY: bench.copier(nbytes), **settings(bench, K)}, COPY)
         speed = copy_bandwidth(nbytes, times[COPY])
-        bench.note(f"{case}, a copy, GB/s", round(speed / 1e9))
-        if dtype == "float32":
+        bench.note(f"{case}, a copy, GB/s", round(speed / 1e9, 1))
+        if dtype == "float32" and times:
             share, best = max(
                 (nbytes / s / speed, name) for name, s in times.items() if name.startswith("CountSketch")
             )

@@ -42,6 +42,8 @@ def main() -> None:
             calls["through main memory"] = partial(one_pass, K, chunk, to_main_memory=True)
             times = bench.times(case, calls, AT_ONCE)
             bench.bar(f"{case}, speed of a stream", times[AT_ONCE] / times[f"chunks of {chunk}"], BAR)
+            if not times:
+                continue
             found = one_pass(K, chunk).items[0].indices.tolist()
             same = found == levattn.universal_set(K, EPSILON).indices.tolist()
             bench.note(f"{case}, the set", f"{len(found)} keys, {'the same' if same else 'NOT THE SAME'} at once")

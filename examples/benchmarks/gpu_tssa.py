@@ -2,8 +2,8 @@
 
 Ours is `levattn.attention.tssa` on tensors of float32, the heads of a token side by side as a layer's output has them.
 The rivals are the released operator written out in torch's own functions, op by op and through `torch.compile`, and
-flash attention on tokens of 16 bits for the scale (of another operator). A copy reads the tokens once and writes them
-once, as the fastest forward pass must; gradients have to read the tokens and dY and to write dW.
+torch's attention on tokens of 16 bits for the scale (of another operator). A copy reads the tokens once and writes
+them once, as the fastest forward pass must; gradients have to read the tokens and dY and to write dW.
 
 Bars: faster than the formulas, with gradients too, and forward within 2 times a copy where there are 64 MiB of tokens
 or more; of fewer a copy is over before all kernels are launched.
@@ -17,15 +17,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from _gpu import COPY, Bench, Calls, copy_bandwidth, flash, forward_and_backward
+from _gpu import COPY, DEFAULT, Bench, Calls, attended, copy_bandwidth, forward_and_backward
 
 from levattn.attention import tssa
 
-OURS, NORM, FORMULAS, COMPILED, FLASH = "ours", "ours, norm", "formulas", "formulas, compiled", "flash attention"
+OURS, NORM, FORMULAS, COMPILED = "ours", "ours, norm", "formulas", "formulas, compiled"
 SHAPES = ((8, 1024, 12, 64), (8, 8192, 12, 64), (1, 131072, 12, 64), (64, 256, 16, 64))  # B, T, h, d
 COPY_BAR, COPY_FROM = 2.0, 64 << 20  # bytes of tokens
 FORMULAS_BAR = 1.0
-FLASH_UP_TO = 32768  # tokens; of more it takes seconds
+DENSE_UP_TO = 32768  # tokens; of more it takes seconds
 
 
 def causal_formulas(W: Any, temperature: Any) -> Any:
@@ -60,9 +60,9 @@ def routes(bench: Bench, shape: tuple[int, ...], *, causal: bool) -> dict[str, t
         FORMULAS: (formulas, tokens),
         COMPILED: (bench.torch.compile(formulas, dynamic=False), tokens),
     }
-    if shape[1] <= FLASH_UP_TO:
+    if shape[1] <= DENSE_UP_TO:
         half = side_by_side(bench, shape, "bfloat16")
-        found[FLASH] = partial(flash, bench.torch, causal=causal), (half, half, half)
+        found[DEFAULT] = partial(attended, bench.torch, DEFAULT, causal=causal), (half, half, half)
     return found
 
 
@@ -85,7 +85,8 @@ def whole_sequences(bench: Bench, *, causal: bool) -> None:
             calls[name] = partial(route, *tensors)
             calls[f"{name}, with gradients"] = partial(forward_and_backward, bench.torch, route, tensors)
         times = bench.times(case, calls, COPY)
-        bench.note(f"{case}, differences from float64", agree(bench.torch, found))
+        if times:
+            bench.note(f"{case}, differences from float64", agree(bench.torch, found))
         bench.note(f"{case}, a copy, TB/s", round(copy_bandwidth(nbytes, times[COPY]) / 1e12, 3))
         if nbytes >= COPY_FROM:
             bench.bar(f"{case}, ours / a copy", times[OURS] / times[COPY], COPY_BAR, at_least=False)

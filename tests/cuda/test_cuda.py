@@ -438,6 +438,36 @@ def test_bounds_above_a_limit_are_norms(device: None, how: str, monkeypatch: pyt
         np.testing.assert_allclose(bound, factor_cpu.inverse_cholesky(G, limit=limit).bound, rtol=1e-6)
 
 
+def test_wide_matrices_have_the_same_bits_in_any_batch(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of products may sum in an order that depends on the batch, the strides or the place in memory."""
+    products, wrong, real = 0, [], cupy.matmul
+
+    def suspicious(a: Any, b: Any) -> Any:
+        nonlocal products
+        products += 1
+        wrong.extend(x.shape for x in (a, b) if x.ndim != 2 or not x.flags.c_contiguous)
+        return real(a, b)
+
+    for name, value in FACTORED["blocks of 16"].items():
+        monkeypatch.setattr(factor_cuda, name, value)
+    A = np.random.default_rng(7).standard_normal((3, 80, 41)) * np.geomspace(1, 1e-3, 41)
+    G, sizes, bases = np.swapaxes(A, 1, 2) @ A, np.linalg.norm(A, axis=1), np.triu(A[:, :41])
+    monkeypatch.setattr(cupy, "matmul", suspicious)
+
+    def everything(items: slice) -> list[Any]:
+        there = [cupy.asarray(X[items]) for X in (G, sizes, bases)]
+        first = factor_cuda.inverse_cholesky(there[0], limit=1.0)
+        second = factor_cuda.rebased(*there, 1e-10, np.inf)
+        return [cupy.asnumpy(first.W), first.figures, cupy.asnumpy(second.W), second.figures, second.norms]
+
+    whole = everything(slice(None))
+    for i in range(3):
+        for one, other in zip(everything(slice(i, i + 1)), whole, strict=True):
+            assert np.array_equal(one[0], other[i])
+    assert products
+    assert not wrong
+
+
 def test_what_cannot_be_factored_says_so(device: None) -> None:
     G = np.array(
         [[[1.0, 2.0], [2.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, np.nan], [np.nan, 1.0]], np.zeros((2, 2))]

@@ -23,7 +23,8 @@ ARCHITECTURES = tuple(map(int, os.environ.get("CUDA_ARCHITECTURES", "100,90,80")
 # Releases of NVRTC beside the newest, and the cards for which each compiles one of the types of each kernel; for one
 # that it does not know (100 by 12.0) PTX, as it would there. The thorough tests compile all types for all cards.
 RELEASES = (("12.0", 80), ("12.0", 100), ("12.4", 90), ("12.9", 100))
-ALL_RELEASES = tuple((version, card) for version in ("12.0", "12.4", "12.9") for card in (80, 90, 100))
+ALL_RELEASES = tuple((version, card) for version in ("12.0", "12.4", "12.9", "13.0") for card in (80, 90, 100))
+WITHOUT_SPILLS = ("13.0", 90)  # an older release that spills no registers either, for the card on which it ran
 MOST_STACK = 512  # bytes of a thread: a counter of blocks fits, a tile that missed the registers does not
 
 SOURCES = sorted(path.stem for path in FOLDER.rglob("*.cu"))
@@ -74,6 +75,14 @@ def test_what_the_table_names_compiles_without_spills(nvrtc: Any, source: str) -
         found = {fault for each in faults for fault in each}
     expected = {fault for (known, card), fault in KNOWN.items() if source == known and card in ARCHITECTURES}
     assert found == expected
+
+
+@pytest.mark.parametrize("source", sorted(KERNELS))
+def test_an_older_release_compiles_without_spills(nvrtc: Any, source: str) -> None:
+    version, card = WITHOUT_SPILLS
+    names = emulator.of_the_table(source)
+    found = list(faults_of(nvrtc_library.release(version), cuda_source.text(f"{source}.cu"), names, card))
+    assert found == []
 
 
 def compiles(version: str, card: int, source: str, names: tuple[str, ...]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-# Bytes of NaN before and after an array. With none a tool such as compute-sanitizer sees the array's own bounds
-ZONE = int(os.environ.get("TEST_ZONE", 1 << 16))
+ZONE = 1 << 16  # bytes of NaN before and after an array
 LINE = 256  # what the start of an allocation is aligned to
 
 

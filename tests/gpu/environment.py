@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-EMULATOR = "emulator"
+CPU = "the CPU"  # in place of a card, to try the program
 
 
 def first_line(*command: str) -> str:
@@ -50,6 +50,7 @@ def of_machine() -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
+        "cores": os.cpu_count(),
         "compiler": first_line("g++", "--version"),
         "sanitizer": sanitizer(),
         "torch": installed("torch"),
@@ -58,13 +59,13 @@ def of_machine() -> dict[str, Any]:
     }
 
 
-def of_torch() -> dict[str, Any]:
+def of_torch(*, needs_a_card: bool) -> dict[str, Any]:
     """Why torch cannot be tested here, if it cannot."""
     try:
         import torch
     except ImportError as error:
         return {"no torch": f"torch cannot be imported ({error})"}
-    if not torch.cuda.is_available():
+    if needs_a_card and not torch.cuda.is_available():
         return {"no torch": f"torch {torch.__version__} finds no CUDA device"}
     return {"torch CUDA": torch.version.cuda}
 
@@ -92,13 +93,13 @@ def found() -> dict[str, Any]:
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         "cupy": cupy.__version__,
         **of_machine(),
-        **of_torch(),
+        **of_torch(needs_a_card=True),
     }
 
 
-def emulated() -> dict[str, Any]:
-    return {"card": EMULATOR, "cards": 1, **of_machine(), "no torch": "the emulator has no tensors of torch"}
+def without_a_card() -> dict[str, Any]:
+    return {"card": CPU, "cards": 1, **of_machine(), **of_torch(needs_a_card=False)}
 
 
 if __name__ == "__main__":
-    print(json.dumps(emulated() if "--emulated" in sys.argv[1:] else found()))
+    print(json.dumps(without_a_card() if "--cpu" in sys.argv[1:] else found()))

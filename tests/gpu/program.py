@@ -1,8 +1,9 @@
-"""Run on a card what the tests and benchmarks have for one, step by step, and keep what came of it.
+"""Run on a card the tests and benchmarks that need one, the most telling first, and keep what came of them.
 
-Parts: environment (the card and the versions), kernels (each file of tests/cuda), contract (arrays of CuPy through all
-public functions), torch (tests/gpu/test_torch.py), sanitizer (compute-sanitizer), benchmarks (gpu_*.py).
-A step that has passed with the same sources, card and versions is not run again.
+Parts: environment (the card and the versions), first (every kernel loaded, and a few public calls: a minute), calls
+(public calls against float64 in main memory), kernels, torch and contract (tests), benchmarks (gpu_*.py), sanitizer
+(compute-sanitizer). Limits hold all of them within nine minutes. A step that has passed with the same sources, card
+and versions is not run again, so a second run goes on where the first came to its end.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from . import record
 from .environment import first_line
-from .steps import FOUND_FAULTS, PARTS, Step, all_steps
+from .steps import FOUND_FAULTS, PARTS, QUICK, Step, all_steps
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 600.0
+SECONDS = 540.0
+LEAST = 10.0  # seconds with which a step is begun
 LAST_LINES = 15
 
 
@@ -58,51 +61,37 @@ def last_lines(log: Path, count: int = LAST_LINES) -> str:
     return "\n".join(lines[-count:])
 
 
-def counts_of_tests(path: Path) -> dict[str, int]:
-    """How many tests passed, were skipped and failed, of pytest's report."""
-    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-    total = {
-        key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
-    }
-    failed = total["failures"] + total["errors"]
-    return {
-        "tests passed": total["tests"] - failed - total["skipped"],
-        "tests skipped": total["skipped"],
-        "tests failed": failed,
-    }
-
-
 def outcome(step: Step, log: Path, limit: float) -> dict[str, Any]:
     """What came of a step: its state, what it told, counts, figures."""
-    if step.skipped:
-        return {"state": record.SKIPPED, "told": step.skipped, "counts": {}}
+    if step.untested or limit <= 0:
+        return {"state": record.UNTESTED, "told": step.untested or "no time was left for it", "counts": {}}
     if step.result is not None:
         step.result.unlink(missing_ok=True)
     status = finished(step.command, log, limit, surroundings(**step.environment))
     kept: dict[str, Any] = {"state": record.PASSED, "told": "", "counts": {}}
     if status is None:
-        kept |= {"state": record.TIMED_OUT, "told": f"it took more than {limit:g} s"}
+        kept |= {
+            "state": record.CUT_OFF,
+            "told": f"it took more than {limit:.0f} s, and came to: {last_lines(log, 1)}",
+        }
     elif status != 0:
         fault = "compute-sanitizer found faults\n" if status == FOUND_FAULTS else ""
         kept |= {"state": record.FAILED, "told": f"{fault}exit status {status}\n{last_lines(log)}"}
     if step.result is None or not step.result.exists():
         # a benchmark says what it misses, and ends
-        return kept if status != 0 else kept | {"state": record.SKIPPED, "told": last_lines(log, 1)}
-    if step.result.suffix == ".xml":
-        counts = counts_of_tests(step.result)
-        if status == 0 and not counts["tests passed"]:
-            kept |= {"state": record.SKIPPED, "told": last_lines(log)}
-        return kept | {"counts": counts}
+        return kept if status != 0 else kept | {"state": record.UNTESTED, "told": last_lines(log, 1)}
     figures = json.loads(step.result.read_text("utf-8"))
-    met = [bar["met"] for bar in figures["bars"]]
-    return kept | {"counts": {"bars met": sum(met), "bars missed": len(met) - sum(met)}, "figures": figures}
+    kept["counts"] = figures.pop("counts")
+    if status == 0 and kept["counts"].get("tests passed") == 0:
+        kept |= {"state": record.UNTESTED, "told": f"all tests were skipped\n{last_lines(log)}"}
+    return kept | ({"figures": figures} if any(figures.values()) else {})
 
 
-def environment(folder: Path, *, emulated: bool) -> dict[str, Any]:
+def environment(folder: Path, *, cpu: bool) -> dict[str, Any]:
     """What the process says that looks for the card."""
     log = folder / "environment.log"
-    command = [sys.executable, "-m", "tests.gpu.environment", *(["--emulated"] if emulated else [])]
-    status = finished(command, log, LIMIT, surroundings())
+    command = [sys.executable, "-m", "tests.gpu.environment", *(["--cpu"] if cpu else [])]
+    status = finished(command, log, 60, surroundings())
     if status != 0:
         return {"why": f"looking for a card ended with status {status}: {last_lines(log, 1)}"}
     return dict(json.loads(last_lines(log, 1)))
@@ -113,48 +102,77 @@ def commit() -> str:
     return first_line("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
 
 
-def run(steps: list[Step], path: Path, kept: dict[str, Any], now: str, options: argparse.Namespace) -> bool:
-    """Run the steps that are not done; return whether none of them failed."""
-    well, where = True, commit()
-    for step in steps:
-        if record.is_done(kept, step.name, now) and not options.again:
-            print(f"{step.name}: done before", flush=True)
-            continue
-        begun = time.monotonic()
-        log = path.with_suffix("") / f"{step.name.replace('/', '-')}.log"
-        came = outcome(step, log, options.limit)
-        kept["steps"][step.name] = {
-            **{
-                "part": step.part,
-                **came,
-                "digest": now,
-                "commit": where,
-                "seconds": round(time.monotonic() - begun, 3),
-            },
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+def kept_of(step: Step, log: Path, limit: float) -> dict[str, Any]:
+    """Run a step, and return what is kept of it."""
+    begun = time.monotonic()
+    came = outcome(step, log, limit)
+    seconds = round(time.monotonic() - begun, 3)
+    return {"part": step.part, **came, "seconds": seconds, "finished": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def side_by_side(steps: list[Step], logs: Path, limits: list[float]) -> Iterator[tuple[Step, dict[str, Any]]]:
+    """Run the steps of a group at once; yield them as they come to their ends."""
+    with ThreadPoolExecutor(len(steps)) as pool:
+        running = {
+            pool.submit(kept_of, step, logs / f"{step.name.replace('/', '-')}.log", limit): step
+            for step, limit in zip(steps, limits, strict=True)
         }
-        record.save(path, kept)
-        well &= came["state"] in (record.PASSED, record.SKIPPED)
-        counts = ", ".join(f"{count} {what}" for what, count in came["counts"].items() if count)
-        told = f"{step.name}: {came['state']}" + (f" ({counts})" if counts else "")
-        print(f"{told}: {came['told']}" if came["told"] else told, flush=True)
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def told_of(step: Step, came: dict[str, Any]) -> str:
+    counts = ", ".join(f"{count} {what}" for what, count in came["counts"].items() if count)
+    line = f"{step.name}: {came['state']}, {came['seconds']:.0f} s" + (f" ({counts})" if counts else "")
+    return f"{line}: {came['told']}" if came["told"] else line
+
+
+def run(steps: list[Step], path: Path, kept: dict[str, Any], now: str, options: argparse.Namespace) -> bool:
+    """Run the steps that are not done; return whether none of them failed. Those that were tried before come last."""
+    well, where, end = True, commit(), time.monotonic() + options.seconds
+    left = [step for step in steps if options.again or not record.is_done(kept, step.name, now)]
+    for step in steps:
+        if step not in left:
+            print(f"{step.name}: done before", flush=True)
+    left.sort(key=lambda step: not options.again and record.was_tried(kept, step.name, now))
+    for _, some in groupby(left, lambda step: step.group or step.name):
+        group = list(some)
+        time_left = end - time.monotonic()
+        limits = [min(options.limit or step.limit, time_left) if time_left > LEAST else 0.0 for step in group]
+        for step, came in side_by_side(group, path.with_suffix(""), limits):
+            kept["steps"][step.name] = {**came, "digest": now, "commit": where}
+            record.save(path, kept)
+            well &= came["state"] in (record.PASSED, record.UNTESTED)
+            print(told_of(step, came), flush=True)
+        record.pack(path)
     return well
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts that the arguments name; return 1 if a step failed, 2 if nothing could be run that had to be."""
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="the first minute alone")
     parser.add_argument("--again", action="store_true", help="also what has passed with these sources on this card")
     parser.add_argument("--required", action="store_true", help="exit with status 2 where there is no card")
-    parser.add_argument("--emulated", action="store_true", help="a few steps on the emulator, to try this program")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a step may take")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program without a card"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all, {SECONDS:g} if left out")
+    parser.add_argument("--limit", type=float, help="seconds that a step may take, in place of its own limit")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/gpu", help="where records and outputs go")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.only = list(QUICK)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that the arguments name; return 1 if a step failed, 2 if nothing could be run that had to be."""
+    options = options_of(arguments)
     folder = options.folder.resolve()
-    known = environment(folder, emulated=options.emulated)
+    known = environment(folder, cpu=options.device == "cpu")
     if "card" not in known:
         print(f"nothing is run: {known['why']}")
         return 2 if options.required else 0
@@ -167,8 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept["environment"] = known
     record.save(path, kept)
     if "environment" in options.only:
-        print("environment:", ", ".join(f"{key} {value}" for key, value in known.items() if value))
+        print("environment:", ", ".join(f"{key} {value}" for key, value in known.items() if value), flush=True)
     now = record.digest(ROOT, known)
     well = run(all_steps(ROOT, path.with_suffix(""), known, options.only), path, kept, now, options)
     print(record.row(kept, now))
+    print(f"all logs are in {record.pack(path)}")
     return 0 if well else 1

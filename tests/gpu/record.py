@@ -1,6 +1,6 @@
-"""What a run on a card leaves behind: one file for each card, with the outcome of every step.
+"""What a run on a card leaves behind: a file for each card with the outcome of every step, and an archive of logs.
 
-The file is replaced as a whole after each step, so a run that is cut off loses the step that it was at. A step is done
+Both are replaced as a whole after each step, so a run that is cut off loses the step that it was at. A step is done
 that has passed with the very sources, on the card and with the versions that there are now.
 """
 
@@ -10,13 +10,16 @@ import hashlib
 import json
 import os
 import re
+import tarfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
-PASSED, FAILED, TIMED_OUT, SKIPPED = STATES = ("passed", "failed", "timed out", "skipped")
+from .environment import CPU
+
+FORMAT = 2
+PASSED, FAILED, CUT_OFF, UNTESTED = STATES = ("passed", "failed", "cut off by its limit", "untested")
 SOURCES = ("levattn", "tests", "examples/benchmarks")
 SUFFIXES = {".py", ".cu", ".cuh", ".hpp", ".npz"}
 TYPES = {"part": str, "digest": str, "told": str, "commit": str, "finished": str, "counts": dict, "seconds": float}
@@ -78,6 +81,24 @@ def save(path: Path, record: dict[str, Any]) -> None:
     beside.replace(path)
 
 
+def pack(path: Path) -> Path:
+    """Put a record and the folder of its logs into one archive, which is easy to carry."""
+    archive = path.with_suffix(".tar.gz")
+    beside = archive.with_name(f"{archive.name}.{os.getpid()}.part")
+    with tarfile.open(beside, "w:gz") as packed:
+        for each in (path, path.with_suffix("")):
+            if each.exists():
+                packed.add(each, each.name)
+    beside.replace(archive)
+    return archive
+
+
+def was_tried(record: dict[str, Any], name: str, now: str) -> bool:
+    """Whether a step has failed or met its limit with these sources; it then waits for those that have not."""
+    held = record["steps"].get(name)
+    return held is not None and held["state"] in (FAILED, CUT_OFF) and held["digest"] == now
+
+
 def is_done(record: dict[str, Any], name: str, now: str) -> bool:
     held = record["steps"].get(name)
     return held is not None and held["state"] == PASSED and held["digest"] == now
@@ -89,8 +110,8 @@ def of_part(steps: list[dict[str, Any]]) -> str:
     for step in steps:
         counts.update(step["counts"])
     states = Counter(step["state"] for step in steps)
-    if set(states) == {SKIPPED}:
-        return f"skipped ({steps[0]['told']})"
+    if set(states) == {UNTESTED}:
+        return f"untested ({steps[0]['told']})"
     words = [f"{counts[key]} {key}" for key in counts if counts[key]]
     words += [f"{states[state]} of {len(steps)} steps {state}" for state in STATES[1:] if states[state]]
     return ", ".join(words) or f"{states[PASSED]} of {len(steps)} steps passed"
@@ -112,6 +133,6 @@ def row(record: dict[str, Any], now: str) -> str:
         "; ".join(f"{part}: {of_part(some)}" for part, some in parts.items()) or "nothing",
         ", ".join(where),
         ", ".join([when, *commits]),
-        "`make gpu`" if record["card"] != "emulator" else "`python -m tests.gpu --emulated`",
+        "`make gpu`" if record["card"] != CPU else "`python -m tests.gpu --device cpu`",
     )
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"

@@ -193,6 +193,25 @@ def test_gradients_are_those_of_differences() -> None:
     assert_gradients(run, [getattr(x, name).clone().requires_grad_() for name in names])
 
 
+@pytest.mark.parametrize(("R", "width"), [(0, 128), (3, 136)])
+def test_without_summaries_heads_keep_their_width(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], R: int, width: int
+) -> None:
+    widths, real = set(), fused_kernels.scaled_dot_product_attention
+
+    def seen(*arrays: Any, **options: Any) -> Any:
+        widths.update(array.shape[-1] for array in arrays)
+        return real(*arrays, **options)
+
+    monkeypatch.setattr(fused_kernels, "scaled_dot_product_attention", seen)
+    for m, n, window in ((30, 50, 0), (40, 40, 40)):
+        x = tensors(mixture(d=128, D=128, s=20, R=R, m=m, n=n, window=window), "float32")
+        x = causal(x) if window else x
+        agree(x, "float32")
+        assert ((fused_kernels.mixture(x)[1] == 0).all()) == (R == 0)
+    assert widths == {width}
+
+
 def slots_by_loops(q: Any, K: Any, V: Any, logs: Any, scale: float) -> Any:
     """Softmax attention of (b, H, m, d) to slots (b, G, s, ·) with log-weights, row by row."""
     q, K, V, logs = (array.double().numpy() for array in (q, K, V, logs))

@@ -154,7 +154,7 @@ def _rebased_in_blocks(H: Any, sizes: Any, bases: Any, shift: float, accepted: f
         made = to_numpy(there)[:, 0] > 0
         C[on_device(left[made])] = again[on_device(np.flatnonzero(made))]
         left, tried = left[~made], 100 * tried
-    W = C if bases is None else xp.matmul(bases, C)
+    W = C if bases is None else _products(bases, C)
     even = sizes[:, :, None] * W
     squares = [(even * even).sum(axis=(1, 2)), _squared_norms(even)]
     if bases is None:
@@ -165,12 +165,26 @@ def _rebased_in_blocks(H: Any, sizes: Any, bases: Any, shift: float, accepted: f
 def _squared_norms(A: Any) -> Any:
     """Return the squares of the 2-norms of matrices, by power iteration."""
     xp = namespace()
-    x = on_device(np.cos(np.arange(1.0, A.shape[1] + 1) ** 2))[None, :, None]
+    x = on_device(np.cos(np.arange(1.0, A.shape[1] + 1) ** 2))[None]
     for _ in range(_STEPS):
-        y = xp.matmul(A.transpose(0, 2, 1), xp.matmul(A, x))
+        y = (A * (A * x[:, None]).sum(axis=2)[:, :, None]).sum(axis=1)
         square = xp.sqrt((y * y).sum(axis=1) / (x * x).sum(axis=1))
-        x = y / xp.sqrt((y * y).sum(axis=1))[:, :, None]
-    return square[:, 0]
+        x = y / xp.sqrt((y * y).sum(axis=1))[:, None]
+    return square
+
+
+def _products(A: Any, B: Any) -> Any:
+    """Return the products of matrices, one matrix at a time.
+
+    cuBLAS chooses an algorithm by the number of matrices, and perhaps by strides and addresses. So each product is a
+    call of its own, of arrays of their own: it has the same bits in any batch.
+    """
+    xp = namespace()
+    out = xp.zeros((len(A), A.shape[1], B.shape[2]))
+    if out.size:
+        for i in range(len(A)):
+            out[i] = xp.matmul(A[i].copy(), B[i].copy())
+    return out
 
 
 def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
@@ -197,11 +211,11 @@ def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
         inner, found = _whole(on_device(A[:, at, at]), 0.0, np.full(b, np.inf))
         pivot = xp.minimum(xp.minimum(pivot, least), found[:, 0])
         W[:, at, at] = inner
-        A[:, at, rest] = xp.matmul(inner.transpose(0, 2, 1), A[:, at, rest])  # rows of the factor R
-        A[:, rest, rest] -= xp.matmul(A[:, at, rest].transpose(0, 2, 1), A[:, at, rest])
+        A[:, at, rest] = _products(inner.transpose(0, 2, 1), A[:, at, rest])  # rows of the factor R
+        A[:, rest, rest] -= _products(A[:, at, rest].transpose(0, 2, 1), A[:, at, rest])
         for above in spans[:k]:  # column block k of the inverse: -W R inner, above the diagonal
             between = slice(above.start, at.start)
-            W[:, above, at] = -xp.matmul(xp.matmul(W[:, above, between], A[:, between, at]), inner)
+            W[:, above, at] = -_products(_products(W[:, above, between], A[:, between, at]), inner)
     sizes = xp.abs(W)
     bound = sizes.sum(axis=1).max(axis=1) * sizes.sum(axis=2).max(axis=1)
     bound, spread = xp.where(pivot > 0, bound, np.inf), (W * W).sum(axis=(1, 2))

@@ -68,10 +68,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(Key) < 8 ? 2 : 1)
             __syncthreads();
             if (!AHEAD) fetch(reader, item, start, count, r, low + k, next);
 #pragma unroll
-            for (int i = 0; i < LOADS; ++i) {
-                const int row = r + 16 * i;
-                const bool there = row < count && low + k < d;
-                keys_there[row * KEY_PITCH + k] = there ? reader.value(next[i], item, start + row, low + k) : 0;
+            for (int i = 0; i < LOADS; ++i) keys_there[(r + 16 * i) * KEY_PITCH + k] = (double)widen(next[i]);
+            if (!reader.plain() && low + k < d) {  // one at a time, because all at once would spill registers
+#pragma unroll 1
+                for (int row = r; row < count; row += 16) {
+                    double &x = keys_there[row * KEY_PITCH + k];
+                    x = reader.value(x, item, start + row, low + k);
+                }
             }
             finish_copies();
             __syncthreads();

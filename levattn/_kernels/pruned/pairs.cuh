@@ -34,7 +34,7 @@ __device__ inline void add_pairs(typename Pairs<Real>::Stage *stages, int d, int
     const int slabs = max((d + STAGE - 1) / STAGE, 1), x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
     const auto fetch = [&](int number) {
         Stage &stage = stages[number % 2];
-        const int tile = number / slabs, k = number % slabs * STAGE + x;
+        const int tile = tiles == 1 ? 0 : number / slabs, k = (number - tile * slabs) * STAGE + x;
 #pragma unroll 2
         for (int i = 0; i < EACH; ++i) {  // not all at once, because their addresses would take too many registers
             const int at = y + i * SIDE;

@@ -278,7 +278,10 @@ def _fused(q: Any, keys: Any, values: Any, scale: float, **options: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Kept keys and summaries as slots (b, s, ·), in the dtype of products; last column of values marks summaries."""
+    """Kept keys and summaries as slots (b, s, ·), in the dtype of products; a last column of values marks summaries.
+
+    Without summaries there is no such column: heads of 128 channels keep a width for which fused kernels are fastest.
+    """
 
     keys: Any
     values: Any
@@ -335,18 +338,18 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
         dtype, scale = x.narrow
         q = (q / scale).to(dtype)
     held = _slots(x, q.dtype)
-    D = x.values.shape[-1]
+    D, marked = x.values.shape[-1], x.summaries is not None
     if not near or _is_causal(x, first, last):
         keys, values, weight = held.keys, held.values, held.log_weight
         if near:
             low = int(first[0])
-            recent = pad(x.values[:, low:].to(q.dtype), (0, 1))
+            recent = pad(x.values[:, low:].to(q.dtype), (0, int(marked)))
             keys = torch.cat([keys, x.keys[:, low:].to(q.dtype)], 1)
             values = torch.cat([values, recent], 1)
             weight = None if weight is None else pad(weight, (0, recent.shape[1]))
         weight = None if weight is None else weight[:, None]
         found = attended_slots(q, keys[:, None], values[:, None], weight, scale, causal=near > 0).to(x.q.dtype)
-        return found[..., :D], found[..., D]
+        return found[..., :D], found[..., D] if marked else found.new_zeros(found.shape[:-1])
     return _with_near(x, q, scale, held, first, last)
 
 
@@ -360,7 +363,8 @@ def _is_causal(x: PrunedArguments, first: Int64, last: Int64) -> bool:
 def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
     """Return the slots that all queries of an item read."""
     s, kind = x.kept_keys.shape[1], x.q.dtype
-    keys, values, weight = x.kept_keys, pad(x.kept_values, (0, 1)), None
+    keys, weight = x.kept_keys, None
+    values = x.kept_values if x.summaries is None else pad(x.kept_values, (0, 1))
     if x.kept_count is not None:
         there = torch.arange(s, device=x.q.device) < x.kept_count[:, None]
         values = torch.where(there[..., None], values, 0)
@@ -392,7 +396,7 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     nothing = held.keys.new_zeros((len(q), 1, held.keys.shape[-1]))
     keys = torch.cat([held.keys, nothing], 1)
     more = torch.arange(D + 2, device=q.device).eq(D + 1).to(q.dtype).expand(len(q), 1, -1)
-    values = torch.cat([pad(held.values, (0, 1)), more], 1)
+    values = torch.cat([pad(held.values, (0, D + 2 - held.values.shape[-1])), more], 1)
     weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
     found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass).to(x.q.dtype)
     share = found[..., D + 1 :]

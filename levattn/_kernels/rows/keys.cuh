@@ -52,11 +52,14 @@ struct Reader {
         return keys[item * item_stride + row * row_stride + column * column_stride];
     }
 
+    // Whether coordinates stand for themselves.
+    __device__ bool plain() const { return !shift && !scale && !weights; }
+
     // What a coordinate stands for. With FRESH the parts of a shift are read each time: kept, they would spill registers.
-    template <bool FRESH = false>
-    __device__ double value(Key number, long long item, long long row, int column) const {
+    template <bool FRESH = false, typename Number = Key>
+    __device__ double value(Number number, long long item, long long row, int column) const {
         double x = (double)widen(number);
-        if (!shift && !scale && !weights) return x;
+        if (plain()) return x;
         if (!takes_part(item, row)) return 0;
         if (scale) x *= scale[item * d + column];
         if (shift && FRESH) {
@@ -87,7 +90,7 @@ struct Reader {
     template <typename Real>
     __device__ Real read(long long item, long long row, int column) const {
         const Key number = stored(item, row, column);
-        if (!shift && !scale && !weights) return (Real)widen(number);
+        if (plain()) return (Real)widen(number);
         return (Real)value(number, item, row, column);
     }
 };
