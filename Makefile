@@ -136,7 +136,7 @@ adversary: .venv-test/.ready
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds $(ADVERSARY)
 
 docs: .venv-test/.ready
-	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
 	    --doctree-dir build/doctrees docs build/docs
 	@echo "The documentation is in build/docs/index.html."
 
