@@ -14,6 +14,7 @@
 #   make minimum tests with the oldest versions of the dependencies that pyproject.toml allows
 #   make lint    lint of code and prose, and types, alone
 #   make bench   every benchmark in examples/benchmarks, or those named in BENCHMARKS
+#   make environments what test, cuda, adversary, docs, package and minimum install, which can be done at once (--jobs)
 #   make clean   remove all that the others made
 
 PYTHON ?= python3
@@ -66,7 +67,7 @@ beside-test  := $(ENCODER)
 after-gpu = $(if $(filter 13,$(CUDA)),,.venv-gpu/bin/python -m pip -qq uninstall --yes cupy-cuda13x &&) \
     .venv-gpu/bin/python -m pip -qq --disable-pip-version-check install "cupy-cuda$(CUDA)x[ctk]" $(RIVALS)
 
-PIP_INSTALL = .venv-$*/bin/python -m pip -qq --disable-pip-version-check install
+PIP_INSTALL = .venv-$*/bin/python -m pip -qq --disable-pip-version-check install --no-compile
 
 # Libraries that the main environment cannot have: each has an environment of its own on top of it.
 PEERS := transformers kvpress timm smollm2
@@ -103,7 +104,9 @@ files-of = $(foreach name,$(1),$(or $(wildcard tests/*/$(name).py),$(error no fo
 # What pytest and Python make of a module is kept: each process would else make it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all cuda gpu adversary docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
+.PHONY: environments demo test test-all cuda gpu adversary docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
+
+environments: .venv-test/.ready .venv-package/.ready .venv-minimum/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -136,7 +139,7 @@ adversary: .venv-test/.ready
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds $(ADVERSARY)
 
 docs: .venv-test/.ready
-	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
 	    --doctree-dir build/doctrees docs build/docs
 	@echo "The documentation is in build/docs/index.html."
 
@@ -186,7 +189,7 @@ $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 
 .venv-package/.ready: Makefile
 	@$(PYTHON) -m venv --clear .venv-package
-	@.venv-package/bin/python -m pip -qq --disable-pip-version-check install $(PACKAGING)
+	@.venv-package/bin/python -m pip -qq --disable-pip-version-check install --no-compile $(PACKAGING)
 	@touch $@
 
 .venv-minimum/.ready: pyproject.toml tests/minimum.py
@@ -206,7 +209,7 @@ clean:
 define try-wheel
 	@echo "Installing the wheel into .venv-wheel ..."
 	@$(PYTHON) -m venv --clear .venv-wheel
-	@.venv-wheel/bin/python -m pip -qq --disable-pip-version-check install $(1)
+	@.venv-wheel/bin/python -m pip -qq --disable-pip-version-check install --no-compile $(1)
 	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py $(2)
 endef
 
@@ -230,7 +233,8 @@ define tests-and-types
 	    wait $$types || status=$$?; echo "mypy:"; cat build/types.txt; exit $$status
 endef
 
-# The stamp comes last: an interrupted installation starts afresh.
+# pip would make the bytecode in one process, and that of packages' own tests as well. What does not compile is for other
+# Pythons. The stamp comes last: an interrupted installation starts afresh.
 $(ENVIRONMENTS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml
 	@echo "Installing into .venv-$* (a minute or two, this once) ..."
 	@$(PYTHON) -m venv --clear .venv-$*
@@ -238,4 +242,5 @@ $(ENVIRONMENTS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml
 	@$(PIP_INSTALL) --editable '.[$(extras-$*)]'
 	@$(if $(beside-$*), $(PIP_INSTALL) --no-deps $(beside-$*))
 	@$(after-$*)
+	@.venv-$*/bin/python -m compileall -qq -j $(PROCESSES) -x '/tests?/' .venv-$*/lib || true
 	@touch $@

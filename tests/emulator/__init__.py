@@ -65,6 +65,9 @@ HEADERS = {
     for name in ("half", "narrow", "copies", "mma", "shared", "tf32")
 }
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulator"
+CPU = Path("/proc/cpuinfo")
+# Instructions of the processor, without which each fma is a call
+THERE = {"avx2", "fma"} & set(CPU.read_text(encoding="utf-8").split() if CPU.exists() else ())
 FLAGS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
     *(
@@ -75,6 +78,7 @@ FLAGS = (
         "-fno-gnu-unique",
     ),  # libraries share no static variable
     "-fsanitize=bounds,shift-exponent,integer-divide-by-zero",  # reported by the shim
+    *sorted(f"-m{name}" for name in THERE),
 )
 
 MOST_THREADS = 1024

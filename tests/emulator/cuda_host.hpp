@@ -8,7 +8,6 @@
 #include <cxxabi.h>
 #include <link.h>
 #include <math.h>
-#include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -87,7 +86,7 @@ struct Warp {
 };
 
 struct Fiber {
-    jmp_buf place;
+    void *place[5];
     bool started;
     void *stack;
 };
@@ -104,7 +103,8 @@ extern Entry *const entries;  // the kernels that are asked for: defined after t
 static Thread threads[most_threads];
 static Warp warps[most_threads / 32];
 static Fiber fibers[most_threads];
-static jmp_buf scheduler;
+static void *scheduler[5];
+static uint3 places[most_threads];  // in their block
 static unsigned int current, alive, at_barrier;
 static std::vector<unsigned int> ready;  // threads that can go on
 static const Entry *entry;
@@ -134,12 +134,12 @@ static int find_static_memory(dl_phdr_info *library, size_t, void *) {
 
 inline unsigned long long random_below(unsigned long long n) {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-    return (state >> 11) % n;
+    return (unsigned __int128)state * n >> 64;
 }
 
 // Nothing of what other fibers may have written is known across these two.
 __attribute__((noipa)) static void leave() {
-    if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+    if (!__builtin_setjmp(fibers[current].place)) __builtin_longjmp(scheduler, 1);
 }
 
 static void live() {
@@ -152,8 +152,8 @@ static void live() {
 
 __attribute__((noipa)) static void resume() {
     Fiber &fiber = fibers[current];
-    if (_setjmp(scheduler)) return;
-    if (fiber.started) _longjmp(fiber.place, 1);
+    if (__builtin_setjmp(scheduler)) return;
+    if (fiber.started) __builtin_longjmp(fiber.place, 1);
     if (!fiber.stack) {  // the lowest page catches what overflows
         fiber.stack = mmap(nullptr, page + stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (fiber.stack == MAP_FAILED || mprotect(fiber.stack, page, PROT_NONE)) abort();
@@ -284,7 +284,7 @@ static void run_block(size_t shared) {
         if (seed) std::swap(ready[random_below(ready.size())], ready.back());
         current = ready.back();
         ready.pop_back();
-        threadIdx = {current % blockDim.x, current / blockDim.x % blockDim.y, current / (blockDim.x * blockDim.y)};
+        threadIdx = places[current];
         resume();
         if (threads[current].ended) end_thread();
     }
@@ -304,6 +304,8 @@ static unsigned long long common_divisor(unsigned long long a, unsigned long lon
 
 static void run_grid(size_t shared) {
     const unsigned long long n = (unsigned long long)gridDim.x * gridDim.y * gridDim.z;
+    for (unsigned int i = 0; i < blockDim.x * blockDim.y * blockDim.z; ++i)
+        places[i] = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     static thread_local volatile char touched;  // such memory is there once some of it is used
     touched = 1;
     dl_iterate_phdr(find_static_memory, nullptr);
@@ -390,7 +392,7 @@ class Watch {
 
     static void found(int) {
         fail(this_thread() + "reads or writes where no memory is, or its stack is full");
-        _longjmp(scheduler, 1);
+        __builtin_longjmp(scheduler, 1);
     }
 
 public:

@@ -18,11 +18,16 @@ static const unsigned char *rows[32][32];
 // Sum as on sm_80, the coarsest: of eight products at a time, all cut off one bit after the last place of the largest.
 inline float cut_sum(float c, const double *products) {
     double largest = fabs(c), sum = c;
-    for (int i = 0; i < 8; ++i) largest = fmax(largest, fabs(products[i])), sum += products[i];
+    for (int i = 0; i < 8; ++i) {
+        sum += products[i];
+        if (fabs(products[i]) > largest) largest = fabs(products[i]);
+    }
     if (!(fabs(sum) < 0x1p127) || largest == 0) return (float)sum;
-    const double place = ldexp(1, ilogb(largest) - 24);
-    sum = trunc(c / place);
-    for (int i = 0; i < 8; ++i) sum += trunc(products[i] / place);
+    const long long exponent = __double_as_longlong(largest) & 0x7ffll << 52;  // of products of floats: never the lowest
+    const double place = __longlong_as_double(exponent - (24ll << 52));
+    const double places = __longlong_as_double((2046ll << 52) - __double_as_longlong(place));  // in one
+    sum = trunc(c * places);
+    for (int i = 0; i < 8; ++i) sum += trunc(products[i] * places);
     sum *= place;
     const float rounded = (float)sum;
     return fabs((double)rounded) > fabs(sum) ? nextafterf(rounded, 0) : rounded;
@@ -42,13 +47,16 @@ void multiply_add(Number, float (&c)[4], const unsigned int (&a)[4], unsigned in
     const auto number = [](unsigned int word, int k) {
         return (double)widen(Number{(unsigned short)(k % 2 ? word >> 16 : word)});
     };
-    for (int i = 0; i < 4; ++i) {
-        double products[16];
+    double left[2][16], right[2][16];
+    for (int i = 0; i < 2; ++i)
         for (int k = 0; k < 16; ++k) {
-            const unsigned int left = there[lane / 4 * 4 + k % 8 / 2][i / 2 + k / 8 * 2];
-            const unsigned int right = there[(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2][4 + k / 8];
-            products[k] = number(left, k) * number(right, k);
+            left[i][k] = number(there[lane / 4 * 4 + k % 8 / 2][i + k / 8 * 2], k);
+            right[i][k] = number(there[(lane % 4 * 2 + i) * 4 + k % 8 / 2][4 + k / 8], k);
         }
+    for (int i = 0; i < 4; ++i) {
+        const double *const row = left[i / 2], *const column = right[i % 2];
+        double products[16];
+        for (int k = 0; k < 16; ++k) products[k] = row[k] * column[k];
         c[i] = host::cut_sum(host::cut_sum(c[i], products), products + 8);
     }
 }
@@ -62,10 +70,14 @@ inline void multiply_add(double (&c)[4], const double (&a)[8], const double (&b)
     for (int i = 0; i < 8; ++i) there[lane][i] = a[i];
     for (int i = 0; i < 4; ++i) there[lane][8 + i] = b[i];
     __syncwarp();
-    for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 16; ++k)
-            c[i] = fma(there[lane / 4 * 4 + k % 4][k / 4 * 2 + i / 2],
-                       there[(lane % 4 * 2 + i % 2) * 4 + k % 4][8 + k / 4], c[i]);
+    for (int k = 0; k < 16; ++k) {
+        const double *const rows = there[lane / 4 * 4 + k % 4] + k / 4 * 2;
+        const double *const first = there[lane % 4 * 8 + k % 4] + 8 + k / 4, *const second = first + 4 * 12;
+        c[0] = fma(rows[0], *first, c[0]);
+        c[1] = fma(rows[0], *second, c[1]);
+        c[2] = fma(rows[1], *first, c[2]);
+        c[3] = fma(rows[1], *second, c[3]);
+    }
 }
 
 inline void load_transposed(unsigned int (&words)[4], const void *row) {

@@ -10,11 +10,16 @@ inline double read_tf32(float x) { return __uint_as_float(__float_as_uint(x) & 0
 // Sum as on sm_80, the coarsest: of four products at a time, all cut off one bit after the last place of the largest.
 inline float cut_sum_of_four(float c, const double *products) {
     double largest = fabs(c), sum = c;
-    for (int i = 0; i < 4; ++i) largest = fmax(largest, fabs(products[i])), sum += products[i];
+    for (int i = 0; i < 4; ++i) {
+        sum += products[i];
+        if (fabs(products[i]) > largest) largest = fabs(products[i]);
+    }
     if (!(fabs(sum) < 0x1p127) || largest == 0) return (float)sum;
-    const double place = ldexp(1, ilogb(largest) - 24);
-    sum = trunc(c / place);
-    for (int i = 0; i < 4; ++i) sum += trunc(products[i] / place);
+    const long long exponent = __double_as_longlong(largest) & 0x7ffll << 52;  // of products of floats: never the lowest
+    const double place = __longlong_as_double(exponent - (24ll << 52));
+    const double places = __longlong_as_double((2046ll << 52) - __double_as_longlong(place));  // in one
+    sum = trunc(c * places);
+    for (int i = 0; i < 4; ++i) sum += trunc(products[i] * places);
     sum *= place;
     const float rounded = (float)sum;
     return fabs((double)rounded) > fabs(sum) ? nextafterf(rounded, 0) : rounded;
