@@ -11,7 +11,7 @@ from levattn._core.threads import look_out_by, num_threads, parallel_for
 from levattn._core.types import Int64
 
 _THREAD_WORK = 6_000_000  # multiply-adds below which a second thread costs more than it brings
-_RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
+_RUN_WORK = 32_000_000  # multiply-adds beside which handing a run to a thread costs little
 
 
 def threads_for(work: float) -> int:
