@@ -644,7 +644,8 @@ def upper_form(A: Float64) -> Float64:
     """Return an upper-triangular (d, d) matrix T with ``T Tᵀ = A Aᵀ``, zero columns first."""
     d, k = A.shape
     T = np.zeros((d, d))
-    T[:, d - k :] = np.linalg.qr(A.T[:, ::-1], mode="r").T[::-1, ::-1]  # scipy's `rq` would be loaded for long
+    R: Any = np.linalg.qr(A.T[:, ::-1], mode="r")  # scipy's `rq` would be loaded for long
+    T[:, d - k :] = R.T[::-1, ::-1]
     return np.triu(T)
 
 

@@ -1,4 +1,7 @@
-"""When causal pruned attention selects: first after twice its slots, then after each chunk, in whatever calls."""
+"""When causal pruned attention selects: first after twice its slots, then after each chunk, in whatever calls.
+
+Inside: the state without outputs, as pruned models take it, has no public name.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ import naive_attention
 import strategies
 from levattn import thread_limit
 from levattn.attention import Selection, causal_pruned_attention
+from levattn.attention.pruned.pruned import state_alone
 from libraries import needs_torch
-from pruned_calls import attend, walk
+from pruned_calls import attend, selected, walk
 
 T, BUDGET = 150, 40
 FIRST = 2 * BUDGET  # positions before the first selection
@@ -185,3 +189,21 @@ def test_copies_of_a_state_of_tensors_go_on_alike(positions: int) -> None:
     torch.testing.assert_close(Y.detach(), expected)
     Y.sum().backward()
     assert all(bool((X.grad != 0).any()) for X in followed[1:])
+
+
+@pytest.mark.parametrize("storage", ["numpy", "torch", "torch with gradients"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "f" not in OPTIONS[name]])
+def test_a_state_without_outputs_is_the_state_of_the_call(name: str, storage: str) -> None:
+    whole = arrays(8, 300)
+    if storage != "numpy":
+        torch = pytest.importorskip("torch")
+        whole = [torch.from_numpy(X).requires_grad_(storage.endswith("gradients")) for X in whole]
+    selection: Any = selected(OPTIONS[name])[0]
+    state = other = selection
+    for cut in (slice(0, 33), slice(33, 130), slice(130, 131), slice(131, 300)):
+        part = [X[:, cut] for X in whole]
+        _, state = causal_pruned_attention(*part, state, return_state=True)
+        other = state_alone(*part, other)
+        for one, two in zip(numbers_of(state), numbers_of(other), strict=True):
+            one, two = (X.detach() if hasattr(X, "detach") else X for X in (one, two))
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(two))

@@ -218,7 +218,7 @@ class _Walk:
     """Settings that stay the same for all positions of a call.
 
     `factor`: of queries. `kind`: the dtype of products, if it is narrow. `certified`: whether to return bounds.
-    `goes_on`: whether a later call reads the part again.
+    `goes_on`: whether a later call reads the part again. `silent`: whether nobody reads the outputs.
     """
 
     rule: SelectionRule
@@ -226,6 +226,7 @@ class _Walk:
     kind: Any
     certified: bool
     goes_on: bool
+    silent: bool
 
     @property
     def narrow(self) -> Any:
@@ -261,8 +262,12 @@ def causal_attention(
     state: PrunedState | None,
     goes_on: bool,
     certified: bool,
+    silent: bool = False,
 ) -> Any:
-    """Return the output, continued from a state if there is one, and if wanted the state after it, and bounds."""
+    """Return the output, continued from a state if there is one, and if wanted the state after it, and bounds.
+
+    If `silent`, return the state alone.
+    """
     before = 0 if state is None else state.positions
     drops = rule.epsilon is not None or rule.slots.selected < before + call.K.shape[1]
     if certified and drops and not rule.slots.summaries:
@@ -279,15 +284,15 @@ def causal_attention(
     found: list[PrunedPart] = []
     for part, rows, places in _parts(call, rule, state, computed):
         q, K, V, scores = call.taken(rows, places, places)
-        arrays, part = _spread(own, part, factor, (q, K, V, scores), certified, goes_on, call.narrow)
+        arrays, part = _spread(own, part, factor, (q, K, V, scores), call.narrow, (certified, goes_on, silent))
         pieces.append((rows, places, arrays))
         found.append(part)
         if goes_on:
             after.append(
                 converted(part, lambda X: before_call[id(X)][1] if id(X) in before_call else call.as_given(X))
             )
-    Y, *bounds = call.results(pieces)
-    answer = [Y]
+    Y, *bounds = [None] if silent else call.results(pieces)
+    answer = [] if silent else [Y]
     if goes_on:
         state = PrunedState(rule.slots, call.given.batch, rule, tuple(after))
         if call.in_memory:
@@ -340,13 +345,16 @@ def _kinds(K: Any, V: Any) -> str:
 
 
 def _spread(
-    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, certified: bool, goes_on: bool, narrow: Any
+    rule: SelectionRule, part: PrunedPart, factor: float, arrays: Any, narrow: Any, wanted: tuple[bool, bool, bool]
 ) -> tuple[tuple[Any, ...], PrunedPart]:
-    """Return the result of `_stepped`, on several threads if each has items of its own."""
+    """Return the result of `_stepped`, on several threads if each has items of its own.
+
+    `wanted`: the flags of `_Walk`.
+    """
     q, _, V, _ = arrays
-    walk = _Walk(rule, factor, narrow, certified, goes_on)
+    walk, (certified, goes_on, silent) = _Walk(rule, factor, narrow, *wanted), wanted
     (b, _, T, _), numpy = q.shape, isinstance(q, np.ndarray)
-    Y = _room_for_outputs(q, V.shape[2]) if numpy else None
+    Y = _room_for_outputs(q, V.shape[2]) if numpy and not silent else None
 
     def attend(items: slice) -> Any:
         own = part if items == slice(0, b) else some_of(part, items)
@@ -361,6 +369,8 @@ def _spread(
         return found[0]  # type: ignore[no-any-return]
     bounds = [pieces[1:] for pieces, _ in found]
     part = all_of([part for _, part in found]) if goes_on else part
+    if silent:
+        return (), part
     return (Y, *(np.concatenate(pieces) for pieces in zip(*bounds, strict=True))), part
 
 
@@ -414,6 +424,8 @@ def _stepped(
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
         own = by_identity([given], [given]) if given.positions else {}  # arrays of a state are no views
         part = converted(replace(part, largest=largest), lambda array: array if id(array) in own else _alone(array))
+    if walk.silent:
+        return (), part
     if not pieces:
         return (empty_output(q, K, V), *(without_gradient(q[..., 0]),) * (3 if walk.certified else 0)), part
     if len(pieces) == 1:
@@ -481,6 +493,8 @@ def _run(
         part = replace(part, **held, keys=keys[i], queries=queries[i], positions=ends[i])
         if due[i]:
             part = selected_anew(rule, part, known[i], room, walk.certified or walk.goes_on, checks)
+    if walk.silent:
+        return (), part
     x = as_one_batch(calls)
     if rule.power is not None:
         x = replace(x, q=choice.in_range(x.q, x.keys[:, near:, :], _held_keys(x, near)))
@@ -537,13 +551,16 @@ def _run_in_turn(
         for i in range(count):
             here, last_one = slice(i * length, (i + 1) * length), last and i == count - 1
             own = [None if array is None else array[:, here.start : here.stop + near, ...] for array in rows]
-            _, before = _run(walk, before, q[:, :, here, :], own, 1, last_one, checks, room, into[:, :, here, :])
+            to = None if into is None else into[:, :, here, :]
+            _, before = _run(walk, before, q[:, :, here, :], own, 1, last_one, checks, room, to)
         return (into,), before
     names = "kept", "kept_values", "kept_places", "summaries", "radius"
-    slots = {name: mapped(vars(each)[name], lambda array: array[: count * b]) for name in names}
-    one = rows[0][:, : near + length, :]
-    x = _arguments(walk, replace(part, **slots), q[:, :, :length, :], one, rows[1])
-    Y, _ = PRUNING.mixture(replace(x, q=q, keys=rows[0], chunks=count), room, into)
+    Y = None
+    if not walk.silent:
+        slots = {name: mapped(vars(each)[name], lambda array: array[: count * b]) for name in names}
+        one = rows[0][:, : near + length, :]
+        x = _arguments(walk, replace(part, **slots), q[:, :, :length, :], one, rows[1])
+        Y, _ = PRUNING.mixture(replace(x, q=q, keys=rows[0], chunks=count), room, into)
     # copies, because the next call in turn writes to this memory, and may then have to begin again
     slots = {name: mapped(vars(each)[name], lambda array: _alone(array[-b:])) for name in names}
     return (Y,), replace(each, **slots)

@@ -12,7 +12,7 @@ from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import PrunedCall, given_scores, sized
 from levattn.attention.pruned.causal import causal_attention
-from levattn.attention.pruned.selection import as_selection, exponent_of, rule_of
+from levattn.attention.pruned.selection import SelectionRule, as_selection, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
 
@@ -253,6 +253,29 @@ def causal_pruned_attention(
     >>> np.allclose(np.concatenate([first, second], axis=1), Y)
     True
     """
+    call, rule, factor, state = _causal_call(Q, K, V, selection, (f, scale, mask), return_state, return_certificate)
+    with call.full_precision():
+        return causal_attention(call, rule, factor, state, return_state, return_certificate)
+
+
+@reads_numbers
+@where_arrays_are
+@by_numpy
+def state_alone(Q: Any, K: Any, V: Any, /, selection: Any, *, scale: float | None = None, mask: Any = None) -> Any:
+    """Return the state of `causal_pruned_attention` by softmax after these positions, without their outputs."""
+    call, rule, factor, state = _causal_call(Q, K, V, selection, ("softmax", scale, mask), True, False)
+    with call.full_precision():
+        return causal_attention(call, rule, factor, state, True, False, silent=True)
+
+
+def _causal_call(
+    Q: Any, K: Any, V: Any, selection: Any, options: tuple[Any, Any, Any], goes_on: bool, certified: bool
+) -> tuple[PrunedCall, SelectionRule, float, PrunedState | None]:
+    """Return a causal call, its rule, the factor of its products and the state before it, or raise.
+
+    `options`: f, scale and mask.
+    """
+    f, scale, mask = options
     state = selection if isinstance(selection, PrunedState) else None
     power = exponent_of(f)
     Q, K, V, heads = sized(Q, K, V)
@@ -265,14 +288,12 @@ def causal_pruned_attention(
     if state is None:
         selection = as_selection(selection)
         # if a state goes on, a number of slots does not depend on the positions of this call
-        endless = return_state and isinstance(selection.budget, int)
+        endless = goes_on and isinstance(selection.budget, int)
         rule = rule_of(selection, T, power=power, causal=True, aligned=True, endless=endless)
         given = selection.scores
     else:
         rule, given = continued_rule(state, power), state.next_scores
     arrays = Q, K, V, given_scores(given, K) if rule.kind == "given" else None, None
     held = () if state is None else state.in_memory or state.parts
-    call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=return_certificate)
-    factor = check_scale(scale, Q.shape[-1])
-    with call.full_precision():
-        return causal_attention(call, rule, factor, state, return_state, return_certificate)
+    call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=certified)
+    return call, rule, check_scale(scale, Q.shape[-1]), state

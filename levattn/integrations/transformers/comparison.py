@@ -85,13 +85,13 @@ def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[An
     rank = there.cumsum(1) - 1
     m, state, low = arrays.q.shape[2], held.state, 0
     if state is None:
-        _, state = arrays.attended(held.selection, 0, 0, return_state=True)
+        state = arrays.state(held.selection, 0, 0)
     # queries before the first selection read all keys, and stand for none after it
     begins = (there & (rank == state.rule.first))[:, there.shape[1] - m :].any(0).nonzero()[:, 0].tolist()
     for start, stop in _parted(_runs(m, each), begins):
         selected = rank[:, there.shape[1] - m + start] >= state.rule.first
         if start > low and bool(selected.any()):  # else the state tells the same of these queries
-            _, state = arrays.attended(state, low, start, return_state=True)
+            state = arrays.state(state, low, start)
             low = start
         places = np.arange(start, stop)
         here = slice(there.shape[1] - m + start, there.shape[1] - m + stop)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+from levattn.attention.pruned.pruned import state_alone
 from levattn.attention.pruned.selection import rule_of, slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind, time_on
 from levattn.integrations.transformers.discovery import ModelLayer
@@ -104,13 +105,22 @@ class Arrays:
 
         If not causal, these are all queries and keys.
         """
-        before = self.k.shape[2] - self.q.shape[2]
-        new = slice(before + first, before + last)
-        q, k, v = self.q[:, :, first:last], self.k[:, :, new], self.v[:, :, new]
-        there = None if self.present is None else self.present[:, None, new]
+        q, k, v, there = self._between(first, last)
         if self.causal:
             return causal_pruned_attention(q, k, v, selection, mask=there, scale=self.scale, **more)
         return pruned_attention(q, k, v, selection, mask=there, query_mask=there, scale=self.scale, **more)
+
+    def state(self, selection: Any, first: int, last: int) -> Any:
+        """Return the state after the queries first to last, without their outputs."""
+        q, k, v, there = self._between(first, last)
+        return state_alone(q, k, v, selection, mask=there, scale=self.scale)
+
+    def _between(self, first: int, last: int) -> tuple[Any, Any, Any, Any]:
+        """Return the queries first to last, with the keys that are new to their state, the values and their flags."""
+        before = self.k.shape[2] - self.q.shape[2]
+        new = slice(before + first, before + last)
+        there = None if self.present is None else self.present[:, None, new]
+        return self.q[:, :, first:last], self.k[:, :, new], self.v[:, :, new], there
 
 
 def plans(arrays: Arrays, selection: Selection) -> list[Held]:
@@ -145,8 +155,7 @@ def _begun(arrays: Arrays, plan: Sequence[Held]) -> list[Held]:
         if held.asked:
             part = arrays.of_sequences(held.rows)
             early = replace(part, q=torch.cat(held.asked, 2), k=part.k[:, :, :before], v=part.v[:, :, :before])
-            _, state = early.attended(held.selection, 0, before, return_state=True)
-            found.append(replace(held, state=state, asked=()))
+            found.append(replace(held, state=early.state(held.selection, 0, before), asked=()))
         else:
             found.append(held)
     return found
