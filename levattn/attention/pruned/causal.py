@@ -23,6 +23,7 @@ from levattn.attention.pruned.state import (
     PrunedPart,
     PrunedState,
     all_of,
+    arrays_of,
     by_identity,
     converted,
     empty_part,
@@ -422,7 +423,7 @@ def _stepped(
     checks.settle()
     if walk.goes_on:
         largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-        own = by_identity([given], [given]) if given.positions else {}  # arrays of a state are no views
+        own = set(map(id, arrays_of(given))) if given.positions else set()  # arrays of a state are no views
         part = converted(replace(part, largest=largest), lambda array: array if id(array) in own else _alone(array))
     if walk.silent:
         return (), part
