@@ -130,6 +130,8 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        # Code that is loaded imports its module, unless the function that made it is still in memory
+        monkeypatch.setitem(sys.modules, "source", module)
         return jit.jit(module.twice)
 
     _kernels_cache.say_uncached.cache_clear()
